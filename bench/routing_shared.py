@@ -5,7 +5,8 @@
 Clients ask one request after the other, as there. A step takes what a formula says, times what is drawn by chance, so one trace
 comes in another order each time it is played. The memory of both engines together holds all beginnings and little more, so one
 that both have drives out another. ``--displaced``: what a token that takes the place of another's counts besides its own
-(`quintet.frontend.load_balancing.load_balancer.DISPLACED`). Prints shares of the ideal hit rate, each beginning computed once.
+(`quintet.frontend.load_balancing.load_balancer.EVICTION_COST`). Prints shares of the ideal hit rate, with each beginning
+computed once.
 """
 
 from __future__ import annotations
@@ -177,11 +178,11 @@ def _config() -> EngineConfig:
 @contextmanager
 def counting(displaced: float) -> Iterator[None]:
     """Have what is displaced count so much."""
-    before, load_balancer.DISPLACED = load_balancer.DISPLACED, displaced
+    before, load_balancer.EVICTION_COST = load_balancer.EVICTION_COST, displaced
     try:
         yield
     finally:
-        load_balancer.DISPLACED = before
+        load_balancer.EVICTION_COST = before
 
 
 def main() -> None:
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--orders", type=int, default=4)
     parser.add_argument(
-        "--displaced", type=float, nargs="+", default=[0.0, load_balancer.DISPLACED, 1.0, 2.0]
+        "--displaced", type=float, nargs="+", default=[0.0, load_balancer.EVICTION_COST, 1.0, 2.0]
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
     arguments = parser.parse_args()

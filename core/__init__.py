@@ -1,4 +1,4 @@
-"""The core process: decides, step by step, which tokens of which request are computed next, and where their KV lives.
+"""Core process: scheduling of tokens and placement of KV blocks.
 
-Integers in, integers out. Only `main` knows of sockets and clocks; nothing here knows of tensors or text.
+It takes and returns integers. Only `main` uses sockets and clocks; no module here handles tensors or text.
 """

@@ -1,4 +1,4 @@
-"""From `Admit` to requests: what the core can refuse, it refuses here, with advice: at the door, or when limits change."""
+"""Admission: validate `Admit` against the server's limits and build requests. Also revalidates when the limits change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _stops_of(params: SamplingParams, eos_token_ids: list[int]) -> dict[int, boo
 
 
 def _chain_start(admit: Admit) -> bytes:
-    """Return where the hash chain of a request's blocks begins."""
+    """Return the digest that starts the hash chain of the request's blocks."""
     start, embeds = salt_digest(admit.spec.cache_salt), admit.embeds
     return start if embeds is None else embeds_digest(start, embeds.digest)
 
@@ -36,11 +36,11 @@ def make_requests(
     policy: Policy,
     eos_token_ids: list[int],
     limits: Limits,
-    num_unpromised: int,
+    num_unreserved: int,
 ) -> list[Request]:
-    """Return one waiting request per choice, holding nothing yet; arrivals are numbered from ``first_arrival``.
+    """Return one waiting request per choice, without slots or blocks; arrivals are numbered from ``first_arrival``.
 
-    ``num_unpromised`` is the room in KV memory beside all others at full length.
+    ``num_unreserved`` is the number of KV tokens left when all live requests reach their limits.
 
     Raises `RequestError` when the request can never be served.
     """
@@ -67,7 +67,7 @@ def make_requests(
                 rank=policy(
                     spec.priority,
                     first_arrival + choice,
-                    limit - len(tokens) if (choice + 1) * taken <= num_unpromised else None,
+                    limit - len(tokens) if (choice + 1) * taken <= num_unreserved else None,
                 ),
                 detokenizer=spec.detokenizer,
                 arrival_ns=spec.arrival_ns,
@@ -93,13 +93,13 @@ def make_requests(
 
 
 def length_limit(num_prompt: int, max_tokens: int | None, limits: Limits) -> int:
-    """Return the most tokens, prompt included, that a request may ever have."""
+    """Return the maximum number of tokens of the request, prompt included."""
     longest = limits.max_request_len
     return longest if max_tokens is None else min(longest, num_prompt + max_tokens)
 
 
 def check_fits(num_prompt: int, limits: Limits) -> None:
-    """Raise `RequestError` unless a prompt of this length, and one output token, can be computed when alone."""
+    """Raise `RequestError` unless the server can compute the prompt and one output token of a request that runs alone."""
     if num_prompt == 0:
         raise RequestError(
             ErrorCode.INVALID,
@@ -110,7 +110,7 @@ def check_fits(num_prompt: int, limits: Limits) -> None:
         raise RequestError(
             ErrorCode.TOO_LONG,
             f"This model's maximum context length is {limits.max_model_len} tokens. However, the prompt has {num_prompt}, and "
-            "one output token needs room too. Please reduce the length of the prompt, or set truncate_prompt_tokens.",
+            "the context must also hold one output token. Please reduce the length of the prompt, or set truncate_prompt_tokens.",
             "prompt",
         )
     if num_prompt >= limits.max_request_len:
@@ -136,7 +136,7 @@ def _blocks_of(num_tokens: int, limits: Limits) -> int:
     return groups.spec.most_blocks(num_tokens, groups.step_tokens)
 
 
-def meet(
+def resolve_limits(
     config: SchedulerConfig,
     *,
     kv: KvSpec,
@@ -168,13 +168,13 @@ def meet(
     )
 
 
-def refit(state: SchedulerState, now_ns: int) -> StepMessages:
-    """Measure every live request against new limits; those that cannot be computed any more end with an error."""
+def apply_limits(state: SchedulerState, now_ns: int) -> StepMessages:
+    """Check every live request against new limits; end those that no longer fit with an error."""
     outbox = TokensBuilders()
     for request in list(state.waiting):
         request.digests.clear()
         request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)
-        state.num_promised += state.limits.taken_by(request.limit)
+        state.num_reserved += state.limits.taken_by(request.limit)
         state.num_embedded += request.embeds is not None
         try:
             check_fits(request.num_prompt, state.limits)

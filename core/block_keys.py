@@ -1,4 +1,4 @@
-"""What names the contents that a request needs, group by group: the keys under which tiers keep them."""
+"""Keys of the contents that a request needs, per group; KV tiers store contents under them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from itertools import takewhile
 from quintet.core.hooks import PrefixMatch
 from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.kv.prefetch import Prefetches
-from quintet.core.kv.prefix import digest_behind, extend_chain, key_of
+from quintet.core.kv.prefix import digest_after, extend_chain, key_of
 from quintet.core.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
 
 def run_of(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:
-    """Return the blocks of the first of these keys, as long as they are known."""
+    """Return the blocks of the leading keys that are known."""
     blocks = map(block_of.get, keys)
     return [block for block in takewhile(lambda block: block is not None, blocks) if block is not None]
 
 
-def keys_behind(state: SchedulerState, request: Request, index: int, num_tokens: int) -> list[bytes]:
-    """Return what names the contents of a group's blocks that a request needs which goes on behind so many tokens.
+def keys_after(state: SchedulerState, request: Request, index: int, num_tokens: int) -> list[bytes]:
+    """Return the keys of a group's blocks that a request needs to continue after ``num_tokens`` tokens.
 
-    Where beginnings are not shared (`Limits.prefix_caching`), perhaps because keys and values depend on more than the
-    tokens before them, contents are the request's own.
+    Without prefix sharing (`Limits.prefix_caching`), for example because KV depends on more than the preceding
+    tokens, keys are private to the request.
     """
     limits, group = state.limits, state.limits.groups.all[index]
     num_full, length = divmod(num_tokens, limits.block_size)
@@ -34,7 +34,7 @@ def keys_behind(state: SchedulerState, request: Request, index: int, num_tokens:
     wanted = digests[first:]
     if length:
         before = digests[-1] if digests else request.salt_digest
-        wanted.append(digest_behind(before, request.tokens[num_tokens - length : num_tokens]))
+        wanted.append(digest_after(before, request.tokens[num_tokens - length : num_tokens]))
     elif group.is_state:
         wanted = digests[-1:]
     return [key_of(digest, index) for digest in wanted]
@@ -46,17 +46,17 @@ def digests_of(state: SchedulerState, request: Request, num_blocks: int) -> list
     return request.digests[:num_blocks]
 
 
-def found_behind(state: SchedulerState, request: Request, fetches: Prefetches) -> PrefixMatch | None:
-    """Find what is on the device, and behind it what was fetched for a request."""
+def match_fetched(state: SchedulerState, request: Request, fetches: Prefetches) -> PrefixMatch | None:
+    """Match blocks on the device, then blocks fetched for a request."""
     limits, index = state.limits, state.pool.index
-    wish = fetches.wishes.get(request.request_id)
-    if wish is None or not wish.num_tokens or request.status is Status.RUNNING:
+    fetch = fetches.requests.get(request.request_id)
+    if fetch is None or not fetch.num_tokens or request.status is Status.RUNNING:
         return None
     shared: list[GroupBlocks] = []
     restored: list[list[int]] = []
-    num_tokens = wish.num_tokens
+    num_tokens = fetch.num_tokens
     for group, spec in enumerate(limits.groups.all):
-        keys = keys_behind(state, request, group, num_tokens)
+        keys = keys_after(state, request, group, num_tokens)
         blocks = run_of(keys, index.block_of)
         fetched = fetches.fetch(request.request_id, keys[len(blocks) :])
         if fetched is None:

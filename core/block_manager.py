@@ -1,8 +1,8 @@
-"""The block tables of running requests: how one is filled when a request enters, grows, and moves on with a window.
+"""Block tables of running requests: allocation on entry, growth, and sliding windows.
 
-What a group of layers has lost sight of is let go while the request runs, and what it needs at the most (`KvGroup.most_blocks`)
-it gets when it enters: so a prompt in pieces never needs more than it lets go of. When no block is available it gives its own
-new content. It waits only where others hold what it has let go of, or read it in a step in flight.
+A group releases blocks outside its window while the request runs. A request gets the most blocks it will need
+(`KvGroup.most_blocks`) when it enters, so chunked prefill never needs more than it releases. When no block is
+available, its own released blocks are reused. It waits only while others share those, or a step in flight reads them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from quintet.core.step_builder import StepBuilder
 NO_BLOCKS = GroupBlocks()
 
 
-def own_blocks(state: SchedulerState, request: Request, found: PrefixMatch) -> list[int]:
-    """Return how many blocks of its own, in each group, a request gets that enters behind what was found."""
+def num_new_blocks(state: SchedulerState, request: Request, found: PrefixMatch) -> list[int]:
+    """Return the number of new blocks per group for a request that enters after the prefix match."""
     groups, length = state.limits.groups, request.length
     end = -(-length // state.limits.block_size)
     if groups.is_plain:
@@ -36,10 +36,10 @@ def own_blocks(state: SchedulerState, request: Request, found: PrefixMatch) -> l
 def fill(
     state: SchedulerState, step: StepBuilder, request: Request, found: PrefixMatch, num_own: list[int]
 ) -> None:
-    """Give a request that enters its blocks: those that were found, and its own."""
+    """Set the blocks of a request that enters: the matched ones and new ones."""
     pool, groups = state.pool, state.limits.groups
     for held in found.shared:
-        pool.share(held.blocks)  # before anything is taken: that may evict
+        pool.share(held.blocks)  # before anything is allocated: allocation may evict
     if found.tails:
         pool.share(found.known_tails)
         step.borrowed += found.known_tails
@@ -59,7 +59,7 @@ def fill(
 
 
 def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
-    """Give a request that decodes the blocks for its next token; return how many it lacks, having changed nothing."""
+    """Allocate the blocks for the next token of a decoding request. Return the number missing; then nothing has changed."""
     groups, pool = state.limits.groups, state.pool
     planned, block_size = request.planned, state.limits.block_size
     short = [index for index in groups.tokens if request.held[index].end * block_size <= planned]
@@ -70,7 +70,7 @@ def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
     if pool.num_available < len(short) - len(moved):
         return len(short) - len(moved)
     for index in groups.windowed:
-        _let_go(state, request, index, moved.values())
+        _release_passed(state, request, index, moved.values())
     for index in short:
         block = moved.get(index)
         if block is None:
@@ -80,12 +80,12 @@ def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
         _append(step, request, index, block)
     if groups.states:
         recurrent_state.prepare(state, step, request)
-    set_room(state, request, planned + 1)
+    set_num_covered(state, request, planned + 1)
     return 0
 
 
-def move_on(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> int:
-    """Give a request the blocks for its next ``count`` tokens; return for how many of them there are some, perhaps none."""
+def allocate(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> int:
+    """Allocate blocks for the next ``count`` tokens; return the number of tokens that have blocks, possibly 0."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
         return count
@@ -102,12 +102,12 @@ def move_on(state: SchedulerState, step: StepBuilder, request: Request, count: i
             _move_window(state, step, request, index, end, is_scarce)
     if groups.states:
         recurrent_state.prepare(state, step, request)
-    set_room(state, request, request.planned + count)
+    set_num_covered(state, request, request.planned + count)
     return count
 
 
 def _reach(state: SchedulerState, request: Request, end: int) -> int:
-    """Return up to which position, at most ``end``, block tables can be filled with what is available and what is let go of."""
+    """Return the position, at most ``end``, up to which tables can be filled from available and releasable blocks."""
     pool, groups = state.pool, state.limits.groups
     tables = [(request.held[index].end, len(_movable(state, request, index))) for index in groups.windowed]
     while sum(max(0, end - filled - movable) for filled, movable in tables) > pool.num_available:
@@ -118,11 +118,12 @@ def _reach(state: SchedulerState, request: Request, end: int) -> int:
 def _move_window(
     state: SchedulerState, step: StepBuilder, request: Request, index: int, end: int, is_scarce: bool
 ) -> None:
-    """Fill a group's table up to ``end``. What is let go of goes to the pool, where others may find it, unless blocks are
-    scarce: then it is filled anew."""
+    """Fill a group's table up to ``end``. Blocks outside the window go back to the pool, unless blocks are scarce:
+    then they are reused directly.
+    """
     pool, num_wanted = state.pool, max(0, end - request.held[index].end)
     moved = _movable(state, request, index)[:num_wanted] if is_scarce else []
-    _let_go(state, request, index, moved)
+    _release_passed(state, request, index, moved)
     for block in moved:
         pool.move(block)
     for block in moved + [pool.take() for _ in range(num_wanted - len(moved))]:
@@ -130,7 +131,7 @@ def _move_window(
 
 
 def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: PrefixMatch) -> None:
-    """Exchange a request's next blocks for full ones that others have computed since it entered."""
+    """Replace a request's next blocks by full ones that others have computed since it entered."""
     groups, pool, block_size = state.limits.groups, state.pool, state.limits.block_size
     end, planned = found.num_tokens // block_size, request.planned // block_size
     for index, group in enumerate(groups.all):
@@ -138,13 +139,13 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
         if group.is_state:
             recurrent_state.exchange(state, step, request, index, shared.blocks)
             continue
-        # What it shares already behind `planned` stays as it is.
+        # Blocks shared after `planned` stay as they are.
         first = max(shared.begin, min(planned, held.end))
         blocks = shared.blocks[first - shared.begin :]
         pool.share(blocks)
         before = held.blocks[max(0, shared.begin - held.begin) : max(0, first - held.begin)]
         rest = held.blocks[max(0, end - held.begin) :]
-        gone = held.behind(shared.begin) + held.blocks[max(0, first - held.begin) : max(0, end - held.begin)]
+        gone = held.before(shared.begin) + held.blocks[max(0, first - held.begin) : max(0, end - held.begin)]
         pool.release(gone, state.fence)
         request.held[index] = GroupBlocks(first - len(before), before + blocks + rest)
         for position, block in enumerate(blocks, first):
@@ -153,30 +154,34 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
     request.register_at = (end + 1) * block_size
     if groups.states:
         recurrent_state.begin(state, request)
-    set_room(state, request, request.planned)
+    set_num_covered(state, request, request.planned)
 
 
-def set_room(state: SchedulerState, request: Request, end: int) -> None:
-    """Note until when the blocks need no looking at, once ``end`` tokens are planned."""
+def set_num_covered(state: SchedulerState, request: Request, end: int) -> None:
+    """Set the token count up to which the blocks need no check, once ``end`` tokens are planned."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
-        request.room = request.held[0].end * block_size
+        request.num_covered = request.held[0].end * block_size
         return
-    room = min((request.held[index].end for index in groups.tokens), default=request.limit) * block_size
-    request.room = recurrent_state.room_of(state, request, end, room) if groups.states else room
+    num_covered = (
+        min((request.held[index].end for index in groups.tokens), default=request.limit) * block_size
+    )
+    request.num_covered = (
+        recurrent_state.num_covered(state, request, end, num_covered) if groups.states else num_covered
+    )
 
 
 def _movable(state: SchedulerState, request: Request, index: int) -> list[int]:
-    """Return what a group has lost sight of at the next token and may get new content."""
-    behind = request.held[index].behind(state.limits.groups.first_block(index, request.planned))
-    return [block for block in behind if state.pool.may_move(block)]
+    """Return the blocks that leave the group's window at the next token and may be reused."""
+    passed = request.held[index].before(state.limits.groups.first_block(index, request.planned))
+    return [block for block in passed if state.pool.may_move(block)]
 
 
-def _let_go(state: SchedulerState, request: Request, index: int, spared: Collection[int]) -> None:
-    """Release what a group has lost sight of at the next token, but for the blocks that go on elsewhere in the table."""
+def _release_passed(state: SchedulerState, request: Request, index: int, spared: Collection[int]) -> None:
+    """Release the blocks that leave the group's window at the next token, except those reused in the same table."""
     held = request.held[index]
     first = state.limits.groups.first_block(index, request.planned)
-    gone = [block for block in held.behind(first) if block not in spared]
+    gone = [block for block in held.before(first) if block not in spared]
     held.drop(first)
     if gone:
         state.pool.release(gone[::-1], state.fence)

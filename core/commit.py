@@ -1,7 +1,7 @@
-"""What a step's result changes: tokens become known, the blocks they fill findable, and requests end.
+"""Commit of a step's result: append tokens, register full blocks, end requests.
 
-A row whose request left its slot since the plan was made (stopped, cancelled, preempted) names an older generation:
-its result is dropped.
+A request may lose its slot after the plan was made (stop, cancel, preemption). Its row then has an older generation,
+and the result is dropped.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
 
 
 def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessages:
-    """Apply the result of the oldest step in flight and return what others must hear.
+    """Apply the result of the oldest step in flight and return the messages to send.
 
-    A result of any other step (a plan forgotten because the executor was replaced) changes nothing.
+    A result of any other step is ignored: its plan was forgotten when the executor was replaced.
     """
     if not state.in_flight or state.in_flight[0].step != result.step:
         return StepMessages()
     flight = state.in_flight.popleft()
     state.counters.steps += 1
     state.pool.settle(flight.step)
-    state.pace.note_computing(flight.num_tokens, result.compute_ns)
+    state.throughput.note_computing(flight.num_tokens, result.compute_ns)
     if flight.rows:
-        state.pace.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
+        state.throughput.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
     outbox = TokensBuilders()
     ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
     if result.failed:
@@ -42,7 +42,7 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
             offer(state, request)
     if state.limits.groups.states:
         for request in flight.rows:
-            if request.is_yielding and request.length == len(request.tokens):
+            if request.is_preempt_deferred and request.length == len(request.tokens):
                 state.preempt(request)
     return outbox.effects(flight.step, now_ns)
 
@@ -50,7 +50,7 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
 def _apply_tokens(
     state: SchedulerState, flight: InFlightPlan, token_column: bytes, outbox: TokensBuilders, now_ns: int
 ) -> list[Request]:
-    """Give every valid row its progress and token; return the requests that this ends, still holding what they hold."""
+    """Apply progress and tokens to every valid row; return the requests that end. They keep slot and blocks."""
     ended: list[Request] = []
     detokenizer: int | None = None
     tokens = unpack_i32(token_column)
@@ -63,7 +63,7 @@ def _apply_tokens(
         num_computed += end - request.computed
         request.computed = end
         if end >= request.register_at:
-            state.publish(request, end)  # their tokens are known: the step after drew from them
+            state.publish(request, end)  # the tokens are known: the following step drew from them
         if token is None:
             continue
         if request.detokenizer != detokenizer or request.first_token_ns is None:
@@ -92,7 +92,7 @@ def _apply_tokens(
 
 
 def _end_failed(flight: InFlightPlan, failed: bytes, outbox: TokensBuilders, ended: list[Request]) -> None:
-    """End with an error what the executor cannot go on with. The token that it drew is known already, and tells nothing."""
+    """End requests that the executor reports as failed with an error. Their drawn token is already appended and is invalid."""
     for index in unpack_i32(failed):
         request = flight.rows[index]
         if request.generation != flight.generations[index]:
@@ -116,19 +116,19 @@ def _spread(tokens: Sequence[int], samples: bytes) -> Sequence[int | None]:
 
 
 def ending_of(request: Request) -> Ending | None:
-    """Return how the newest output ends the request; None when it goes on."""
+    """Return the finish reason caused by the newest output; None when the request continues."""
     if request.num_outputs > request.params.min_tokens:
         is_named = request.stops.get(request.tokens[-1])
         if is_named is not None:
             return FinishReason.STOP, is_named
         watch = request.repetition
-        if watch is not None and watch.has_come(request.tokens, request.num_prompt):
+        if watch is not None and watch.has_repeated(request.tokens, request.num_prompt):
             return FinishReason.REPETITION, False
     return (FinishReason.LENGTH, False) if len(request.tokens) >= request.limit else None
 
 
 def _forward_logprobs(flight: InFlightPlan, result: StepResult, outbox: TokensBuilders, now_ns: int) -> None:
-    """Pass log-probabilities on, naming rows of the `Tokens` messages instead of rows of the plan."""
+    """Forward log-probabilities, with row numbers of the `Tokens` messages instead of the plan."""
     rows_of = {
         index: {request_id: row for row, request_id in enumerate(builder.request_ids)}
         for index, builder in outbox.builders.items()
@@ -156,7 +156,7 @@ def _forward_logprobs(flight: InFlightPlan, result: StepResult, outbox: TokensBu
 
 
 def _unseen_part(request: Request, entry: PromptLogprobs) -> PromptLogprobs | None:
-    """Cut off the positions that were passed on before (a preempted prompt is computed again, perhaps in other pieces)."""
+    """Cut off positions that were sent before: a preempted prompt is recomputed, possibly in other chunks."""
     num_entries = len(entry.ranks) // 4
     skip = max(0, request.prompt_logprobs_end - entry.first)
     if skip >= num_entries:

@@ -1,6 +1,6 @@
-"""The core without its sockets: requests go in, plans come out, results go in, effects come out.
+"""Core logic without sockets: one method per received message.
 
-One method per message the core receives. Every method returns what must be sent; none reads a clock.
+Every method returns the messages to send; none reads a clock.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from quintet.core.admission import make_requests, meet, refit
+from quintet.core.admission import apply_limits, make_requests, resolve_limits
 from quintet.core.commit import commit, ending_of
-from quintet.core.deadlines import check_hopeful, check_in_time
+from quintet.core.deadlines import check_deadline, check_feasible
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
@@ -21,10 +21,10 @@ from quintet.core.kv_admin import KvAdmin
 from quintet.core.kv_tier_client import KvTierClient
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.core.poison_isolation.suspects import PoisonIsolation
-from quintet.core.poison_isolation.trial import call_off, convict, hold_trial
+from quintet.core.poison_isolation.trial import advance_trial, cancel_trial, reject_poison
 from quintet.core.policy import POLICIES
 from quintet.core.request import Request, Status
-from quintet.core.resumption import RetainedRequests, can_go_on
+from quintet.core.resumption import RetainedRequests, can_resume
 from quintet.core.scheduler import schedule
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders
@@ -39,9 +39,9 @@ from quintet.wire.step import Capacity, StepPlan, StepResult
 
 
 class Engine:
-    """Request life and KV blocks of one executor group.
+    """Request life cycle and KV blocks of one executor group.
 
-    Until the executor has told its `Capacity`, admitted requests wait unread.
+    Requests are queued unparsed until the executor has sent its `Capacity`.
     """
 
     def __init__(
@@ -57,36 +57,36 @@ class Engine:
         self._policy = POLICIES[scheduler.policy]
         self._hooks = flatten(build_features(Setup(scheduler, cache), features))
         self._early: list[Admit | Cancel] = []
-        """What came before the capacity was known, in order."""
+        """Messages received before the capacity is known, in order."""
         self._num_arrived = 0
         self._frontends: dict[int, tuple[int, bool]] = {}
-        """Newest epoch of each frontend slot, and whether that one is down too."""
-        self.shelf = RetainedRequests(int(scheduler.resume_grace_s * 1e9))
+        """Newest epoch of each frontend slot, and whether that process is down."""
+        self.retained = RetainedRequests(int(scheduler.resume_grace_s * 1e9))
         self._deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
         self.suspects = PoisonIsolation()
-        self.refusals = Rejections()
-        self.disk = KvTierClient()
-        self.kv_desk = KvAdmin()
+        self.rejections = Rejections()
+        self.tier_client = KvTierClient()
+        self.kv_admin = KvAdmin()
         self.state: SchedulerState | None = None
         self.executor_epoch: int | None = None
-        """Epoch of the executor whose tables the state mirrors."""
+        """Epoch of the executor that holds the tables mirrored by the state."""
         self._tables = 0
-        """How often it had emptied them (`Capacity.tables`)."""
+        """Number of times that executor has emptied its tables (`Capacity.tables`)."""
 
     @property
     def num_live(self) -> int:
-        """Requests (choices) that have not ended."""
+        """Number of live requests (choices)."""
         if self.state is None:
             return sum(message.spec.params.n for message in self._early if isinstance(message, Admit))
         return len(self.state.live)
 
     @property
     def is_needed(self) -> bool:
-        """Whether requests live here, or wait for clients that were cut off."""
-        return self.num_live > 0 or self.shelf.is_awaited
+        """True while requests are alive or retained for disconnected clients."""
+        return self.num_live > 0 or self.retained.is_awaited
 
     def describe(self) -> str:
-        """Say, for a log read after the fact, which steps and requests were alive."""
+        """Return steps in flight and live requests as text, for the crash log."""
         state = self.state
         if state is None:
             return f"no capacity yet; {len(self._early)} messages waiting"
@@ -98,15 +98,15 @@ class Engine:
         )
 
     def capacity(self, message: Capacity, now_ns: int) -> StepMessages:
-        """Begin with an executor whose tables are empty; what ran before is computed again from its ids.
+        """Start on an executor with empty tables. Requests of the previous one are recomputed from their token ids.
 
-        Who was in a step that was not finished is suspected of having caused that; see `quintet.core.poison_isolation.suspects`.
+        Requests of an unfinished step become suspects; see `quintet.core.poison_isolation.suspects`.
         """
         known, cache = self.executor_epoch, self._cache
         if known is not None and (message.executor_epoch, message.tables) <= (known, self._tables):
             return StepMessages()
         self.executor_epoch, self._tables = message.executor_epoch, message.tables
-        limits = meet(
+        limits = resolve_limits(
             self._scheduler,
             kv=msgspec.structs.replace(self._model.kv, block_size=message.block_size),
             num_blocks=message.num_blocks,
@@ -116,23 +116,23 @@ class Engine:
             swap_bytes_per_s=message.swap_bytes_per_s,
             num_parts=cache.num_parts,
         )
-        before, convicted = self.state, None
+        before, culprit = self.state, None
         if before is not None:
             before.counters.executor_losses += 1
-            convicted = self.suspects.lose(before.in_flight, before.live, raised=bool(message.failure))
+            culprit = self.suspects.note_failure(before.in_flight, before.live, raised=bool(message.failure))
             before.in_flight.clear()
-            before.pool.tiers = Tiers()  # nothing can be kept of what an executor lost
+            before.pool.tiers = Tiers()  # the lost executor's KV is gone
             for request in list(before.running):
                 before.preempt(request)
-            self._keep_departed(before, now_ns)
-        tiers = self.disk.tiers(message, limits, cache)
-        pool = BlockPool(limits.num_blocks, tiers, self.kv_desk.pins)
+            self._retain_ended(before, now_ns)
+        tiers = self.tier_client.tiers(message, limits, cache)
+        pool = BlockPool(limits.num_blocks, tiers, self.kv_admin.pins)
         self.state = state = SchedulerState(
             limits, self._hooks, pool, free_slots=list(range(limits.num_slots))
         )
-        self.kv_desk.begin(state)
+        self.kv_admin.begin(state)
         if cache.events is not None:
-            state.tell_of_blocks()
+            state.enable_kv_events()
         if before is None:
             effects = StepMessages()
             for early in self._early:
@@ -146,20 +146,22 @@ class Engine:
         state.step, state.generation, state.counters = before.step, before.generation, before.counters
         state.queue_times_ns, state.endings = before.queue_times_ns, before.endings
         state.live, state.waiting, state.ended = before.live, before.waiting, before.ended
-        state.untold = before.untold
-        effects = refit(state, now_ns)
-        effects.add(self._tell_untold(now_ns))
-        if convicted is not None:
-            effects.add(convict(state, self.suspects, self.refusals, convicted, message.failure, now_ns))
+        state.unreported = before.unreported
+        effects = apply_limits(state, now_ns)
+        effects.add(self._report_ended(now_ns))
+        if culprit is not None:
+            effects.add(
+                reject_poison(state, self.suspects, self.rejections, culprit, message.failure, now_ns)
+            )
             self.suspects.advance(state.live)
         state.trial = self.suspects.trial
         return effects
 
     def admit(self, message: Admit, now_ns: int) -> StepMessages:
-        """Queue a new request, every choice of it.
+        """Queue a new request, one entry per choice.
 
-        An attempt that is known already (sent twice), or older than one that is, is ignored, and so is a request whose
-        frontend is gone. A newer attempt at a live request takes it over as it stands, where that is possible.
+        Ignores attempts that are already known or older than a known one, and requests of a frontend that is gone. A
+        newer attempt takes over the live request and its KV where `can_resume` allows it.
         """
         state, spec = self.state, message.spec
         first = message.request_id
@@ -169,24 +171,24 @@ class Engine:
             self._early.append(message)
             return StepMessages()
         ids = range(first, first + spec.params.n)
-        if any(state.knows(request_id, spec.attempt) for request_id in ids):
+        if any(state.has_seen(request_id, spec.attempt) for request_id in ids):
             return StepMessages()
         outbox = TokensBuilders()
         before: list[Request] = []
         if spec.attempt:
             before = [state.live[request_id] for request_id in ids if request_id in state.live]
-            if len(before) == len(ids) and all(can_go_on(request, message) for request in before):
-                return self._go_on(before, message, now_ns)
+            if len(before) == len(ids) and all(can_resume(request, message) for request in before):
+                return self._resume(before, message, now_ns)
             for request in before:
                 outbox.close(request)
-                request.origin = None  # the newer attempt is what may be kept
+                request.origin = None  # only the newer attempt may be retained
                 state.retire(request)
             for request_id in ids:
-                self.shelf.take(request_id)
-        refusal = None if before else self.refusals.answer_to(message, now_ns)
-        if refusal is not None:
-            state.counters.refusals += 1
-            outbox.failed.append(refusal)
+                self.retained.take(request_id)
+        rejection = None if before else self.rejections.answer_to(message, now_ns)
+        if rejection is not None:
+            state.counters.poison_rejections += 1
+            outbox.failed.append(rejection)
             return outbox.effects(state.step, now_ns)
         num_seen = spec.num_seen
         if spec.adopts:
@@ -198,11 +200,11 @@ class Engine:
                 self._policy,
                 self._model.eos_token_ids,
                 state.limits,
-                state.num_unpromised,
+                state.num_unreserved,
             )
-            check_in_time(state, requests[0], now_ns)
-            if not spec.attempt and not spec.adopts:  # what was promised once is kept
-                check_hopeful(state, self._scheduler, requests[0], now_ns)
+            check_deadline(state, requests[0], now_ns)
+            if not spec.attempt and not spec.adopts:  # admitted before: not rejected now
+                check_feasible(state, self._scheduler, requests[0], now_ns)
         except RequestError as error:
             outbox.failed.append(Failed(first, error.code, error.message, error.param, error.retry_s))
             return outbox.effects(state.step, now_ns)
@@ -213,15 +215,15 @@ class Engine:
             if ending is not None:
                 outbox.end_with_last(request, ending, now_ns)
                 state.note_ended(request)
-                self.shelf.keep(request, now_ns)
+                self.retained.keep(request, now_ns)
                 continue
-            state.welcome(request)
+            state.add(request)
             if request.deadline_ns:
                 self._deadlines.watch(request.deadline_ns, request)
         return outbox.effects(state.step, now_ns)
 
-    def _go_on(self, requests: list[Request], message: Admit, now_ns: int) -> StepMessages:
-        """Tell a detokenizer, perhaps another one, of live requests that go on under a newer attempt."""
+    def _resume(self, requests: list[Request], message: Admit, now_ns: int) -> StepMessages:
+        """Continue live requests under a newer attempt, possibly with another detokenizer."""
         assert self.state is not None
         outbox = TokensBuilders()
         num_seen = message.spec.num_seen
@@ -235,36 +237,33 @@ class Engine:
         return outbox.effects(self.state.step, now_ns)
 
     def _adopted(self, message: Admit) -> bytes:
-        """Return the outputs with which a request goes on for a client who came back: all that were computed.
-
-        Log-probabilities are not kept, so with them it goes on where the client is.
-        """
-        kept = self.shelf.take(message.request_id)
+        """Return the outputs from which an adopted request resumes: all retained, or with log-probabilities the client's."""
+        kept = self.retained.take(message.request_id)
         seen = message.spec.output_ids
         is_whole = message.spec.params.logprobs is None and kept.startswith(seen)
         return kept if is_whole else seen
 
     def reclaim(self, message: Reclaim, now_ns: int) -> tuple[Reclaimed | None, StepMessages]:
-        """Tell a frontend of a request that was kept for its client.
+        """Return the retained request that a client claims.
 
-        One that still lives, for a connection of the client's that is dead or will be, is taken from it. None when its
-        last tokens are still being drawn: ask again after the next result.
+        A live request is ended first, because its earlier connection is dead or superseded. Returns None while steps
+        in flight still draw its last tokens: call again after the next result.
         """
         live = [] if self.state is None else self._claimed(message)
         effects = self.cancel([request.request_id for request in live], now_ns, keep=True)
         if any(request.status is not Status.ENDED for request in live):
             return None, effects
-        kept = self.shelf.find(message.request_id, message.key)
+        kept = self.retained.find(message.request_id, message.key)
         if kept is None:
             return Reclaimed(message.query_id, None), effects
         if message.rename_to:
-            self.shelf.rename(message.request_id, message.rename_to)
+            self.retained.rename(message.request_id, message.rename_to)
         return Reclaimed(message.query_id, kept.admit, kept.choices()), effects
 
     def _claimed(self, message: Reclaim) -> list[Request]:
-        """Return the live choices of the request that a client claims."""
+        """Return the live choices of the claimed request."""
         assert self.state is not None
-        first = self.shelf.newest(message.request_id)
+        first = self.retained.newest(message.request_id)
         return [
             request
             for request in self.state.live.values()
@@ -275,11 +274,7 @@ class Engine:
         ]
 
     def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> StepMessages:
-        """End these requests. ``keep`` those that can be resumed.
-
-        Each gets an answer: those that were alive are reported as aborted, those that have ended were reported, and of the
-        others their frontends hear that nobody knows them.
-        """
+        """End these requests and report each as aborted or unknown. With ``keep``, retain those that can be resumed."""
         state = self.state
         if state is None:
             self._early.append(Cancel(list(request_ids), 0, keep))
@@ -289,13 +284,13 @@ class Engine:
             request = state.live.get(request_id)
             if request is None:
                 if not keep:
-                    self.shelf.take(request_id)
+                    self.retained.take(request_id)
                 if request_id not in state.ended:
                     outbox.unknown.append(request_id)
                 continue
             if not keep:
                 request.origin = None
-            elif request.origin is not None and not state.wind_down(request):
+            elif request.origin is not None and not state.drain(request):
                 continue
             outbox.end(request, FinishReason.ABORT, now_ns)
             state.retire(request)
@@ -303,32 +298,32 @@ class Engine:
         return outbox.effects(state.step, now_ns)
 
     def live_ids(self) -> Iterable[int]:
-        """Return the choices that have not ended."""
+        """Return the ids of the live choices."""
         return () if self.state is None else self.state.live
 
     def is_alive(self, request_id: int, attempt: int) -> bool:
-        """Return whether a choice has come in this attempt, or a newer one, and has not ended."""
+        """Return True when the choice is alive in this attempt or a newer one."""
         request = None if self.state is None else self.state.live.get(request_id)
         return request is not None and request.attempt >= attempt
 
     def opened(self) -> list[tuple[int, int]]:
-        """Return which detokenizer knows of which live choice."""
+        """Return pairs of detokenizer and live choice, for choices that the detokenizer knows."""
         live = () if self.state is None else self.state.live.values()
         return [(request.detokenizer, request.request_id) for request in live if request.opened]
 
-    def let_go(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
-        """Forget requests that go on at another engine, and what would be kept of them for their clients."""
+    def forget_moved(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
+        """Forget requests that continue at another engine, including their retained state."""
         gone = set(request_ids)
         self._early = [m for m in self._early if isinstance(m, Cancel) or m.request_id not in gone]
         for request_id in gone:
             request = None if self.state is None else self.state.live.get(request_id)
             if request is not None:
                 request.origin = None
-            self.shelf.take(request_id)
+            self.retained.take(request_id)
         return self.drop(gone, now_ns)
 
     def drop(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
-        """End requests for which nobody waits, without a word to a frontend."""
+        """End requests that have no frontend any more, without reporting it."""
         if self.state is None:
             return StepMessages()
         outbox = TokensBuilders()
@@ -341,7 +336,7 @@ class Engine:
         return outbox.effects(self.state.step, now_ns)
 
     def end_dropped(self, dropped: Dropped, now_ns: int) -> StepMessages:
-        """End the requests of a message that was dropped on its way here, with an error; those of a cancel as aborted."""
+        """End the requests of a message that was dropped on its way, with an error; those of a `Cancel` as aborted."""
         if dropped.kind == Cancel.__struct_config__.tag:
             return self.cancel(dropped.request_ids, now_ns)
         state, lost = self.state, list(dropped.request_ids)
@@ -353,7 +348,7 @@ class Engine:
         return self.fail(lost, dropped.error(Role.CORE), now_ns)
 
     def fail(self, request_ids: Iterable[int], error: RequestError, now_ns: int) -> StepMessages:
-        """End these requests, known or not and every choice of them, with an error."""
+        """End these requests, known or not, and all their choices with an error."""
         state, outbox, lost = self.state, TokensBuilders(), list(request_ids)
         live = {} if state is None else state.live
         firsts = {live[request_id].first_id for request_id in lost if request_id in live}
@@ -362,14 +357,14 @@ class Engine:
             request = live.get(request_id)
             if state is not None and request is not None:
                 outbox.close(request)
-                request.origin = None  # it is not kept for its client
+                request.origin = None  # not retained for its client
                 state.retire(request)
             outbox.failed.append(Failed(request_id, error.code, error.message))
         self._settle(now_ns)
         return outbox.effects(0 if state is None else state.step, now_ns)
 
     def stop_hit(self, request_ids: Iterable[int], attempts: Iterable[int], now_ns: int) -> None:
-        """End these requests silently: the text of this attempt at each has ended, and the client knows."""
+        """End these requests without reporting it: the detokenizer has found a stop string in this attempt's text."""
         state = self.state
         if state is None:
             return
@@ -380,23 +375,22 @@ class Engine:
         self._settle(now_ns)
 
     def abandon(self, frontend: int, newest_epoch: int, now_ns: int, *, down: bool) -> None:
-        """End, silently, the requests of a frontend process that is gone: epochs before ``newest_epoch``, or also it.
+        """End requests of frontend epochs before ``newest_epoch``, and of that epoch too if ``down``.
 
-        Those whose clients may come back are kept. Requests of such a process that are still on their way are ignored
-        when they come.
+        Resumable requests are retained. Requests of such a process that arrive later are ignored.
         """
         self._frontends[frontend] = (newest_epoch, down)
         self._early = [m for m in self._early if isinstance(m, Cancel) or not self._is_gone(m.request_id)]
         if self.state is not None:
             for request in list(self.state.live.values()):
                 if self._is_gone(request.request_id) and (
-                    request.origin is None or self.state.wind_down(request)
+                    request.origin is None or self.state.drain(request)
                 ):
                     self.state.retire(request)
             self._settle(now_ns)
 
     def _is_gone(self, request_id: int) -> bool:
-        """Return whether the frontend process that made this id has ended."""
+        """Return True when the frontend process that issued this id has ended."""
         index, epoch = frontend_of(request_id)
         if index not in self._frontends:
             return False
@@ -404,18 +398,18 @@ class Engine:
         return down if epoch_tag(newest) == epoch else is_newer(newest, epoch)
 
     def plan(self, now_ns: int) -> StepPlan | None:
-        """Plan a step if the executor may have another one and there is something to compute."""
+        """Plan a step if fewer than ``depth`` are in flight and there is work."""
         state = self.state
         if state is None or len(state.in_flight) >= self._scheduler.max_steps_in_flight:
             return None
-        if state.trial is not None and not hold_trial(state, self.suspects):
+        if state.trial is not None and not advance_trial(state, self.suspects):
             return None
         if not state.live:
             return None
-        state.trails.now_ns = now_ns
+        state.prefix_paths.now_ns = now_ns
         plan = schedule(state, now_ns)
         if plan is None and state.trial is not None and not state.in_flight:
-            call_off(state, self.suspects)
+            cancel_trial(state, self.suspects)
             plan = schedule(state, now_ns)
         self._settle(now_ns)
         if plan is not None:
@@ -423,14 +417,14 @@ class Engine:
         return plan
 
     def kv_orders(self, now_ns: int) -> KvTierRequests | None:
-        """Return what the executor is to store, fetch and offer, if anything. Asked before each plan, and behind the last one."""
-        return self.disk.orders(self.state, self._tables, now_ns)
+        """Return the KV transfers for the executor, if any. Called before each plan and after the last one."""
+        return self.tier_client.orders(self.state, self._tables, now_ns)
 
     def kv_answers(self, message: KvTierResults) -> None:
-        """Hear what became of that. Answers about other tables come from before they were emptied."""
+        """Apply results of KV transfers. Results for earlier tables are ignored."""
         if (message.executor_epoch, message.tables) == (self.executor_epoch, self._tables):
-            self.disk.answer(self.state, message)
-            self.kv_desk.files.hear(self.state, message.files)
+            self.tier_client.answer(self.state, message)
+            self.kv_admin.files.apply(self.state, message.files)
 
     def commit(self, result: StepResult, now_ns: int) -> StepMessages:
         """Apply a step's result."""
@@ -444,14 +438,14 @@ class Engine:
         return effects
 
     def expire(self, now_ns: int) -> StepMessages:
-        """End what is past its deadline; drop what was kept for clients whose time to come back is over."""
-        self.shelf.expire(now_ns)
+        """End requests past their deadline and drop retained requests past their TTL."""
+        self.retained.expire(now_ns)
         due = self._deadlines.due(now_ns)
         state = self.state
         if state is None:
             return StepMessages()
         state.pool.tiers.expire(now_ns)
-        effects = self._tell_untold(now_ns)
+        effects = self._report_ended(now_ns)
         if not due:
             return effects
         outbox = TokensBuilders()
@@ -464,29 +458,29 @@ class Engine:
         effects.add(outbox.effects(state.step, now_ns))
         return effects
 
-    def _tell_untold(self, now_ns: int) -> StepMessages:
-        """Report as aborted who left when it lost its slot: its client was gone."""
+    def _report_ended(self, now_ns: int) -> StepMessages:
+        """Report as aborted the draining requests that were preempted."""
         state = self.state
-        if state is None or not state.untold:
+        if state is None or not state.unreported:
             return StepMessages()
         outbox = TokensBuilders()
-        for request in state.untold:
+        for request in state.unreported:
             outbox.end(request, FinishReason.ABORT, now_ns)
-        state.untold.clear()
+        state.unreported.clear()
         return outbox.effects(state.step, now_ns)
 
-    def _keep_departed(self, state: SchedulerState, now_ns: int) -> None:
-        """Keep what left for clients that may come back."""
-        for request in state.kept:
-            self.shelf.keep(request, now_ns)
-        state.kept.clear()
+    def _retain_ended(self, state: SchedulerState, now_ns: int) -> None:
+        """Retain ended requests for clients that may reconnect."""
+        for request in state.retained:
+            self.retained.keep(request, now_ns)
+        state.retained.clear()
 
     def _settle(self, now_ns: int) -> None:
-        """After every change: keep what left for clients that may come back, and check the invariants if asked to."""
+        """Retain ended requests, and check the invariants if the configuration enables it. Called after every change."""
         state = self.state
         if state is None:
             return
-        if state.kept:
-            self._keep_departed(state, now_ns)
+        if state.retained:
+            self._retain_ended(state, now_ns)
         if self._scheduler.audit:
             check(state)

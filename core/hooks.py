@@ -1,9 +1,9 @@
-"""The four joints where a scheduling feature meets the scheduler, and the list of features.
+"""Extension points of the scheduler, and the registry of scheduling features.
 
-A feature is one file in ``core/features`` with a function ``build(setup) -> Feature | None`` (None: switched off). Its
-hooks are flattened into tuples once, at start, so a feature that is off costs nothing and changes no plan.
+A feature is one module of ``core/features`` with a function ``build(setup) -> Feature | None``; None means disabled.
+Hooks are flattened into tuples at start, so a disabled feature costs nothing and changes no plan.
 
-Hooks are plain functions of the state: no clock, no socket, no iteration over sets.
+Hooks are pure functions of the state: no clock, no socket, no iteration over sets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Setup:
-    """What a feature may look at when it decides whether it is on."""
+    """Configuration that decides which features are enabled."""
 
     scheduler: SchedulerConfig
     cache: CacheConfig
@@ -35,61 +35,62 @@ class PrefixMatch:
 
     num_tokens: int
     shared: Sequence[GroupBlocks]
-    """Of each group of layers the full blocks that the request will only read; of a group of states the one with the state
-    that it begins with."""
+    """Per group of layers: full blocks that the request only reads. Per state group: the block with its initial state."""
     tails: Sequence[int | None] = ()
-    """Of each group of layers that holds tokens a block that the request will write into, so that it gets a copy; None where
-    that is restored."""
+    """Per token group: a partial block that the request writes into, so it is copied. None where it is restored from
+    the host.
+    """
     num_cached: int = 0
-    """How many of the tokens to report to the client as cached."""
+    """Number of the tokens reported to the client as cached."""
     num_queried: int = 0
-    """How many tokens were looked up in a cache."""
+    """Number of tokens looked up in a cache."""
     restored: Sequence[Sequence[int]] = ()
-    """Of each group of layers, host blocks whose contents follow those that are shared: the request gets blocks of its own,
-    and copies in them."""
+    """Per group of layers: host blocks that follow the shared ones and are copied into the request's own blocks."""
 
     @property
     def known_tails(self) -> list[int]:
-        """Those of the tails that are on the device."""
+        """Tails that are on the device."""
         return [tail for tail in self.tails if tail is not None]
 
 
-Gate = Callable[["SchedulerState", "Request"], bool]
-"""May this waiting request enter in this step? One that may not is passed over by those behind it."""
+CanSchedule = Callable[["SchedulerState", "Request"], bool]
+"""Return True when this waiting request may enter in this step. Otherwise later ones pass it."""
 
-Source = Callable[["SchedulerState", "Request"], "PrefixMatch | None"]
-"""Where do some of this request's tokens already have KV? The longest answer is taken.
+MatchPrefix = Callable[["SchedulerState", "Request"], "PrefixMatch | None"]
+"""Return existing KV for a prefix of the request. The longest match is used.
 
-Asked when it enters, and again in each step in which it is behind by more than one token."""
+Called when the request enters, and in each step in which it has more than one uncomputed token.
+"""
 
-Clamp = Callable[["SchedulerState", "Request", int, int], int]
-"""Given ``(state, request, wanted, budget)``, how many tokens now? Asked for rows that want more than one.
+LimitTokens = Callable[["SchedulerState", "Request", int, int], int]
+"""Map ``(state, request, wanted, budget)`` to the number of tokens to compute now. Called for rows that want more than one.
 
-The answer may exceed the budget (it is cut); 0 means not in this step."""
+The result may exceed the budget (it is cut). 0 means none in this step.
+"""
 
-Keep = Callable[["SchedulerState", "Request"], None]
-"""A running request is about to lose its slot and its blocks to others: what of it shall outlive that?"""
+OnPreempt = Callable[["SchedulerState", "Request"], None]
+"""Called before a running request loses its slot and blocks, so that the feature can save its KV."""
 
 
 @dataclass(slots=True, frozen=True)
 class Feature:
-    """The hooks of one feature; most use one or two."""
+    """Hooks of one feature; most use one or two."""
 
     name: str
-    gate: Gate | None = None
-    source: Source | None = None
-    clamp: Clamp | None = None
-    keep: Keep | None = None
+    can_schedule: CanSchedule | None = None
+    match_prefix: MatchPrefix | None = None
+    limit_tokens: LimitTokens | None = None
+    on_preempt: OnPreempt | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class Hooks:
-    """The hooks of all features that are on, in the order of the list."""
+    """Hooks of all enabled features, in the order of the registry."""
 
-    gates: tuple[Gate, ...] = ()
-    sources: tuple[Source, ...] = ()
-    clamps: tuple[Clamp, ...] = ()
-    keeps: tuple[Keep, ...] = ()
+    can_schedule: tuple[CanSchedule, ...] = ()
+    match_prefix: tuple[MatchPrefix, ...] = ()
+    limit_tokens: tuple[LimitTokens, ...] = ()
+    on_preempt: tuple[OnPreempt, ...] = ()
 
 
 FEATURES: dict[str, str] = {
@@ -101,24 +102,24 @@ FEATURES: dict[str, str] = {
     "kv_peer": "quintet.core.features.kv_peer",
     "kv_disk": "quintet.core.features.kv_disk",
     "kv_store": "quintet.core.features.kv_store",
-    "just_in_time": "quintet.core.features.prefill_pacing",
-    "step_time": "quintet.core.features.latency_target",
+    "prefill_pacing": "quintet.core.features.prefill_pacing",
+    "latency_target": "quintet.core.features.latency_target",
 }
-"""Name -> module, in the order in which their hooks are called."""
+"""Name -> module, in the order in which the hooks are called."""
 
 
 def build_features(setup: Setup, registry: dict[str, str] = FEATURES) -> list[Feature]:
-    """Import every registered feature and return those that are on."""
+    """Import every registered feature and return the enabled ones."""
     built = (import_module(module).build(setup) for module in registry.values())
     return [feature for feature in built if feature is not None]
 
 
 def flatten(features: Iterable[Feature]) -> Hooks:
-    """Sort the hooks of these features by kind."""
+    """Group the hooks of these features by kind."""
     features = list(features)
     return Hooks(
-        gates=tuple(f.gate for f in features if f.gate is not None),
-        sources=tuple(f.source for f in features if f.source is not None),
-        clamps=tuple(f.clamp for f in features if f.clamp is not None),
-        keeps=tuple(f.keep for f in features if f.keep is not None),
+        can_schedule=tuple(f.can_schedule for f in features if f.can_schedule is not None),
+        match_prefix=tuple(f.match_prefix for f in features if f.match_prefix is not None),
+        limit_tokens=tuple(f.limit_tokens for f in features if f.limit_tokens is not None),
+        on_preempt=tuple(f.on_preempt for f in features if f.on_preempt is not None),
     )

@@ -1,7 +1,7 @@
-"""The conservation auditor: nothing is owned twice, nothing is lost.
+"""Invariant checks: every slot, block and token is accounted for exactly once.
 
-Run after every change in tests, and in service when `SchedulerConfig.audit` is set; a violation is our own mistake, so
-it ends the process with the values in the message.
+Run after every change in tests, and in service when `SchedulerConfig.audit` is set. A violation is a bug and ends the
+process with the values in the message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _check_requests(state: SchedulerState) -> None:
         assert requests == sorted(requests, key=by_rank), [r.rank for r in requests]
     listed = Counter(r.request_id for r in running + waiting)
     assert listed == Counter(state.live.keys()), (listed, state.live.keys())
-    promised = sum(state.limits.taken_by(request.limit) for request in state.live.values())
-    assert state.num_promised == promised, (state.num_promised, promised)
+    reserved = sum(state.limits.taken_by(request.limit) for request in state.live.values())
+    assert state.num_reserved == reserved, (state.num_reserved, reserved)
     embedded = sum(request.embeds is not None for request in state.live.values())
     assert state.num_embedded == embedded, (state.num_embedded, embedded)
 
@@ -50,12 +50,14 @@ def _check_blocks(state: SchedulerState) -> None:
     for request in state.running:
         _check_held(state, request)
         owners.update(block for held in request.held for block in held.blocks)
-        owners.update(block for _, blocks in request.unnamed for block in blocks)
-        owners.update(request.for_choices)
+        owners.update(block for _, blocks in request.pending_states for block in blocks)
+        owners.update(request.fork_state_blocks)
     owners.update(pool.pins.held.values())
     for request in state.waiting:
-        assert not request.held and not request.unnamed and not request.for_choices, request.request_id
-    # By whole lists and sets rather than block by block: there are hundreds, after every change.
+        assert not request.held and not request.pending_states and not request.fork_state_blocks, (
+            request.request_id
+        )
+    # Compare whole lists and sets rather than single blocks: there are hundreds, after every change.
     places = pool.free + list(pool.cached) + list(pool.fenced) + list(owners)
     assert sorted(places) == list(range(pool.num_blocks)), Counter(places).most_common(3)
     refs = [0] * pool.num_blocks
@@ -68,13 +70,16 @@ def _check_blocks(state: SchedulerState) -> None:
     assert index.block_of == {key: block for block, key in index.key_of.items()}
     assert len(index.block_of) == len(index.key_of)
     for key, block in pool.pins.held.items():
-        assert key in pool.pins.wanted and index.block_of.get(key) == block, ("pinned, and not there", block)
+        assert key in pool.pins.wanted and index.block_of.get(key) == block, (
+            "pinned, but not indexed",
+            block,
+        )
     assert all(key in pool.pins.held for key in pool.pins.wanted if key in index.block_of), (
-        "there, and not kept"
+        "indexed and pinned, but not held"
     )
     due = {} if pool.tiers.disk is None else pool.tiers.disk.due
-    for key, block in (*(index.news or {}).items(), *due.items()):
-        assert index.block_of.get(key) == block, ("would be stored with another content", key, block)
+    for key, block in (*(index.registered or {}).items(), *due.items()):
+        assert index.block_of.get(key) == block, ("would be stored with the wrong content", key, block)
     assert index.key_of.keys() >= pool.cached.keys(), pool.cached
     assert index.key_of.keys().isdisjoint(pool.free), pool.free
     in_flight = {flight.step for flight in state.in_flight}
@@ -82,20 +87,29 @@ def _check_blocks(state: SchedulerState) -> None:
 
 
 def _check_held(state: SchedulerState, request: Request) -> None:
-    """Each block once; what the next token sees and what is to be written is there, and no more than a group ever needs."""
-    groups, block_size, who = state.limits.groups, state.limits.block_size, request.request_id
+    """Check that blocks are unique, that the table covers the next token's window, and that state groups hold at most 2."""
+    groups, block_size, request_id = state.limits.groups, state.limits.block_size, request.request_id
     blocks = [block for held in request.held for block in held.blocks]
-    assert len(set(blocks)) == len(blocks), (who, blocks)
-    assert len(request.held) == len(groups.all), who
+    assert len(set(blocks)) == len(blocks), (request_id, blocks)
+    assert len(request.held) == len(groups.all), request_id
     for index, (group, held) in enumerate(zip(groups.all, request.held, strict=True)):
         if group.is_state:
-            assert 1 <= len(held.blocks) <= 2, (who, held.blocks)
-            assert state.pool.refs[held.blocks[-1]] == 1 and not state.pool.index.holds(held.blocks[-1]), who
+            assert 1 <= len(held.blocks) <= 2, (request_id, held.blocks)
+            assert state.pool.refs[held.blocks[-1]] == 1 and not state.pool.index.holds(held.blocks[-1]), (
+                request_id
+            )
             continue
-        assert held.begin <= groups.first_block(index, request.planned) or not held.blocks, (who, held.begin)
-        assert held.end * block_size >= min(request.room, request.planned), (who, held.end, request.room)
+        assert held.begin <= groups.first_block(index, request.planned) or not held.blocks, (
+            request_id,
+            held.begin,
+        )
+        assert held.end * block_size >= min(request.num_covered, request.planned), (
+            request_id,
+            held.end,
+            request.num_covered,
+        )
     if groups.is_plain:
-        assert request.room == request.held[0].end * block_size, who
+        assert request.num_covered == request.held[0].end * block_size, request_id
 
 
 def _check_progress(state: SchedulerState) -> None:
@@ -117,7 +131,7 @@ def _check_lengths(request: Request, num_draws: int) -> None:
     assert request.length == known + num_draws, (request.request_id, lengths, num_draws)
     assert request.num_prompt <= known <= request.limit, (request.request_id, lengths)
     assert request.length <= request.limit, (request.request_id, lengths)
-    assert request.planned <= request.room or request.status is Status.WAITING, (
+    assert request.planned <= request.num_covered or request.status is Status.WAITING, (
         request.request_id,
-        request.room,
+        request.num_covered,
     )

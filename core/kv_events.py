@@ -1,6 +1,6 @@
-"""What there is to tell outside routers of KV memory (`quintet.wire.kv_events`): blocks that became findable, and that are gone.
+"""Queue of KV events for external routers (`quintet.wire.kv_events`): blocks stored and removed.
 
-Of a model whose layers are in several groups, those of one group are told: of one that sees everything, if there is one.
+With several groups of layers, events cover one group: full attention if there is one.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ _NO_SALT = salt_digest("")
 
 
 class KvEvents:
-    """Collects them, in order, until somebody takes them. Begins with `AllBlocksCleared`."""
+    """Collects events in order until `take` is called. Starts with `AllBlocksCleared`."""
 
     def __init__(self, groups: Groups) -> None:
-        """Some group must hold tokens."""
+        """At least one group must hold tokens."""
         full = [index for index in groups.tokens if groups.all[index].kind == "full"]
         self.group = (full or groups.tokens)[0]
         self._block_size = groups.spec.block_size
         self._events: list[KvEvent] = [AllBlocksCleared()]
-        self._told: set[bytes] = set()
+        self._reported: set[bytes] = set()
 
     def stored(self, request: Request, first: int, end: int) -> None:
-        """Tell of a request's blocks from position ``first`` to before ``end``, which become findable if the request has them."""
+        """Record a request's blocks ``first`` to ``end`` (exclusive) as stored, if the request holds them."""
         first = max(first, request.held[self.group].begin)
         digests = request.digests[first:end]
         keys = [key_of(digest, self.group) for digest in digests]
-        if not keys or self._told.issuperset(keys):
+        if not keys or self._reported.issuperset(keys):
             return
-        self._told.update(keys)
+        self._reported.update(keys)
         size, start = self._block_size, request.salt_digest
         self._events.append(
             BlockStored(
@@ -48,13 +48,13 @@ class KvEvents:
         )
 
     def removed(self, key: bytes) -> None:
-        """Tell that a content has left the device, if it was told of."""
-        if key in self._told:
-            self._told.remove(key)
+        """Record that a content left the device, if it was reported before."""
+        if key in self._reported:
+            self._reported.remove(key)
             self._events.append(BlockRemoved([_hash_of(key[:DIGEST_BYTES])], MEDIUM))
 
     def take(self) -> list[KvEvent]:
-        """Return what has happened since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -1,7 +1,6 @@
-"""The core's part in the talk with the executor about blocks on disk, of peers and in a store: what is there, what to do, what
-became of it.
+"""Client of the executor's KV tiers: builds transfer requests for disk, peers and store, and applies the results.
 
-Decides nothing: `quintet.core.kv.disk_pool` and `quintet.core.features` do.
+Policy is in `quintet.core.kv.disk_pool` and `quintet.core.features`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from quintet.wire.step import Capacity
 
 
 class KvTierClient:
-    """Remembers what an executor has told of its disk until it tells its capacity."""
+    """Collects an executor's disk contents until its `Capacity` arrives."""
 
     def __init__(self) -> None:
         self._kept: list[StoredBlocks] = []
 
-    def hear_kept(self, message: StoredBlocks) -> None:
-        """Take note of some of what the disk holds."""
+    def add_stored(self, message: StoredBlocks) -> None:
+        """Add a part of the disk's contents."""
         about = message.executor_epoch, message.tables
         self._kept = [kept for kept in self._kept if (kept.executor_epoch, kept.tables) == about]
         self._kept.append(message)
 
     def tiers(self, capacity: Capacity, limits: Limits, cache: CacheConfig) -> Tiers:
-        """Return the tiers of an executor's tables, with what is on disk already."""
+        """Return the tiers of an executor's tables, with the disk contents found at start."""
         peers = None
         if capacity.num_peer_blocks is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks
@@ -41,9 +40,9 @@ class KvTierClient:
         store = None
         if capacity.num_store_blocks and cache.store is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
-            runs = StoreChunks.of(limits.groups, limits.block_size, recurrent_state.KEEP_EVERY)
-            most_putting = cache.store.waiting_bytes // limits.block_bytes
-            store = StorePool(runs, first, capacity.num_store_blocks, most_putting)
+            runs = StoreChunks.of(limits.groups, limits.block_size, recurrent_state.CHECKPOINT_EVERY)
+            max_putting = cache.store.waiting_bytes // limits.block_bytes
+            store = StorePool(runs, first, capacity.num_store_blocks, max_putting)
         if not capacity.num_disk_blocks:
             return Tiers(capacity.num_host_blocks, None, peers, store)
         pool = DiskPool(capacity.num_disk_blocks, capacity.num_host_blocks, capacity.num_staging_blocks)
@@ -55,13 +54,13 @@ class KvTierClient:
         return Tiers(capacity.num_host_blocks, pool, peers, store)
 
     def orders(self, state: SchedulerState | None, tables: int, now_ns: int) -> KvTierRequests | None:
-        """Return what the executor is to do, if anything. Asked before each plan is made, and after the last one was sent."""
+        """Return the transfers to send, or None. Called before each plan is made, and after the last one was sent."""
         if state is None:
             return None
         tiers, orders, taken_ns = state.pool.tiers, KvTierRequests(tables), now_ns + _busy_ns(state)
         disk, peers, store = tiers.disk, tiers.peers, tiers.store
         if disk is not None:
-            self._note_news(state, disk)
+            self._queue_stores(state, disk)
             disk.add_orders(orders, taken_ns)
         if peers is not None:
             peers.add_orders(orders, taken_ns)
@@ -71,16 +70,16 @@ class KvTierClient:
         return None if orders.is_empty else orders
 
     @staticmethod
-    def _note_news(state: SchedulerState, disk: DiskPool) -> None:
-        news, block_of = state.pool.index.news, state.pool.index.block_of
-        if news:
-            for key, block in news.items():
-                if block_of.get(key) == block:  # otherwise other bits would be kept under its name, for good
-                    disk.stand(key, block)
-            news.clear()
+    def _queue_stores(state: SchedulerState, disk: DiskPool) -> None:
+        registered, block_of = state.pool.index.registered, state.pool.index.block_of
+        if registered:
+            for key, block in registered.items():
+                if block_of.get(key) == block:  # otherwise the wrong content would be stored under this key
+                    disk.queue_store(key, block)
+            registered.clear()
 
     def answer(self, state: SchedulerState | None, answers: KvTierResults) -> None:
-        """Apply what became of orders."""
+        """Apply the results of transfers."""
         if state is None:
             return
         tiers = state.pool.tiers
@@ -94,11 +93,11 @@ class KvTierClient:
 
 
 def _busy_ns(state: SchedulerState) -> int:
-    """Return for how long an executor that computes may hear no orders and give no answers: nobody else is slow then."""
+    """Return the time for which a computing executor may not process transfers; it extends the timeouts."""
     if not state.in_flight:
         return 0
     num_tokens = sum(flight.num_tokens for flight in state.in_flight)
-    return state.pace.time_of(num_tokens + state.limits.max_batched) or 0
+    return state.throughput.time_of(num_tokens + state.limits.max_batched) or 0
 
 
 def _count(counters: Counters, answers: KvTierResults, block_bytes: int) -> None:

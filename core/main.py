@@ -1,4 +1,4 @@
-"""The core process: messages in, messages out. The only file here that knows of sockets and clocks."""
+"""Core process: message loop around the engine. The only module of the core that uses sockets and clocks."""
 
 from __future__ import annotations
 
@@ -36,30 +36,19 @@ from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import Drain, Drained, SlotState, Topology
 
 Message = (
-    Admit
-    | Cancel
-    | StopHit
-    | Reclaim
-    | Live
-    | InFlightReport
-    | Unknown
-    | StepResult
-    | Capacity
-    | StoredBlocks
-    | KvTierResults
-    | KvQuery
-    | KvPins
-)
+    Admit | Cancel | StopHit | Reclaim | Live | InFlightReport | Unknown | StepResult
+    | Capacity | StoredBlocks | KvTierResults | KvQuery | KvPins
+)  # fmt: skip
 
-AUDIT_NS = 5_000_000_000
-"""Between two accounts to the detokenizers."""
+REPORT_INTERVAL_NS = 5_000_000_000
+"""Interval between reports of live requests to the detokenizers."""
 
 MAX_EARLY = 1 << 14
-"""Messages kept for processes that no topology has named yet. Frontends of ours are named within moments."""
+"""Capacity of the queue of messages that wait for a newer topology."""
 
 
 class Core:
-    """The loop: take what arrived, apply it, plan as far ahead as the depth allows."""
+    """Event loop: receive messages, apply them, plan up to the configured depth."""
 
     def __init__(self, process: Process[Message]) -> None:
         config = process.config
@@ -68,22 +57,22 @@ class Core:
         peers = config.cache.peers
         self.metrics = CoreMetrics(self.process.metrics, "" if peers is None else peers.role)
         self._span = self.process.span
-        self._auditors = Reconcilers()
-        self._paths = Reconcilers()
-        """Of what took each path, a frontend's and a tokenizer's."""
-        self._accounted_ns = 0
+        self._reconcilers = Reconcilers()
+        self._path_reconcilers = Reconcilers()
+        """Compares requests per path, a pair of frontend and tokenizer."""
+        self._reported_ns = 0
         self._reclaims: list[Reclaim] = []
-        """Questions for requests whose last tokens are being drawn."""
+        """Reclaims deferred until the steps in flight have drawn their requests' last tokens."""
         self._is_retiring = False
-        """Whether the supervisor wants to hear when nothing is left."""
+        """The supervisor requested `Drained` once no request is left."""
         self._early: PendingTopology[int, Admit | Cancel | Reclaim] = PendingTopology(MAX_EARLY)
-        """By frontend slot."""
+        """Keyed by frontend slot."""
         events = config.cache.events
         self._publisher = None if events is None else KvPublisher(events, process.me.index)
         process.account = self._account
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until the process is stopped."""
         scheduler = self.process.config.scheduler
         self.process.ready(policy=scheduler.policy, depth=str(scheduler.max_steps_in_flight))
         try:
@@ -101,16 +90,16 @@ class Core:
                 self.process.close()
 
     def apply(self, messages: list[Message | Topology | Dropped | Drain]) -> None:
-        """Apply what arrived, in order, then plan. A change of topology comes first: the outboxes follow it already."""
+        """Apply messages in order, then plan. A new topology is applied first, because the outboxes already follow it."""
         if any(isinstance(message, Topology) for message in messages):
-            self._follow(self.process.topology)
+            self._follow_topology(self.process.topology)
         for message in messages:
             if isinstance(message, Admit | Cancel | Reclaim):
-                self._take(message)
+                self._handle_or_queue(message)
             elif isinstance(message, Dropped):
                 if message.kind == Capacity.__struct_config__.tag:
                     raise RuntimeError(
-                        "the executor told a capacity that cannot be: nothing could ever be computed"
+                        "the executor's Capacity message is invalid; the core cannot schedule without it"
                     )
                 self._send(self.engine.end_dropped(message, self.process.now_ns))
             elif isinstance(message, Drain):
@@ -118,65 +107,65 @@ class Core:
             elif not isinstance(message, Topology):
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))
-        self._ask_again()
-        self.engine.kv_desk.go_on(self.engine.state, self.process.now_ns)
+        self._retry_reclaims()
+        self.engine.kv_admin.advance(self.engine.state, self.process.now_ns)
         self._plan()
         self._publish()
-        self._give_account()
+        self._report_live()
         self._note_endings()
         if self._is_retiring and not self.engine.is_needed and not self._early:
-            self._is_retiring = False  # said once is enough
+            self._is_retiring = False  # sent once per Drain
             self.process.peers.send(Role.SUPERVISOR, 0, Drained(self.process.me))
 
-    def _take(self, message: Admit | Cancel | Reclaim) -> None:
-        """Handle what comes from a frontend, or keep it for the next topology. Nobody waits behind another's requests."""
+    def _handle_or_queue(self, message: Admit | Cancel | Reclaim) -> None:
+        """Handle a frontend's message, or queue it until its topology arrives. Queues of frontends are independent."""
         sender = _sender(message)
         if sender not in self._early and not self._is_early(message):
             self._handle(message)
         elif not self._early.keep(sender, message):
-            self._refuse(message)
+            self._reject(message)
 
-    def _refuse(self, message: Admit | Cancel | Reclaim) -> None:
-        """Tell the frontend of a request that too much waits here. Who asks for a stream hears nothing, and asks again."""
+    def _reject(self, message: Admit | Cancel | Reclaim) -> None:
+        """Reject a message, since the queue of early messages is full. A `Reclaim` gets no answer: its frontend resends it."""
         self.process.log.warning(
-            "%d messages wait for a newer topology than any that came; one more is refused", MAX_EARLY
+            "rejecting a message: %d messages already wait for a newer topology", MAX_EARLY
         )
         match message:
             case Admit():
-                words = "too many requests wait inside the server for news of its processes; send it again."
+                words = "The server's queue of requests that wait for a topology update is full; retry the request."
                 failed = Failed(message.request_id, ErrorCode.OVERLOADED, words)
                 self.process.peers.send(Role.FRONTEND, _sender(message), failed)
             case Cancel():
-                self._tell_unknown(message.request_ids)
+                self._send_unknown(message.request_ids)
 
     def _is_early(self, message: Admit | Cancel | Reclaim) -> bool:
-        """Whether a request was sent by a newer topology than ours: answers to it might be lost."""
+        """Return True when the message was sent under a newer topology than ours: answers to it might be lost."""
         if isinstance(message, Cancel):
             return False
         version = message.spec.topology if isinstance(message, Admit) else message.topology
         return version > self.process.topology.version
 
     def _handle(self, message: Message) -> None:
-        """Apply one message and send what follows from it."""
-        now, begun = self.process.now_ns, time.monotonic_ns()
+        """Apply one message and send the resulting messages."""
+        now, start_ns = self.process.now_ns, time.monotonic_ns()
         if isinstance(message, StepResult):
             self.metrics.hop_result.observe(max(0, now - message.sent_ns) * S)
             flights = self.engine.state.in_flight if self.engine.state else ()
             if flights and flights[0].step == message.step:
-                self._compare_tenants(message, flights[0].num_tenants)
+                self._compare_active_slots(message, flights[0].num_tenants)
                 self.process.progress += 1
             effects = self._commit(message, now)
-            self._span("commit", message.step, begun)
+            self._span("commit", message.step, start_ns)
             self._send(effects)
             self._span("send")
-            self.metrics.commit.observe((time.monotonic_ns() - begun) * S)
+            self.metrics.commit.observe((time.monotonic_ns() - start_ns) * S)
         elif isinstance(message, Admit):
             self.metrics.hop_in.observe(max(0, now - message.sent_ns) * S)
             self._send(self.engine.admit(message, now))
-            self._span("admit", len(message.prompt_ids), begun)
+            self._span("admit", len(message.prompt_ids), start_ns)
         elif isinstance(message, Cancel):
             if message.moved:
-                self._send(self.engine.let_go(message.request_ids, now))
+                self._send(self.engine.forget_moved(message.request_ids, now))
             else:
                 self._send(self.engine.cancel(message.request_ids, now, keep=message.keep))
         elif isinstance(message, StopHit):
@@ -185,19 +174,19 @@ class Core:
         elif isinstance(message, Reclaim):
             self._reclaim(message, now)
         elif isinstance(message, Live):
-            self._audit(message, now)
+            self._reconcile(message, now)
         elif isinstance(message, InFlightReport):
-            self._audit_path(message)
+            self._reconcile_path(message)
         elif isinstance(message, Unknown):
-            self._tell_unknown(unpack_i64(message.request_ids))
+            self._send_unknown(unpack_i64(message.request_ids))
         elif isinstance(message, KvTierResults):
             self.engine.kv_answers(message)
         elif isinstance(message, StoredBlocks):
-            self.engine.disk.hear_kept(message)
+            self.engine.tier_client.add_stored(message)
         elif isinstance(message, KvQuery):
-            self.engine.kv_desk.take(message, self.process.me.index)
+            self.engine.kv_admin.take(message, self.process.me.index)
         elif isinstance(message, KvPins):
-            self.engine.kv_desk.hear(message)
+            self.engine.kv_admin.restore_pins(message)
         elif isinstance(message, Capacity):
             self.process.log.info(
                 "executor epoch %d has %d blocks of %d tokens, %d slots",
@@ -214,22 +203,22 @@ class Core:
             self._send(effects)
             if self.engine.state is not None:
                 self.metrics.note_limits(self.engine.state.limits)
-                self.process.tell_figures()
+                self.process.send_metrics()
 
     def _commit(self, result: StepResult, now: int) -> StepMessages:
-        """Apply a step's result, and count its tokens."""
+        """Commit a step's result and observe its token count."""
         state = self.engine.state
         if state is None or not state.in_flight or state.in_flight[0].step != result.step:
             return self.engine.commit(result, now)
         counters = state.counters
         num_before = counters.computed_tokens + counters.first_tokens
         effects = self.engine.commit(result, now)
-        # A later token is drawn where its predecessor is computed: that counts once.
+        # A decoded token is counted where its predecessor is computed, so that each counts once.
         self.metrics.step_tokens.observe(counters.computed_tokens + counters.first_tokens - num_before)
         return effects
 
-    def _ask_again(self) -> None:
-        """Answer the questions that waited for a result which is here now, or is lost."""
+    def _retry_reclaims(self) -> None:
+        """Retry the deferred reclaims."""
         reclaims, self._reclaims = self._reclaims, []
         for reclaim in reclaims:
             self._reclaim(reclaim, self.process.now_ns)
@@ -243,19 +232,19 @@ class Core:
             answer.core = self.process.me.index
             self.process.peers.send(Role.FRONTEND, message.frontend, answer)
 
-    def _audit(self, account: Live, now: int) -> None:
-        """Give up what lives here and a frontend does not wait for."""
+    def _reconcile(self, account: Live, now: int) -> None:
+        """Drop requests that are alive here but unknown to their frontend."""
         slot = account.sender.index, epoch_tag(account.sender.epoch)
         ours = [request_id for request_id in self.engine.live_ids() if frontend_of(request_id) == slot]
-        orphans = self._auditors.compare(slot, unpack_i64(account.request_ids), ours).orphans
+        orphans = self._reconcilers.compare(slot, unpack_i64(account.request_ids), ours).orphans
         if orphans:
-            self._note_differences("live here, and nobody waits for them", orphans)
+            self._note_differences("alive here, but unknown to their frontend", orphans)
             self._send(self.engine.drop(orphans, now))
 
-    def _audit_path(self, account: InFlightReport) -> None:
-        """Have what a frontend waits for sent again, if its tokenizer has passed it on and it did not come, or was lost."""
+    def _reconcile_path(self, account: InFlightReport) -> None:
+        """Report forwarded requests that are not alive here as unknown, so that their frontend resends them."""
         if self.engine.state is None or account.sender.index in self._early:
-            return  # what it names may wait here
+            return  # the requests may be queued here
         ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
         ours = [
             request_id
@@ -263,24 +252,24 @@ class Core:
             if self.engine.is_alive(request_id, attempt)
         ]
         path = (account.sender.index, account.tokenizer), epoch_tag(account.sender.epoch)
-        unknown = self._paths.compare(path, ids, ours).unknown
+        unknown = self._path_reconcilers.compare(path, ids, ours).unknown
         if unknown:
-            self._note_differences("waited for, and not alive", unknown)
-            self._tell_unknown(unknown)
+            self._note_differences("awaited by a frontend, but not alive here", unknown)
+            self._send_unknown(unknown)
 
-    def _compare_tenants(self, result: StepResult, num_tenants: int) -> None:
+    def _compare_active_slots(self, result: StepResult, num_tenants: int) -> None:
         if result.num_tenants is not None and result.num_tenants != num_tenants:
             self.metrics.audit_differences.inc(abs(result.num_tenants - num_tenants))
             self.process.log.warning(
-                "step %d: the executor has %d tenants, not %d", result.step, result.num_tenants, num_tenants
+                "step %d: executor has %d active slots, core %d", result.step, result.num_tenants, num_tenants
             )
 
     def _note_differences(self, what: str, request_ids: Sequence[int]) -> None:
         self.metrics.audit_differences.inc(len(request_ids))
         self.process.log.warning("%d requests are %s: %s", len(request_ids), what, list(request_ids[:8]))
 
-    def _tell_unknown(self, request_ids: Sequence[int]) -> None:
-        """Have frontends send requests again."""
+    def _send_unknown(self, request_ids: Sequence[int]) -> None:
+        """Send `Unknown` to the frontends of these requests, so that they resend them."""
         if not request_ids:
             return
         for index, ids in by_slot(
@@ -288,12 +277,12 @@ class Core:
         ).items():
             self.process.peers.send(Role.FRONTEND, index, Unknown(pack_i64(ids)))
 
-    def _give_account(self) -> None:
-        """Tell every detokenizer, from time to time, what it keeps for us."""
+    def _report_live(self) -> None:
+        """Send each detokenizer the list of its live requests, every `REPORT_INTERVAL_NS`."""
         now = self.process.now_ns
-        if now - self._accounted_ns < AUDIT_NS:
+        if now - self._reported_ns < REPORT_INTERVAL_NS:
             return
-        self._accounted_ns = now
+        self._reported_ns = now
         kept = by_slot(self.engine.opened())
         for slot in self.process.topology.slots:
             if slot.worker.role is Role.DETOKENIZER and slot.state is not SlotState.DOWN:
@@ -302,28 +291,28 @@ class Core:
                 self.process.peers.send(Role.DETOKENIZER, slot.worker.index, account)
 
     def _plan(self) -> None:
-        """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""
+        """Send plans until the depth is reached, no work is left, or the executor's epoch is not the known one."""
         peers = self.process.peers
         executor = self.process.me.index
         if not self._has_executor():
             return
-        self._order()
+        self._send_transfers()
         while True:
             start = time.monotonic_ns()
             plan = self.engine.plan(self.process.now_ns)
             if plan is None:
-                self._order()
+                self._send_transfers()
                 return
             plan.sent_ns = time.monotonic_ns()
             self._span("plan", plan.step, start, plan.sent_ns)
             peers.send(Role.EXECUTOR, executor, plan)
             self._span("send")
             self.metrics.plan.observe((time.monotonic_ns() - start) * S)
-            self._order()
+            self._send_transfers()
 
     def _publish(self) -> None:
-        """Tell operators what became of their questions, and outside routers what happened to blocks in this turn."""
-        for frontend, report in self.engine.kv_desk.files.take_done():
+        """Send finished prefix exports to frontends and publish this iteration's KV events."""
+        for frontend, report in self.engine.kv_admin.files.take_done():
             self.process.peers.send(Role.FRONTEND, frontend, report)
         state = self.engine.state
         events = None if state is None or state.events is None else state.events.take()
@@ -331,10 +320,10 @@ class Core:
             batch = KvEventBatch(time.time(), events, self.process.me.index)
             self._publisher.publish(encode(batch))
 
-    def _order(self) -> None:
-        """Have the executor store and fetch: behind the plans that write a block, before any that could write over it."""
+    def _send_transfers(self) -> None:
+        """Send KV transfers: after the plans that write a block, before any plan that could overwrite it."""
         orders = self.engine.kv_orders(self.process.now_ns)
-        for message in (orders, self.engine.kv_desk.take_news()):
+        for message in (orders, self.engine.kv_admin.take_changes()):
             if message is not None:
                 self.process.peers.send(Role.EXECUTOR, self.process.me.index, message)
 
@@ -346,30 +335,30 @@ class Core:
             try:
                 peers.send(Role.DETOKENIZER, detokenizer, tokens)
             except FrameTooLarge as error:
-                self._end_untold(tokens, error)
+                self._end_oversized(tokens, error)
         for failed in effects.failed:
             peers.send(Role.FRONTEND, frontend_of(failed.request_id)[0], failed)
-        self._tell_unknown(effects.unknown)
+        self._send_unknown(effects.unknown)
 
-    def _end_untold(self, tokens: Tokens, error: FrameTooLarge) -> None:
-        """End the requests of tokens that are too many to be told at once, with what comes with them."""
+    def _end_oversized(self, tokens: Tokens, error: FrameTooLarge) -> None:
+        """End the requests of a `Tokens` message that exceeds the frame limit."""
         ids = [*unpack_i64(tokens.request_ids), *(opened.request_id for opened in tokens.opens)]
-        words = f"What one step made of the request is too large to be told: {error}. Ask for fewer log-probabilities."
+        words = f"Step output exceeds the message size limit: {error}. Request fewer log-probabilities."
         lost = RequestError(ErrorCode.TOO_LARGE, words)
         self._send(self.engine.fail(ids, lost, self.process.now_ns))
 
-    def _follow(self, topology: Topology) -> None:
-        """End the requests of frontends that are gone."""
+    def _follow_topology(self, topology: Topology) -> None:
+        """Abandon requests of replaced frontends, then handle queued messages."""
         now = self.process.now_ns
         for slot in topology.slots:
             worker = slot.worker
             if worker.role is Role.FRONTEND:
                 self.engine.abandon(worker.index, worker.epoch, now, down=slot.state is SlotState.DOWN)
         for message in self._early.take():
-            self._take(message)
+            self._handle_or_queue(message)
 
     def _note_endings(self) -> None:
-        """Count what this turn ended, and what is left."""
+        """Report the requests that ended in this iteration, and the number that is pending."""
         state = self.engine.state
         is_ours = self._has_executor() and not (state is not None and state.is_waiting_for_contents)
         self.process.pending = self.engine.num_live if is_ours else 0
@@ -377,19 +366,19 @@ class Core:
             self.metrics.note_endings(state, self.process.now_ns)
 
     def _account(self) -> tuple[int, int]:
-        """Bring the gauges up to date, and return the heartbeat's account."""
+        """Update the gauges and return ``(progress, pending)`` for the heartbeat."""
         if self.engine.state is not None:
             self.metrics.note_state(self.engine.state)
         return self.process.progress, self.process.pending
 
     def _has_executor(self) -> bool:
-        """Whether the executor that is there is the one we know: waiting for another is no stall of ours."""
+        """Return True when the connected executor has the known epoch. Waiting for another is not a stall of the core."""
         known = self.engine.executor_epoch
         return known is not None and self.process.peers.epoch(Role.EXECUTOR, self.process.me.index) == known
 
 
 def _sender(message: Admit | Cancel | Reclaim) -> int:
-    """Return the slot of the frontend that a message is from."""
+    """Return the index of the frontend that sent the message."""
     match message:
         case Reclaim():
             return message.frontend
@@ -400,7 +389,7 @@ def _sender(message: Admit | Cancel | Reclaim) -> int:
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:
-    """Be the core process."""
+    """Run the core process."""
     Core(Process(me, config, Message)).run()
 
 

@@ -1,6 +1,6 @@
-"""In which order requests are served: a rank, unique for each, smaller first.
+"""Scheduling policies: the rank of a request, unique and smaller first.
 
-The rank alone orders the queue, the running list and, from its other end, the choice of a victim.
+The rank orders the queue and the running list. The request with the largest rank is preempted first.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Policy = Callable[[int, int, int | None], tuple[int, int]]
-"""From ``(priority, number of arrival, most outputs to go)`` to the rank.
+"""Map ``(priority, arrival number, maximum remaining outputs)`` to the rank.
 
-The last is None when KV memory may not hold the request beside all others at full length."""
+The last is None when KV memory may not hold the request and all others at full length.
+"""
 
 
 def fcfs(priority: int, arrival: int, num_to_go: int | None) -> tuple[int, int]:
@@ -19,14 +20,14 @@ def fcfs(priority: int, arrival: int, num_to_go: int | None) -> tuple[int, int]:
 
 
 def by_priority(priority: int, arrival: int, num_to_go: int | None) -> tuple[int, int]:
-    """Lower priority numbers first; among equals, first come, first served."""
+    """Lower priority numbers first; first come, first served within a priority."""
     return (priority, arrival)
 
 
 def longest(priority: int, arrival: int, num_to_go: int | None) -> tuple[int, int]:
-    """Who may have the most outputs to go first, so that a batch does not end with a few long ones running alone.
+    """Most remaining outputs first, so that a batch does not end with a few long requests.
 
-    Those that memory may not hold come behind all others: many long ones together would push each other out.
+    Requests that memory may not hold come last: many long ones together would preempt each other.
     """
     return (0 if num_to_go is None else -num_to_go, arrival)
 
@@ -35,10 +36,10 @@ LATEST_GROUP = 32
 
 
 def latest(priority: int, arrival: int, num_to_go: int | None) -> tuple[int, int]:
-    """Who came last first, within groups of `LATEST_GROUP` that come in their order: so many, less one, may pass a request.
+    """Last come, first served, within groups of `LATEST_GROUP` arrivals; so at most that many, less one, pass a request.
 
-    Where more wait than are served, most get their first token sooner than first come, first served, and those that are
-    passed far later; the mean stays (docs/performance.md, "First tokens where requests wait").
+    Under overload most requests get their first token sooner than with FCFS, and the passed ones much later. The mean
+    is equal (docs/performance.md, "First tokens where requests wait").
     """
     return (arrival // LATEST_GROUP, -arrival)
 

@@ -1,7 +1,7 @@
-"""Prefixes that go into files and come from there, by way of the disk: what was begun, for whom, and how it ended.
+"""Export and import of prefixes as files, through the disk tier.
 
-An export is one order: write what the disk has of a prefix. An import is two: what does the file have, and then, have these
-places hold what is not there already. The executor has the files (`quintet.executor.kv_transfer.disk.prefix_file`).
+An export reads blocks on disk; an import adds the missing ones. The executor handles the files
+(`quintet.executor.kv_transfer.disk.prefix_file`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class _Task:
     query: KvQuery
     report: KvReport
     new: list[bytes] = field(default_factory=list)
-    """What an import is to bring."""
+    """Keys that an import adds."""
 
 
 class FileTasks:
-    """Those of one engine."""
+    """File tasks of one engine."""
 
     def __init__(self) -> None:
         self._tasks: dict[int, _Task] = {}
@@ -37,15 +37,15 @@ class FileTasks:
     def begin_export(
         self, state: SchedulerState, query: KvQuery, report: KvReport, keys: Sequence[bytes]
     ) -> None:
-        """Have these contents written into a file. Raises `RequestError`."""
+        """Write these contents into a file. Raises `RequestError`."""
         disk = _disk_of(state)
-        num_there = sum(key in disk.place_of for key in keys)
-        if num_there < len(keys):
+        num_on_disk = sum(key in disk.place_of for key in keys)
+        if num_on_disk < len(keys):
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                f"Of the prefix's {len(keys)} blocks {num_there} are on disk, from where they are exported. What was just "
-                "computed is there soon: try again. What was evicted, or is larger than the disk, is not: send the prompt "
-                "once more.",
+                f"Only {num_on_disk} of the prefix's {len(keys)} blocks are on disk, and exports read the disk. Blocks computed "
+                "just now are stored soon: retry. If blocks were evicted, send the prompt again. A prefix larger than the "
+                "disk cannot be exported.",
                 retry_s=1,
             )
         places = pack_i32(disk.place_of[key] for key in keys)
@@ -53,7 +53,7 @@ class FileTasks:
         disk.file_orders.append(order)
 
     def begin_import(self, state: SchedulerState, query: KvQuery, report: KvReport) -> None:
-        """Have a file's blocks brought to the disk. Raises `RequestError`."""
+        """Import a file's blocks to the disk. Raises `RequestError`."""
         disk = _disk_of(state)
         disk.file_orders.append(FileRequest(self._take(_Task(query, report)), "look", query.file))
 
@@ -62,8 +62,8 @@ class FileTasks:
         self._tasks[self._last_id] = task
         return self._last_id
 
-    def hear(self, state: SchedulerState | None, answers: Sequence[FileResult]) -> None:
-        """Go on with what ended, behind what was told of its blocks."""
+    def apply(self, state: SchedulerState | None, answers: Sequence[FileResult]) -> None:
+        """Continue tasks with these results, after the results for their blocks."""
         for answer in answers:
             task = self._tasks.pop(answer.task_id, None)
             if task is None:
@@ -78,10 +78,10 @@ class FileTasks:
                 task.report.num_bytes = answer.num_bytes
                 task.report.num_damaged = len(answer.keys)
                 task.report.num_imported = len(task.new) - len(answer.keys)
-                self.tell(task.query, task.report)
+                self.queue_report(task.query, task.report)
 
     def _bring(self, disk: DiskPool, task: _Task, answer: FileResult) -> None:
-        """Have places hold what a file has and the disk lacks, as far as there are places that are not pinned."""
+        """Reserve places for the file's blocks that are not on disk, while unpinned places are left."""
         places = []
         for key in answer.keys:
             if key in disk.place_of or key in disk.storing:
@@ -93,28 +93,28 @@ class FileTasks:
             places.append(place)
             task.new.append(key)
         if not task.new:
-            self.tell(task.query, task.report)
+            self.queue_report(task.query, task.report)
             return
         order = FileRequest(self._take(task), "import", task.query.file, pack_i32(places), task.new)
         disk.file_orders.append(order)
 
     def fail_all(self) -> None:
-        """Hear that the executor which had them is gone, or has forgotten them."""
+        """Fail all tasks: their executor was replaced or has emptied its tables."""
         for task in self._tasks.values():
-            words = "The executor was replaced meanwhile; try again."
+            words = "The executor was replaced during the operation; retry."
             self._fail(task, ErrorCode.UNAVAILABLE, words)
         self._tasks.clear()
 
     def _fail(self, task: _Task, code: ErrorCode, words: str) -> None:
         task.report.error = Failed(0, code, words)
-        self.tell(task.query, task.report)
+        self.queue_report(task.query, task.report)
 
-    def tell(self, query: KvQuery, report: KvReport) -> None:
-        """Have the report of a question told."""
+    def queue_report(self, query: KvQuery, report: KvReport) -> None:
+        """Queue the report of a query."""
         self._done.append((query.frontend, report))
 
     def take_done(self) -> list[tuple[int, KvReport]]:
-        """Return frontends and what they are to hear, since the last call."""
+        """Return pairs of frontend and report since the last call."""
         done, self._done = self._done, []
         return done
 
@@ -124,6 +124,6 @@ def _disk_of(state: SchedulerState) -> DiskPool:
     if disk is None:
         raise RequestError(
             ErrorCode.INVALID,
-            "Prefixes go into files and come from there by way of --kv-disk: start the server with it.",
+            "Prefix export and import need the disk tier; start the server with --kv-disk.",
         )
     return disk

@@ -1,9 +1,9 @@
-"""Do the core and its neighbours believe the same requests to be alive?
+"""Reconciliation of live requests between processes.
 
-Every few seconds each frontend names the choices that it waits for, to the core and, on the path that they took, through
-their tokenizers; the core names to each detokenizer those that it keeps there. What only one side has may be on its way to the
-other; what only one side has in two accounts in a row is lost: it is counted, logged and given up, or sent again. Nothing is
-ever found unless there is a fault.
+Every few seconds each frontend reports its live choices to the core, directly and through the tokenizers on their
+path. The core reports to each detokenizer its live choices. A difference in one report may be a message in flight. A
+difference in two reports in a row is a lost request: it is counted, logged, and dropped or resent. Without a fault
+there are none.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Differences:
-    """What two accounts in a row agree on."""
+    """Differences confirmed by two reports in a row."""
 
     orphans: list[int] = field(default_factory=list)
-    """Alive here, and nobody there waits for them."""
+    """Alive here, but not at the other process."""
     unknown: list[int] = field(default_factory=list)
-    """Waited for there, and not alive here."""
+    """Alive at the other process, but not here."""
 
 
 class Reconciler:
-    """Compares one neighbour's accounts with ours."""
+    """Compares the reports of one process with the local requests."""
 
     def __init__(self) -> None:
         self._suspects: set[int] = set()
 
     def compare(self, theirs: Sequence[int], ours: Iterable[int]) -> Differences:
-        """Return what differed the last time already."""
-        here, there = set(ours), set(theirs)
-        before, self._suspects = self._suspects, here ^ there
+        """Return the differences that the previous report had too."""
+        local_ids, remote_ids = set(ours), set(theirs)
+        before, self._suspects = self._suspects, local_ids ^ remote_ids
         confirmed = sorted(before & self._suspects)
         return Differences(
-            [request_id for request_id in confirmed if request_id in here],
-            [request_id for request_id in confirmed if request_id in there],
+            [request_id for request_id in confirmed if request_id in local_ids],
+            [request_id for request_id in confirmed if request_id in remote_ids],
         )
 
 
 class Reconcilers:
-    """One `Reconciler` per neighbour."""
+    """One `Reconciler` per reporting process."""
 
     def __init__(self) -> None:
         self._by_frontend: dict[tuple[Hashable, int], Reconciler] = {}
@@ -48,7 +48,7 @@ class Reconcilers:
     def compare(
         self, frontend: tuple[Hashable, int], theirs: Sequence[int], ours: Iterable[int]
     ) -> Differences:
-        """Compare the account of the process at this place, in this epoch; those of its predecessors are forgotten."""
+        """Compare the report of a process in this epoch; reports of earlier epochs are forgotten."""
         if frontend not in self._by_frontend:
             self._by_frontend = {
                 other: a for other, a in self._by_frontend.items() if other[0] != frontend[0]

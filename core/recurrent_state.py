@@ -1,22 +1,22 @@
-"""States of fixed size: which block a step reads a request's state from, which it writes, and which states are kept for others.
+"""Recurrent states: the block a step reads a request's state from, the one it writes, and the checkpoints kept for reuse.
 
-A state is overwritten by every step, so what is to outlive that is never copied, but not written any more::
+A state is overwritten in place until it becomes a checkpoint:
 
     step        reads    writes
-     7            4        4          one block, while nobody else wants the state
-     8            4        9          the state behind step 7 is kept: block 4 is read once more, and then left to the cache
+     7            4        4          in place
+     8            4        9          checkpoint after step 7: block 4 is read once more, then left to the cache
      9            9        9
 
-Kept are the states that requests with the same beginning can go on from: behind most of a prompt (`GRAIN`), behind every
-`KEEP_EVERY` tokens, and, for further choices of one prompt, behind all of it but the last token. A prompt's pieces end there.
-The last state of all is behind what a request has computed when it ends (`SchedulerState.retire`).
+Checkpoints let requests with the same prefix resume: near the end of a prompt (`GRAIN`), every `CHECKPOINT_EVERY` tokens,
+and for further choices after all but the last prompt token. Prefill chunks end there. The final state of a request is
+registered when it ends (`SchedulerState.retire`).
 
-Where that is in the middle of a block, the block is not written any more either, in any group: the request writes on in a copy::
+A checkpoint inside a block also leaves the partial KV blocks to the cache and continues in copies:
 
-    tokens      | 0 … 1023 | 1024 … 1500 |          the block of 1024 is left to the cache with what it holds,
-                                  1501 … |          its copy is what the request goes on with
+    tokens      | 0 … 1023 | 1024 … 1500 |          the block of 1024 is left to the cache with its content,
+                                  1501 … |          its copy is what the request continues in
 
-Keeping is a favour: where no block is to spare the state is written over, and who would have begun there computes more.
+Checkpoints are optional: when blocks are scarce, the state is overwritten and later requests recompute more.
 """
 
 from __future__ import annotations
@@ -25,41 +25,46 @@ from quintet.core.request import Request
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.core.step_builder import StepBuilder
 
-KEEP_EVERY = 1024
-"""Tokens, rounded up to whole blocks: pieces so long are computed as fast, token for token, as longer ones, and what a state
-takes is a small part of what as many tokens' keys and values do."""
+CHECKPOINT_EVERY = 1024
+"""Checkpoint interval in tokens, rounded up to whole blocks.
+
+Longer prefill chunks are no faster per token, and a state is small compared with the KV of that many tokens.
+"""
 
 GRAIN = 16
-"""A prompt's state is kept behind so many tokens or a multiple, the last one that leaves a token to compute; where blocks hold
-fewer, behind the last full one. Not behind all but one: a chat's next turn may leave out how its last answer began."""
+"""Granularity of the last checkpoint of a prompt, in tokens; at least one token is left to compute.
+
+With smaller blocks it follows the last full block. It precedes the end of the prompt because the next chat turn may
+omit the beginning of the previous answer.
+"""
 
 
 def begin(state: SchedulerState, request: Request) -> None:
-    """Note where states of a request are kept that is to go on behind ``planned`` tokens, from what was found or from nothing."""
-    request.begins_at = request.planned
+    """Initialize the state bookkeeping of a request that starts after ``planned`` tokens, with or without a matched state."""
+    request.state_start = request.planned
     held = [request.held[index].blocks for index in state.limits.groups.states]
-    # A state that came back from the host lies in the request's own block, which its next step writes over.
-    if request.planned == _end_for_choices(state, request) and all(len(blocks) == 2 for blocks in held):
-        _keep_for_choices(state, request, [blocks[0] for blocks in held])
-    request.keep_at = _next_kept(state, request)
+    # A state restored from the host is in the request's own block, which its next step overwrites.
+    if request.planned == _end_of_fork_prompt(state, request) and all(len(blocks) == 2 for blocks in held):
+        _keep_fork_state(state, request, [blocks[0] for blocks in held])
+    request.checkpoint_at = _next_checkpoint(state, request)
 
 
 def cut(state: SchedulerState, request: Request, count: int) -> int:
-    """Return how many of its next ``count`` tokens a request computes before its state is to be kept."""
-    keep_at = request.keep_at
-    if keep_at == request.planned:
-        keep_at = _next_kept(state, request)
-    return count if keep_at is None else min(count, keep_at - request.planned)
+    """Limit ``count`` so that the step ends at the next checkpoint."""
+    checkpoint_at = request.checkpoint_at
+    if checkpoint_at == request.planned:
+        checkpoint_at = _next_checkpoint(state, request)
+    return count if checkpoint_at is None else min(count, checkpoint_at - request.planned)
 
 
 def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
-    """Say which blocks the next tokens' step reads and writes; keep the state behind those before them, if it is due."""
+    """Set the state blocks that the next step reads and writes; keep the current state if a checkpoint is due."""
     groups, pool, planned = state.limits.groups, state.pool, request.planned
-    is_new = planned == request.begins_at  # what it reads and writes was said when it was found
-    is_kept = planned == request.keep_at and not is_new and pool.num_available > _reserve(state)
-    is_for_choices = planned == _end_for_choices(state, request)
-    if planned == request.keep_at:
-        request.keep_at = _next_kept(state, request)
+    is_new = planned == request.state_start  # its blocks were set when the state was matched
+    is_checkpoint = planned == request.checkpoint_at and not is_new and pool.num_available > _reserve(state)
+    is_fork_state = planned == _end_of_fork_prompt(state, request)
+    if planned == request.checkpoint_at:
+        request.checkpoint_at = _next_checkpoint(state, request)
     current: list[int] = []
     for index in groups.states:
         blocks = request.held[index].blocks
@@ -67,19 +72,19 @@ def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
             pool.release([blocks.pop(0)], state.fence)
             step.blocks += (request.slot, index, 0, blocks[0])
         current.append(blocks[0])
-        if is_kept:
+        if is_checkpoint:
             blocks.append(pool.take())
             step.blocks += (request.slot, index, 1, blocks[1])
-    if is_kept:
-        _name(state, step, request, current)
-    if is_kept and is_for_choices:
-        _keep_for_choices(state, request, current)
+    if is_checkpoint:
+        _register_checkpoint(state, step, request, current)
+    if is_checkpoint and is_fork_state:
+        _keep_fork_state(state, request, current)
 
 
 def exchange(
     state: SchedulerState, step: StepBuilder, request: Request, index: int, found: list[int]
 ) -> None:
-    """Have a request go on from a state that others have kept."""
+    """Make a request continue from a state that another request has checkpointed."""
     held = request.held[index]
     state.pool.share(found)
     state.pool.release(held.blocks[:-1], state.fence)
@@ -87,35 +92,35 @@ def exchange(
     step.blocks += (request.slot, index, 0, held.blocks[0], request.slot, index, 1, held.blocks[1])
 
 
-def last_kept(limits: Limits, num_prompt: int) -> int:
-    """Return behind how many tokens of a prompt, whole blocks of them, the last state is kept that others can begin behind."""
+def last_checkpoint(limits: Limits, num_prompt: int) -> int:
+    """Return the token count, in whole blocks, of the last reusable checkpoint of a prompt."""
     size = limits.block_size
-    grain, every = min(GRAIN, size), -(-KEEP_EVERY // size) * size
+    grain, every = min(GRAIN, size), -(-CHECKPOINT_EVERY // size) * size
     end = (num_prompt - 1) // grain * grain
     return end if not end % size else end // every * every
 
 
-def room_of(state: SchedulerState, request: Request, end: int, room: int) -> int:
-    """Return until when nothing is to be done about a request's states: at most ``room``, and at least ``end`` tokens."""
+def num_covered(state: SchedulerState, request: Request, end: int, covered: int) -> int:
+    """Return the token count up to which the states need no change: at most ``covered``, at least ``end``."""
     if any(len(request.held[index].blocks) == 2 for index in state.limits.groups.states):
         return end
-    return room if request.keep_at is None else min(room, request.keep_at)
+    return covered if request.checkpoint_at is None else min(covered, request.checkpoint_at)
 
 
-def _next_kept(state: SchedulerState, request: Request) -> int | None:
-    """Return behind how many tokens, more than are planned, a state is kept next."""
+def _next_checkpoint(state: SchedulerState, request: Request) -> int | None:
+    """Return the token count of the next checkpoint after the planned tokens."""
     limits, planned = state.limits, request.planned
-    wanted = [_end_for_choices(state, request)]
+    wanted = [_end_of_fork_prompt(state, request)]
     if limits.prefix_caching:
         block_size = limits.block_size
-        every = -(-KEEP_EVERY // block_size) * block_size
+        every = -(-CHECKPOINT_EVERY // block_size) * block_size
         grain = min(GRAIN, block_size)
         wanted += [(planned // every + 1) * every, (len(request.tokens) - 1) // grain * grain]
     return min((end for end in wanted if end is not None and end > planned), default=None)
 
 
-def _end_for_choices(state: SchedulerState, request: Request) -> int | None:
-    """Return behind how many tokens further choices of a request begin, if some have still to."""
+def _end_of_fork_prompt(state: SchedulerState, request: Request) -> int | None:
+    """Return the token count from which further choices of a request start; None if none is waiting."""
     if request.parent is not None or request.params.n == 1 or not _has_choices(state, request):
         return None
     return request.num_prompt - 1
@@ -125,27 +130,29 @@ def _has_choices(state: SchedulerState, request: Request) -> bool:
     return any(other.parent is request for other in state.waiting)
 
 
-def _keep_for_choices(state: SchedulerState, request: Request, blocks: list[int]) -> None:
-    if request.planned and not request.for_choices:
+def _keep_fork_state(state: SchedulerState, request: Request, blocks: list[int]) -> None:
+    if request.planned and not request.fork_state_blocks:
         state.pool.share(blocks)
-        request.for_choices = blocks
+        request.fork_state_blocks = blocks
 
 
-def _name(state: SchedulerState, step: StepBuilder, request: Request, blocks: list[int]) -> None:
-    """Make a kept state findable, now or when the tokens before it are known."""
+def _register_checkpoint(
+    state: SchedulerState, step: StepBuilder, request: Request, blocks: list[int]
+) -> None:
+    """Register a checkpoint, now or once the tokens before it are known."""
     planned, block_size = request.planned, state.limits.block_size
     if not state.limits.prefix_caching or planned % min(GRAIN, block_size):
         return
     if planned > len(request.tokens):
         state.pool.share(blocks)
-        request.unnamed.append((planned, blocks))
+        request.pending_states.append((planned, blocks))
     else:
-        tails = _leave_tails(state, step, request) if planned % block_size else {}
-        state.name_state(request, planned, blocks, tails)
+        tails = _release_tails(state, step, request) if planned % block_size else {}
+        state.register_state(request, planned, blocks, tails)
 
 
-def _leave_tails(state: SchedulerState, step: StepBuilder, request: Request) -> dict[int, int]:
-    """Have a request write on in copies of its last blocks; return, by group, the blocks themselves, which are left to others."""
+def _release_tails(state: SchedulerState, step: StepBuilder, request: Request) -> dict[int, int]:
+    """Leave the partial last blocks to the cache and continue in copies; return the original blocks by group."""
     position, tails = request.planned // state.limits.block_size, dict[int, int]()
     for index in state.limits.groups.tokens:
         held = request.held[index]
@@ -158,5 +165,5 @@ def _leave_tails(state: SchedulerState, step: StepBuilder, request: Request) -> 
 
 
 def _reserve(state: SchedulerState) -> int:
-    """Return how many blocks must be left to requests, which need them more than those that may come."""
+    """Return the number of blocks reserved for running requests, which take precedence over checkpoints."""
     return state.limits.watermark + len(state.running) + len(state.limits.groups.all)

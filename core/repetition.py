@@ -1,4 +1,4 @@
-"""Whether outputs have begun to go round in circles, for requests that want to end then."""
+"""Repetition detection for requests that end when their outputs repeat."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from quintet.wire.params import RepetitionDetectionParams
 
 
 class Repetition:
-    """Of one request: for each size of a pattern how long the outputs have repeated what stood that far before.
+    """Detector of one request: per pattern size, the length of the current periodic run.
 
-    A function of the outputs alone, which may be read in any portions: whoever computes the request again ends it where it
-    would have ended.
+    A function of the outputs alone, read in any portions. So a recomputed request ends at the same token.
     """
 
     __slots__ = ("_least", "_num_read", "_runs", "_times")
@@ -22,8 +21,8 @@ class Repetition:
         self._runs = [0] * (params.max_pattern_size - self._least + 1)
         self._num_read = 0
 
-    def has_come(self, tokens: Sequence[int], num_prompt: int) -> bool:
-        """Read the outputs behind ``num_prompt`` that are new; return whether they end with a pattern, often enough."""
+    def has_repeated(self, tokens: Sequence[int], num_prompt: int) -> bool:
+        """Read the new outputs after ``num_prompt``; return True when they end with a pattern repeated often enough."""
         runs, least = self._runs, self._least
         for position in range(num_prompt + self._num_read, len(tokens)):
             token = tokens[position]

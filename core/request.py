@@ -1,14 +1,14 @@
-"""One request as the core sees it: its ids, how far it has come, and what it holds.
+"""Request state of the core: token ids, progress, slot and blocks.
 
-Lengths of a request, and who moves them:
+Lengths of a request, and their writers:
 
     0            computed        planned     len(tokens)    length        limit
-    |---- KV known ---|-- in flight --|-- behind --|~ drawn in ~|   ...   |
-                      ^ commit        ^ schedule   ^ commit     ^ schedule
-                                                     flight
+    |---- KV known ---|-- in flight --|-- pending --|~ drawn in ~|   ...   |
+                      ^ commit        ^ schedule    ^ commit     ^ schedule
+                                                       flight
 
-``length`` counts the tokens that steps in flight will draw, so a plan can be made before their values are known. A
-request is *behind* while ``planned < length``; whether those tokens are prompt or output makes no difference.
+``length`` counts the tokens that steps in flight will draw, so plans do not wait for their values. A request has
+uncomputed tokens while ``planned < length``, whether prompt or output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quintet.wire.request import Echo, KvTransfer, OutputParsing
 
 
 class Status(IntEnum):
-    """Where a request is: exactly one of the queue, the running list, or gone."""
+    """Life-cycle state of a request: queued, running or ended."""
 
     WAITING = 0
     RUNNING = 1
@@ -34,20 +34,20 @@ class Status(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A live request (one choice of it). Compared by identity."""
+    """A live request (one choice). Compared by identity."""
 
     request_id: int
     params: SamplingParams
     seed: int
     tokens: list[int]
-    """The prompt, then every output token that is known. Shared among choices until each is first scheduled."""
+    """Prompt and known outputs. Shared among choices until each is first scheduled."""
     num_prompt: int
     limit: int
-    """Most tokens, prompt included, that it may ever have."""
+    """Maximum number of tokens, prompt included."""
     stops: dict[int, bool]
-    """Token that ends the request -> whether the request named it, so that its client is told which it was."""
+    """Stop token -> True if the request named it, so that the client gets it as the stop reason."""
     rank: tuple[int, int]
-    """Order among all requests, smaller first; unique."""
+    """Scheduling order among all requests, smaller first; unique."""
     detokenizer: int
     arrival_ns: int
     salt_digest: bytes
@@ -56,74 +56,73 @@ class Request:
     return_prompt_ids: bool = False
     bad_word_ids: list[list[int]] = field(default_factory=list)
     embeds: EmbedsPrompt | None = None
-    """What its prompt is where that is no tokens; those in ``tokens`` then only count."""
+    """Embeddings prompt; the prompt entries in ``tokens`` are then placeholders."""
     parent: Request | None = None
-    """The first choice, whose prompt this one shares; None for the first choice itself."""
+    """First choice, which shares its prompt; None for the first choice itself."""
     choice: int = 0
-    """Its number among the choices of the original request."""
+    """Index among the choices of the original request."""
     num_seen: int = 0
-    """Outputs that the frontend had when it sent the newest attempt."""
+    """Outputs that the frontend had received when it sent the newest attempt."""
     attempt: int = 0
     origin: Admit | None = None
-    """The request as it was admitted, if its client may come back for it (`RequestSpec.claim`)."""
+    """The `Admit` message, if the request is resumable (`RequestSpec.claim`)."""
     deadline_ns: int = 0
-    """When it must have ended; 0 for never."""
+    """Latest end; 0 for none."""
     reading: OutputParsing | None = None
-    """Which parsers read its text: only its detokenizer looks inside."""
+    """Output parsers; used only by the detokenizer."""
     handover: KvTransfer | None = None
-    """What it has to do with KV of other servers."""
+    """KV transfer from or to other servers."""
     repetition: Repetition | None = None
-    """Set where it is to end when its outputs repeat themselves."""
-    is_yielding: bool = False
-    """Whether it only waits for the token that a step in flight draws, to be preempted then (`State.give_way`)."""
-    is_departing: bool = False
-    """Whether its client is gone (`State.wind_down`): it waits for no more than the tokens that steps in flight draw."""
+    """Repetition detector; None when disabled."""
+    is_preempt_deferred: bool = False
+    """Preemption is deferred until the step in flight has drawn its token (`SchedulerState.defer_preempt`)."""
+    is_draining: bool = False
+    """The client is gone (`SchedulerState.drain`): only tokens in flight are awaited."""
 
     status: Status = Status.WAITING
     length: int = 0
     planned: int = 0
     computed: int = 0
     slot: int = 0
-    """Its row in the executor's tables; meaningless unless running."""
+    """Row in the executor's tables; valid only while running."""
     generation: int = 0
-    """Number of its present stay in or out of a slot; rows of plans that name another one are void."""
+    """Changes whenever the request enters or leaves a slot; plan rows with another generation are void."""
     held: list[GroupBlocks] = field(default_factory=list)
-    """Its blocks, one entry per group of layers; empty unless running."""
-    room: int = 0
-    """Tokens that it can have computed before its blocks must be looked at again: as many as they hold, or fewer where a
-    state is to be kept."""
-    begins_at: int = 0
-    """Tokens behind which it went on from a state that was found, or from nothing."""
-    keep_at: int | None = None
-    """Tokens behind which its state is kept for others next (`quintet.core.recurrent_state`)."""
-    num_kept: int = 0
-    """Tokens of its beginning that were to outlive its preemption, in every group as many as it can go on from."""
-    unnamed: list[tuple[int, list[int]]] = field(default_factory=list)
-    """States that were kept behind tokens of which not all are known: so many tokens, and a block per group of states."""
-    for_choices: list[int] = field(default_factory=list)
-    """A block per group of states, with the state that further choices begin with; of a first choice."""
+    """Blocks, one entry per group of layers; empty unless running."""
+    num_covered: int = 0
+    """Tokens that can be planned before the blocks must be extended, or before a state must be checkpointed."""
+    state_start: int = 0
+    """Number of tokens covered by the state it started from; 0 if it started from none."""
+    checkpoint_at: int | None = None
+    """Number of tokens after which the next state checkpoint is due (`quintet.core.recurrent_state`)."""
+    num_offloaded: int = 0
+    """Tokens that the host keeps across its preemption, in every group as many as it can resume from."""
+    pending_states: list[tuple[int, list[int]]] = field(default_factory=list)
+    """State checkpoints that still lack known tokens: token count and one block per state group."""
+    fork_state_blocks: list[int] = field(default_factory=list)
+    """Initial state of the further choices, one block per state group; set on the first choice."""
     digests: list[bytes] = field(default_factory=list)
     """Hash chain of its full blocks, as far as it was needed."""
     register_at: int = 0
-    """Tokens planned, of known value, from which another full block is due for the prefix cache."""
+    """Number of planned known tokens at which the next full block is registered in the prefix cache."""
 
     scheduled_ns: int | None = None
-    """When the first step that computes it was planned."""
+    """Time at which its first step was planned."""
     first_token_ns: int | None = None
-    """When the first token drawn for it was committed."""
+    """Time at which its first drawn token was committed."""
     num_cached: int = 0
-    """Prompt tokens found in the prefix cache when it was first scheduled."""
+    """Prompt tokens that were cached when it was first scheduled."""
     opened: bool = False
-    """Whether its detokenizer has heard of it."""
+    """True once its detokenizer knows the request."""
     prompt_logprobs_end: int = 1
-    """Prompt position before which all log-probabilities were passed on (the first has none)."""
+    """Prompt position up to which log-probabilities were forwarded (the first position has none)."""
     num_computed: int = 0
-    """Prompt tokens that it had to compute when it was first scheduled."""
+    """Prompt tokens to compute when it was first scheduled."""
     num_preemptions: int = 0
     num_open: int = 1
-    """Choices that have not ended, of a first choice."""
+    """Choices that have not ended; set on the first choice."""
     longest: int = 0
-    """Most outputs of a choice that has ended, of a first choice."""
+    """Most outputs of an ended choice; set on the first choice."""
 
     @property
     def first_id(self) -> int:
@@ -132,7 +131,7 @@ class Request:
 
     @property
     def num_outputs(self) -> int:
-        """Output tokens that are known."""
+        """Number of known output tokens."""
         return len(self.tokens) - self.num_prompt
 
     @property

@@ -1,7 +1,7 @@
-"""Requests that go on elsewhere: a newer attempt at one that lives, and what is kept for a client that may come back.
+"""Resumption: newer attempts of live requests, and requests retained for disconnected clients.
 
-Only ids are kept, no blocks: the prefix cache may still hold what was computed, and what it does not is computed again.
-Reads no clock.
+Only token ids are retained, no blocks: the prefix cache may still have them, otherwise they are recomputed. Reads no
+clock.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from quintet.core.request import Request
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.messages import Admit
 
-MAX_KEPT_BYTES = 256 << 20
-"""Ids kept for clients that may come back; of more, those that have waited longest are dropped."""
+MAX_RETAINED_BYTES = 256 << 20
+"""Maximum bytes of retained ids; beyond it, the oldest requests are dropped."""
 
 FIXED_BYTES = 1024
-"""What a request takes to keep besides the bytes that came with it, about."""
+"""Approximate memory per retained request, without its message."""
 
 MAX_MOVED = 1 << 16
-"""Former ids that are remembered."""
+"""Maximum number of former ids."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def can_go_on(request: Request, admit: Admit) -> bool:
-    """Return whether a live request serves a newer attempt at it: only its text must be told anew.
+def can_resume(request: Request, admit: Admit) -> bool:
+    """Return True when a live request can serve a newer attempt by sending its text again.
 
-    Log-probabilities are not kept, so those that the frontend misses must be computed again.
+    Log-probabilities are not retained, so those that the frontend lacks must be recomputed.
     """
     seen = unpack_i32(admit.spec.output_ids)
     num_prompt = request.num_prompt
@@ -44,52 +44,52 @@ def can_go_on(request: Request, admit: Admit) -> bool:
 
 @dataclass(slots=True)
 class RetainedRequest:
-    """A request whose client may come back: as it was admitted, and the outputs of each choice so far."""
+    """A retained request: its `Admit` message and the outputs of each choice so far."""
 
     admit: Admit
     admit_bytes: int
-    """What the admission takes to keep, about."""
+    """Approximate memory of the message."""
     until_ns: int = 0
-    is_cut_off: bool = False
-    """Whether it had not ended: its client was cut off in the middle."""
+    was_disconnected: bool = False
+    """The client was disconnected before the request ended."""
     outputs: dict[int, bytes] = field(default_factory=dict)
     """Id of the choice under its former frontend -> int32."""
 
     @property
     def num_bytes(self) -> int:
-        """What it takes to keep, about."""
+        """Approximate memory."""
         return self.admit_bytes + sum(map(len, self.outputs.values()))
 
     def choices(self) -> list[tuple[int, bytes]]:
-        """Return number and outputs of every choice, as `Reclaimed` tells them."""
+        """Return index and outputs of every choice, for `Reclaimed`."""
         admit = self.admit
         first = admit.request_id - admit.spec.choice
         return [(request_id - first, outputs) for request_id, outputs in sorted(self.outputs.items())]
 
 
 class RetainedRequests:
-    """What is kept for clients that may come back, until their time is over."""
+    """Retained requests, until their TTL expires."""
 
-    def __init__(self, grace_ns: int, max_bytes: int = MAX_KEPT_BYTES) -> None:
+    def __init__(self, grace_ns: int, max_bytes: int = MAX_RETAINED_BYTES) -> None:
         self._grace_ns = grace_ns
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._kept: OrderedDict[int, RetainedRequest] = OrderedDict()
-        """By the request's first id; whose time ends first comes first."""
+        """By the request's first id; earliest expiry first."""
         self._first_of: dict[int, int] = {}
         self._moved: OrderedDict[int, int] = OrderedDict()
-        """Former first ids of requests that went on under another."""
+        """Former first id -> newer first id of renamed requests."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a client that was cut off in the middle may still come back."""
-        return any(kept.is_cut_off for kept in self._kept.values())
+        """True while a client disconnected before the end may reconnect."""
+        return any(kept.was_disconnected for kept in self._kept.values())
 
     def keep(self, request: Request, now_ns: int) -> None:
-        """Keep what is known of a request that has left the state, if its client can come back for it."""
+        """Retain an ended request, if it is resumable."""
         origin = request.origin
         if origin is None or self._grace_ns <= 0:
             return
@@ -99,7 +99,7 @@ class RetainedRequests:
             kept = self._kept[first] = RetainedRequest(origin, FIXED_BYTES + len(_encode(origin)))
             self._num_bytes += kept.num_bytes
         kept.until_ns = now_ns + self._grace_ns
-        kept.is_cut_off |= request.is_departing
+        kept.was_disconnected |= request.is_draining
         self._num_bytes -= len(kept.outputs.get(request.request_id, b""))
         outputs = kept.outputs[request.request_id] = pack_i32(request.tokens[request.num_prompt :])
         self._num_bytes += len(outputs)
@@ -109,19 +109,19 @@ class RetainedRequests:
             self._drop(next(iter(self._kept)))
 
     def find(self, first: int, key: bytes) -> RetainedRequest | None:
-        """Return the request of this first id, whatever it is now, if ``key`` is its client's."""
+        """Return the request of this first id, after renames, if ``key`` matches its claim."""
         kept = self._kept.get(self.newest(first))
         claim = None if kept is None else kept.admit.spec.claim
         return kept if claim is not None and hmac.compare_digest(claim.key, key) else None
 
     def newest(self, first: int) -> int:
-        """Return the first id under which a request goes on."""
+        """Return the current first id of a request."""
         while first in self._moved:
             first = self._moved[first]
         return first
 
     def rename(self, former: int, first: int) -> None:
-        """Keep a request under another first id; its client may know it by the former one for ever."""
+        """Rename a retained request; its client may use the former id without limit."""
         former = self.newest(former)
         kept = self._kept.pop(former)
         for request_id in kept.outputs:
@@ -137,7 +137,7 @@ class RetainedRequests:
             self._moved.popitem(last=False)
 
     def take(self, request_id: int) -> bytes:
-        """Return the outputs of a choice (int32) and forget it; none of one that is not kept."""
+        """Return the outputs of a choice (int32) and forget it; empty if it is not retained."""
         first = self._first_of.pop(request_id, None)
         if first is None:
             return b""
@@ -149,7 +149,7 @@ class RetainedRequests:
         return outputs
 
     def expire(self, now_ns: int) -> int:
-        """Drop whose time is over; return how many requests that were."""
+        """Drop expired requests; return their number."""
         num_dropped = 0
         while self._kept:
             first, kept = next(iter(self._kept.items()))

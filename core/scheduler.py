@@ -1,21 +1,21 @@
-"""One step's decision: which requests compute how many tokens, in which blocks.
+"""Scheduler: choose the requests of one step, their token counts and their blocks.
 
-There are no phases. A request is behind by ``length - planned`` tokens, and a step lets requests catch up under one
-budget, in this order:
+There are no phases. A request has ``length - planned`` uncomputed tokens, and a step computes some of them under one
+token budget, in this order:
 
-1. running requests that are behind by one token (decoding): always served, so they never starve; of a model in stages those whose
-   turn it is, one of as many groups as there are stages;
-2. running requests that are behind by more (a prompt in pieces, or a rebuild after preemption);
-3. waiting requests, in order of rank, while slots, blocks and budget last.
+1. Running requests with one uncomputed token (decode) are always scheduled, so they never starve. With pipeline stages,
+   each step takes one of as many groups as there are stages.
+2. Running requests with more (chunked prefill, or recomputation after a preemption).
+3. Waiting requests, by rank, while slots, blocks and budget last.
 
-What the second and third group compute is findable at once (`SchedulerState.publish`): of requests that arrive together with one
-beginning, the first computes it, and the others begin behind it in the same step. When the first may only compute a
-piece of it, the next goes on from there, and the first takes over in a later step what the others have computed.
+Blocks computed in groups 2 and 3 can be shared at once (`SchedulerState.publish`). Of requests that arrive together
+with one prefix, the first computes it and the others reuse it in the same step. If the first computes only a chunk,
+the next one continues from it, and the first reuses that result in a later step.
 
-A waiting request enters with blocks for all tokens it has, or for as many as a window ever holds, so as a rule only the
-first group can run out of blocks (`quintet.core.block_manager` names the exception). Then whoever is last by rank
-among the running is preempted, again and again, until the blocks suffice. The first by rank is never the victim of
-another, and alone it fits (admission saw to that): somebody always makes progress, hence no livelock.
+A waiting request enters with blocks for all its tokens, or for a full window. So usually only decode runs out of
+blocks (`quintet.core.block_manager` names the exception). The scheduler then preempts the last running
+request by rank until the blocks suffice. The first by rank is never preempted by another, and admission ensures that
+it fits alone. So at least one request always progresses, and there is no livelock.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from quintet.core.scheduler_state import SchedulerState
 from quintet.core.step_builder import StepBuilder
 from quintet.wire.step import StepPlan
 
-NOTHING = PrefixMatch(0, ())
+NO_MATCH = PrefixMatch(0, ())
 
 
 def schedule(state: SchedulerState, now_ns: int) -> StepPlan | None:
     """Plan the next step, or return None when no request can be computed now.
 
-    Mutates ``state``: slots and blocks change hands, requests advance their plans. ``now_ns`` only stamps.
+    Mutates ``state``: slots, blocks and plans of requests. ``now_ns`` is only used as a timestamp.
     """
     step = StepBuilder()
     budget = state.limits.max_batched
-    behind = _decode(state, step)
+    unfinished = _decode(state, step)
     budget -= len(step.rows)
     is_short = False
-    for request in behind:
+    for request in unfinished:
         if budget <= 0:
             break
         _catch_up(state, step, request)
         wanted = _allowance(state, request, request.length - request.planned, budget)
-        count = block_manager.move_on(state, step, request, wanted) if wanted > 0 else 0
+        count = block_manager.allocate(state, step, request, wanted) if wanted > 0 else 0
         if count > 0:
             _compute(state, step, request, count)
             budget -= count
         is_short |= count < min(wanted, 1)
     if is_short and not (step.rows or step.blocks or state.in_flight):
-        state.preempt(state.running[-1])  # what the first ones wait for, nobody else gives back
+        state.preempt(state.running[-1])  # no other request will free the blocks that the first ones need
         return schedule(state, now_ns)
     if state.waiting and not is_short:
         state.num_deferred = _admit_waiting(state, step, budget, now_ns)
@@ -59,52 +59,52 @@ def schedule(state: SchedulerState, now_ns: int) -> StepPlan | None:
 
 
 def _decode(state: SchedulerState, step: StepBuilder) -> list[Request]:
-    """Add every request that is behind by one token, and return those behind by more."""
+    """Add the requests with one uncomputed token, and return those with more."""
     rows, starts = step.rows, step.starts
     is_plain = state.limits.groups.is_plain
-    behind: list[Request] = []
-    num_owed = 0
-    num_left, drawn_for = _turn(state)
-    for request in state.running:  # `_make_room` removes from its end
-        if request.is_yielding:
+    unfinished: list[Request] = []
+    num_reserved = 0
+    num_left, drawn_for = _stage_share(state)
+    for request in state.running:  # `_free_blocks` removes from its end
+        if request.is_preempt_deferred:
             continue
         planned = request.planned
         length = planned + 1
         if request.length != length:
-            behind.append(request)
+            unfinished.append(request)
             continue
         if length >= request.limit:
-            continue  # every token it may have is known or in flight
+            continue  # every token up to its limit is known or in flight
         if len(rows) >= num_left or request.request_id in drawn_for:
-            continue  # its turn comes with another step
-        if planned == request.room:
+            continue  # scheduled with another stage's step
+        if planned == request.num_covered:
             if not is_plain:
-                num_lacking = _extend(state, step, request, num_owed)
+                num_lacking = _extend(state, step, request, num_reserved)
                 if num_lacking:
-                    num_owed += num_lacking if _is_owed(request) else 0
+                    num_reserved += num_lacking if _may_use_blocks(request) else 0
                     continue
             else:
-                if not _make_room(state, request, 1, num_owed):
-                    num_owed += _is_owed(request)
+                if not _free_blocks(state, request, 1, num_reserved):
+                    num_reserved += _may_use_blocks(request)
                     continue
                 blocks, block = request.held[0].blocks, state.pool.take()
                 step.blocks += (request.slot, 0, len(blocks), block)
                 blocks.append(block)
-                request.room += state.limits.block_size
+                request.num_covered += state.limits.block_size
         rows.append(request)
         starts.append(planned)
         request.planned = length
         request.length = length + 1
     step.counts += [1] * len(rows)
     step.samples += b"\1" * len(rows)
-    return behind
+    return unfinished
 
 
-def _turn(state: SchedulerState) -> tuple[int, set[int]]:
-    """Return how many requests that decode the next step may have, and those whose newest token is drawn too late for it.
+def _stage_share(state: SchedulerState) -> tuple[int, set[int]]:
+    """Return the number of decode rows of the next step, and the ids of requests that still wait for their newest token.
 
-    Steps that are computed at once have no request in common that draws, and about as many of them each: those that are left
-    are divided by the stages that are. Of a model in one stage a step has all.
+    Steps that are in flight at the same time share no decoding request. The remaining ones are divided evenly among
+    the remaining stages. With one stage, a step takes all.
     """
     num_before = state.limits.stages - 1
     if not num_before:
@@ -118,65 +118,65 @@ def _turn(state: SchedulerState) -> tuple[int, set[int]]:
     }
     num_left = sum(
         request.length == request.planned + 1 < request.limit
-        and not request.is_yielding
+        and not request.is_preempt_deferred
         and request.request_id not in drawn_for
         for request in state.running
     )
     return -(-num_left // (state.limits.stages - len(flights))), drawn_for
 
 
-def _extend(state: SchedulerState, step: StepBuilder, request: Request, num_owed: int) -> int:
-    """Give a request that decodes its next blocks, preempting others for them; return how many it lacks even so."""
+def _extend(state: SchedulerState, step: StepBuilder, request: Request, num_reserved: int) -> int:
+    """Give a decoding request its next blocks, preempting others; return the number of blocks still missing."""
     num_lacking = block_manager.extend(state, step, request)
-    while num_lacking and _make_room(state, request, num_lacking, num_owed):
+    while num_lacking and _free_blocks(state, request, num_lacking, num_reserved):
         num_lacking = block_manager.extend(state, step, request)
     return num_lacking
 
 
-def _make_room(state: SchedulerState, request: Request, num_wanted: int, num_owed: int) -> bool:
-    """Return whether so many blocks are available for ``request`` now, preempting until they are, or are on their way.
+def _free_blocks(state: SchedulerState, request: Request, num_wanted: int, num_reserved: int) -> bool:
+    """Return True when ``num_wanted`` blocks are available for ``request``, preempting others until they are or will be.
 
-    Blocks of victims lie behind fences while steps are in flight, or are theirs until then
-    (`SchedulerState.give_way`): they are owed to the requests, in order, that did without in this step. The last
-    victim may be ``request`` itself.
+    A victim's blocks stay fenced while steps in flight use them, or stay with it until then
+    (`SchedulerState.defer_preempt`). They are reserved for the requests that lacked blocks in this step, in order.
+    The last victim may be ``request`` itself.
     """
     pool = state.pool
     if pool.num_available >= num_wanted:
         return True
-    while num_owed + num_wanted > pool.num_available + len(pool.fenced) + state.num_yielding_blocks:
-        victim = next(each for each in reversed(state.running) if not each.is_yielding)
-        state.give_way(victim)
+    while num_reserved + num_wanted > pool.num_available + len(pool.fenced) + state.num_deferred_blocks:
+        victim = next(each for each in reversed(state.running) if not each.is_preempt_deferred)
+        state.defer_preempt(victim)
         if victim is request:
             return False
     return pool.num_available >= num_wanted
 
 
-def _is_owed(request: Request) -> bool:
-    """Whether a request that did without blocks goes on when there are some: it was no victim itself."""
-    return request.status is Status.RUNNING and not request.is_yielding
+def _may_use_blocks(request: Request) -> bool:
+    """Return True when a request that lacks blocks will use freed ones: it was not preempted itself."""
+    return request.status is Status.RUNNING and not request.is_preempt_deferred
 
 
 def _allowance(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
-    """Return how many tokens the request may compute now."""
+    """Return the number of tokens that the request may compute now."""
     if wanted > 1:
-        for clamp in state.hooks.clamps:
-            wanted = clamp(state, request, wanted, budget)
+        for hook in state.hooks.limit_tokens:
+            wanted = hook(state, request, wanted, budget)
     return min(wanted, budget)
 
 
 def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns: int) -> int:
-    """Let waiting requests enter, by rank, until slots, blocks or budget run out; return how many were passed over."""
+    """Admit waiting requests by rank until slots, blocks or budget run out; return the number that was passed over."""
     waiting, running = state.waiting, state.running
     max_running = state.limits.max_running
     position = 0
     while budget > 0 and position < len(waiting) and len(running) < max_running:
         request = waiting[position]
-        if not all(gate(state, request) for gate in state.hooks.gates):
+        if not all(hook(state, request) for hook in state.hooks.can_schedule):
             position += 1
             continue
         found = _longest_source(state, request)
         count = _allowance(state, request, request.length - found.num_tokens, budget)
-        num_own, pool = block_manager.own_blocks(state, request, found), state.pool
+        num_own, pool = block_manager.num_new_blocks(state, request, found), state.pool
         num_spare = pool.num_available - (state.limits.watermark if running else 0)
         num_needed = sum(num_own)
         for held in found.shared:
@@ -184,7 +184,7 @@ def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns
         if found.tails:
             num_needed += pool.cost_of_sharing(found.known_tails)
         if count <= 0 or num_needed > num_spare:
-            return position  # whoever is behind in the queue must not take what this one waits for
+            return position  # a later request must not take the blocks that this one needs
         count = _enter(state, step, request, found, num_own, count)
         if request.scheduled_ns is None:
             request.scheduled_ns = now_ns
@@ -195,23 +195,23 @@ def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns
 
 
 def _catch_up(state: SchedulerState, step: StepBuilder, request: Request) -> None:
-    """Let a request that is behind exchange its next blocks for full ones that others have computed since it entered."""
+    """Replace the next blocks of a prefilling request by full ones that others have computed since."""
     found = _longest_source(state, request)
     if not found.tails and not found.restored and found.num_tokens > request.planned:
         block_manager.catch_up(state, step, request, found)
 
 
 def _compute(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> None:
-    """Add a row of a request whose tokens are all known: whoever comes behind it in this step may share its blocks."""
+    """Add a row of a request with known tokens; later rows of this step may share its blocks."""
     step.add(request, count)
     if request.planned >= request.register_at:
         state.publish(request, request.planned)
 
 
 def _longest_source(state: SchedulerState, request: Request) -> PrefixMatch:
-    best = NOTHING
-    for source in state.hooks.sources:
-        found = source(state, request)
+    best = NO_MATCH
+    for hook in state.hooks.match_prefix:
+        found = hook(state, request)
         if found is not None and found.num_tokens >= best.num_tokens:
             best = found
     return best
@@ -225,11 +225,11 @@ def _enter(
     num_own: list[int],
     count: int,
 ) -> int:
-    """Give a request its slot and blocks, begin it behind what was found, and return how many tokens it computes first."""
+    """Give a request its slot and blocks, start it after the prefix match, and return its token count in this step."""
     state.enter(request)
     block_manager.fill(state, step, request, found, num_own)
     if request.parent is not None:
-        state.let_go_for_choices(request.parent)
+        state.release_fork_state(request.parent)
     state.pool.tiers.forget(request.request_id)
     request.planned = request.computed = found.num_tokens
     block_size = state.limits.block_size
@@ -238,7 +238,7 @@ def _enter(
     if state.limits.groups.states:
         recurrent_state.begin(state, request)
         count = recurrent_state.cut(state, request, count)
-    block_manager.set_room(state, request, request.planned + count)
+    block_manager.set_num_covered(state, request, request.planned + count)
     step.enter(request, state.limits.groups)
     return count
 
@@ -250,7 +250,7 @@ def _count_first_entry(state: SchedulerState, request: Request, found: PrefixMat
     counters.prefix_queries += found.num_queried
     counters.prefix_hits += found.num_cached if found.num_queried else 0
     if request.parent is None:
-        state.pace.computed_share.note(request.num_computed / request.num_prompt)
+        state.throughput.computed_share.note(request.num_computed / request.num_prompt)
         counters.prompt_tokens += request.num_prompt
         counters.prompt_tokens_cached += found.num_cached
     state.queue_times_ns.append(max(0, now_ns - request.arrival_ns))

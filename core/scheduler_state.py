@@ -1,6 +1,6 @@
-"""Everything the scheduler knows, and the few doors through which a request enters, leaves and ends.
+"""Scheduler state: requests, slots and blocks, and the transitions between waiting, running and ended.
 
-Nothing here decides: `quintet.core.scheduler` and `quintet.core.commit` do.
+It holds no policy: `quintet.core.scheduler` and `quintet.core.commit` decide.
 """
 
 from __future__ import annotations
@@ -24,69 +24,69 @@ from quintet.core.throughput import Throughput
 by_rank = attrgetter("rank")
 
 MAX_ENDED = 1 << 15
-"""Requests that are remembered after their end: more than end while a tokenizer is replaced."""
+"""Number of ended requests that are remembered; exceeds the number that ends while a tokenizer is replaced."""
 
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """The numbers that bound every step, after configuration and the executor's capacity have met."""
+    """Bounds of every step, from the configuration and the executor's capacity."""
 
     num_blocks: int
     block_size: int
     num_slots: int
     max_running: int
-    """At most one token each must fit into a step, or somebody would starve."""
+    """One token of each must fit into a step, so that no request starves."""
     max_model_len: int
     max_batched: int
     watermark: int
-    """Blocks that stay free when a request enters beside others, so that it is not at once their victim."""
+    """Blocks that stay free when a request enters while others run, so that it does not preempt them at once."""
     max_prompt: int | None
     """Longest prompt, when it must be computed in one step."""
     prefix_caching: bool
     audit: bool
-    """Ship a checksum of the tables with each plan."""
+    """Send a checksum of the block tables with each plan."""
     block_bytes: int
-    """Of a block's keys and values, in all layers of all ranks."""
+    """Size of a block's keys and values, in all layers of all ranks."""
     block_copy_ns: int
-    """How long copying a block between device and host takes, all ranks at the same time."""
+    """Time of one block copy between device and host; ranks copy in parallel."""
     groups: Groups
     stages: int
     """See `quintet.wire.config.SchedulerConfig.stages`."""
     max_request_len: int
-    """Most tokens one request can have when it is alone."""
+    """Maximum tokens of a request that runs alone."""
 
     def taken_by(self, num_tokens: int) -> int:
-        """Return what a request of this length takes of KV memory; see `Groups.taken_by`."""
+        """Return the KV tokens that a request of this length takes; see `Groups.taken_by`."""
         return num_tokens if self.groups.is_plain else int(self.groups.taken_by(num_tokens))
 
 
 @dataclass(slots=True)
 class InFlightPlan:
-    """A plan that the executor has and the core has not committed."""
+    """A plan that was sent and not committed yet."""
 
     step: int
     rows: list[Request]
     generations: list[int]
     ends: list[int]
-    """Position after the last one computed, for each row."""
+    """Per row: end of the computed positions (exclusive)."""
     samples: bytes
     num_tokens: int
     num_tenants: int
-    """Slots that have one after the plan."""
+    """Occupied slots after the plan."""
     planned_ns: int
 
 
 @dataclass(slots=True, frozen=True)
 class RequestEnd:
-    """What operators want to know of a choice that was scheduled and has ended."""
+    """Metrics of an ended choice that was scheduled."""
 
     scheduled_ns: int
     first_token_ns: int | None
     num_preemptions: int
     num_computed: int
-    """Prompt tokens that it had to compute, being neither in the cache nor its elder's."""
+    """Prompt tokens that it computed: neither cached nor shared by the first choice."""
     longest: int | None
-    """Most outputs of any choice, when this was the request's last."""
+    """Most outputs of any choice; set for the last choice of a request."""
 
 
 @dataclass(slots=True)
@@ -97,123 +97,123 @@ class SchedulerState:
     hooks: Hooks
     pool: BlockPool
     live: dict[int, Request] = field(default_factory=dict)
-    num_promised: int = 0
-    """What the live requests take together if each reaches its limit (`Limits.taken_by`)."""
+    num_reserved: int = 0
+    """KV tokens that the live requests take when each reaches its limit (`Limits.taken_by`)."""
     ended: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Requests that ended last, oldest first, and at which attempt: a late second copy of one is not a new request."""
+    """Attempt of each recently ended request, oldest first: a duplicate that arrives late is not a new request."""
     running: list[Request] = field(default_factory=list)
-    """By rank."""
+    """Sorted by rank."""
     waiting: list[Request] = field(default_factory=list)
-    """By rank."""
+    """Sorted by rank."""
     in_flight: deque[InFlightPlan] = field(default_factory=deque)
     step: int = 0
-    """The newest step planned."""
+    """Number of the newest plan."""
     generation: int = 0
-    """The newest generation given out."""
+    """Newest generation assigned."""
     free_slots: list[int] = field(default_factory=list)
     """A heap: low rows are used first."""
     events: KvEvents | None = None
-    """What outside routers are told of blocks; None: nothing."""
+    """Queue of KV events for external routers; None when disabled."""
     left_slots: list[int] = field(default_factory=list)
-    """Slots whose tenant left since the last plan."""
-    trails: PrefixPaths = field(default_factory=PrefixPaths)
-    """Which prefixes there are, for those who operate the server."""
+    """Slots that were freed since the last plan."""
+    prefix_paths: PrefixPaths = field(default_factory=PrefixPaths)
+    """Cached prefixes, for the admin API."""
     counters: Counters = field(default_factory=Counters)
-    pace: Throughput = field(default_factory=Throughput)
+    throughput: Throughput = field(default_factory=Throughput)
     queue_times_ns: list[int] = field(default_factory=list)
-    """Waits that ended since somebody last emptied this list."""
+    """Queue times observed since this list was last drained."""
     endings: list[RequestEnd] = field(default_factory=list)
-    """Likewise."""
-    kept: list[Request] = field(default_factory=list)
-    """Requests that left and whose clients may come back, since somebody last emptied this list."""
-    untold: list[Request] = field(default_factory=list)
-    """Requests that left when they lost their slots, and of whose end nobody has been told."""
+    """Ended choices since this list was last drained."""
+    retained: list[Request] = field(default_factory=list)
+    """Ended requests that stay resumable, since this list was last drained."""
+    unreported: list[Request] = field(default_factory=list)
+    """Requests that ended when they lost their slots and are not reported yet."""
     trial: frozenset[int] | None = None
-    """Only these may run: it is being found out who made the executor fail. None: everybody may."""
+    """Only these requests may run: a poison-isolation trial is active. None: all may."""
     num_embedded: int = 0
-    """Live requests whose prompt is vectors."""
+    """Live requests with an embeddings prompt."""
     num_deferred: int = 0
-    """Waiting requests that others passed in the last step: something but room keeps them."""
+    """Waiting requests that others passed in the last step for another reason than missing blocks."""
 
-    def tell_of_blocks(self) -> None:
-        """From now on note what outside routers are to hear of blocks."""
+    def enable_kv_events(self) -> None:
+        """Start to record KV events for external routers."""
         self.events = KvEvents(self.limits.groups)
-        self.pool.tiers.on_leave = self.events.removed
+        self.pool.tiers.evict_listener = self.events.removed
 
     @property
     def fence(self) -> int | None:
-        """The step after which a block that is released now may get new content; None when it may at once."""
+        """The step after which a block released now may be reused; None when it may be reused at once."""
         return self.in_flight[-1].step if self.in_flight else None
 
     @property
     def is_waiting_for_contents(self) -> bool:
-        """Whether no step is in flight and contents are on their way: so long there may be nothing to compute."""
+        """True when no step is in flight but KV transfers are: there may be nothing to compute until they finish."""
         return not self.in_flight and self.pool.tiers.is_fetching
 
     @property
-    def num_unpromised(self) -> int:
-        """Tokens that KV memory could hold beside those; negative when it cannot hold those."""
-        return self.limits.num_blocks * self.limits.block_size - self.num_promised
+    def num_unreserved(self) -> int:
+        """KV tokens left when all live requests reach their limits; negative when they do not fit."""
+        return self.limits.num_blocks * self.limits.block_size - self.num_reserved
 
-    def spares(self, request: Request, num_blocks: int) -> bool:
-        """Whether so many blocks are available beside all that a waiting request takes when it enters."""
+    def has_spare_blocks(self, request: Request, num_blocks: int) -> bool:
+        """Return True if ``num_blocks`` are available in addition to the blocks that a waiting request takes on entry."""
         groups = self.limits.groups
         needed = groups.spec.most_blocks(len(request.tokens), groups.step_tokens) + num_blocks
         return needed <= self.pool.num_available - self.limits.watermark
 
-    def welcome(self, request: Request) -> None:
-        """Take in a request that was just admitted."""
+    def add(self, request: Request) -> None:
+        """Add a request that was just admitted."""
         self.live[request.request_id] = request
-        self.num_promised += self.limits.taken_by(request.limit)
+        self.num_reserved += self.limits.taken_by(request.limit)
         self.num_embedded += request.embeds is not None
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
-        """Put a request that holds nothing into the queue, at its rank."""
+        """Insert a request without slot and blocks into the queue, at its rank."""
         insort(self.waiting, request, key=by_rank)
 
     def enter(self, request: Request) -> None:
         """Move a request from the queue into a free slot."""
         self._remove(self.waiting, request)
         if request.scheduled_ns is None:
-            request.tokens = request.tokens.copy()  # until now shared with the other choices
+            request.tokens = request.tokens.copy()  # shared with the other choices until now
         self.generation += 1
         request.generation = self.generation
         request.slot = heappop(self.free_slots)
         request.status = Status.RUNNING
         insort(self.running, request, key=by_rank)
 
-    def give_way(self, request: Request) -> None:
-        """Preempt a running request; where it has states, not before the token that a step in flight draws for it is known.
+    def defer_preempt(self, request: Request) -> None:
+        """Preempt a running request, or mark it for preemption if its state needs the token that a step in flight draws.
 
-        Its newest state goes on with that token. Its blocks come back no later: until then they would lie behind a fence.
+        The newest state continues with that token. This does not delay its blocks: they would be fenced until then.
         """
-        if self.limits.groups.states and request.length > len(request.tokens) and not request.is_departing:
-            request.is_yielding = True
+        if self.limits.groups.states and request.length > len(request.tokens) and not request.is_draining:
+            request.is_preempt_deferred = True
         else:
             self.preempt(request)
 
     @property
-    def num_yielding_blocks(self) -> int:
-        """Blocks that come back when those that yield are preempted."""
+    def num_deferred_blocks(self) -> int:
+        """Number of blocks freed when the requests marked for preemption leave."""
         if not self.limits.groups.states:
             return 0
-        yielding = [held for request in self.running if request.is_yielding for held in request.held]
-        return sum(self.pool.refs[block] == 1 for held in yielding for block in held.blocks)
+        deferred = [held for request in self.running if request.is_preempt_deferred for held in request.held]
+        return sum(self.pool.refs[block] == 1 for held in deferred for block in held.blocks)
 
     def preempt(self, request: Request) -> None:
-        """Take everything from a running request and queue it again: its ids are enough to compute it anew.
+        """Release all slots and blocks of a running request and queue it again. Its token ids suffice to recompute it.
 
-        One that is departing leaves for good: the tokens that it waited for are lost, and nobody wants them drawn again.
+        A draining request ends instead: the tokens it waited for are lost, and no client needs them.
         """
-        if request.is_departing:
-            self.untold.append(request)
+        if request.is_draining:
+            self.unreported.append(request)
             self.retire(request)
             return
-        if request.planned < len(request.tokens):  # otherwise it lacks the token to go on with
-            self._name_end(request)
-        for keep in self.hooks.keeps:
-            keep(self, request)
+        if request.planned < len(request.tokens):  # otherwise the token after the state is unknown
+            self._register_end(request)
+        for hook in self.hooks.on_preempt:
+            hook(self, request)
         self._leave(request)
         request.status = Status.WAITING
         self.counters.preemptions += 1
@@ -221,29 +221,29 @@ class SchedulerState:
         self.enqueue(request)
 
     def retire(self, request: Request) -> None:
-        """End a request. The one door: whatever it holds is released here."""
+        """End a request and release everything it holds. No other method ends requests."""
         if request.status is Status.RUNNING:
-            self._name_end(request)
+            self._register_end(request)
             self._leave(request)
         else:
             self._remove(self.waiting, request)
             self.pool.tiers.forget(request.request_id)
             if request.parent is not None:
-                self.let_go_for_choices(request.parent)
+                self.release_fork_state(request.parent)
         request.status = Status.ENDED
         del self.live[request.request_id]
-        self.num_promised -= self.limits.taken_by(request.limit)
+        self.num_reserved -= self.limits.taken_by(request.limit)
         self.num_embedded -= request.embeds is not None
         self.note_ended(request)
         if request.origin is not None:
-            self.kept.append(request)
+            self.retained.append(request)
         first = request.parent or request
         first.num_open -= 1
         first.longest = max(first.longest, request.num_outputs)
         if request.scheduled_ns is not None:
             if self.limits.prefix_caching and request.digests:
-                self.trails.add(request.digests, request.tokens if request.embeds is None else None)
-            self.pace.outputs.note(request.num_outputs)
+                self.prefix_paths.add(request.digests, request.tokens if request.embeds is None else None)
+            self.throughput.outputs.note(request.num_outputs)
             self.endings.append(
                 RequestEnd(
                     request.scheduled_ns,
@@ -254,27 +254,26 @@ class SchedulerState:
                 )
             )
 
-    def wind_down(self, request: Request) -> bool:
-        """Plan nothing more of a request that is to be kept. Returns whether it can leave now.
+    def drain(self, request: Request) -> bool:
+        """Stop planning a request that is to be retained. Return True when it can leave now.
 
-        Tokens that steps in flight draw are waited for, as if they were its last: none is drawn twice.
+        Otherwise its limit becomes the tokens in flight, so that none of them is drawn twice.
         """
-        request.is_departing = True
+        request.is_draining = True
         if request.status is not Status.RUNNING or request.length == len(request.tokens):
             return True
         taken_by = self.limits.taken_by
-        self.num_promised += taken_by(request.length) - taken_by(request.limit)
+        self.num_reserved += taken_by(request.length) - taken_by(request.limit)
         request.limit = request.length
         return False
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Make the full blocks among the request's first ``num_tokens`` findable; the values of these are known.
+        """Register the full blocks among the request's first ``num_tokens`` tokens, which must be known.
 
-        Called when a plan computes them, not when its result is back: a block's content is fixed by then, and whoever
-        finds it reads it no earlier than it is written. A reader in a later plan is executed later; one in the same
-        plan stands behind the writer, and a step writes its rows' KV before it reads (`StepPlan`). A plan is executed
-        whole even if its rows' requests have left since, so nothing needs to be taken back when one is preempted or
-        ends; the executor alone can fail to run it, and then every block is forgotten.
+        Called when a plan computes them, not when its result arrives. The content of a block is fixed by then, and
+        readers run later: a later plan runs later, and within one plan a step writes KV for all rows before it reads
+        (`StepPlan`). A plan is executed whole even if requests have left since, so preemption takes nothing back. If
+        the executor fails, all blocks are forgotten.
         """
         block_size = self.limits.block_size
         if not self.limits.prefix_caching:
@@ -289,7 +288,7 @@ class SchedulerState:
         if self.events is not None:
             self.events.stored(request, first, num_full)
         if self.pool.tiers.store is not None:
-            self.pool.tiers.store.stand(digests, first, num_full)
+            self.pool.tiers.store.queue_chunks(digests, first, num_full)
         if self.limits.groups.is_plain:
             blocks = request.held[0].blocks
             for position in range(first, num_full):
@@ -299,15 +298,15 @@ class SchedulerState:
             held = request.held[group]
             for position in range(max(first, held.begin), min(num_full, held.end)):
                 register(key_of(digests[position], group), held.blocks[position - held.begin])
-        if request.unnamed:
-            self._name_states(request, num_tokens)
+        if request.pending_states:
+            self._register_pending_states(request, num_tokens)
 
-    def name_state(
+    def register_state(
         self, request: Request, num_tokens: int, blocks: list[int], tails: dict[int, int] | None = None
     ) -> None:
-        """Make the state behind a request's first ``num_tokens``, which are known, findable: a block per group of states.
+        """Register the state after the request's first ``num_tokens`` known tokens. blocks: one per state group.
 
-        tails: by group, the blocks that hold what is behind the last full one; where there is something.
+        tails: by token group, the partly filled block after the last full one, if there is any.
         """
         block_size, digests, index = self.limits.block_size, request.digests, self.pool.index
         num_full, length = divmod(num_tokens, block_size)
@@ -321,24 +320,24 @@ class SchedulerState:
         for group, block in states.items():
             index.register(key_of(before, group), block)
         if self.pool.tiers.store is not None:
-            self.pool.tiers.store.stand_state(digests, num_full)
+            self.pool.tiers.store.queue_state(digests, num_full)
 
-    def let_go_for_choices(self, request: Request) -> None:
-        """Release the state that further choices of a request begin with, if none of them waits any more."""
-        if request.for_choices and not any(other.parent is request for other in self.waiting):
-            self.pool.release(request.for_choices, self.fence)
-            request.for_choices = []
+    def release_fork_state(self, request: Request) -> None:
+        """Release the initial state of a request's further choices, once none of them waits."""
+        if request.fork_state_blocks and not any(other.parent is request for other in self.waiting):
+            self.pool.release(request.fork_state_blocks, self.fence)
+            request.fork_state_blocks = []
 
-    def _name_end(self, request: Request) -> None:
-        """Make what a request with states leaves behind findable, for who goes on with its tokens: a chat's next turn.
+    def _register_end(self, request: Request) -> None:
+        """Register the state and partial block that a request leaves, for a request that continues its tokens (next chat turn).
 
-        It is behind all that was planned, if all of that is known: the step that was planned before a stop token was known
-        computed that token.
+        It covers all planned tokens if all are known. A step planned before a stop token was known has computed that
+        token.
         """
         limits, planned = self.limits, request.planned
         if not (limits.groups.states and limits.prefix_caching):
             return
-        if planned > len(request.tokens) or planned == request.begins_at:
+        if planned > len(request.tokens) or planned == request.state_start:
             return
         if planned >= request.register_at:
             self.publish(request, planned)
@@ -348,27 +347,29 @@ class SchedulerState:
             tails = {
                 group: held[group].blocks[position - held[group].begin] for group in limits.groups.tokens
             }
-        self.name_state(request, planned, [held[group].blocks[-1] for group in limits.groups.states], tails)
+        self.register_state(
+            request, planned, [held[group].blocks[-1] for group in limits.groups.states], tails
+        )
 
-    def _name_states(self, request: Request, num_tokens: int) -> None:
-        """Make states findable that were kept before all tokens behind them were known, and let go of them."""
-        while request.unnamed and request.unnamed[0][0] <= num_tokens:
-            length, blocks = request.unnamed.pop(0)
-            self.name_state(request, length, blocks)
+    def _register_pending_states(self, request: Request, num_tokens: int) -> None:
+        """Register states once all tokens before them are known, and release them."""
+        while request.pending_states and request.pending_states[0][0] <= num_tokens:
+            length, blocks = request.pending_states.pop(0)
+            self.register_state(request, length, blocks)
             self.pool.release(blocks, self.fence)
 
     def may_run(self, request: Request) -> bool:
-        """Return whether no trial of others holds the request back."""
+        """Return True unless a poison-isolation trial excludes the request."""
         return self.trial is None or request.request_id in self.trial
 
-    def knows(self, request_id: int, attempt: int) -> bool:
-        """Whether this attempt at a request, or a newer one, lives or has ended."""
+    def has_seen(self, request_id: int, attempt: int) -> bool:
+        """Return True when this attempt, or a newer one, is alive or has ended."""
         request = self.live.get(request_id)
         newest = self.ended.get(request_id) if request is None else request.attempt
         return newest is not None and newest >= attempt
 
     def note_ended(self, request: Request) -> None:
-        """Remember that a request has ended; forget the oldest of too many."""
+        """Remember an ended request; forget the oldest beyond `MAX_ENDED`."""
         self.ended[request.request_id] = request.attempt
         self.ended.move_to_end(request.request_id)
         if len(self.ended) > MAX_ENDED:
@@ -378,18 +379,18 @@ class SchedulerState:
         self._remove(self.running, request)
         fence = self.fence
         if self.limits.groups.states:
-            for blocks in (*(blocks for _, blocks in request.unnamed), request.for_choices):
+            for blocks in (*(blocks for _, blocks in request.pending_states), request.fork_state_blocks):
                 self.pool.release(blocks, fence)
-            request.unnamed, request.for_choices, request.is_yielding = [], [], False
+            request.pending_states, request.fork_state_blocks, request.is_preempt_deferred = [], [], False
         for group, held in zip(self.limits.groups.all, request.held, strict=True):
-            # Where a window moves on, the tail is what others can go on from: it is evicted last.
+            # A sliding window's newest blocks are the reusable ones: they are evicted last.
             blocks = held.blocks if group.kind == "full" else held.blocks[::-1]
             self.pool.release(blocks, fence)
         self.left_slots.append(request.slot)
         heappush(self.free_slots, request.slot)
         request.generation = self.generation = self.generation + 1
         request.held, request.length = [], len(request.tokens)
-        request.room = request.planned = request.computed = 0
+        request.num_covered = request.planned = request.computed = 0
 
     @staticmethod
     def _remove(requests: list[Request], request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Collects one step while it is being planned, and turns it into the message for the executor."""
+"""Builder of one step: collect rows and block changes, then build the `StepPlan` message."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quintet.wire.step import NewRow, StepPlan
 
 
 def table_checksum(flight: InFlightPlan, starts: list[int], groups: Groups) -> int:
-    """Return the CRC-32 of the tables that a step reads.
+    """Return the CRC-32 of the block tables that a step reads.
 
-    Over its rows, in order: slot and generation (int64), then of each group the blocks (int32) that the row reads and writes
-    (`quintet.wire.kv_spec.KvGroup.used`).
+    It covers the rows in order: slot and generation (int64), then per group the blocks (int32) that the row reads and
+    writes (`quintet.wire.kv_spec.KvGroup.used`).
     """
     checksum = 0
     rows = zip(flight.rows, flight.generations, starts, flight.ends, strict=True)
@@ -34,7 +34,7 @@ def table_checksum(flight: InFlightPlan, starts: list[int], groups: Groups) -> i
 
 
 class StepBuilder:
-    """The columns of a step in the making; the scheduler appends to them directly."""
+    """Columns of a step under construction; the scheduler appends to them directly."""
 
     __slots__ = (
         "_origins",
@@ -60,19 +60,19 @@ class StepBuilder:
         self.copies: list[int] = []
         """Pairs ``from, to``."""
         self._origins: dict[int, int] = {}
-        """Block that gets a copy -> whose."""
+        """Target block -> source block of its copy."""
         self.borrowed: list[int] = []
-        """Blocks that nothing may take the place of before this step has copied them: a reference to each."""
+        """One reference per block that must not be overwritten before this step has copied it."""
         self.swaps_in: list[int] = []
         """Pairs ``device block, host block``."""
 
     def copy(self, source: int, target: int) -> None:
-        """Have a block copied before anything is computed. All copies are made at once, so that of a copy is of its origin."""
+        """Copy a block before the step computes. All copies are simultaneous, so a copy of a copy reads the original source."""
         self._origins[target] = source = self._origins.get(source, source)
         self.copies += (source, target)
 
     def enter(self, request: Request, groups: Groups) -> None:
-        """Tell the executor of a request that just got its slot, and of its block tables."""
+        """Send a request that just got its slot, and its block tables."""
         slot = request.slot
         self.new_rows.append(
             NewRow(
@@ -96,7 +96,7 @@ class StepBuilder:
                 self.blocks += (slot, index, position, block)
 
     def add(self, request: Request, count: int) -> None:
-        """Add a row that computes the next ``count`` tokens, and draws one if that is all there are."""
+        """Add a row that computes the next ``count`` tokens, and draws one if none is left."""
         planned = request.planned
         self.rows.append(request)
         self.starts.append(planned)
@@ -109,7 +109,7 @@ class StepBuilder:
             self.samples.append(0)
 
     def finish(self, state: SchedulerState, now_ns: int) -> StepPlan | None:
-        """Return the plan, noted in ``state.in_flight``; None, changing nothing, when there is nothing to compute or tell."""
+        """Return the plan and append it to ``state.in_flight``. Return None and change nothing when the step is empty."""
         rows = self.rows
         if not rows and not self.blocks:
             return None
@@ -151,7 +151,7 @@ class StepBuilder:
         return plan
 
     def _embeds(self) -> list[RowEmbeds]:
-        """Return the vectors that rows compute in place of tokens."""
+        """Return the embeddings that rows compute instead of tokens."""
         found = []
         for request, start, count in zip(self.rows, self.starts, self.counts, strict=True):
             embeds, end = request.embeds, min(start + count, request.num_prompt)

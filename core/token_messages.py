@@ -1,4 +1,4 @@
-"""What a change of state means to others: the tokens, openings and endings that detokenizers must hear of."""
+"""Builders of the messages that report tokens, opened and ended requests to detokenizers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class StepMessages:
     """Messages to send, in this order."""
 
     tokens: list[tuple[int, Tokens]] = field(default_factory=list)
-    """With the detokenizer each goes to."""
+    """Pairs of detokenizer index and message."""
     failed: list[Failed] = field(default_factory=list)
     unknown: list[int] = field(default_factory=list)
-    """Choices that a frontend waits for and that nobody here knows."""
+    """Choices that a frontend waits for and the core does not know."""
 
     def add(self, later: StepMessages) -> None:
-        """Append what happened after this."""
+        """Append the messages of a later change."""
         self.tokens += later.tokens
         self.failed += later.failed
         self.unknown += later.unknown
 
 
 Ending = tuple[FinishReason, bool]
-"""How a row ends, and whether by a stop token that the request named."""
+"""Finish reason, and True for a stop token that the request named."""
 
 
 class TokensBuilder:
-    """The columns of one `Tokens` message. Rows are appended in order; most have one token and no finish."""
+    """Columns of one `Tokens` message. Rows are appended in order; most have one token and no finish."""
 
     __slots__ = (
         "closed",
@@ -54,7 +54,7 @@ class TokensBuilder:
         self.first_indexes: list[int] = []
         self.token_ids: list[int] = []
         self.num_tokens: dict[int, int] = {}
-        """Rows that do not have exactly one token."""
+        """Row -> token count, for rows without exactly one token."""
         self.finishes: dict[int, Ending] = {}
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
@@ -96,7 +96,7 @@ class TokensBuilder:
 
 
 class TokensBuilders:
-    """One `TokensBuilder` for each detokenizer that has something to hear."""
+    """One `TokensBuilder` per detokenizer that gets a message."""
 
     __slots__ = ("builders", "failed", "unknown")
 
@@ -106,7 +106,7 @@ class TokensBuilders:
         self.unknown: list[int] = []
 
     def builder_for(self, request: Request, now_ns: int) -> TokensBuilder:
-        """Return the builder of the request's detokenizer, in which the request has been opened."""
+        """Return the builder of the request's detokenizer, after opening the request there."""
         builder = self._builder(request.detokenizer)
         if not request.opened:
             request.opened = True
@@ -114,7 +114,7 @@ class TokensBuilders:
         return builder
 
     def close(self, request: Request) -> None:
-        """Have the request's detokenizer forget it, without a word to the frontend."""
+        """Close the request at its detokenizer without reporting to the frontend."""
         if request.opened:
             self._builder(request.detokenizer).closed.append(request.request_id)
             request.opened = False
@@ -131,7 +131,7 @@ class TokensBuilders:
         builder.finishes[builder.add_empty(request)] = (reason, False)
 
     def end_with_last(self, request: Request, ending: Ending, now_ns: int) -> None:
-        """Report a request that came with all its outputs: as if the last were new, for with it the text ends."""
+        """Report a request that arrived with all its outputs: its last token is sent as new, because the text ends with it."""
         last = request.tokens.pop()
         request.num_seen = min(request.num_seen, request.num_outputs)
         builder = self.builder_for(request, now_ns)
@@ -142,18 +142,18 @@ class TokensBuilders:
         request.tokens.append(last)
 
     def effects(self, step: int, now_ns: int) -> StepMessages:
-        """Return what has gathered."""
+        """Return the collected messages."""
         tokens = [(index, builder.build(step, now_ns)) for index, builder in self.builders.items()]
         return StepMessages(tokens, self.failed, self.unknown)
 
 
 def opening(request: Request, now_ns: int) -> Open:
-    """Return what a detokenizer must know of a request, with the outputs that it has by now."""
+    """Return the `Open` message of a request, with its outputs so far."""
     params, tokens, num_prompt = request.params, request.tokens, request.num_prompt
     whole = request.echo or request.return_prompt_ids
     begin = 0 if whole else max(0, num_prompt - PROMPT_TAIL)
     if request.embeds is not None:
-        begin = num_prompt  # nobody knows what text it would be
+        begin = num_prompt  # embeddings have no text
     return Open(
         request_id=request.request_id,
         num_prompt_tokens=num_prompt,

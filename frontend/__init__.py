@@ -1,1 +1,1 @@
-"""The frontend process: connections, sessions, admission, the OpenAI dialect and the metrics page."""
+"""Frontend process: HTTP, client APIs, sessions, admission, load balancing and the metrics page."""

@@ -1,8 +1,7 @@
-"""Who may enter: a bounded number of live requests and of tokens they owe, from the end of the boot until the drain.
+"""Admission control: limits on live requests and on their pending tokens, from the end of start-up until drain.
 
-This is where load is refused that nobody could bear; the core refuses only what will miss its own deadline. Behind
-it, sends never block. A worker that is being replaced is no reason to refuse: the request waits for it, and the client
-sees a pause.
+Overload is rejected here; the core rejects only requests that will miss their deadline. After admission, sends never
+block. A worker under replacement is no reason to reject: the request waits for it.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from quintet.wire.params import SamplingParams
 MAX_RETRY_S = 60
 SHORT_RETRY_S = 2
 BOOTED_ROLES = (Role.CORE, Role.EXECUTOR)
-"""What must have been ready once: loading a model takes too long to hold a connection for."""
+"""Roles that must have been ready once. Loading a model takes too long to hold a connection."""
 _WINDOW_S = 5.0
 MAX_EMBEDS_BYTES = 512 << 20
-"""Vectors that the prompts of one frontend's requests may hold: here, on their way and in the core, until they end."""
+"""Maximum bytes of prompt embeddings held by the live requests of one frontend: here, in transit and in the core."""
 
 
-class Occupancy(Protocol):
-    """What the door looks at: `quintet.frontend.sessions.Sessions`."""
+class AdmissionLoad(Protocol):
+    """Load that admission reads; implemented by `quintet.frontend.sessions.Sessions`."""
 
     @property
     def slots(self) -> Workers:
-        """Who is there."""
+        """Workers by role."""
 
     @property
     def num_open_choices(self) -> int:
@@ -44,19 +43,19 @@ class Occupancy(Protocol):
 
     @property
     def num_ended(self) -> int:
-        """Requests that have ended so far."""
+        """Requests ended since start."""
 
     @property
     def num_tokens(self) -> int:
-        """Outputs received so far."""
+        """Output tokens received since start."""
 
     @property
-    def backlog(self) -> QueuedTokens:
-        """What the live requests owe."""
+    def queued_tokens(self) -> QueuedTokens:
+        """Pending tokens of the live requests."""
 
 
 class RateMeter:
-    """How fast a count grows: over the window that is running, or where nothing came in it yet, over the last."""
+    """Growth rate of a counter over the current window, or over the last window while the current one has no growth."""
 
     def __init__(self, count: Callable[[], int], clock: Callable[[], float]) -> None:
         self._count = count
@@ -65,7 +64,7 @@ class RateMeter:
         self._rate = 0.0
 
     def seconds_for(self, amount: int) -> int:
-        """Estimate the whole seconds until the count will have grown by ``amount``."""
+        """Estimate the whole seconds until the counter grows by ``amount``."""
         now, count = self._clock(), self._count()
         elapsed_s = now - self._since
         if elapsed_s > 0:
@@ -79,11 +78,11 @@ class RateMeter:
 
 
 class Admission:
-    """Decides about each request before anything is sent."""
+    """Accepts or rejects each request before anything is sent."""
 
     def __init__(
         self,
-        load: Occupancy,
+        load: AdmissionLoad,
         config: FrontendConfig,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
@@ -91,28 +90,28 @@ class Admission:
         self._load = load
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
-        self._endings = RateMeter(lambda: load.num_ended, clock)
-        self._leaving = RateMeter(lambda: load.backlog.num_ever - self._num_owed(), clock)
+        self._end_rate = RateMeter(lambda: load.num_ended, clock)
+        self._token_rate = RateMeter(lambda: load.queued_tokens.num_added - self._num_pending(), clock)
         self.draining = False
-        self._refused_full = _refused(metrics, "max_num_queued_reqs")
-        self._refused_tokens = _refused(metrics, "max_num_queued_tokens")
-        self._refused_unready = _refused(metrics, "not_ready")
+        self._rejected_full = _rejections(metrics, "max_num_queued_reqs")
+        self._rejected_tokens = _rejections(metrics, "max_num_queued_tokens")
+        self._rejected_unready = _rejections(metrics, "not_ready")
 
     def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Raise `RequestError`, with the time to try again, unless these prompts may be submitted now."""
+        """Raise `RequestError` with a retry time if these prompts exceed the limits."""
         self.reenter(len(prompts) * params.n)
-        self._check_tokens(sum(self._load.backlog.cost(prompt, params) for prompt in prompts))
+        self._check_tokens(sum(self._load.queued_tokens.cost(prompt, params) for prompt in prompts))
         num_bytes = sum(map(embeds_bytes, prompts))
         if num_bytes:
             self._check_embeds(num_bytes)
 
     def reenter(self, num_requests: int) -> None:
-        """Likewise for requests that were entered before, and whose tokens were computed in part."""
+        """Check resumed requests. The token limit does not apply: part of their tokens was computed."""
         if num_requests > self._max_requests:
             raise RequestError(
                 ErrorCode.INVALID,
-                f"n times the number of prompts is {num_requests}; this server holds at most {self._max_requests} "
-                "requests at a time. Send fewer, or raise --max-queued-requests.",
+                f"n times the number of prompts is {num_requests}; this server accepts at most {self._max_requests} "
+                "concurrent requests. Send fewer, or raise --max-queued-requests.",
                 "n",
             )
         self._check_open()
@@ -120,18 +119,18 @@ class Admission:
 
     def _check_open(self) -> None:
         if self.draining:
-            self._refused_unready.inc()
+            self._rejected_unready.inc()
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                "The server is shutting down and takes no new requests.",
+                "The server is shutting down and accepts no new requests.",
                 retry_s=SHORT_RETRY_S,
             )
-        booting = [role for role in BOOTED_ROLES if role not in self._load.slots.ever_ready]
+        booting = [role for role in BOOTED_ROLES if role not in self._load.slots.roles_seen_ready]
         if booting:
-            self._refused_unready.inc()
+            self._rejected_unready.inc()
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                f"The server is still starting: its {' and '.join(booting)} did not report yet. Try again shortly.",
+                f"The server is still starting: {' and '.join(booting)} not ready yet. Try again shortly.",
                 retry_s=SHORT_RETRY_S,
             )
 
@@ -139,43 +138,43 @@ class Admission:
         held = self._load.num_open_choices
         excess = held + num_requests - self._max_requests
         if excess > 0:
-            self._refused_full.inc()
+            self._rejected_full.inc()
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"The server holds {held} requests and was sent {num_requests} more; it takes at most "
-                f"{self._max_requests} at a time. Try again later, or raise --max-queued-requests.",
-                retry_s=self._endings.seconds_for(excess),
+                f"The server has {held} live requests and was sent {num_requests} more; the limit is "
+                f"{self._max_requests}. Retry later, or raise --max-queued-requests.",
+                retry_s=self._end_rate.seconds_for(excess),
             )
 
     def _check_tokens(self, num_tokens: int) -> None:
-        """Refuse what comes on top of too much; an empty house takes a request of any size."""
-        owed = self._num_owed()
-        excess = owed + num_tokens - self._max_tokens
-        if excess > 0 and owed > 0:
-            self._refused_tokens.inc()
+        """Enforce the limit of pending tokens. Never reject when no other request is active."""
+        pending = self._num_pending()
+        excess = pending + num_tokens - self._max_tokens
+        if excess > 0 and pending > 0:
+            self._rejected_tokens.inc()
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"The requests that the server holds owe {owed} tokens, prompts and outputs, and this one would add "
-                f"about {num_tokens}; it takes at most {self._max_tokens} at a time. Try again later, lower max_tokens, "
+                f"{pending} prompt and output tokens are pending, and this request would add "
+                f"about {num_tokens}; the limit is {self._max_tokens}. Retry later, lower max_tokens, "
                 "or raise --max-queued-tokens.",
-                retry_s=self._leaving.seconds_for(min(excess, owed)),
+                retry_s=self._token_rate.seconds_for(min(excess, pending)),
             )
 
     def _check_embeds(self, num_bytes: int) -> None:
-        held = self._load.backlog.embeds_bytes
+        held = self._load.queued_tokens.embeds_bytes
         if held and held + num_bytes > MAX_EMBEDS_BYTES:
-            self._refused_full.inc()
+            self._rejected_full.inc()
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"Prompts as vectors hold {held} bytes here, and this request would add {num_bytes}; at most "
-                f"{MAX_EMBEDS_BYTES} are held at a time. Try again later.",
+                f"Live prompt embeddings hold {held} bytes, and this request would add {num_bytes}; the limit is "
+                f"{MAX_EMBEDS_BYTES}. Retry later.",
                 "prompt_embeds",
-                retry_s=self._endings.seconds_for(1),
+                retry_s=self._end_rate.seconds_for(1),
             )
 
-    def _num_owed(self) -> int:
-        return self._load.backlog.num_owed(self._load.num_tokens)
+    def _num_pending(self) -> int:
+        return self._load.queued_tokens.num_pending(self._load.num_tokens)
 
 
-def _refused(metrics: Metrics, reason: str) -> CounterSeries:
-    return metrics.counter("admission_rejections", "Requests refused at the door.", reason=reason)
+def _rejections(metrics: Metrics, reason: str) -> CounterSeries:
+    return metrics.counter("admission_rejections", "Requests rejected by admission control.", reason=reason)

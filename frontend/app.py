@@ -1,6 +1,6 @@
-"""The ASGI application: which path leads to which endpoint, and what happens around every request.
+"""ASGI application: route table, authentication, error responses and request metrics.
 
-uvicorn ─▶ origins (guard.py) ─▶ App: request id, API key, errors, figures ─▶ Starlette's router ─▶ Endpoint ─▶ a function
+uvicorn ─▶ CORS (http/auth.py) ─▶ App: request id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quintet.frontend.api.openai.derender import derender_chat, derender_complet
 from quintet.frontend.api.openai.invocations import invocations
 from quintet.frontend.api.openai.render import render_chat, render_completions
 from quintet.frontend.api.openai.tokenize import detokenize, tokenize, tokenizer_info
-from quintet.frontend.api.responses.background import look_for_lost
+from quintet.frontend.api.responses.background import take_over_lost
 from quintet.frontend.api.responses.conversations import conversation, conversations
 from quintet.frontend.api.responses.conversations import item as conversation_item
 from quintet.frontend.api.responses.conversations import items as conversation_items
@@ -39,76 +39,76 @@ from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
 from quintet.frontend.http.openapi import openapi
 from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
-from quintet.frontend.malloc_trim import leave_behind
+from quintet.frontend.malloc_trim import schedule_trim
 from quintet.frontend.metrics import metrics
-from quintet.frontend.resume.continue_stream import go_on
+from quintet.frontend.resume.continue_stream import continue_stream
 from quintet.frontend.resume.resume_stream import resumable, streams
 from quintet.frontend.service import Handler, Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
 
 
-class Row(NamedTuple):
+class RouteSpec(NamedTuple):
     """One row of the route table."""
 
     path: str
     methods: tuple[str, ...]
     handler: Handler
     errors: ErrorShape = openai_errors.ERRORS
-    """How its clients are told of errors."""
+    """Error format of the path's API."""
 
 
 ALIAS, ALIASED = "/openai", "/openai/v1/"
-"""What may stand before the paths of the first version, and how they begin then."""
+"""Azure's path prefix, and the paths on which it is removed."""
 
 ROUTES = (
-    Row("/v1/completions", ("POST",), resumable(completions)),
-    Row("/v1/chat/completions", ("POST",), resumable(chat_completions)),
-    Row("/v1/chat/completions/batch", ("POST",), batch),
-    Row("/v1/chat/completions/render", ("POST",), render_chat),
-    Row("/v1/completions/render", ("POST",), render_completions),
-    Row("/v1/chat/completions/derender", ("POST",), derender_chat),
-    Row("/v1/completions/derender", ("POST",), derender_completions),
-    Row("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
-    Row("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
-    Row("/v1/messages/render", ("POST",), render_messages, anthropic_errors.ERRORS),
-    Row("/v1/responses", ("POST",), resumable(responses)),
-    Row("/v1/responses/render", ("POST",), render_responses),
-    Row("/v1/responses/{id}", ("GET", "DELETE"), response),
-    Row("/v1/responses/{id}/cancel", ("POST",), cancel_response),
-    Row("/v1/responses/{id}/input_items", ("GET",), input_items),
-    Row("/v1/conversations", ("POST",), conversations),
-    Row("/v1/conversations/{id}", ("GET", "POST", "DELETE"), conversation),
-    Row("/v1/conversations/{id}/items", ("GET", "POST"), conversation_items),
-    Row("/v1/conversations/{id}/items/{item_id}", ("GET", "DELETE"), conversation_item),
-    Row("/inference/v1/generate", ("POST",), resumable(generate)),
-    Row("/v1/streams", ("POST",), go_on),
-    Row("/v1/streams/{id}", ("GET",), streams),
-    Row("/v1/models", ("GET",), health.models),
-    Row("/v1/models/{id:path}", ("GET",), health.model),
-    Row("/tokenize", ("POST",), tokenize),
-    Row("/detokenize", ("POST",), detokenize),
-    Row("/tokenizer_info", ("GET",), tokenizer_info),
-    Row("/health", ("GET",), health.health),
-    Row("/livez", ("GET",), health.livez),
-    Row("/readyz", ("GET",), health.readyz),
-    Row("/ping", ("GET", "POST"), health.livez),
-    Row("/v2/health/live", ("GET",), health.v2_live),
-    Row("/v2/health/ready", ("GET",), health.readyz),
-    Row("/v2/models/{id:path}/ready", ("GET",), health.v2_model_ready),
-    Row("/invocations", ("POST",), resumable(invocations)),
-    Row("/version", ("GET",), health.show_version),
-    Row("/load", ("GET",), health.load),
-    Row("/metrics", ("GET",), metrics),
-    Row("/kv", ("GET",), kv.listing),
-    Row("/kv/pin", ("POST",), kv.pin),
-    Row("/kv/unpin", ("POST",), kv.unpin),
-    Row("/kv/evict", ("POST",), kv.evict),
-    Row("/kv/export", ("POST",), kv.export_prefix),
-    Row("/kv/import", ("POST",), kv.import_prefix),
-    Row("/openapi.json", ("GET",), openapi),
-    Row("/docs", ("GET",), docs),
-    Row("/docs/{name}", ("GET",), docs_part),
+    RouteSpec("/v1/completions", ("POST",), resumable(completions)),
+    RouteSpec("/v1/chat/completions", ("POST",), resumable(chat_completions)),
+    RouteSpec("/v1/chat/completions/batch", ("POST",), batch),
+    RouteSpec("/v1/chat/completions/render", ("POST",), render_chat),
+    RouteSpec("/v1/completions/render", ("POST",), render_completions),
+    RouteSpec("/v1/chat/completions/derender", ("POST",), derender_chat),
+    RouteSpec("/v1/completions/derender", ("POST",), derender_completions),
+    RouteSpec("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
+    RouteSpec("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
+    RouteSpec("/v1/messages/render", ("POST",), render_messages, anthropic_errors.ERRORS),
+    RouteSpec("/v1/responses", ("POST",), resumable(responses)),
+    RouteSpec("/v1/responses/render", ("POST",), render_responses),
+    RouteSpec("/v1/responses/{id}", ("GET", "DELETE"), response),
+    RouteSpec("/v1/responses/{id}/cancel", ("POST",), cancel_response),
+    RouteSpec("/v1/responses/{id}/input_items", ("GET",), input_items),
+    RouteSpec("/v1/conversations", ("POST",), conversations),
+    RouteSpec("/v1/conversations/{id}", ("GET", "POST", "DELETE"), conversation),
+    RouteSpec("/v1/conversations/{id}/items", ("GET", "POST"), conversation_items),
+    RouteSpec("/v1/conversations/{id}/items/{item_id}", ("GET", "DELETE"), conversation_item),
+    RouteSpec("/inference/v1/generate", ("POST",), resumable(generate)),
+    RouteSpec("/v1/streams", ("POST",), continue_stream),
+    RouteSpec("/v1/streams/{id}", ("GET",), streams),
+    RouteSpec("/v1/models", ("GET",), health.models),
+    RouteSpec("/v1/models/{id:path}", ("GET",), health.model),
+    RouteSpec("/tokenize", ("POST",), tokenize),
+    RouteSpec("/detokenize", ("POST",), detokenize),
+    RouteSpec("/tokenizer_info", ("GET",), tokenizer_info),
+    RouteSpec("/health", ("GET",), health.health),
+    RouteSpec("/livez", ("GET",), health.livez),
+    RouteSpec("/readyz", ("GET",), health.readyz),
+    RouteSpec("/ping", ("GET", "POST"), health.livez),
+    RouteSpec("/v2/health/live", ("GET",), health.v2_live),
+    RouteSpec("/v2/health/ready", ("GET",), health.readyz),
+    RouteSpec("/v2/models/{id:path}/ready", ("GET",), health.v2_model_ready),
+    RouteSpec("/invocations", ("POST",), resumable(invocations)),
+    RouteSpec("/version", ("GET",), health.show_version),
+    RouteSpec("/load", ("GET",), health.load),
+    RouteSpec("/metrics", ("GET",), metrics),
+    RouteSpec("/kv", ("GET",), kv.listing),
+    RouteSpec("/kv/pin", ("POST",), kv.pin),
+    RouteSpec("/kv/unpin", ("POST",), kv.unpin),
+    RouteSpec("/kv/evict", ("POST",), kv.evict),
+    RouteSpec("/kv/export", ("POST",), kv.export_prefix),
+    RouteSpec("/kv/import", ("POST",), kv.import_prefix),
+    RouteSpec("/openapi.json", ("GET",), openapi),
+    RouteSpec("/docs", ("GET",), docs),
+    RouteSpec("/docs/{name}", ("GET",), docs_part),
 )
 
 
@@ -116,7 +116,7 @@ ROUTES = (
 class Endpoint:
     """One row of the route table as an ASGI application."""
 
-    row: Row
+    row: RouteSpec
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,17 +136,17 @@ class Endpoint:
 
 
 class App:
-    """The server, as ASGI sees it."""
+    """The application object that uvicorn calls."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._keys = Keys(service.config.frontend.api_keys, operators=partial(operator_keys, service.config))
         self._errors = {row.path: row.errors for row in ROUTES}
-        """Known before a request is routed: also who has no key is refused in the dialect of the path."""
+        """By path, before routing: a request without a valid key is also rejected in the error format of its API."""
         self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
         self._load = LoadReport(service)
-        service.when_topology(lambda: look_for_lost(service))
+        service.when_topology(lambda: take_over_lost(service))
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
             routes=[Route(row.path, Endpoint(row, service)) for row in ROUTES],
@@ -156,16 +156,18 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
+            raise RuntimeError(
+                f"scope type {scope['type']!r} is not supported; this server handles only http"
+            )
         service = self._service
         path: str = scope["path"]
         if path not in self._errors:
-            scope["path"] = self._own_path(path)
+            scope["path"] = self._normalized(path)
         exchange = HttpRequest(scope, receive, send, openai_errors.ERRORS)
         exchange.errors = self._errors_of(exchange.path)
         scope["exchange"] = exchange
-        if (asked := exchange.header(FORMAT_HEADER)) is not None and exchange.method == "POST":
-            exchange.before_start = partial(self._load.headers, asked)
+        if (format_name := exchange.header(FORMAT_HEADER)) is not None and exchange.method == "POST":
+            exchange.before_start = partial(self._load.headers, format_name)
         service.num_exchanges += 1
         try:
             await self._answer(exchange, scope, receive, send)
@@ -176,8 +178,8 @@ class App:
             await asyncio.sleep(0)
         finally:
             service.num_exchanges -= 1
-            exchange.forget_body()
-            leave_behind(exchange.num_bytes)
+            exchange.release_body()
+            schedule_trim(exchange.num_bytes)
             service.http.answered(exchange.route, exchange.method, exchange.status or 499)
             if self._log_requests:
                 self._log.info(
@@ -190,13 +192,13 @@ class App:
             service.check_drained()
 
     def _errors_of(self, path: str) -> ErrorShape:
-        """Return the dialect of a path; where nothing is, that of the endpoint it stands below."""
+        """Return the error format of a path. An unknown path takes that of the endpoint above it."""
         if path in self._errors:
             return self._errors[path]
         return self._errors.get("/".join(path.split("/", 3)[:3]), openai_errors.ERRORS)
 
-    def _own_path(self, path: str) -> str:
-        """Return a path without empty segments, a proxy's prefix (a path of ours may begin with it too), and Azure's."""
+    def _normalized(self, path: str) -> str:
+        """Normalize a path: merge slashes, strip --root-path unless a route begins with it, strip Azure's prefix."""
         path = tidy_path(path)
         if path in self._errors:
             return path
@@ -215,12 +217,12 @@ class App:
             await exchange.respond_error(error)
         except ClientDisconnected:
             raise
-        except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
+        except Exception:  # noqa: BLE001 - log it and answer 500: one request must not end the process
             if not exchange.started:
                 await exchange.respond_error(
                     RequestError(
                         ErrorCode.INTERNAL,
-                        f"The server made a mistake; its log names request {exchange.request_id}.",
+                        f"Internal server error (request {exchange.request_id}); see the server's log.",
                     )
                 )
             self._log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
@@ -229,5 +231,5 @@ class App:
 async def _not_found(scope: Scope, _receive: Receive, _send: Send) -> None:
     raise RequestError(
         ErrorCode.NOT_FOUND,
-        f"There is nothing at {scope['path'][:MAX_SHOWN]}; /docs lists what this server has.",
+        f"No endpoint at {scope['path'][:MAX_SHOWN]}; /docs lists the endpoints.",
     )

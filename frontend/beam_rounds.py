@@ -1,7 +1,7 @@
-"""Beam search over the engine: in each round every running beam of every prompt is a request for one token.
+"""Beam search over the engine: each round sends one single-token request per running beam.
 
-What beams share is in the prefix cache, so a round computes little more than the tokens that are new. Each request is an ordinary
-one: it survives whoever dies, and the answer depends on nothing but the tokens.
+Shared prefixes hit the prefix cache, so a round computes little more than the new tokens. The requests are ordinary ones
+and survive process losses; the result depends only on tokens.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from quintet.wire.messages import PositionLogprobs, TokenPrompt
 from quintet.wire.params import SamplingParams
 
 Ask = Callable[[Sequence[TokenPrompt], SamplingParams], Awaitable[Sequence[PositionLogprobs]]]
-"""Has one token drawn behind each prompt, and returns what was likely there."""
+"""Samples one token after each prompt, and returns its log-probabilities with the most likely alternatives."""
 
 
 def fitting(num_prompt: int, max_tokens: int | None, max_model_len: int, field: str) -> int:
-    """Return how long an answer may become, ``max_tokens`` or what fits. Raises `RequestError` where that is too long."""
-    room = max_model_len - num_prompt
-    if room < (1 if max_tokens is None else max_tokens):
+    """Return the output limit: ``max_tokens``, or the rest of the context. Raises `RequestError` if it does not fit."""
+    num_left = max_model_len - num_prompt
+    if num_left < (1 if max_tokens is None else max_tokens):
         raise RequestError(
             ErrorCode.TOO_LONG,
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_prompt + (max_tokens or 1)} tokens ({num_prompt} in the {field}, {max_tokens or 1} in the completion). "
             f"Please reduce the length of the {field} or completion.",
-            field if room < 1 else "max_tokens",
+            field if num_left < 1 else "max_tokens",
         )
-    return room if max_tokens is None else max_tokens
+    return num_left if max_tokens is None else max_tokens
 
 
 async def search(
     prompts: Sequence[Sequence[int]], options: Sequence[BeamOptions], ask: Ask
 ) -> list[list[Beam]]:
-    """Return the answers to each prompt, best first: as many as it has beams. Raises what ``ask`` raises."""
+    """Return the finished beams of each prompt, best first; as many as its width. Raises what ``ask`` raises."""
     searches = [BeamSearch(each) for each in options]
     params = SamplingParams(
         temperature=0.0,
@@ -47,19 +47,19 @@ async def search(
     while running := [
         (prompt, each) for prompt, each in zip(prompts, searches, strict=True) if not each.is_over
     ]:
-        behind = [
+        extended = [
             TokenPrompt(pack_i32([*prompt, *beam.token_ids]))
             for prompt, each in running
             for beam in each.running
         ]
-        found = iter(await ask(behind, params))
+        found = iter(await ask(extended, params))
         for _, each in running:
             each.advance([next(found) for _ in each.running])
     return [each.finished for each in searches]
 
 
-def telling(beam: Beam, params: SamplingParams) -> SamplingParams:
-    """Return the parameters with which an answer that was found is told, and ends where it does."""
+def replay_params(beam: Beam, params: SamplingParams) -> SamplingParams:
+    """Return parameters that generate a found beam's tokens and end where it ends."""
     return SamplingParams(
         max_tokens=len(beam.token_ids),
         temperature=0.0,

@@ -1,8 +1,8 @@
-"""Beam search over one prompt, without anybody who computes: beams in, the next beams out.
+"""Beam search over one prompt, without computing: takes log-probabilities, returns the next beams.
 
-Decides as ``generate(num_beams=…)`` of transformers 5 does: of the ``width * max(2, 1 + ends)`` best continuations those
-that are no end go on, and an end among the ``width`` best is a finished answer. Its score is its log-probability over its
-length to the power of ``length_penalty``.
+Equal to ``generate(num_beams=…)`` of transformers 5. Of the ``width * max(2, 1 + ends)`` best continuations, an end among the
+``width`` best finishes a beam, and the others without an end continue. A finished beam's score is its log-probability
+divided by length to the power of ``length_penalty``.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True)
 class BeamOptions:
-    """How to search. Raises `RequestError` for what cannot be, naming the field as clients do."""
+    """Options of a beam search. Raises `RequestError` for a value out of range, with the client's field name."""
 
     width: int
     max_tokens: int
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
-    """True: end with as many finished answers as beams. False: when no running beam is likely to become better. ``never``: when
-    none can, however long it gets."""
+    """True: stop at ``width`` finished beams. False: stop when no running beam is likely to score higher. ``never``: stop when
+    none can score higher at any length."""
     ends: frozenset[int] = frozenset()
-    """Tokens that end an answer."""
+    """Token ids that end a beam."""
     num_shown: int = 0
-    """Alternatives to keep of each position."""
+    """Alternatives to return per position."""
     width_field: str = "n"
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MAX_WIDTH:
             raise _bad(self.width_field, self.width, f"between 1 and {MAX_WIDTH} with beam search")
-        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:  # nan is neither
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:  # also rejects NaN
             what = f"between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}"
             raise _bad("length_penalty", self.length_penalty, what)
         if self.early_stopping not in (True, False, "never"):
@@ -50,28 +50,28 @@ class BeamOptions:
         if self.num_candidates > MAX_BEAM_CANDIDATES:
             raise RequestError(
                 ErrorCode.INVALID,
-                f"stop_token_ids names so many ends that beam search must look at {self.num_candidates} continuations; it "
-                f"looks at {MAX_BEAM_CANDIDATES} at most. Name fewer, or lower {self.width_field}.",
+                f"stop_token_ids has so many tokens that beam search needs {self.num_candidates} candidates; the "
+                f"limit is {MAX_BEAM_CANDIDATES}. Send fewer, or lower {self.width_field}.",
                 "stop_token_ids",
             )
 
     @property
     def num_candidates(self) -> int:
-        """How many continuations are looked at in a step: enough that ``width`` of them are no ends."""
+        """Candidates per step: enough that ``width`` of them do not end."""
         return max(2, 1 + len(self.ends)) * self.width
 
 
 @dataclass(slots=True)
 class Beam:
-    """The beginning of an answer, or a whole one."""
+    """A running or finished beam."""
 
     token_ids: list[int] = field(default_factory=list)
     logprob: float = 0.0
-    """Of all its tokens together."""
+    """Sum over its tokens."""
     positions: list[PositionLogprobs] = field(default_factory=list)
-    """Of each token, with the most likely others."""
+    """One per token, with the most likely alternatives."""
     score: float = -math.inf
-    """Of a finished one: its log-probability in relation to its length."""
+    """Log-probability of a finished beam, normalized by length."""
 
 
 @dataclass(slots=True)
@@ -89,18 +89,18 @@ class _Candidate:
 
 
 class BeamSearch:
-    """One prompt's beams. Ask for what follows each of ``running``, and `advance` with it, until it `is_over`."""
+    """Beam search of one prompt. Compute the continuations of ``running`` and `advance`, until `is_over`."""
 
     def __init__(self, options: BeamOptions) -> None:
         self.options = options
         self.running = [Beam()]
         """Best first."""
         self.finished: list[Beam] = []
-        """Likewise; at most ``width``."""
+        """Best first; at most ``width``."""
         self.is_over = False
 
     def advance(self, positions: Sequence[PositionLogprobs]) -> None:
-        """Go on by one token. positions: of each running beam what may follow, the likeliest `num_candidates` first."""
+        """Extend the beams by one token. ``positions``: continuations of each running beam, likeliest `num_candidates` first."""
         options = self.options
         found = [
             _Candidate(beam, position, each, beam.logprob + each.logprob)
@@ -119,12 +119,12 @@ class BeamSearch:
                 self.finished.append(beam)
         self.finished.sort(key=lambda beam: -beam.score)
         del self.finished[options.width :]
-        going_on = [each for each, has_ended in zip(found, ending, strict=True) if not has_ended]
-        self.running = [each.as_beam(options.num_shown) for each in going_on[: options.width]]
+        continuing = [each for each, has_ended in zip(found, ending, strict=True) if not has_ended]
+        self.running = [each.as_beam(options.num_shown) for each in continuing[: options.width]]
         self.is_over = not self.running or self._is_decided(length)
 
     def _is_decided(self, length: int) -> bool:
-        """Whether there are as many answers as beams, and no running beam is expected to become better than the worst."""
+        """True if ``width`` beams are finished and no running beam is expected to score above the worst of them."""
         options = self.options
         if len(self.finished) < options.width:
             return False
@@ -132,8 +132,8 @@ class BeamSearch:
             return True
         if options.early_stopping == "never" and options.length_penalty > 0:
             length = options.max_tokens
-        hoped = self.running[0].logprob / float(length) ** options.length_penalty
-        return bool(hoped <= self.finished[-1].score)
+        best_possible = self.running[0].logprob / float(length) ** options.length_penalty
+        return bool(best_possible <= self.finished[-1].score)
 
 
 def _bad(field: str, value: object, allowed: str) -> RequestError:

@@ -1,7 +1,7 @@
-"""Until when the clients want their answers: one timer for all requests of a frontend that have a deadline.
+"""Request deadlines: one timer for all requests of a frontend that have one.
 
-Owns no request: it tells, once, of each whose time is over. The core keeps to deadlines as well, so that it computes
-nothing for nobody; this timer is for requests that no core knows yet, or whose core is gone, and for the moment of it.
+The core enforces deadlines too, so that it computes no late output. This timer covers requests without a
+live core, and fires at the deadline itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quintet.wire.messages import Finish, FinishReason
 
 
 class DeadlineTimer:
-    """Calls ``on_expired`` for each watched request that has not ended by its deadline."""
+    """Calls ``on_expired`` once for each watched request that has not ended by its deadline."""
 
     def __init__(
         self, on_expired: Callable[[Stream], None], clock_ns: Callable[[], int] = time.monotonic_ns
@@ -29,12 +29,12 @@ class DeadlineTimer:
         self._timer_ns = 0
 
     def watch(self, stream: Stream) -> None:
-        """Look after a request until it ends or its deadline comes. Call from the event loop."""
+        """Watch a request until it ends or expires. Call from the event loop."""
         self._heap.watch(stream.submit.spec.deadline_ns, stream)
         self._arm()
 
     def _arm(self) -> None:
-        """Have the timer fire at the earliest deadline."""
+        """Arm the timer for the earliest deadline."""
         first_ns = self._heap.first_ns
         if first_ns is None:
             return
@@ -52,25 +52,25 @@ class DeadlineTimer:
         self._arm()
 
     def expire(self) -> None:
-        """Tell of every request whose deadline has passed."""
+        """Call ``on_expired`` for every request past its deadline."""
         for stream in self._heap.due(self._clock_ns()):
-            if not stream.ended:  # telling of one may end others
+            if not stream.ended:  # the callback for one request may end others
                 self._on_expired(stream)
 
 
-def was_too_late(stream: Stream, finish: Finish, now_ns: int) -> bool:
-    """Return whether the core ended the request because its deadline had passed: its clock was first."""
-    is_unasked = finish.reason is FinishReason.ABORT and not stream.is_cancelled
-    return is_unasked and 0 < stream.submit.spec.deadline_ns <= now_ns
+def is_expired_by_core(stream: Stream, finish: Finish, now_ns: int) -> bool:
+    """Test whether the core aborted the request for its deadline, before the timer here fired."""
+    is_unrequested = finish.reason is FinishReason.ABORT and not stream.is_cancelled
+    return is_unrequested and 0 < stream.submit.spec.deadline_ns <= now_ns
 
 
 def expired(stream: Stream) -> RequestError:
-    """Make the error for a request whose time is over."""
+    """Build the error for a request past its deadline."""
     given_s = (stream.submit.spec.deadline_ns - stream.submit.spec.arrival_ns) * 1e-9
     num_tokens = stream.num_output_tokens
     so_far = f"{num_tokens} tokens of its output had come" if num_tokens else "none of its output had come"
     within = f"within the {given_s:g} s that it was given" if given_s > 0 else "before its deadline"
     return RequestError(
         ErrorCode.DEADLINE,
-        f"The request did not end {within}; {so_far}. Allow more time, or ask for less.",
+        f"The request did not end {within}; {so_far}. Send a longer timeout, or lower max_tokens.",
     )

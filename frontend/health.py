@@ -1,4 +1,4 @@
-"""GET /livez, /readyz, /health, /ping, /v2/…, /version, /load, /v1/models: what this server is and how it is."""
+"""Status endpoints: /livez, /readyz, /health, /ping, /v2/…, /version, /load and /v1/models."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from quintet.wire.params import MAX_SHOWN
 from quintet.wire.supervision import MetricsReport, ProcessMetrics
 
 SUPERVISOR_ANSWERS_S = 1.0
-"""What the topology says is old when whoever publishes it is silent for longer."""
+"""Timeout of the supervisor. If it is silent for longer, the topology counts as stale."""
 
 
 async def livez(_service: Service, exchange: HttpRequest) -> None:
-    """Answer 200: this process runs its loop."""
+    """Answer 200: the event loop runs."""
     await exchange.respond(200, b"ok", b"text/plain")
 
 
 async def readyz(service: Service, exchange: HttpRequest) -> None:
-    """Answer 200 while a request could be served, else 503 naming what is missing."""
+    """Answer 200 if requests can be served, else 503 with the missing roles."""
     missing = [str(role) for role in service.sessions.slots.missing()]
     ready = not missing and not service.draining
     await exchange.respond_json(
@@ -30,21 +30,21 @@ async def readyz(service: Service, exchange: HttpRequest) -> None:
 
 
 async def v2_live(_service: Service, exchange: HttpRequest) -> None:
-    """Answer as `livez` does, in the form of the open inference protocol, which KServe's and Triton's clients speak."""
+    """Answer as `livez`, in the format of the Open Inference Protocol (KServe, Triton)."""
     await exchange.respond_json({"live": True})
 
 
 async def v2_model_ready(service: Service, exchange: HttpRequest) -> None:
-    """Answer for one name whether requests could be served."""
+    """Answer whether the named model can serve requests."""
     name = _served(service, exchange.path_params["id"])
     ready = not service.sessions.slots.missing() and not service.draining
     await exchange.respond_json({"name": name, "ready": ready}, 200 if ready else 503)
 
 
 async def health(service: Service, exchange: HttpRequest) -> None:
-    """Answer 200, or 503 naming the processes that are stalled, down or not there; with ``?verbose``, how everybody is.
+    """Answer 200, or 503 with stalled, down and missing processes; ``?verbose`` lists every process.
 
-    What it says rests on heartbeats that count completed work; no request is made to find out.
+    Based on heartbeats with progress counters; sends no probe request.
     """
     report: MetricsReport | None = None
     silence = ""
@@ -52,26 +52,26 @@ async def health(service: Service, exchange: HttpRequest) -> None:
         report = await service.queries.metrics(SUPERVISOR_ANSWERS_S)
     except RequestError as error:
         silence = error.message
-    slots = service.sessions.slots  # both of one moment: behind the wait
+    slots = service.sessions.slots  # read after the wait, at the same moment as `missing`
     missing = [str(role) for role in slots.missing()]
-    troubled: list[dict[str, object]] = [
+    unhealthy: list[dict[str, object]] = [
         {"process": str(slot.worker), "state": slot.state.name.lower(), "note": slot.note}
-        for slot in slots.troubled()
+        for slot in slots.unhealthy()
     ]
     if report is None:
-        troubled.append({"process": "supervisor", "state": "stalled", "note": silence})
-    healthy = not troubled and not missing
+        unhealthy.append({"process": "supervisor", "state": "stalled", "note": silence})
+    healthy = not unhealthy and not missing
     answer: dict[str, object] = {
         "status": "ok" if healthy else "unhealthy",
-        "processes": troubled,
+        "processes": unhealthy,
         "missing": missing,
     }
-    if exchange.asks("verbose"):
-        answer["everyone"] = [_figures(process) for process in (report.processes if report else [])]
+    if exchange.has_flag("verbose"):
+        answer["everyone"] = [_process_json(process) for process in (report.processes if report else [])]
     await exchange.respond_json(answer, 200 if healthy else 503)
 
 
-def _figures(process: ProcessMetrics) -> dict[str, object]:
+def _process_json(process: ProcessMetrics) -> dict[str, object]:
     worker = process.worker
     return {
         "process": str(worker),
@@ -91,12 +91,12 @@ def _figures(process: ProcessMetrics) -> dict[str, object]:
 
 
 async def load(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the number of requests this frontend holds."""
+    """Answer with the number of live requests of this frontend."""
     await exchange.respond_json({"server_load": service.sessions.num_live})
 
 
 async def show_version(_service: Service, exchange: HttpRequest) -> None:
-    """Answer with the version of the package."""
+    """Answer with the package version."""
     try:
         name = version("quintet")
     except PackageNotFoundError:
@@ -105,7 +105,7 @@ async def show_version(_service: Service, exchange: HttpRequest) -> None:
 
 
 async def models(service: Service, exchange: HttpRequest) -> None:
-    """Answer with every name the model is served under, on one page for those that ask for pages."""
+    """Answer with the served model names, on one page."""
     names = service.config.model.served_names
     data = [_model(service, name) for name in names]
     pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -113,14 +113,14 @@ async def models(service: Service, exchange: HttpRequest) -> None:
 
 
 async def model(service: Service, exchange: HttpRequest) -> None:
-    """Answer for one name."""
+    """Answer for one model name."""
     await exchange.respond_json(_model(service, _served(service, exchange.path_params["id"])))
 
 
 def _served(service: Service, name: str) -> str:
-    """Return a name that the model is served under, or raise."""
+    """Return the served name, or raise `RequestError`."""
     if f"{name}/" in service.config.model.served_names:
-        return f"{name}/"  # a folder; the slash was taken for the end of the path
+        return f"{name}/"  # a folder: routing stripped its final slash
     if name not in service.config.model.served_names:
         served = ", ".join(f"`{n}`" for n in service.config.model.served_names)
         raise RequestError(
@@ -132,7 +132,7 @@ def _served(service: Service, name: str) -> str:
 
 
 def _model(service: Service, name: str) -> dict[str, object]:
-    """Return a model as clients of either dialect read it."""
+    """Return a model in the common format of the OpenAI and Anthropic APIs."""
     config = service.config.model
     return {
         "id": name,

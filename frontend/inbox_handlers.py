@@ -1,7 +1,7 @@
-"""A frontend's slot among the processes: its requests and questions, and what becomes of each message that comes for them.
+"""Message handlers of one frontend: its sessions and RPC calls.
 
-The HTTP frontend and the Python API sit on it alike, so that whatever is lost behind them, both recover in one way. Knows
-nothing of HTTP, sockets or clocks: who owns the loop feeds it messages and lets it give its account from time to time.
+Shared by the HTTP frontend and the Python API, so that both recover from lost messages and workers in the same way. Has no
+HTTP, sockets or clocks: the owner of the event loop passes messages and calls `InboxHandlers.give_account` periodically.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import MetricsReport, Topology
 
 ForRequests = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | KvReport
-"""What a frontend's inbox takes besides what every process does."""
+"""Inbox messages of a frontend, in addition to those of every process."""
 
 Inbound = ForRequests | Topology | MetricsReport | Dropped
 
 ACCOUNT_S = 5.0
-"""Between two accounts to the others."""
+"""Seconds between two reconciliation reports."""
 
 
 class InboxHandlers:
-    """The sessions and queries of one slot."""
+    """Sessions and RPC calls of one frontend."""
 
     def __init__(
         self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics | None = None
@@ -38,7 +38,7 @@ class InboxHandlers:
         self.queries = Rpc(me, send, self.sessions.slots)
 
     def handle(self, message: Inbound) -> None:
-        """Apply one message from another process. What a `Topology` says of addresses is followed before."""
+        """Apply one message from another process. The runtime has connected the addresses of a `Topology` before."""
         match message:
             case Text() | Failed():
                 self.sessions.handle(message)
@@ -46,7 +46,7 @@ class InboxHandlers:
                 self.sessions.follow(message)
                 self.queries.follow()
             case Unknown():
-                self.sessions.send_again(unpack_i64(message.request_ids))
+                self.sessions.resend(unpack_i64(message.request_ids))
             case Dropped():
                 error = message.error(Role.FRONTEND)
                 self.sessions.give_up(message.request_ids, error)
@@ -56,6 +56,6 @@ class InboxHandlers:
                 self.queries.handle(message)
 
     def give_account(self) -> None:
-        """Tell the others what this slot waits for. To be called every `ACCOUNT_S`."""
-        for role, index, account in self.sessions.accounts():
-            self._send(role, index, account)
+        """Send the reconciliation reports. Call every `ACCOUNT_S`."""
+        for role, index, report in self.sessions.in_flight_reports():
+            self._send(role, index, report)

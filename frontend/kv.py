@@ -1,8 +1,7 @@
-"""GET /kv, POST /kv/pin, /kv/unpin, /kv/evict, /kv/export, /kv/import: which prefixes KV memory holds, which are to stay or to
-go, and which go elsewhere or come from there.
+"""KV cache administration: GET /kv, POST /kv/pin, /kv/unpin, /kv/evict, /kv/export and /kv/import.
 
-For who operates the server (`quintet.frontend.http.auth`). Prompts are private: prefixes are told by hashes and
-counts, and in words only where that is asked for.
+For operators only (`quintet.frontend.http.auth`). Prompts are private: a prefix is listed as hash and counts, and as text only
+on request.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from quintet.wire.kv_disk_validate import is_file_name
 from quintet.wire.messages import TextPrompt
 from quintet.wire.params import check_token_ids
 
-USUAL_LIMIT = 100
+DEFAULT_LIMIT = 100
 
 
 class PrefixBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Which prefix is meant: one of ``id``, ``prompt`` and ``token_ids``."""
+    """Prefix to act on: one of ``id``, ``prompt`` and ``token_ids``."""
 
     id: str | None = None
-    """As the listing has it, or its first eight digits and more."""
+    """Id from the listing, or at least its first eight digits."""
     prompt: str | None = None
-    """A text, encoded as that of a completion; of it counts what fills whole blocks."""
+    """Text, tokenized as a completion's prompt; only its whole blocks count."""
     token_ids: list[int] | None = None
     cache_salt: str = ""
-    """Of the requests that begin so, with ``prompt`` or ``token_ids``."""
+    """Cache salt of the requests with this prefix; for ``prompt`` or ``token_ids``."""
 
 
 class ExportBody(PrefixBody):
-    """Which prefix, and the name of the file that it goes into."""
+    """Prefix to export, and the file name."""
 
     file: str = ""
 
 
 class ImportBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The name of a file that `/kv/export` wrote, here or elsewhere."""
+    """Name of a file that `/kv/export` wrote, on this or another server."""
 
     file: str
 
@@ -55,16 +54,16 @@ _import_decoder = msgspec.json.Decoder(ImportBody)
 
 
 async def listing(service: Service, exchange: HttpRequest) -> None:
-    """Answer with every engine's prefixes, those that were used last first."""
-    limit, tells_text = _limit(exchange), exchange.asks("text")
-    reports = await service.queries.of_kv("list", limit=limit, with_tokens=tells_text)
+    """List every engine's prefixes, most recently used first."""
+    limit, with_text = _limit(exchange), exchange.has_flag("text")
+    reports = await service.queries.kv_query("list", limit=limit, with_tokens=with_text)
     _raise_if_all_failed(reports)
     found = [(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
     found.sort(key=lambda each: math.inf if each[1].idle_ns is None else each[1].idle_ns)
     shown = []
-    for core, prefix, room in found[:limit]:
-        shown.append(row := _prefix(core, prefix, room))
-        if tells_text:
+    for core, prefix, usage in found[:limit]:
+        shown.append(row := _prefix(core, prefix, usage))
+        if with_text:
             ids = list(unpack_i32(prefix.token_ids))
             row["text"] = await service.queries.detokenize(ids) if ids else None
             row["token_ids"] = ids or None
@@ -73,49 +72,51 @@ async def listing(service: Service, exchange: HttpRequest) -> None:
             "object": "list",
             "data": shown,
             "has_more": sum(report.num_prefixes for report in reports) > len(shown),
-            "engines": [_room(report, report.room) for report in reports if report.room is not None],
+            "engines": [
+                _usage_of_engine(report, report.room) for report in reports if report.room is not None
+            ],
             "errors": _errors(reports),
         }
     )
 
 
 async def pin(service: Service, exchange: HttpRequest) -> None:
-    """Keep a prefix at every engine."""
+    """Pin a prefix on every engine."""
     await _change(service, exchange, "pin")
 
 
 async def unpin(service: Service, exchange: HttpRequest) -> None:
-    """Keep it no longer."""
+    """Unpin a prefix on every engine."""
     await _change(service, exchange, "unpin")
 
 
 async def evict(service: Service, exchange: HttpRequest) -> None:
-    """Forget a prefix, and all that begins with it."""
+    """Evict a prefix and its extensions."""
     await _change(service, exchange, "evict")
 
 
 async def export_prefix(service: Service, exchange: HttpRequest) -> None:
-    """Write a prefix into a file in the folder for these, from what the disk has of it."""
+    """Write a prefix's disk blocks into a file in the export folder."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _export_decoder)
     path = _path_of(service, body.file)
-    name, token_ids = await _meant(service, body)
-    asked = {"name": name, "token_ids": token_ids, "salt": body.cache_salt, "file": body.file}
-    reports = await service.queries.of_kv("export", **asked)
+    name, token_ids = await _prefix_of(service, body)
+    fields = {"name": name, "token_ids": token_ids, "salt": body.cache_salt, "file": body.file}
+    reports = await service.queries.kv_query("export", **fields)
     _raise_if_all_failed(reports)
     (report,) = reports
-    told = [_prefix(report.core, prefix, report.room) for prefix in report.prefixes]
+    data = [_prefix(report.core, prefix, report.room) for prefix in report.prefixes]
     await exchange.respond_json(
-        {"object": "kv.export", "data": told, "file": path, "bytes": report.num_bytes, "errors": []}
+        {"object": "kv.export", "data": data, "file": path, "bytes": report.num_bytes, "errors": []}
     )
 
 
 async def import_prefix(service: Service, exchange: HttpRequest) -> None:
-    """Bring a file's blocks to the disk of every engine."""
+    """Load a file's blocks to the disk of every engine."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _import_decoder)
     path = _path_of(service, body.file)
-    reports = await service.queries.of_kv("import", file=body.file)
+    reports = await service.queries.kv_query("import", file=body.file)
     _raise_if_all_failed(reports)
-    told = [
+    data = [
         {
             "engine": report.core,
             "imported": report.num_imported,
@@ -126,21 +127,21 @@ async def import_prefix(service: Service, exchange: HttpRequest) -> None:
         if report.error is None
     ]
     await exchange.respond_json(
-        {"object": "kv.import", "data": told, "file": path, "errors": _errors(reports)}
+        {"object": "kv.import", "data": data, "file": path, "errors": _errors(reports)}
     )
 
 
 def _path_of(service: Service, file: str) -> str:
-    """Return where a file is. Raises `RequestError` for a name that is none, or where there is no disk."""
+    """Return the path of an export file. Raises `RequestError` for an invalid name, or without --kv-disk."""
     if not is_file_name(file):
         raise parse.invalid(
-            "file is no name; give up to 100 letters, digits, dots, dashes and underscores, without a folder.",
+            "file must be a name of up to 100 letters, digits, dots, dashes and underscores, without a folder.",
             "file",
         )
     disk = service.config.cache.disk
     if disk is None:
         raise parse.invalid(
-            "Prefixes go into files and come from there by way of --kv-disk: start the server with it.",
+            "Export and import of prefixes require --kv-disk; start the server with it.",
             "file",
         )
     return f"{disk.folder}/{EXCHANGE}/{file}"
@@ -148,22 +149,22 @@ def _path_of(service: Service, file: str) -> str:
 
 async def _change(service: Service, exchange: HttpRequest, verb: Verb) -> None:
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
-    name, token_ids = await _meant(service, body)
-    reports = await service.queries.of_kv(verb, name=name, token_ids=token_ids, salt=body.cache_salt)
+    name, token_ids = await _prefix_of(service, body)
+    reports = await service.queries.kv_query(verb, name=name, token_ids=token_ids, salt=body.cache_salt)
     _raise_if_all_failed(reports)
-    told = [_prefix(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
-    await exchange.respond_json({"object": f"kv.{verb}", "data": told, "errors": _errors(reports)})
+    data = [_prefix(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
+    await exchange.respond_json({"object": f"kv.{verb}", "data": data, "errors": _errors(reports)})
 
 
-async def _meant(service: Service, body: PrefixBody) -> tuple[str, bytes]:
-    """Return the name of a prefix, or its tokens. Raises `RequestError`."""
+async def _prefix_of(service: Service, body: PrefixBody) -> tuple[str, bytes]:
+    """Return the prefix's id, or its token ids. Raises `RequestError`."""
     given = [name for name in ("id", "prompt", "token_ids") if getattr(body, name) is not None]
     if len(given) != 1:
-        raise parse.invalid(f"Of id, prompt and token_ids {len(given)} were sent; send one of them.", "id")
+        raise parse.invalid(f"{len(given)} of id, prompt and token_ids were sent; send exactly one.", "id")
     if body.id is not None:
         name = body.id.lower()
         if len(name) > MAX_NAME or name.strip("0123456789abcdef"):
-            raise parse.invalid("id is no name of a prefix; GET /kv lists them, in hexadecimal.", "id")
+            raise parse.invalid("id must be a hexadecimal prefix id; GET /kv lists them.", "id")
         return name, b""
     if body.token_ids is not None:
         check_token_ids(body.token_ids, service.config.model.vocab_size, "token_ids")
@@ -172,14 +173,14 @@ async def _meant(service: Service, body: PrefixBody) -> tuple[str, bytes]:
         ids = (await service.queries.tokenize(TextPrompt(body.prompt or "", True))).token_ids
     longest = service.config.model.max_model_len
     if not 0 < len(ids) // 4 <= longest:
-        raise parse.invalid(f"The prefix has {len(ids) // 4} tokens; give 1 to {longest}.", given[0])
+        raise parse.invalid(f"The prefix has {len(ids) // 4} tokens; send 1 to {longest}.", given[0])
     return "", ids
 
 
 def _limit(exchange: HttpRequest) -> int:
-    given = exchange.asked("limit")
+    given = exchange.query_param("limit")
     if given is None:
-        return USUAL_LIMIT
+        return DEFAULT_LIMIT
     if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_LISTED):
         raise parse.invalid(f"limit must be a number from 1 to {MAX_LISTED}.", "limit")
     return int(given)
@@ -192,7 +193,7 @@ def _raise_if_all_failed(reports: list[KvReport]) -> None:
 
 
 def _errors(reports: list[KvReport]) -> list[dict[str, object]]:
-    """Return what engines answered that did not do as asked, while others did."""
+    """Return the errors of engines that failed while others succeeded."""
     return [
         {"engine": report.core, "message": report.error.message}
         for report in reports
@@ -200,7 +201,7 @@ def _errors(reports: list[KvReport]) -> list[dict[str, object]]:
     ]
 
 
-def _prefix(core: int, prefix: KvPrefix, room: KvUsage | None) -> dict[str, object]:
+def _prefix(core: int, prefix: KvPrefix, usage: KvUsage | None) -> dict[str, object]:
     blocks = {"memory": prefix.device, "host": prefix.host, "disk": prefix.disk}
     return {
         "id": prefix.digest.hex(),
@@ -208,22 +209,22 @@ def _prefix(core: int, prefix: KvPrefix, room: KvUsage | None) -> dict[str, obje
         "engine": core,
         "tokens": prefix.num_tokens,
         "blocks": blocks,
-        "bytes": sum(blocks.values()) * (0 if room is None else room.block_bytes),
+        "bytes": sum(blocks.values()) * (0 if usage is None else usage.block_bytes),
         "pinned": prefix.is_pinned,
         "last_used_s": None if prefix.idle_ns is None else round(prefix.idle_ns * 1e-9, 1),
     }
 
 
-def _room(report: KvReport, room: KvUsage) -> dict[str, object]:
+def _usage_of_engine(report: KvReport, usage: KvUsage) -> dict[str, object]:
     return {
         "engine": report.core,
-        "block_tokens": room.block_size,
-        "block_bytes": room.block_bytes,
-        "blocks": room.num_blocks,
-        "blocks_cached": room.num_known,
-        "blocks_pinned": room.num_pinned,
-        "blocks_pinned_at_most": room.most_pinned,
-        "disk_blocks": room.num_places,
-        "disk_blocks_held": room.num_on_disk,
+        "block_tokens": usage.block_size,
+        "block_bytes": usage.block_bytes,
+        "blocks": usage.num_blocks,
+        "blocks_cached": usage.num_known,
+        "blocks_pinned": usage.num_pinned,
+        "blocks_pinned_at_most": usage.most_pinned,
+        "disk_blocks": usage.num_places,
+        "disk_blocks_held": usage.num_on_disk,
         "prefixes": report.num_prefixes,
     }

@@ -1,4 +1,4 @@
-"""The frontend process: an HTTP server on the socket it inherits, and a slot among the processes.
+"""Frontend process: HTTP server on an inherited socket, connected to the other processes.
 
 python -m quintet.frontend.main --run-dir … --index … --epoch … --parent …
 """
@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.app import App
-from quintet.frontend.http.auth import open_to
+from quintet.frontend.http.auth import with_cors
 from quintet.frontend.http.connection import IDLE_S, Protocol, bound_send_buffer
 from quintet.frontend.inbox_handlers import ACCOUNT_S, ForRequests, Inbound
 from quintet.frontend.service import Service
@@ -39,17 +39,17 @@ LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
 
 GRACE_S = 2.0
-"""A frontend that leaves hangs up on idle clients, but not in the very moment in which one may be asking."""
-LOOK_S = 0.1
-LAG_EVERY_S = 1.0
+"""Seconds between closing the listener and closing idle connections: a request may already be on its way on one."""
+POLL_S = 0.1
+LAG_INTERVAL_S = 1.0
 TOPOLOGY_TIMEOUT_S = 1.0
-"""Connections wait in the socket's queue for so long at most until the supervisor has acknowledged that this process is ready."""
+"""Maximum wait for the supervisor's acknowledgement before the first accept; connections queue in the socket until then."""
 
 
-def within_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
-    """Return the application within ASGI middleware, the last of the dotted ``names`` outermost, as vLLM has it.
+def wrap_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
+    """Wrap the application in ASGI middleware given by dotted name; the last name is the outermost, as in vLLM.
 
-    A class takes the application; a coroutine function takes a request and what answers it. Raises `ConfigError`.
+    A class takes the application. A coroutine function takes the request and `call_next`. Raises `ConfigError`.
     """
     for name in names:
         module, _, attribute = name.rpartition(".")
@@ -62,21 +62,21 @@ def within_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
         elif inspect.iscoroutinefunction(found):
             app = BaseHTTPMiddleware(app, dispatch=found)
         else:
-            raise ConfigError(f"--middleware {name!r} is neither a class nor a coroutine function")
+            raise ConfigError(f"--middleware {name!r} must be a class or a coroutine function")
     return app
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn without its signal handlers: the supervisor decides when a child ends."""
+    """Uvicorn without signal handlers: the supervisor decides when a child exits."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave every signal alone."""
+        """Install no signal handler."""
         yield
 
 
 def make_server(app: ASGIApp, config: FrontendConfig) -> HttpServer:
-    """Return a server for the application; call ``serve(sockets=[…])``."""
+    """Build the HTTP server; run it with ``serve(sockets=[…])``."""
     protocol = functools.partial(
         Protocol,
         write_timeout_s=config.write_timeout_s,
@@ -85,7 +85,7 @@ def make_server(app: ASGIApp, config: FrontendConfig) -> HttpServer:
     )
     return HttpServer(
         uvicorn.Config(
-            within_middleware(open_to(app, config), config.middleware),
+            wrap_middleware(with_cors(app, config), config.middleware),
             loop="none",
             http=cast(type[asyncio.Protocol], protocol),
             ws="none",
@@ -107,7 +107,7 @@ def make_server(app: ASGIApp, config: FrontendConfig) -> HttpServer:
 
 
 class Frontend:
-    """The process: one loop on which HTTP and messages meet."""
+    """The frontend process: HTTP connections and process messages share one event loop."""
 
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
         self._process: Process[Inbound | Drain] = Process(me, config, ForRequests)
@@ -116,27 +116,27 @@ class Frontend:
         )
         self._server = make_server(App(self._service), config.frontend)
         self._lag = self._process.metrics.histogram(
-            "event_loop_lag_seconds", "How late a timer of the event loop fired."
+            "event_loop_lag_seconds", "Delay between the due time of an event loop timer and its call."
         )
         self._me = me
         self._is_acknowledged = asyncio.Event()
         self._crash: BaseException | None = None
-        self._leaving: asyncio.Task[None] | None = None
+        self._retirement: asyncio.Task[None] | None = None
 
     def _handle(self, message: Inbound | Drain) -> None:
         self._service.handle(message)
         if isinstance(message, Topology) and _shows_ready(message, self._me):
             self._is_acknowledged.set()
-        if self._service.is_retiring and self._leaving is None:
-            self._leaving = asyncio.get_running_loop().create_task(self._leave())
+        if self._service.is_retiring and self._retirement is None:
+            self._retirement = asyncio.get_running_loop().create_task(self._retire())
         self._process.progress = self._service.sessions.num_tokens
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """Stop when told to, crash when a message handler did, and leave the rest to the loop."""
+        """Stop on `Stopping`, crash on an error of a message handler, and log any other error."""
         error = context.get("exception")
         if isinstance(error, Stopping):
             self._stop()
-        elif isinstance(error, BaseException) and _came_with_a_message(error):
+        elif isinstance(error, BaseException) and _raised_by_handler(error):
             self._crash = error
             self._stop()
         else:
@@ -146,46 +146,46 @@ class Frontend:
         self._is_acknowledged.set()
         self._service.admission.draining = True
         self._service.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "The server is shutting down."))
-        self._service.patience.end_all()
+        self._service.write_timeout.end_all()
         self._server.should_exit = True
         self._server.force_exit = True
 
-    async def _leave(self) -> None:
-        """Leave new connections to the other frontends, answer what comes on those that are open, and end them."""
+    async def _retire(self) -> None:
+        """Retire: close the listener, answer requests on open connections, then close each connection."""
         self._is_acknowledged.set()
         while not self._server.started:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         for accepting in self._server.servers:
             accepting.close()
         await asyncio.sleep(GRACE_S)
         connections = self._server.server_state.connections
         while connections:
             for connection in list(connections):
-                connection.shutdown()  # an idle one now, another after its answer
-            await asyncio.sleep(LOOK_S)
+                connection.shutdown()  # closes at once if idle, else after the response
+            await asyncio.sleep(POLL_S)
         self._service.is_cut_off = True
         self._service.check_drained()
 
     def _measure_lag(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
         now_s = loop.time()
         self._lag.observe(max(0.0, now_s - due_s))
-        loop.call_at(now_s + LAG_EVERY_S, self._measure_lag, loop, now_s + LAG_EVERY_S)
+        loop.call_at(now_s + LAG_INTERVAL_S, self._measure_lag, loop, now_s + LAG_INTERVAL_S)
 
-    def _give_accounts(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._service.dispatch.give_account()
-        loop.call_later(ACCOUNT_S, self._give_accounts, loop)
+    def _report_in_flight(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._service.inbox.give_account()
+        loop.call_later(ACCOUNT_S, self._report_in_flight, loop)
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve until told to stop.
+        """Serve until the supervisor stops the process.
 
-        The first connection is accepted once the topology is known: a frontend that boots late, or replaces another, must
-        not answer that there is no core.
+        Accepts the first connection after the topology is known. Else a frontend that starts late, or replaces another,
+        would answer 503 for lack of a core.
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
         self._process.attach(loop, self._handle)
         self._measure_lag(loop, loop.time())
-        loop.call_later(ACCOUNT_S, self._give_accounts, loop)
+        loop.call_later(ACCOUNT_S, self._report_in_flight, loop)
         bound = listener.getsockname()
         listening = bound if isinstance(bound, str) else f"{bound[0]} port {bound[1]}"
         self._process.ready(listening=listening)
@@ -204,8 +204,8 @@ def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
     return any(slot.worker == worker and slot.state is SlotState.READY for slot in topology.slots)
 
 
-def _came_with_a_message(error: BaseException) -> bool:
-    """Say whether the loop was handling messages; what a connection or timer gets wrong harms only itself."""
+def _raised_by_handler(error: BaseException) -> bool:
+    """Test whether a message handler raised the error. Errors of a connection or timer do not end the process."""
     return any(
         frame.f_globals.get("__name__") == Process.__module__
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -213,11 +213,11 @@ def _came_with_a_message(error: BaseException) -> bool:
 
 
 def inherited_listener() -> socket.socket:
-    """Return the listening socket that the supervisor passed on."""
+    """Return the listening socket inherited from the supervisor."""
     number = os.environ.get(LISTEN_FD, "")
     if not number.isdigit():
         raise ConfigError(
-            f"{LISTEN_FD} is {number!r}; it must be the descriptor of a listening socket. "
+            f"{LISTEN_FD} is {number!r}; it must be the file descriptor of a listening socket. "
             "Start the server with `quintet serve`."
         )
     listener = socket.socket(fileno=int(number))
@@ -227,13 +227,13 @@ def inherited_listener() -> socket.socket:
 
 
 def allow_many_connections() -> None:
-    """Let this process have as many open descriptors as the system grants: each connection is one."""
+    """Raise the soft limit of open files to the hard limit: each connection takes one descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:
-    """Be the frontend until told to stop."""
+    """Run the frontend until the supervisor stops it."""
     allow_many_connections()
     frontend = Frontend(me, config)
     try:

@@ -1,4 +1,4 @@
-"""When a frontend gives memory back: a moment after each large body or answer, beside the loop and not in it."""
+"""Returns free heap memory to the system shortly after a large request, in a thread."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import asyncio
 from quintet.process.malloc_trim import LEFTOVER_BYTES, give_back_memory
 
 AFTER_S = 1.0
-"""How long after a large exchange: its answer may still lie with the connection."""
+"""Delay after a large request: the connection may still hold its response."""
 
 
-def leave_behind(num_bytes: int) -> None:
-    """An exchange of so many bytes has ended: see that nothing of it stays, if they were many."""
+def schedule_trim(num_bytes: int) -> None:
+    """Schedule a heap trim if a request that ended was large."""
     if num_bytes >= LEFTOVER_BYTES:
         loop = asyncio.get_running_loop()
         loop.call_later(AFTER_S, loop.run_in_executor, None, give_back_memory)

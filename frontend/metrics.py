@@ -1,8 +1,8 @@
-"""GET /metrics: everybody's figures as Prometheus text.
+"""GET /metrics: metrics of all processes in Prometheus text format.
 
-Each series appears as ``quintet:<name>`` with the slot that counted it (``role``, ``index``), and, where vLLM has a metric of
-that name, as ``vllm:<name>`` summed over the slots of each engine, so that existing dashboards and scalers work. Counts go on
-where a slot's last process left them, and stay when the slot is given up: they never go back while the server lives.
+Each series appears as ``quintet:<name>`` with labels ``role`` and ``index``. Series that vLLM has too also appear as
+``vllm:<name>``, summed per engine, so that existing dashboards and scalers work. A counter continues from the slot's
+former processes, and remains when a slot is retired: it never decreases while the server lives.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from quintet.wire.metrics import (
 from quintet.wire.supervision import MetricsReport, ProcessMetrics, SlotState
 
 MAX_WAIT_S = 5.0
-"""For the supervisor: half of what Prometheus waits by default. Without an answer a graph has a gap; an answer without the other
-processes would look like a reset."""
+"""Timeout of the supervisor: half of Prometheus's default. On failure the graph has a gap; a partial answer would look like
+a counter reset."""
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -51,50 +51,49 @@ VLLM_NAMES = frozenset(
     request_prefill_kv_computed_tokens iteration_tokens_total
     """.split()  # noqa: SIM905 - thirty names read better as words than as literals
 )
-"""Series that also appear under vLLM's prefix."""
+"""Series that also appear with vLLM's prefix."""
 
 ENGINE_ROLES = frozenset({Role.CORE, Role.EXECUTOR})
 
 MAX_GAUGES = frozenset({"kv_cache_usage_perc", "cache_config_info"})
-"""Gauges whose value over several processes is the largest, not the sum."""
+"""Gauges aggregated over processes by maximum, not by sum."""
 
 Series = CounterSeries | GaugeSeries | HistogramSeries
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """The figures of one slot."""
+class SlotMetrics:
+    """Metrics of one slot."""
 
     role: Role
     index: int
     snapshot: Snapshot
 
     def series(self) -> Iterator[Series]:
-        """Yield every series, whatever its kind."""
+        """Yield every series of every type."""
         yield from self.snapshot.counters
         yield from self.snapshot.gauges
         yield from self.snapshot.histograms
 
 
 async def metrics(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the figures of every process, as the supervisor knows them; 503 while it is silent.
+    """Answer with the metrics that the supervisor has of all processes; 503 on timeout.
 
-    What it does not know yet is not shown, not even of this process: whoever dies after it was shown would take it along,
-    and a counter would go back.
+    This process's own metrics are shown only after the supervisor stored them. Else they would be lost with the process,
+    and a counter would decrease.
     """
     try:
         report = await service.queries.metrics(MAX_WAIT_S, service.metrics.encoded())
     except RequestError as error:
         raise RequestError(ErrorCode.UNAVAILABLE, error.message) from None
-    text = generate_latest(Page(collect(report), service.config.model.served_names[0]))
+    text = generate_latest(MetricsPage(collect(report), service.config.model.served_names[0]))
     await exchange.respond(200, text, CONTENT_TYPE)
 
 
-def collect(report: MetricsReport) -> list[Source]:
-    """Return the figures of every slot: of the process in it, on top of what those before it had counted.
+def collect(report: MetricsReport) -> list[SlotMetrics]:
+    """Return the metrics of every slot: its process's, added to those of former processes.
 
-    Slots have an order of their own, not that of who is there: the same numbers added in another order make another sum, and
-    one that is less by the last bit looks like a counter that began anew.
+    Slots are sorted: a float sum depends on the order, and a sum that is less by one bit looks like a counter reset.
     """
     parts: dict[tuple[Role, int], list[Snapshot]] = defaultdict(list)
     for past in report.past:
@@ -102,26 +101,26 @@ def collect(report: MetricsReport) -> list[Source]:
     for process in report.processes:
         slot = parts[process.worker.role, process.worker.index]
         slot += [decode_snapshot(process.metrics), _supervised(process)]
-    return [Source(role, index, merged(parts[role, index])) for role, index in sorted(parts)]
+    return [SlotMetrics(role, index, merged(parts[role, index])) for role, index in sorted(parts)]
 
 
 def _supervised(process: ProcessMetrics) -> Snapshot:
-    """Return what the supervisor knows of a process."""
+    """Return the supervisor's metrics of a process."""
     metrics = supervised(process.cpu_ns, process.restarts)
     metrics.gauge("process_up", "Whether the process is ready.").set(process.state is SlotState.READY)
     metrics.gauge("process_pending", "Work accepted and not completed.").set(process.pending)
     return decode_snapshot(metrics.encoded())
 
 
-class Page(Collector):
-    """All sources as Prometheus families."""
+class MetricsPage(Collector):
+    """All sources as Prometheus metric families."""
 
-    def __init__(self, sources: Sequence[Source], model_name: str) -> None:
+    def __init__(self, sources: Sequence[SlotMetrics], model_name: str) -> None:
         self._sources = sources
         self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
-        """Return the families, ours first."""
+        """Return the families, Quintet's first, then vLLM's."""
         ours: dict[str, Metric] = {}
         alias = Alias(self._model_name)
         for source in self._sources:
@@ -140,13 +139,13 @@ class Page(Collector):
 
 @dataclass(slots=True)
 class Alias:
-    """vLLM's view of the same figures: engines. What frontends and others count, who serve all of them, is the first's."""
+    """Metrics under vLLM's names, per engine. Metrics of roles shared by all engines count for engine 0."""
 
     model_name: str
     _merged: dict[tuple[str, Labels, int], Series] = field(default_factory=dict)
 
     def add(self, series: Series, engine: int) -> None:
-        """Merge one process's series into the engine's of its name and labels."""
+        """Merge a process's series into the engine's series of the same name and labels."""
         key = (series.name, series.labels, engine)
         known = self._merged.get(key)
         self._merged[key] = series if known is None else merge(known, series)
@@ -161,7 +160,7 @@ class Alias:
 
 
 def merge(a: Series, b: Series) -> Series:
-    """Return two processes' series of one name as one."""
+    """Return the sum of two processes' series of one name."""
     if isinstance(a, HistogramSeries) and isinstance(b, HistogramSeries):
         return add_histograms(a, b)
     if isinstance(a, GaugeSeries) and isinstance(b, GaugeSeries):
@@ -172,7 +171,7 @@ def merge(a: Series, b: Series) -> Series:
 
 
 def family_of(families: dict[str, Metric], name: str, series: Series) -> Metric:
-    """Return the family of this name, a new one if it is the first of its series."""
+    """Return the family of this name; create it on first use."""
     family = families.get(name)
     if family is None:
         kind = {CounterSeries: "counter", GaugeSeries: "gauge", HistogramSeries: "histogram"}[type(series)]
@@ -181,7 +180,7 @@ def family_of(families: dict[str, Metric], name: str, series: Series) -> Metric:
 
 
 def add_samples(family: Metric, series: Series, labels: Labels) -> None:
-    """Add a series' samples to its family; a series' own labels win over ``labels``."""
+    """Add a series' samples to its family; its own labels override ``labels``."""
     named = {**dict(labels), **dict(series.labels)}
     if isinstance(series, CounterSeries):
         family.add_sample(f"{family.name}_total", named, series.value)

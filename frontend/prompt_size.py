@@ -1,4 +1,4 @@
-"""How large a prompt is, as far as the frontend can tell: it does not encode."""
+"""Prompt size in tokens, estimated without a tokenizer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 BYTES_PER_TOKEN = 4
-"""What a token of text has about, in languages and vocabularies alike; `Started` tells the truth too late for the door."""
+"""Mean bytes per token of text over languages and vocabularies. The exact count in `Started` is too late for admission."""
 
 
 def embeds_bytes(prompt: Prompt) -> int:
-    """Return the size of a prompt's vectors; 0 for one of text or ids."""
+    """Return the bytes of a prompt's embeddings; 0 for text or ids."""
     return len(prompt.values) if isinstance(prompt, EmbedsPrompt) else 0
 
 
 def num_prompt_tokens(prompt: Prompt) -> int:
-    """Return the tokens of a prompt, estimated where it is text."""
+    """Return the tokens of a prompt, estimated for text."""
     match prompt:
         case TextPrompt():
             num_bytes = _num_bytes(prompt.text) + (_num_bytes(prompt.suffix) if prompt.suffix else 0)

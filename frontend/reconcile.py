@@ -1,4 +1,4 @@
-"""What a frontend's slot tells the others it waits for, so that they find what either has lost. Reads no clock."""
+"""Reconciliation reports of a frontend: its live requests, for other processes to compare with theirs. Reads no clock."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import InFlightReport, Live
 
-Account = tuple[Role, int, msgspec.Struct]
-"""Whom to send it to, and the message."""
+Report = tuple[Role, int, msgspec.Struct]
+"""Destination role, index, and message."""
 
 
-def accounts_of(me: WorkerId, cores: Sequence[int], choices: Iterable[StreamChoice]) -> Iterator[Account]:
-    """Return the accounts of these choices, which have not ended.
+def reports_of(me: WorkerId, cores: Sequence[int], choices: Iterable[StreamChoice]) -> Iterator[Report]:
+    """Return the reports for choices that have not ended.
 
-    Each core is told of those that it has, or that wait for it or another; and on each path, of what took it.
+    Each core gets the choices that it has, and the parked ones. Each path (tokenizer, core) gets those sent over it.
     """
     waiting: list[int] = []
     by_core: dict[int, list[int]] = {core: [] for core in cores}

@@ -1,8 +1,7 @@
-"""Responses that are kept: what was asked, what was answered, and the events of those that are read later; and conversations.
+"""Store of responses (input, output, events of background ones) and conversations.
 
-One SQLite file, in the run folder unless an operator names another. All frontends open it, so whatever one of them kept the
-others find, and `kill -9` of a frontend loses nothing that was written: no process holds it but the kernel. Each frontend
-touches it on a thread of its own, for the first time when a response is kept or asked for. Knows nothing of what responses hold.
+One SQLite file, in the run folder unless --response-store names another. All frontends share it, so that a stored response
+survives the frontend that wrote it. Each frontend uses it on a thread of its own and opens it on first use.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from quintet.wire.supervision import SlotState, Topology
 
 FILE = "responses.sqlite"
 WAIT_S = 10.0
-"""Longest wait for another frontend's write."""
+"""SQLite busy timeout: maximum wait for another frontend's write."""
 OPEN_TRIES, OPEN_PAUSE_S = 20, 0.05
-MAX_TURNS = 1000
-"""Responses that one conversation goes back."""
-ROWS = 64
-"""That are looked at once."""
+MAX_CHAIN = 1000
+"""Maximum responses in one chain of previous_response_id."""
+ROWS_PER_QUERY = 64
+"""Rows per query."""
 QUEUED, IN_PROGRESS = "queued", "in_progress"
 CONVERSATION = "conversation"
-"""Stands in place of a status: what is kept is no response but items that have a name."""
+"""Status of conversations, which share the table with responses."""
 _OPEN = f"status IN ('{QUEUED}', '{IN_PROGRESS}')"
 VERSION = 1
-"""Of the tables: a file of another is refused."""
+"""Schema version; a file of another version is rejected."""
 _TABLES = f"""
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, num_owners INTEGER NOT NULL, status TEXT NOT NULL, background INTEGER NOT NULL,
@@ -67,54 +66,54 @@ _ResultT = TypeVar("_ResultT")
 
 @dataclass(slots=True)
 class Record:
-    """A response that is kept."""
+    """A stored response."""
 
     id: str
     owner: str
-    """Who answers it: see `ResponseStore.owner`."""
+    """Frontend that answers it: see `ResponseStore.owner`."""
     status: str
     background: bool
     streams: bool
-    """Whether its events are kept."""
+    """True if its events are stored."""
     previous: str | None
-    """The response that it follows."""
+    """Id of the previous response."""
     items: bytes
-    """JSON array: the items that it was asked with, without those of former responses."""
+    """JSON array of its input items, without those of previous responses."""
     answer: bytes
-    """How its events are written: only the dialect looks inside."""
+    """Event format; opaque, read by the API."""
     request: bytes = b""
-    """What was sent to be computed for it: only the dialect looks inside."""
+    """Request to the engine; opaque, read by the API."""
     stream: str = ""
-    """The request behind it, as `StreamId` spells it; empty before there is one."""
+    """Its stream, as `StreamId` formats it; empty before the request is sent."""
     response: bytes = b""
-    """JSON object: the whole response, once it has ended."""
+    """JSON object: the whole response, after it ended."""
     num_owners: int = 1
-    """How many frontends have answered it in turn."""
+    """Number of frontends that have answered it, in turn."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return self.status in (QUEUED, IN_PROGRESS)
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Events that were written together."""
+    """Events that were written in one transaction."""
 
     number: int
-    """Of the last of them."""
+    """Number of the last event."""
     position: str
-    """Where their writer was after them."""
+    """Writer's cursor after them."""
     frames: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationTurn:
-    """What a response adds to a conversation when it ends."""
+    """Items that a response adds to a conversation when it ends."""
 
     conversation_id: str
     join: Callable[[Record, Record], None]
-    """Change the conversation's record, given that of the response."""
+    """Updates the conversation's record from the response's."""
 
 
 _COLUMNS = (
@@ -123,33 +122,30 @@ _COLUMNS = (
 
 
 class ResponseFile:
-    """The file. All of it happens on one thread."""
+    """The database file. All calls run on one thread."""
 
     def __init__(self, path: Path, limits: FrontendConfig) -> None:
         self._limits = limits
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level="IMMEDIATE")
-        pace = (
-            "NORMAL" if limits.response_store else "OFF"
-        )  # what ends with the server need not outlive the machine
+        # A store in the run folder need not survive a power loss.
+        synchronous = "NORMAL" if limits.response_store else "OFF"
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
-            raise sqlite3.DatabaseError(f"{path} was made by another version; name another --response-store")
+            raise sqlite3.DatabaseError(f"{path} was made by another version; set another --response-store")
         for is_last in (*[False] * OPEN_TRIES, True):
             try:
                 self._db.executescript(
-                    f"PRAGMA journal_mode = WAL; PRAGMA synchronous = {pace}; PRAGMA foreign_keys = ON; {_TABLES}"
+                    f"PRAGMA journal_mode = WAL; PRAGMA synchronous = {synchronous}; PRAGMA foreign_keys = ON; {_TABLES}"
                 )
                 return
-            except (
-                sqlite3.OperationalError
-            ):  # another frontend makes it at this moment, and nobody may wait for that
+            except sqlite3.OperationalError:  # SQLite does not wait while another frontend creates the file
                 if is_last:
                     raise
                 time.sleep(OPEN_PAUSE_S)
 
-    def begin(self, record: Record) -> None:
-        """Keep a new response, and no longer those that are too many, too large together, or too old."""
+    def insert(self, record: Record) -> None:
+        """Insert a new response, and delete the least recently used above the limits."""
         num_bytes = len(record.items) + len(record.answer)
         values = [getattr(record, name) for name in _COLUMNS.split(", ")]
         with self._db:
@@ -170,7 +166,7 @@ class ResponseFile:
             if too_many <= 0 and too_large <= 0:
                 return
             ended = self._db.execute(
-                f"SELECT id, num_bytes FROM responses WHERE NOT {_OPEN} ORDER BY used_at LIMIT {ROWS}"
+                f"SELECT id, num_bytes FROM responses WHERE NOT {_OPEN} ORDER BY used_at LIMIT {ROWS_PER_QUERY}"
             ).fetchall()
             if not ended:
                 return
@@ -180,14 +176,14 @@ class ResponseFile:
                 too_many, too_large = too_many - 1, too_large - size
 
     def note_request(self, response_id: str, stream: str, request: bytes) -> None:
-        """Note what is computed for a response now, and under which name."""
+        """Store the request to the engine and its stream id."""
         with self._db:
             self._db.execute(
                 "UPDATE responses SET stream = ?, request = ?, num_bytes = num_bytes + ? - LENGTH(request) WHERE id = ?",
                 (stream, request, len(request), response_id),
             )
 
-    def tell(
+    def write_progress(
         self,
         response_id: str,
         owner: str,
@@ -196,25 +192,25 @@ class ResponseFile:
         response: bytes = b"",
         turn: ConversationTurn | None = None,
     ) -> bool:
-        """Note what became of a response that ``owner`` answers: events, and in the end the whole of it.
+        """Store the progress of a response that ``owner`` answers: events, and the whole response at its end.
 
-        Return whether anybody still wants to know: it was neither cancelled nor deleted, nor has it another owner.
+        Return False if it was cancelled, deleted, or has another owner.
         """
         size = len(response) + (0 if events is None else len(events.frames))
         with self._db:
-            told = self._db.execute(
+            updated = self._db.execute(
                 "UPDATE responses SET status = ?, response = ?, num_bytes = num_bytes + ? "
                 f"WHERE id = ? AND owner = ? AND {_OPEN}",
                 (status, response, size, response_id, owner),
             )
-            if told.rowcount and events is not None:
+            if updated.rowcount and events is not None:
                 self._db.execute(
                     "INSERT INTO events VALUES (?, ?, ?, ?)",
                     (response_id, events.number, events.position, events.frames),
                 )
-            if told.rowcount and status not in (QUEUED, IN_PROGRESS):
+            if updated.rowcount and status not in (QUEUED, IN_PROGRESS):
                 self._end(response_id, turn)
-        return told.rowcount > 0
+        return updated.rowcount > 0
 
     def finish(
         self,
@@ -224,7 +220,7 @@ class ResponseFile:
         is_open: bool,
         turn: ConversationTurn | None = None,
     ) -> bool:
-        """Note how a response ended, if it is (``is_open``) not noted yet; return whether it was noted now."""
+        """Store the end of a response unless (``is_open``) it has ended; return whether it was stored."""
         unless = f" AND {_OPEN}" if is_open else ""
         with self._db:
             noted = self._db.execute(
@@ -237,9 +233,9 @@ class ResponseFile:
         return noted.rowcount > 0
 
     def _end(self, response_id: str, turn: ConversationTurn | None) -> None:
-        """Keep no longer what was computed for a response, and add its turn, if it is one, to the conversation.
+        """Delete the engine request of an ended response, and append its items to its conversation.
 
-        A conversation may grow too large to be asked with by one turn, which is not lost then; not by several.
+        One response may take a conversation above the size limit, so that it is not lost; later ones are not appended.
         """
         self._db.execute(
             "UPDATE responses SET num_bytes = num_bytes - LENGTH(request), request = x'' WHERE id = ?",
@@ -247,15 +243,15 @@ class ResponseFile:
         )
         if turn is None:
             return
-        asked, record = self.find(response_id), self.find(turn.conversation_id)
-        if asked is None or record is None or len(record.items) > self._limits.max_body_bytes:
+        response, record = self.find(response_id), self.find(turn.conversation_id)
+        if response is None or record is None or len(record.items) > self._limits.max_body_bytes:
             return
-        turn.join(record, asked)
+        turn.join(record, response)
         self._write(record)
         self._drop_excess()
 
     def rewrite(self, conversation_id: str, change: Callable[[Record], None]) -> Record | None:
-        """Change a conversation's record, which nobody else changes meanwhile, and return it; None where there is none."""
+        """Update a conversation's record in a transaction and return it; None if it does not exist."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             record = self.find(conversation_id)
@@ -263,9 +259,8 @@ class ResponseFile:
                 return None
             former = len(record.items)
             change(record)
-            if len(record.items) > max(
-                former, self._limits.max_body_bytes
-            ):  # what is too large may be made smaller
+            # A change that shrinks an oversized record is allowed.
+            if len(record.items) > max(former, self._limits.max_body_bytes):
                 raise self._too_large(conversation_id, len(record.items), "items")
             self._write(record)
             self._drop_excess()
@@ -281,26 +276,26 @@ class ResponseFile:
     def _too_large(self, response_id: str, size: int, param: str) -> RequestError:
         return RequestError(
             ErrorCode.TOO_LARGE,
-            f"The conversation that ends with {response_id} has {size} bytes; this server takes at most "
-            f"{self._limits.max_body_bytes}. Begin a new one, or raise --max-body-bytes.",
+            f"The conversation of {response_id} has {size} bytes; the limit is "
+            f"{self._limits.max_body_bytes}. Start a new one, or raise --max-body-bytes.",
             param,
         )
 
     def find(self, response_id: str) -> Record | None:
-        """Return a response."""
+        """Return a response, or None."""
         rows = self._db.execute(f"SELECT {_COLUMNS} FROM responses WHERE id = ?", (response_id,)).fetchall()
         return Record(*rows[0]) if rows else None
 
     def conversation(self, response_id: str) -> list[Record]:
-        """Return a response and all before it that it follows, the first one first; they count as used.
+        """Return a response and all previous ones, oldest first, and mark them as used.
 
-        Raises `RequestError` where they are more than the body of a request may hold.
+        Raises `RequestError` if they exceed the maximum body size.
         """
         rows = self._db.execute(
             "WITH RECURSIVE turn(depth, id, previous, size) AS ("
             "SELECT 0, id, previous, LENGTH(items) + LENGTH(response) FROM responses WHERE id = ? "
             "UNION ALL SELECT depth + 1, r.id, r.previous, LENGTH(r.items) + LENGTH(r.response) "
-            f"FROM responses r JOIN turn ON r.id = turn.previous WHERE depth < {MAX_TURNS}) "
+            f"FROM responses r JOIN turn ON r.id = turn.previous WHERE depth < {MAX_CHAIN}) "
             "SELECT id, size FROM turn ORDER BY depth DESC",
             (response_id,),
         ).fetchall()
@@ -316,37 +311,37 @@ class ResponseFile:
         return [record for record in found if record is not None]
 
     def delete(self, response_id: str) -> bool:
-        """Forget a response; return whether there was one."""
+        """Delete a response; return whether it existed."""
         with self._db:
             return self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
 
-    def news(self, response_id: str, first: int) -> tuple[str, list[Events]]:
-        """Return what became of a response ("" for one that is gone), and the next events from the one of this number on.
+    def read_events(self, response_id: str, first: int) -> tuple[str, list[Events]]:
+        """Return a response's status ("" if deleted) and its next events, from number ``first``.
 
-        The first of them are maybe before it: events that were written together are read together.
+        The batch that holds ``first`` is returned whole, so it may begin earlier.
         """
         rows = self._db.execute("SELECT status FROM responses WHERE id = ?", (response_id,)).fetchall()
         events = self._db.execute(
-            f"SELECT number, position, frames FROM events WHERE id = ? AND number >= ? ORDER BY number LIMIT {ROWS}",
+            f"SELECT number, position, frames FROM events WHERE id = ? AND number >= ? ORDER BY number LIMIT {ROWS_PER_QUERY}",
             (response_id, first),
         )
         return rows[0][0] if rows else "", [Events(*row) for row in events]
 
     def last_position(self, response_id: str) -> str:
-        """Return where the writer of a response's events was after the last of them."""
+        """Return the writer's cursor after the last stored event."""
         row = self._db.execute(
             "SELECT position FROM events WHERE id = ? ORDER BY number DESC LIMIT 1", (response_id,)
         ).fetchone()
         return str(row[0]) if row else ""
 
     def owners(self) -> list[str]:
-        """Return who answers the responses that have not ended."""
+        """Return the owners of responses that have not ended."""
         return [
             str(row[0]) for row in self._db.execute(f"SELECT DISTINCT owner FROM responses WHERE {_OPEN}")
         ]
 
     def take_over(self, owner: str, former: Sequence[str]) -> list[Record]:
-        """Make ``owner`` answer what these were to answer, and return it."""
+        """Make ``owner`` answer the running responses of lost owners, and return these."""
         with self._db:
             marks = ", ".join("?" * len(former))
             rows = self._db.execute(
@@ -358,7 +353,7 @@ class ResponseFile:
 
 
 class ResponseStore:
-    """The file, from a frontend's loop. Every method raises `RequestError` when the file cannot be read or written."""
+    """Asynchronous access to the file. Methods raise `RequestError` if it cannot be read or written."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._limits = config.frontend
@@ -368,16 +363,16 @@ class ResponseStore:
         self._file: ResponseFile | None = None
 
     @property
-    def keeps(self) -> bool:
-        """Whether responses are kept at all."""
+    def is_enabled(self) -> bool:
+        """True if responses are stored."""
         return self._limits.response_store_entries > 0
 
     def owner(self, worker: WorkerId) -> str:
-        """Return the name of a frontend as the one who answers: no other has it, in this server or one before it."""
+        """Return a frontend's owner name, unique over restarts and servers."""
         return f"{self._server}/{worker.index}.{worker.epoch}"
 
-    def is_gone(self, owner: str, topology: Topology) -> bool:
-        """Whether a frontend is gone for sure: another server's, or one whose slot has another, or nobody, by now."""
+    def is_lost(self, owner: str, topology: Topology) -> bool:
+        """True if an owner is lost: of another server, or its slot is down or has a newer process."""
         server, _, slot = owner.rpartition("/")
         index, epoch = map(int, slot.split("."))
         return server != self._server or any(
@@ -387,7 +382,7 @@ class ResponseStore:
         )
 
     async def do(self, work: Callable[[ResponseFile], _ResultT]) -> _ResultT:
-        """Return what ``work`` returns of the file, on its thread."""
+        """Run ``work`` on the file's thread and return its result."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "responses")
         try:
@@ -395,7 +390,7 @@ class ResponseStore:
         except (sqlite3.Error, OSError) as error:
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                f"Kept responses cannot be read or written ({error}). Send store: false, or try again later.",
+                f"The response store cannot be read or written ({error}). Send store: false, or retry later.",
                 "store",
             ) from error
 

@@ -1,4 +1,4 @@
-"""Small questions to other processes, as awaitables with a timeout."""
+"""RPC to other processes: awaitable queries with a timeout, resent when the process is replaced."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from quintet.wire.messages import (
 )
 from quintet.wire.supervision import MetricsQuery, MetricsReport
 
-SLOWEST_TOKENS_PER_S = 1 << 16
-"""Of a prompt that is encoded, behind a few as long as itself: huge ones wait for each other."""
+MIN_TOKENS_PER_S = 1 << 16
+"""Lower bound of the tokenizer's speed, for the timeout of long prompts, with a few as long prompts queued before it."""
 
 FILE_TIMEOUT_S = 600.0
-"""For a prefix that goes into a file or comes from one: gigabytes, behind all that somebody waits for."""
+"""Timeout of export and import: gigabytes, at the lowest I/O priority."""
 
 Answer = Tokenized | Detokenized | MetricsReport | Reclaimed | KvReport
 AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed, KvReport)
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
-    """One that waits for its answer."""
+class _PendingQuery:
+    """Pending query."""
 
     role: Role
     message: msgspec.Struct
     answer: asyncio.Future[Answer]
     index: int | None = None
-    """Who was asked; None while nobody is there."""
+    """Worker that has the query; None while there is none."""
     slot: int | None = None
-    """The one that is asked, where others would not know; None where any of the role does."""
+    """Required worker; None for any worker of the role."""
     epoch: int = 0
 
 
 class Rpc:
-    """Asks, and matches answers to questions. Feed it every answer that arrives (`handle`)."""
+    """Sends queries and matches answers to them. Pass every answer that arrives to `handle`."""
 
     def __init__(self, me: WorkerId, send: Send, slots: Workers, timeout_s: float = 30.0) -> None:
         self._me = me
@@ -64,33 +64,33 @@ class Rpc:
         self._slots = slots
         self._timeout_s = timeout_s
         self._last_id = 0
-        self._waiting: dict[int, _Question] = {}
+        self._waiting: dict[int, _PendingQuery] = {}
 
     def handle(self, answer: Answer) -> None:
-        """Hand an answer to whoever asked; an answer that comes too late is dropped."""
-        question = self._waiting.get(answer.query_id)
-        if question is not None and not question.answer.done():
-            question.answer.set_result(answer)
+        """Resolve the query that an answer belongs to; drop a late answer."""
+        pending = self._waiting.get(answer.query_id)
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_result(answer)
 
     def fail(self, query_id: int, error: RequestError) -> None:
-        """Raise ``error`` where the answer to a question is awaited."""
-        question = self._waiting.get(query_id)
-        if question is not None and not question.answer.done():
-            question.answer.set_exception(error)
+        """Fail a query with ``error``."""
+        pending = self._waiting.get(query_id)
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_exception(error)
 
     def follow(self) -> None:
-        """Ask again what nobody was there for, or what was asked of a process that is gone. Call after `Workers.follow`."""
-        for question in list(self._waiting.values()):
-            if question.role is Role.SUPERVISOR or question.answer.done():
+        """Send queries again that have no live worker. Call after `Workers.follow`."""
+        for pending in list(self._waiting.values()):
+            if pending.role is Role.SUPERVISOR or pending.answer.done():
                 continue
-            index = question.index
-            if index is None or self._slots.epoch(question.role, index) != question.epoch:
-                self._take_back(question)
-                self._hand_over(question)
+            index = pending.index
+            if index is None or self._slots.epoch(pending.role, index) != pending.epoch:
+                self._withdraw(pending)
+                self._send_query(pending)
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, token_strs: bool = False) -> Tokenized:
         """Encode a prompt. Raises `RequestError`."""
-        timeout_s = self._timeout_s + num_prompt_tokens(prompt) // SLOWEST_TOKENS_PER_S
+        timeout_s = self._timeout_s + num_prompt_tokens(prompt) // MIN_TOKENS_PER_S
         until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         query = TokenizeQuery(self._take_id(), self._me.index, prompt, token_strs, until_ns)
         answer = await self._ask(Role.TOKENIZER, query, query.query_id, Tokenized, timeout_s)
@@ -109,9 +109,9 @@ class Rpc:
     async def read_output(
         self, token_ids: Sequence[int], opened: Open, *, is_cut: bool = False
     ) -> Detokenized:
-        """Decode the whole output of a request that begins so, read by its parsers. Raises `RequestError`.
+        """Decode a request's whole output and run its parsers on it. Raises `RequestError`.
 
-        ``is_cut``: a limit ended it, not the model.
+        ``is_cut``: a limit ended the output, not the model.
         """
         query = DetokenizeQuery(self._take_id(), self._me.index, pack_i32(token_ids), opened, is_cut)
         answer = await self._ask(Role.DETOKENIZER, query, query.query_id, Detokenized, self._timeout_s)
@@ -120,9 +120,9 @@ class Rpc:
         return answer
 
     async def reclaim(self, request_id: int, key: bytes, rename_to: int = 0) -> Reclaimed:
-        """Ask all cores for a request that its client wants to go on reading, and return the word of the one that knows it.
+        """Ask all cores for a retained request; return the answer of the core that has it, else a negative one.
 
-        Raises `RequestError` where none does and one does not answer.
+        Raises `RequestError` if no core has it and one does not answer.
         """
         version = self._slots.topology.version
 
@@ -131,10 +131,10 @@ class Rpc:
             return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s, core)
 
         cores: list[int | None] = [*self._slots.cores()]
-        asked = [asyncio.ensure_future(ask(core)) for core in cores or [None]]
+        tasks = [asyncio.ensure_future(ask(core)) for core in cores or [None]]
         answer, failure = None, None
         try:
-            for each in asyncio.as_completed(asked):
+            for each in asyncio.as_completed(tasks):
                 try:
                     answer = await each
                 except RequestError as error:
@@ -143,29 +143,29 @@ class Rpc:
                 if answer.admit is not None:
                     return answer
         finally:
-            for task in asked:
+            for task in tasks:
                 task.cancel()
         if answer is None or failure is not None:
             raise failure or RequestError(ErrorCode.UNAVAILABLE, "No core answered; try again shortly.")
         return answer
 
     async def metrics(self, timeout_s: float, own: bytes = b"") -> MetricsReport:
-        """Ask the supervisor for everybody's figures; ``own``: this process's until now, encoded.
+        """Read all processes' metrics from the supervisor; ``own``: this process's current metrics, encoded.
 
-        Raises `RequestError` when it does not answer in time.
+        Raises `RequestError` on timeout.
         """
         query = MetricsQuery(self._take_id(), self._me, own)
         return await self._ask(Role.SUPERVISOR, query, query.query_id, MetricsReport, timeout_s)
 
-    async def of_kv(self, verb: Verb, **asked: Any) -> list[KvReport]:
-        """Ask every core the same of KV memory; ``asked``: fields of `KvQuery`. Raises `RequestError` unless all answer.
+    async def kv_query(self, verb: Verb, **fields: Any) -> list[KvReport]:
+        """Send a KV cache query to every core; ``fields``: fields of `KvQuery`. Raises `RequestError` unless all answer.
 
-        What one is to write, the first writes that can.
+        An export stops at the first core that succeeds.
         """
         timeout_s = FILE_TIMEOUT_S if verb in ("export", "import") else self._timeout_s
 
         async def ask(core: int | None) -> KvReport:
-            query = KvQuery(self._take_id(), self._me.index, verb, **asked)
+            query = KvQuery(self._take_id(), self._me.index, verb, **fields)
             return await self._ask(Role.CORE, query, query.query_id, KvReport, timeout_s, core)
 
         cores: list[int | None] = [*self._slots.cores()] or [None]
@@ -191,40 +191,40 @@ class Rpc:
         timeout_s: float,
         slot: int | None = None,
     ) -> AnswerT:
-        question = _Question(role, query, asyncio.get_running_loop().create_future(), slot=slot)
+        pending = _PendingQuery(role, query, asyncio.get_running_loop().create_future(), slot=slot)
         if role is Role.SUPERVISOR:
             self._send(role, 0, query)
-        elif role in self._slots.ever_ready:
-            self._hand_over(question)
+        elif role in self._slots.roles_seen_ready:
+            self._send_query(pending)
         else:
             raise RequestError(ErrorCode.UNAVAILABLE, f"No {role} process is running yet; try again shortly.")
-        self._waiting[query_id] = question
+        self._waiting[query_id] = pending
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await question.answer
+                answer = await pending.answer
         except TimeoutError:
             raise RequestError(
                 ErrorCode.TIMEOUT, f"The {role} process did not answer within {timeout_s:g} s; try again."
             ) from None
         finally:
             del self._waiting[query_id]
-            self._take_back(question)
+            self._withdraw(pending)
         assert isinstance(answer, kind), f"query {query_id} to {role} was answered by {type(answer).__name__}"
         return answer
 
-    def _hand_over(self, question: _Question) -> None:
-        """Send a question to a worker, if there is one. One that is too large for it is answered with that error."""
-        index = self._slots.pick(question.role) if question.slot is None else question.slot
+    def _send_query(self, pending: _PendingQuery) -> None:
+        """Send a query to a worker, if there is one. A query above the size limit fails."""
+        index = self._slots.pick(pending.role) if pending.slot is None else pending.slot
         try:
-            was_sent = index is not None and self._send(question.role, index, question.message)
+            was_sent = index is not None and self._send(pending.role, index, pending.message)
         except FrameTooLarge as error:
-            question.answer.set_exception(too_large(error))
+            pending.answer.set_exception(too_large(error))
             return
         if index is not None and was_sent:
-            question.index, question.epoch = index, self._slots.epoch(question.role, index)
-            self._slots.add_load(question.role, index, 1)
+            pending.index, pending.epoch = index, self._slots.epoch(pending.role, index)
+            self._slots.add_load(pending.role, index, 1)
 
-    def _take_back(self, question: _Question) -> None:
-        if question.index is not None:
-            self._slots.add_load(question.role, question.index, -1)
-            question.index = None
+    def _withdraw(self, pending: _PendingQuery) -> None:
+        if pending.index is not None:
+            self._slots.add_load(pending.role, pending.index, -1)
+            pending.index = None

@@ -1,4 +1,4 @@
-"""What the endpoints of one frontend share."""
+"""State shared by the endpoints of one frontend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quintet.wire.supervision import Drain, Drained, Topology
 
 @dataclass(slots=True)
 class HttpMetrics:
-    """What is counted about HTTP itself."""
+    """HTTP request counts and write times."""
 
     metrics: Metrics
     write_seconds: HistogramSeries
@@ -39,7 +39,7 @@ class HttpMetrics:
         )
 
     def answered(self, route: str, method: str, status: int) -> None:
-        """Count a response. ``route`` is a path pattern, never a path a client made up."""
+        """Count a response. ``route`` is a path pattern, never a client's path."""
         key = (route, method, status)
         series = self._requests.get(key)
         if series is None:
@@ -50,7 +50,7 @@ class HttpMetrics:
 
 
 class Service:
-    """One frontend: its sessions, questions, door and figures, and the messages that move them."""
+    """One frontend: sessions, RPC, admission and metrics, and the messages for them."""
 
     def __init__(
         self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics, span: Span = no_span
@@ -59,61 +59,61 @@ class Service:
         self.config = config
         self.metrics = metrics
         self.span = span
-        self.dispatch = InboxHandlers(me, send, config, metrics)
-        self.sessions, self.queries = self.dispatch.sessions, self.dispatch.queries
+        self.inbox = InboxHandlers(me, send, config, metrics)
+        self.sessions, self.queries = self.inbox.sessions, self.inbox.queries
         self.admission = Admission(self.sessions, config.frontend, metrics)
-        self.patience = WriteTimeout(config.frontend.write_timeout_s, lambda: self.draining)
+        self.write_timeout = WriteTimeout(config.frontend.write_timeout_s, lambda: self.draining)
         max_bytes = config.frontend.max_body_bytes
         self.bodies = BodyBuffers(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES))
         self.http = HttpMetrics.declare(metrics)
         self.started_at = int(time.time())
         self.num_exchanges = 0
-        """HTTP requests being answered, and answers made for nobody who waits."""
+        """HTTP requests being answered, plus background responses."""
         self.responses = ResponseStore(config)
         self.background: dict[str, asyncio.Task[None]] = {}
-        """What is done for nobody who waits: responses that are answered, by id, and the search for such."""
+        """Background tasks by id: responses without a waiting client, and the search for lost ones."""
         self._on_topology: Callable[[], None] | None = None
         self.is_retiring = False
-        """Whether this frontend is to leave while others go on: what comes on open connections is still served."""
+        """True if this frontend is being replaced: it accepts no connection and serves open ones until they close."""
         self.is_cut_off = False
-        """Whether no client can reach this frontend any more."""
+        """True if no client can reach this frontend any more."""
         self._send = send
-        self._told_drained = False
+        self._reported_drained = False
 
     @property
     def draining(self) -> bool:
-        """Whether nothing new is taken."""
+        """True if new requests are rejected."""
         return self.admission.draining
 
     def when_topology(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called whenever it was told who is there."""
+        """Set the callback for every new topology."""
         self._on_topology = callback
 
     def handle(self, message: Inbound | Drain) -> None:
         """Apply one message from another process."""
         match message:
             case Text():
-                began_ns = time.monotonic_ns()
-                self.dispatch.handle(message)
-                self.span("text", message.step, began_ns)
+                started_ns = time.monotonic_ns()
+                self.inbox.handle(message)
+                self.span("text", message.step, started_ns)
             case Drain() if self.sessions.slots.topology.draining:
                 self.admission.draining = True
             case Drain():
                 self.is_retiring = True
             case _:
-                self.dispatch.handle(message)
+                self.inbox.handle(message)
                 if isinstance(message, Topology) and self._on_topology is not None:
                     self._on_topology()
         self.check_drained()
 
     def check_drained(self) -> None:
-        """Tell the supervisor, once, when the last request has been answered and no other can come."""
-        if self._told_drained or not (self.draining or self.is_cut_off):
+        """Report `Drained` to the supervisor, once, after the last request when no other can arrive."""
+        if self._reported_drained or not (self.draining or self.is_cut_off):
             return
         if self.num_exchanges == 0 and self.sessions.num_live == 0:
-            self._told_drained = True
+            self._reported_drained = True
             self._send(Role.SUPERVISOR, 0, Drained(self.me))
 
 
 Handler = Callable[[Service, HttpRequest], Awaitable[None]]
-"""An endpoint: answers one exchange, or raises `RequestError`."""
+"""Endpoint handler: answers one HTTP request, or raises `RequestError`."""

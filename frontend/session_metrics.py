@@ -1,4 +1,4 @@
-"""What a frontend counts about its requests: latencies as the client feels them, endings, what was asked for."""
+"""Metrics of the requests of a frontend: client-side latencies, endings and parameters."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class SessionMetrics:
             for reason in FinishReason
             if reason
         }
-        self.live = metrics.gauge("live_requests", "Requests this frontend holds.")
-        self.adopted = metrics.counter("adopted_requests", "Streams whose clients came back for the rest.")
+        self.live = metrics.gauge("live_requests", "Live requests of this frontend.")
+        self.resumed = metrics.counter("adopted_requests", "Streams resumed by their clients.")
         self.duplicate_endings = metrics.counter(
-            "duplicate_endings", "Endings received for choices that had ended; none was applied."
+            "duplicate_endings", "Endings of choices that had already ended; ignored."
         )
         self.late_rows = metrics.counter(
-            "late_rows", "Deltas received twice, or for choices that had ended; none was applied."
+            "late_rows", "Duplicate deltas, and deltas of choices that had ended; ignored."
         )
 
     def submitted(self, params: SamplingParams) -> None:
@@ -64,7 +64,7 @@ class SessionMetrics:
             self.params_max_tokens.observe(params.max_tokens)
 
     def started(self, started: Started) -> None:
-        """Count a prompt that was computed."""
+        """Count a finished prefill."""
         self.prompt_tokens.observe(started.num_prompt_tokens)
 
     def first_token(self, seconds: float) -> None:
@@ -74,7 +74,7 @@ class SessionMetrics:
     def choice_ended(
         self, submit: Submit, finish: Finish, num_tokens: int, first_token_ns: int, now_ns: int
     ) -> None:
-        """Count the ending of one choice."""
+        """Count the end of a choice."""
         self.success[finish.reason if finish.reason in self.success else FinishReason.ERROR].inc()
         self.latency.observe((now_ns - submit.spec.arrival_ns) * NS)
         self.generation_tokens.observe(num_tokens)
@@ -82,5 +82,5 @@ class SessionMetrics:
             self.time_per_output_token.observe((now_ns - first_token_ns) * NS / (num_tokens - 1))
 
     def choice_failed(self) -> None:
-        """Count a choice that ended with an error."""
+        """Count a choice that failed."""
         self.success[FinishReason.ERROR].inc()

@@ -1,9 +1,9 @@
-"""The requests of one frontend: their ids, where they went, what came back, and that each ends exactly once.
+"""Live requests of one frontend: ids, dispatch, received output, and exactly one end for each.
 
-Pure asyncio over messages: knows nothing of HTTP, so that the Python API uses it as well. Not thread-safe: everything
-happens on one event loop.
+Pure asyncio over messages without HTTP, so that the Python API uses it too. Not thread-safe: call it from one
+event loop.
 
-    submit ──▶ placed (`quintet.frontend.load_balancing.dispatcher`) ──▶ started ──▶ ended
+    submit ──▶ dispatched (`quintet.frontend.load_balancing.dispatcher`) ──▶ started ──▶ ended
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from quintet.frontend.deadlines import DeadlineTimer, expired, was_too_late
+from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_core
 from quintet.frontend.load_balancing.dispatcher import Dispatcher, Send, too_large
 from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
-from quintet.frontend.reconcile import Account, accounts_of
-from quintet.frontend.resume.partial_response import Told, go_on_behind
-from quintet.frontend.resume.reattach import Seen, go_on, submission
-from quintet.frontend.resume.resend_errors import MAX_LOST, lost_output, lost_request
+from quintet.frontend.reconcile import Report, reports_of
+from quintet.frontend.resume.partial_response import ReceivedOutput, apply_received
+from quintet.frontend.resume.reattach import ReceivedCount, skip_received, submission
+from quintet.frontend.resume.resend_errors import MAX_RESENDS, missing_output_error, unknown_request_error
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Delta, Mailbox, Stream, StreamChoice
 from quintet.wire.codec import unpack_i32
@@ -48,13 +48,13 @@ from quintet.wire.supervision import Topology
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
 
 UNENCODABLE = (OverflowError, UnicodeEncodeError)
-"""What encoding a message raises when the request holds what no message can."""
+"""Errors of the encoder for values that no message can hold."""
 
 
 class Sessions:
-    """The live requests of one frontend slot.
+    """The live requests of one frontend.
 
-    Feed it every `Text`, `Failed` (`handle`) and `Topology` (`follow`) that arrives; ``send`` is how it writes.
+    Pass every `Text` and `Failed` to `handle`, and every `Topology` to `follow`. ``send`` sends a message to a process.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Sessions:
         metrics = metrics if metrics is not None else Metrics()
         self.metrics = SessionMetrics(metrics)
         self.num_tokens = 0
-        """Tokens received so far: the slot's progress."""
+        """Tokens received since start: the progress counter that the supervisor watches."""
         self.num_ended = 0
-        """Requests that have ended so far."""
-        self._placement = Dispatcher(me, send, config, metrics)
-        self.slots = self._placement.slots
-        self.backlog = QueuedTokens(config.model.max_model_len)
+        """Requests ended since start."""
+        self._dispatcher = Dispatcher(me, send, config, metrics)
+        self.slots = self._dispatcher.slots
+        self.queued_tokens = QueuedTokens(config.model.max_model_len)
         self._deadlines = DeadlineTimer(self._expire)
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
@@ -80,16 +80,16 @@ class Sessions:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended (a cancelled one lives until the engine confirms)."""
+        """Requests that have not ended. A cancelled request counts until the engine confirms."""
         return len(self._streams)
 
     @property
     def num_open_choices(self) -> int:
-        """Choices of live requests that have not ended: what the engine runs for us."""
+        """Running choices of live requests, as the engine counts them."""
         return len(self._live)
 
     def when_idle(self, callback: Callable[[], None] | None) -> None:
-        """Have ``callback`` called whenever the last live request ended (None: stop that)."""
+        """Set the callback for the end of the last live request; None removes it."""
         self._on_idle = callback
 
     # --- in ---------------------------------------------------------------------------------------------------
@@ -112,19 +112,18 @@ class Sessions:
         deadline_ns: int = 0,
         limit_gives_way: bool = False,
         reading: OutputParsing | None = None,
-        told: bytes = b"",
+        replayed_ids: bytes = b"",
         session: str = "",
-        begun: Sequence[Told] = (),
-        handover: KvTransfer | None = None,
+        received: Sequence[ReceivedOutput] = (),
+        kv_transfer: KvTransfer | None = None,
     ) -> Stream:
-        """Send a request on its way and return the stream of what comes back.
+        """Submit a request and return its output stream; park it while a required worker is missing.
 
-        ``params`` are checked here (`RequestError`; not again if ``are_checked``) and given a seed. While a worker it needs is
-        missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several streams; with
-        ``final_only`` it wakes only when the request has ended, else for the first token of a choice, every ``interval`` tokens
-        after it, and its end. What has not ended at ``deadline_ns`` (monotonic; 0 for never) fails then. ``limit_gives_way``:
-        see `Submit`. ``reading``: which parsers read the output. ``told``: outputs (int32) to be told. ``session``: `Submit`'s.
-        ``begun``: what was told of each choice elsewhere. ``handover``: what other servers have to do with it.
+        ``params`` are checked (`RequestError`) unless ``are_checked``; a missing seed is drawn. ``mailbox``: shared by streams
+        of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every ``interval``
+        tokens, and end. ``deadline_ns``: monotonic time at which the request fails; 0 for none. ``limit_gives_way``,
+        ``session``: see `Submit`. ``reading``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to deliver
+        again. ``received``: output of each choice received from another server. ``kv_transfer``: KV transfer with other servers.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -143,9 +142,9 @@ class Sessions:
                 deadline_ns=deadline_ns,
                 claim=claim,
                 reading=reading,
-                output_ids=told,
-                tells=bool(told),
-                handover=handover,
+                output_ids=replayed_ids,
+                tells=bool(replayed_ids),
+                handover=kv_transfer,
             ),
             sent_ns=0,
             core=0,
@@ -153,34 +152,39 @@ class Sessions:
             session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
-        return self._enter(stream, begun)
+        return self._enter(stream, received)
 
-    def _enter(self, stream: Stream, begun: Sequence[Told]) -> Stream:
-        go_on_behind(stream, begun)
-        if stream.num_open:  # else everything was told elsewhere
+    def _enter(self, stream: Stream, received: Sequence[ReceivedOutput]) -> Stream:
+        apply_received(stream, received)
+        if stream.num_open:  # else another server delivered all of it
             self._begin(stream)
             self.metrics.submitted(stream.submit.spec.params)
         return stream
 
     def take_ids(self, count: int) -> int:
-        """Reserve consecutive ids for requests that will be adopted; return the first."""
+        """Reserve consecutive ids for requests to resume; return the first."""
         return self._ids.take(count)
 
-    def adopt(
-        self, reclaimed: Reclaimed, first_id: int, seen: Sequence[Seen], mailbox: Mailbox, interval: int
+    def reattach(
+        self,
+        reclaimed: Reclaimed,
+        first_id: int,
+        seen: Sequence[ReceivedCount],
+        mailbox: Mailbox,
+        interval: int,
     ) -> Stream:
-        """Go on with a request that was kept for its client, and return the stream of what the client has not seen.
+        """Resume a request that the core retained, and return a stream of the output the client has not received.
 
-        ``first_id`` was taken with `take_ids`, and the core keeps the request under it.
+        ``first_id`` comes from `take_ids`; the core has the request under that id.
         """
         assert reclaimed.admit is not None
         submit = submission(reclaimed.admit, first_id, seen)
         stream = Stream(submit, mailbox, self.cancel, interval=interval)
-        stream.bound_to = reclaimed.core
-        go_on(stream, reclaimed, seen)
+        stream.pinned_core = reclaimed.core
+        skip_received(stream, reclaimed, seen)
         if stream.num_open:
             self._begin(stream)
-            self.metrics.adopted.inc()
+            self.metrics.resumed.inc()
         return stream
 
     def _begin(self, stream: Stream) -> None:
@@ -189,15 +193,15 @@ class Sessions:
         for choice in open_choices:
             self._live[choice.request_id] = choice
         try:
-            self._placement.place(stream)
+            self._dispatcher.place(stream)
         except BaseException as error:
             del self._streams[stream.request_id]
             for choice in open_choices:
                 del self._live[choice.request_id]
             if isinstance(error, UNENCODABLE):
-                raise _cannot_travel(error) from None
+                raise _not_encodable(error) from None
             raise
-        self.backlog.add(stream)
+        self.queued_tokens.add(stream)
         self.metrics.live.set(len(self._streams))
         if stream.submit.spec.deadline_ns:
             self._deadlines.watch(stream)
@@ -207,15 +211,15 @@ class Sessions:
         if stream.ended or stream.is_cancelled:
             return
         stream.is_cancelled = True
-        if not self._placement.send_cancel(stream):
-            self._abort_here(stream)
+        if not self._dispatcher.send_cancel(stream):
+            self._abort_locally(stream)
 
     def _expire(self, stream: Stream) -> None:
-        """End a request whose deadline has passed, without waiting for the engine's word."""
+        """End a request after its deadline, without waiting for the engine."""
         self._give_up(stream, expired(stream))
 
-    def _abort_here(self, stream: Stream) -> None:
-        """End a request of which the engine never heard, or will tell nothing more."""
+    def _abort_locally(self, stream: Stream) -> None:
+        """End a request locally: the engine never received it or sends no more output."""
         for choice in stream.choices:
             if choice.finish is None:
                 finish = Finish(choice.request_id, FinishReason.ABORT, None, len(choice.output_ids))
@@ -225,7 +229,7 @@ class Sessions:
     # --- out --------------------------------------------------------------------------------------------------
 
     def handle(self, message: Text | Failed) -> None:
-        """Apply what the engine says of our requests, and wake the readers concerned."""
+        """Apply output or a failure from the engine and wake the readers."""
         if isinstance(message, Failed):
             self._apply_failed(message)
         else:
@@ -236,13 +240,13 @@ class Sessions:
         if choice is None:
             self.metrics.duplicate_endings.inc()
             return
-        if choice.stream.is_cancelled:  # whoever asked for its end gets that, whatever else would have come
-            self._abort_here(choice.stream)
+        if choice.stream.is_cancelled:  # a cancelled request ends as aborted, even if it fails first
+            self._abort_locally(choice.stream)
         else:
             self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param, failed.retry_s))
 
     def _apply_text(self, text: Text) -> None:
-        if self._placement.is_stale(text.sender):
+        if self._dispatcher.is_stale(text.sender):
             self.metrics.late_rows.inc(len(text.request_ids))
             return
         now = time.monotonic_ns()
@@ -255,15 +259,15 @@ class Sessions:
             if choice.stream.started is None:
                 self._start(choice.stream, started)
                 touched.append(choice.stream)
-            elif choice.stream.begun_attempt != choice.stream.attempt:
-                self._placement.note_start(choice.stream, started)
+            elif choice.stream.started_attempt != choice.stream.attempt:
+                self._dispatcher.note_start(choice.stream, started)
         self._apply_rows(text, now, touched)
         for finish in text.finishes:
             choice = self._live.get(finish.request_id)
             if choice is None:
                 self.metrics.duplicate_endings.inc()
                 continue
-            if was_too_late(choice.stream, finish, now):
+            if is_expired_by_core(choice.stream, finish, now):
                 self._fail(choice.stream, expired(choice.stream))
                 continue
             self._end_choice(choice, finish, now)
@@ -290,7 +294,7 @@ class Sessions:
             num_chars = offset if choice.num_chars is None else choice.num_chars
             seen_tokens, seen_chars = len(output_ids) - first_index, num_chars - offset
             if seen_tokens < 0 or seen_chars < 0:
-                self.give_up([request_id], lost_output(choice, first_index, offset))
+                self.give_up([request_id], missing_output_error(choice, first_index, offset))
                 continue
             if num_tokens > seen_tokens:
                 begin += seen_tokens
@@ -322,8 +326,8 @@ class Sessions:
 
     def _start(self, stream: Stream, started: Started) -> None:
         stream.note_start(started)
-        self._placement.note_start(stream, started)
-        self.backlog.begin(stream)
+        self._dispatcher.note_start(stream, started)
+        self.queued_tokens.begin(stream)
         self.metrics.started(started)
 
     def _end_choice(self, choice: StreamChoice, finish: Finish, now: int) -> None:
@@ -337,7 +341,7 @@ class Sessions:
             self._release(stream)
 
     def _fail(self, stream: Stream, error: RequestError) -> None:
-        """End every open choice of a request with an error."""
+        """End every running choice of a request with an error."""
         if stream.ended:
             return
         for choice in stream.choices:
@@ -349,11 +353,11 @@ class Sessions:
         self._post(stream)
 
     def _release(self, stream: Stream) -> None:
-        """The one door through which a request leaves."""
+        """Remove a request; every end passes here."""
         del self._streams[stream.request_id]
         self.num_ended += 1
-        self._placement.release(stream)
-        self.backlog.release(stream)
+        self._dispatcher.release(stream)
+        self.queued_tokens.release(stream)
         self.metrics.live.set(len(self._streams))
         if not self._streams and self._on_idle is not None:
             self._on_idle()
@@ -365,62 +369,62 @@ class Sessions:
             stream.is_posted = True
             stream.mailbox.post(stream)
 
-    def accounts(self) -> Iterable[Account]:
-        """Return what this slot waits for, for others to compare."""
-        return accounts_of(self.me, self.slots.cores(), self._live.values())
+    def in_flight_reports(self) -> Iterable[Report]:
+        """Return reports of the live requests, for reconciliation in other processes."""
+        return reports_of(self.me, self.slots.cores(), self._live.values())
 
-    def send_again(self, request_ids: Sequence[int]) -> None:
-        """Begin a new attempt at choices of which the engine knows nothing; those that were cancelled have ended."""
+    def resend(self, request_ids: Sequence[int]) -> None:
+        """Start a new attempt of choices that the engine does not know; cancelled ones end."""
         choices = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         for stream in dict.fromkeys(choice.stream for choice in choices):
-            stream.num_lost += 1
+            stream.num_resends += 1
             if stream.is_cancelled:
-                self._abort_here(stream)
-            elif stream.num_lost > MAX_LOST:
-                self._give_up(stream, lost_request())
+                self._abort_locally(stream)
+            elif stream.num_resends > MAX_RESENDS:
+                self._give_up(stream, unknown_request_error())
             else:
-                self._placement.start_over(stream, Role.CORE)
+                self._dispatcher.restart(stream, Role.CORE)
         self._place_parked()
 
     def give_up(self, request_ids: Sequence[int], error: RequestError) -> None:
-        """End requests of which something was lost that nobody will tell again, here and in the engine."""
+        """Fail requests that lost output, here and in the engine."""
         for request_id in request_ids:
             choice = self._live.get(request_id)
             if choice is not None:
                 self._give_up(choice.stream, error)
 
     def _give_up(self, stream: Stream, error: RequestError) -> None:
-        """End what is open of a request; whoever asked for its end gets that."""
+        """Fail a request, or abort it if it was cancelled."""
         if stream.is_cancelled:
-            self._abort_here(stream)
+            self._abort_locally(stream)
         else:
-            self._placement.send_cancel(stream)
+            self._dispatcher.send_cancel(stream)
             self._fail(stream, error)
 
     # --- supervision ------------------------------------------------------------------------------------------
 
     def follow(self, topology: Topology) -> None:
-        """Adapt to who is there: what a lost worker held is placed anew and goes on where it was."""
-        for stream in self._placement.follow(topology, self._streams.values()):
-            self._abort_here(stream)
+        """Apply a topology: re-dispatch the requests of lost workers with the output received so far."""
+        for stream in self._dispatcher.follow(topology, self._streams.values()):
+            self._abort_locally(stream)
         self._place_parked()
 
     def _place_parked(self) -> None:
-        for stream in self._placement.take_parked():
+        for stream in self._dispatcher.take_parked():
             try:
-                self._placement.place(stream)
+                self._dispatcher.place(stream)
             except UNENCODABLE as error:
-                self._fail(stream, _cannot_travel(error))
+                self._fail(stream, _not_encodable(error))
 
     def fail_all(self, error: RequestError) -> None:
-        """End every live request with this error: the process is about to go."""
+        """Fail every live request: the process is about to exit."""
         for stream in list(self._streams.values()):
             self._fail(stream, error)
 
 
 def _echo_of(prompt: Prompt) -> Echo:
-    are_all_theirs = isinstance(prompt, TokenPrompt | EmbedsPrompt) or not prompt.add_special_tokens
-    return Echo.WHOLE if are_all_theirs else Echo.PLAIN
+    is_client_ids = isinstance(prompt, TokenPrompt | EmbedsPrompt) or not prompt.add_special_tokens
+    return Echo.WHOLE if is_client_ids else Echo.PLAIN
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:
@@ -434,11 +438,11 @@ def _check_priority(priority: int) -> None:
         )
 
 
-def _cannot_travel(error: Exception) -> RequestError:
+def _not_encodable(error: Exception) -> RequestError:
     if isinstance(error, FrameTooLarge):
         return too_large(error)
     return RequestError(
         ErrorCode.INVALID,
-        "The request holds a number of more than 64 bits, or text with a lone surrogate (half of a character), which "
-        f"cannot be sent on: {shown(str(error))}.",
+        "The request holds an integer of more than 64 bits, or text with a lone surrogate, and cannot be encoded: "
+        f"{shown(str(error))}. Correct the field.",
     )

@@ -1,7 +1,7 @@
-"""What comes back for one request, and how its reader waits for it.
+"""Output streams: received output of one request, and the wait of its reader.
 
-A `Stream` gathers what `quintet.frontend.sessions` applies to it until its reader takes it: a slow reader gets fewer,
-larger batches, never a queue that grows by the step.
+`quintet.frontend.sessions` adds output to a `Stream` until the reader takes it. A slow reader gets fewer, larger
+batches; no queue grows with the number of steps.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started, Submit
 
 ALTERNATIVE_BYTES, POSITION_BYTES = 224, 112
-"""Memory of one token of log-probabilities, and of the position it is one of."""
+"""Bytes per alternative of a token's log-probabilities, and per position."""
 
 UNPROVEN_TOKENS = 16
-"""So many more outputs of a choice may have been on their way when an executor died. Who gets further is not what it died of."""
+"""Tokens that may be in flight when an executor dies. A choice that generates more than these did not cause the crash."""
 
 SPAN_BYTES = 96
-"""Memory of one span."""
+"""Bytes per span."""
 
 
-def pieces(text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int, str]]:
-    """Yield channel, number of the call and text of each span; text that has none is content."""
+def text_spans(text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int, str]]:
+    """Yield (channel, call number, text) for each span; text without a span is content."""
     at = 0
     for channel, call, num_chars in spans:
         yield channel, call, text[at : at + num_chars]
@@ -42,54 +42,54 @@ def pieces(text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int, str]]:
 
 @dataclass(slots=True)
 class Delta:
-    """What was new of one choice since the reader last looked."""
+    """New output of one choice since the last read."""
 
     choice: int
     text: str
     token_ids: Sequence[int]
     logprobs: list[PositionLogprobs]
-    """One per token when log-probabilities were asked for, else empty."""
+    """One per token if log-probabilities were requested, else empty."""
     finish: Finish | None
     """Set once, on the last delta of the choice."""
     spans: Sequence[Span] = ()
-    """What ``text`` is made of, from its first character to its last, where the request's output is read by parsers."""
+    """Spans of ``text`` from first to last character, if parsers read the output; else empty."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """Everything that happened to one request since the reader last looked."""
+    """All new output of one request since the last read."""
 
     started: Started | None
-    """Set once, on the first batch after the prompt was computed."""
+    """Set once, on the first batch after prefill."""
     deltas: list[Delta]
-    """At most one per choice, in no particular order of choices."""
+    """At most one per choice, in any order."""
     error: RequestError | None = None
-    """The request ended with an error: no choice of it produces anything more."""
+    """The request failed: none of its choices generates more."""
 
 
 @dataclass(slots=True, eq=False)
 class StreamChoice:
-    """One of a request's ``n`` outputs: what was received, and what of it the reader has not taken yet."""
+    """One of a request's ``n`` outputs: received output and the part not yet read."""
 
     stream: Stream
     index: int
     request_id: int
     output_ids: array[int] = field(default_factory=lambda: array("i"))
     num_chars: int | None = 0
-    """Characters received; None before the first text of a choice that goes on where its client left off."""
+    """Characters received; None before the first text of a resumed choice."""
     num_taken: int = 0
     texts: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    """What the texts are made of, if the output is read by parsers."""
+    """Spans of the unread texts, if parsers read the output."""
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     last_ns: int = 0
     is_dirty: bool = False
     adopts: bool = False
-    """Whether it goes on for a client who came back, with what the core has kept."""
+    """True if the choice resumes from output that the core retained."""
 
-    def go_on(self, outputs: Sequence[int], num_seen: int | None, has_ended: bool) -> None:
-        """Begin where a client left off, which has ``num_seen`` of these outputs (None: not even the beginning)."""
+    def skip_received(self, outputs: Sequence[int], num_seen: int | None, has_ended: bool) -> None:
+        """Resume after the ``num_seen`` outputs that the client received (None: none, not even the start)."""
         self.adopts = True
         self.output_ids = array("i", outputs[: num_seen or 0])
         self.num_taken = len(self.output_ids)
@@ -98,7 +98,7 @@ class StreamChoice:
             self.finish = Finish(self.request_id, FinishReason.NONE, None, len(self.output_ids))
 
     def note_spans(self, spans: Sequence[Span], num_seen: int) -> None:
-        """Add what new text is made of; ``num_seen`` characters of these spans were received before."""
+        """Add spans of new text; their first ``num_seen`` characters were received before."""
         held = self.spans
         for channel, call, size in spans:
             num_chars = size - num_seen
@@ -111,7 +111,7 @@ class StreamChoice:
                 held.append((channel, call, num_chars))
 
     def unread_bytes(self) -> int:
-        """Estimate the memory that is held for the reader."""
+        """Estimate the memory of unread output, in bytes."""
         num_bytes = sum(map(getsizeof, self.texts)) + 8 * len(self.texts) + SPAN_BYTES * len(self.spans)
         if self.logprobs:
             width = 1 + len(self.logprobs[0].top)
@@ -119,7 +119,7 @@ class StreamChoice:
         return num_bytes + 4 * (len(self.output_ids) - self.num_taken)
 
     def is_due(self, interval: int) -> bool:
-        """Whether this is its first news, its end, or ``interval`` tokens since the reader last looked."""
+        """True if the reader should wake: first output, end, or ``interval`` unread tokens."""
         return (
             self.num_taken == 0
             or self.finish is not None
@@ -127,7 +127,7 @@ class StreamChoice:
         )
 
     def take(self) -> Delta:
-        """Return what is new and forget that it was."""
+        """Return unread output and mark it as read."""
         self.is_dirty = False
         texts = self.texts
         text = texts[0] if len(texts) == 1 else "".join(texts)
@@ -142,32 +142,32 @@ class StreamChoice:
 
 
 class Mailbox:
-    """Where one reader waits for one stream or several: it wakes once for everything that a step brought."""
+    """Wakes one reader of one or several streams, once per step."""
 
     def __init__(self) -> None:
         self._ready: list[Stream] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._nudged = False
+        self._is_woken = False
 
     async def wait(self) -> list[Stream]:
-        """Return the streams with something to `Stream.take`; empty after a `nudge` alone. One reader only."""
-        if not self._ready and not self._nudged:
+        """Return the streams with new output; empty after a `wake` alone. One reader only."""
+        if not self._ready and not self._is_woken:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._nudged = False
+        self._is_woken = False
         ready, self._ready = self._ready, []
         return ready
 
-    def nudge(self) -> None:
-        """Wake the reader although nothing arrived."""
-        self._nudged = True
+    def wake(self) -> None:
+        """Wake the reader without new output."""
+        self._is_woken = True
         self._wake()
 
     def post(self, stream: Stream) -> None:
-        """Mark a stream as having something new and wake the reader. Called by `Sessions`."""
+        """Mark a stream as having new output and wake the reader. Called by `Sessions`."""
         self._ready.append(stream)
         self._wake()
 
@@ -178,7 +178,7 @@ class Mailbox:
 
 
 class Stream:
-    """One submitted request. Read it with ``async for batch in stream`` (raises `RequestError` if it failed)."""
+    """One submitted request. Read it with ``async for batch in stream``, which raises `RequestError` if the request failed."""
 
     def __init__(
         self,
@@ -193,8 +193,8 @@ class Stream:
         self.submit = submit
         self.mailbox = mailbox
         self._final_only = final_only
-        self.tells_start = False
-        """Whether a reader of its end alone is woken for its beginning as well."""
+        self.wakes_on_start = False
+        """True if a ``final_only`` reader is also woken at the start."""
         self._interval = interval
         self.choices = [StreamChoice(self, i, submit.request_id + i) for i in range(submit.spec.params.n)]
         self.num_open = submit.spec.params.n
@@ -203,48 +203,48 @@ class Stream:
         self.tokenizer: int | None = None
         """Index of the tokenizer that holds the request; None while parked."""
         self.attempt = 0
-        """How often its core or detokenizer was lost, or it was itself."""
-        self.num_lost = 0
-        """How often nobody in the engine knew it."""
+        """Restarts so far: its core or detokenizer was lost, or the engine lost the request."""
+        self.num_resends = 0
+        """Times that the engine did not know the request."""
         self.num_placed = 0
-        """Choices that count as work of its core and detokenizer."""
+        """Choices counted in the load of its core and detokenizer."""
         self.choice: EngineChoice | None = None
-        """Where it was sent last, and why there."""
-        self.bound_to: int | None = None
-        """The engine that has it, or keeps it: where it goes on as long as that lives."""
-        self.beginnings: list[int] = []
-        """Names of its prompt's beginnings, where there was a choice of engines."""
+        """Last dispatch decision and its reason."""
+        self.pinned_core: int | None = None
+        """Core that has, or retains, the request. Later attempts go there while it lives."""
+        self.prefix_hashes: list[int] = []
+        """Prefix hashes of the prompt, if there are several engines."""
         self.num_prompt = num_prompt_tokens(submit.prompt)
-        """Tokens of its prompt, estimated where it is text."""
+        """Prompt tokens; estimated for text."""
         self.num_queued = 0
-        """Tokens of its prompt that count as queued at its engine."""
-        self.num_before = 0
-        """Tokens that its engine had to compute when it was sent there."""
+        """Prompt tokens counted in its engine's queue."""
+        self.num_tokens_ahead = 0
+        """Tokens queued at its engine at dispatch."""
         self.num_kept = 0
-        """Tokens of its engine's KV memory that it takes, or will."""
-        self.begun_attempt: int | None = None
-        """The newest attempt of which the engine said that the prompt was computed."""
+        """KV cache tokens counted for it at its engine."""
+        self.started_attempt: int | None = None
+        """Last attempt that finished prefill."""
         self._num_unproven: list[int] = []
-        """How many outputs of each choice prove nothing: those it had when it last left an engine whose executor had died, and
-        what may have been on its way; empty before that."""
+        """Output lengths up to which a choice may still have caused an executor crash: tokens at its last loss of an executor,
+        plus `UNPROVEN_TOKENS`. Empty before such a loss."""
         self.is_encoding = False
-        """Whether it counts as work of its tokenizer."""
+        """True if it counts in the load of its tokenizer."""
         self.is_cancelled = False
-        self.is_kept = False
-        """Whether its client may come back for it after it was cancelled."""
+        self.is_retained = False
+        """True if the core retains it after cancel, so that the client may resume it."""
         self.is_posted = False
         self.is_closed = False
         self.first_token_ns = 0
         self._dirty: list[StreamChoice] = []
-        self._untold_start = False
-        self._untold_error = False
+        self._new_start = False
+        self._new_error = False
 
     def is_due(self) -> bool:
-        """Whether what is new is worth waking the reader for."""
+        """True if the new output is worth waking the reader."""
         if self.num_open == 0:
             return True
         if self._final_only:
-            return self.tells_start and self._untold_start
+            return self.wakes_on_start and self._new_start
         return self._interval == 1 or any(choice.is_due(self._interval) for choice in self._dirty)
 
     @property
@@ -254,11 +254,11 @@ class Stream:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether part of it was received before it was sent: it is sent again choice by choice."""
+        """True if some output was received before the last dispatch: it is then sent one message per choice."""
         return self.started is not None or any(c.output_ids or c.adopts for c in self.choices)
 
     def messages(self) -> list[Submit]:
-        """Return what has to be sent for the choices that have not ended: one message, or one each."""
+        """Return the `Submit` messages for running choices: one, or one per choice after output was received."""
         submit = self.submit
         if not self.is_resumed:
             spec = submit.spec
@@ -267,7 +267,7 @@ class Stream:
             return [msgspec.structs.replace(submit, spec=msgspec.structs.replace(spec, attempt=self.attempt))]
         changes: dict[str, object] = {"n": 1}
         if self.started is not None:
-            changes["prompt_logprobs"] = None  # were received with it
+            changes["prompt_logprobs"] = None  # received with the start
         params = msgspec.structs.replace(submit.spec.params, **changes)
         return [
             msgspec.structs.replace(
@@ -289,18 +289,18 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether every choice has ended (the reader may still have a batch to take)."""
+        """True if every choice has ended. The reader may still have a batch to take."""
         return self.num_open == 0
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all choices so far."""
+        """Output tokens of all choices so far."""
         return sum(len(choice.output_ids) for choice in self.choices)
 
     async def next_batch(self) -> Batch | None:
-        """Wait for news; None when everything was told. Raises `RequestError` when the request failed.
+        """Wait for new output; None after the last batch. Raises `RequestError` if the request failed.
 
-        Only for a stream that has its mailbox to itself.
+        Only for a stream with a mailbox of its own.
         """
         while not self.is_posted:
             if self.ended:
@@ -310,7 +310,7 @@ class Stream:
         if batch.error is not None and batch.started is None and not batch.deltas:
             raise batch.error
         if batch.error is not None:
-            self._untold_error = True
+            self._new_error = True
             self.is_posted = True
             batch.error = None
         return batch
@@ -320,62 +320,62 @@ class Stream:
             yield batch
 
     def take(self) -> Batch:
-        """Return everything that is new, without waiting."""
+        """Return all unread output without waiting."""
         self.is_posted = False
-        started = self.started if self._untold_start else None
-        error = self.error if self._untold_error else None
-        self._untold_start = self._untold_error = False
+        started = self.started if self._new_start else None
+        error = self.error if self._new_error else None
+        self._new_start = self._new_error = False
         dirty, self._dirty = self._dirty, []
         return Batch(started, [choice.take() for choice in dirty], error)
 
     @property
     def num_open_tokens(self) -> int:
-        """Outputs of the choices that have not ended."""
+        """Output tokens of running choices."""
         return sum(len(choice.output_ids) for choice in self.choices if choice.finish is None)
 
-    def suspect(self) -> None:
-        """Note that its executor died: until a choice has come further, that may be its doing."""
+    def mark_suspect(self) -> None:
+        """Note that its executor died: the request is suspected until a choice generates more."""
         self._num_unproven = [len(choice.output_ids) + UNPROVEN_TOKENS for choice in self.choices]
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it was with an executor that died, and no choice has come further since."""
+        """True if its executor died and no choice has generated more than the suspected tokens since."""
         return bool(self._num_unproven) and not any(
             len(choice.output_ids) > unproven
             for choice, unproven in zip(self.choices, self._num_unproven, strict=True)
         )
 
     def unread_bytes(self) -> int:
-        """Estimate what is held for the reader: text, tokens and log-probabilities."""
+        """Estimate the bytes held for the reader: text, tokens and log-probabilities."""
         return sum(choice.unread_bytes() for choice in self._dirty)
 
     def cancel(self) -> None:
-        """Ask the engine to stop. The choices that are still open end with `FinishReason.ABORT`, delivered as usual."""
+        """Ask the engine to stop. Running choices end with `FinishReason.ABORT`, delivered as usual."""
         self._on_cancel(self)
 
     def close(self, *, keep: bool = False) -> None:
-        """Cancel if it still runs, and let go of it: nobody reads this stream any more.
+        """Stop reading: cancel the request if it runs, and drop unread output.
 
-        ``keep``: its client may come back and go on reading elsewhere.
+        ``keep``: the client may resume it later, at this or another frontend.
         """
         self.is_closed = True
-        self.is_kept = keep and self.submit.spec.claim is not None
+        self.is_retained = keep and self.submit.spec.claim is not None
         self._dirty = []
         if not self.ended:
             self.cancel()
 
     def touch(self, choice: StreamChoice) -> None:
-        """Note that a choice has news. Called by `Sessions`."""
+        """Note that a choice has new output. Called by `Sessions`."""
         if not choice.is_dirty:
             choice.is_dirty = True
             self._dirty.append(choice)
 
     def note_start(self, started: Started) -> None:
-        """Note that the prompt was computed. Called by `Sessions`."""
+        """Note the end of prefill. Called by `Sessions`."""
         self.started = started
-        self._untold_start = True
+        self._new_start = True
 
     def note_error(self, error: RequestError) -> None:
         """Note that the request failed. Called by `Sessions`."""
         self.error = error
-        self._untold_error = True
+        self._new_error = True

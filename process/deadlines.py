@@ -1,4 +1,4 @@
-"""A heap of what has a deadline, the earliest first. Reads no clock."""
+"""Heap of items by deadline, the earliest first. Reads no clock."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 _MIN_SWEEP = 256
-"""Entries below which nobody looks for those that ended in time."""
+"""Number of entries below which ended items are not swept."""
 
 
 class DeadlineHeap(Generic[ItemT]):
-    """Watched items that have not ended, as far as ``has_ended`` knows. Most end long before their deadline."""
+    """Watched items that have not ended according to ``has_ended``. Most end long before their deadline."""
 
     def __init__(self, has_ended: Callable[[ItemT], bool]) -> None:
         self._has_ended = has_ended
@@ -23,16 +23,16 @@ class DeadlineHeap(Generic[ItemT]):
         self._sweep_at = _MIN_SWEEP
 
     def __len__(self) -> int:
-        """Return how many are kept, those included that ended and were not swept out yet."""
+        """Return the number of entries, including ended ones that were not swept yet."""
         return len(self._heap)
 
     @property
     def first_ns(self) -> int | None:
-        """The earliest deadline; None where nothing is watched."""
+        """The earliest deadline; None without entries."""
         return self._heap[0][0] if self._heap else None
 
     def watch(self, deadline_ns: int, item: ItemT) -> None:
-        """Keep an eye on an item until it ends or is due."""
+        """Watch an item until it ends or is due."""
         heappush(self._heap, (deadline_ns, next(self._order), item))
         if len(self._heap) >= self._sweep_at:
             self._heap = [entry for entry in self._heap if not self._has_ended(entry[2])]

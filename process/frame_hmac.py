@@ -1,7 +1,7 @@
-"""The seal on every frame: whoever made it had the server's key.
+"""HMAC of every frame: proves that the sender has the server's key.
 
-Owns the key file in the run folder and the digest that follows a frame's payload. Knows nothing of messages. A seal says
-who may speak, not when: a frame that is repeated verifies again, so receivers drop what they have already applied.
+It owns the key file in the run folder and the digest after a frame's payload. It does not detect repeated frames, so
+receivers drop messages that they have already applied.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 KEY_FILE = "key"
 KEY_BYTES = 32
-SEAL_BYTES = 16
+HMAC_BYTES = 16
 
 
 def run_key(run_dir: str | Path) -> bytes:
-    """Return the key of the server in this folder; whoever asks first makes it, readable by its user alone."""
+    """Return the key of the server in this folder; the first call creates it, readable only by its user."""
     path = Path(run_dir) / KEY_FILE
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes()
@@ -27,7 +27,7 @@ def run_key(run_dir: str | Path) -> bytes:
     try:
         os.write(descriptor, os.urandom(KEY_BYTES))
         with contextlib.suppress(FileExistsError):
-            os.link(unfinished, path)  # appears whole, once: of two who make one, both read the winner's
+            os.link(unfinished, path)  # atomic: if two processes create it, both read the winner's
     finally:
         os.close(descriptor)
         unfinished.unlink()
@@ -35,15 +35,17 @@ def run_key(run_dir: str | Path) -> bytes:
 
 
 class FrameHmac:
-    """Seals and opens frames with HMAC-SHA-256 (RFC 2104), cut to `SEAL_BYTES`.
+    """Adds and checks HMAC-SHA-256 (RFC 2104), truncated to `HMAC_BYTES`.
 
-    The processor's own instructions make it twice as fast as keyed BLAKE2b for the frames of a large step. Both pads are
-    taken in once, here, rather than for every frame.
+    CPU instructions make it twice as fast as keyed BLAKE2b for the frames of a large step. Both pads are hashed once
+    here instead of per frame.
     """
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
-            raise ValueError(f"the key has {len(key)} bytes, not {KEY_BYTES}: is its file damaged?")
+            raise ValueError(
+                f"the key has {len(key)} bytes, but {KEY_BYTES} are expected: its file is damaged"
+            )
         block = key.ljust(hashlib.sha256().block_size, b"\0")
         self._begin_inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block)).copy
         self._begin_outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block)).copy
@@ -52,13 +54,13 @@ class FrameHmac:
         inner, outer = self._begin_inner(), self._begin_outer()
         inner.update(payload)
         outer.update(inner.digest())
-        return outer.digest()[:SEAL_BYTES]
+        return outer.digest()[:HMAC_BYTES]
 
-    def close(self, payload: bytes) -> bytes:
+    def sign(self, payload: bytes) -> bytes:
         """Return the frame that carries ``payload``."""
         return payload + self._digest(payload)
 
-    def open(self, frame: bytes) -> memoryview | None:
-        """Return the payload of a frame, or None when its maker had not the key."""
-        payload = memoryview(frame)[:-SEAL_BYTES]
-        return payload if hmac.compare_digest(self._digest(payload), frame[-SEAL_BYTES:]) else None
+    def verify(self, frame: bytes) -> memoryview | None:
+        """Return the payload of a frame, or None when its HMAC is invalid."""
+        payload = memoryview(frame)[:-HMAC_BYTES]
+        return payload if hmac.compare_digest(self._digest(payload), frame[-HMAC_BYTES:]) else None

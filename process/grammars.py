@@ -1,7 +1,7 @@
-"""The library that enforces structured outputs, as the two processes open it that use it: llguidance.
+"""Grammar enforcement for structured outputs, with llguidance.
 
-The tokenizer process asks it whether a grammar can be enforced, the executor has it do so: both with the same vocabulary and the
-same bounds, so that what the one lets through the other can build. Knows nothing of requests. See docs/structured.md.
+The tokenizer process validates grammars and the executor enforces them, with the same vocabulary and limits. So the
+executor can build every grammar that the tokenizer accepts. See docs/structured.md.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
 
 MAX_STATES = 50_000
-"""Of the automaton that a grammar's expressions become as they are met: 20 MB."""
+"""Maximum lexer states of a grammar, which are built on demand: 20 MB."""
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 
 def open_vocabulary(model: ModelConfig) -> LLTokenizer:
-    """Return the model's vocabulary as the library reads it. Takes a tenth of a second for 32,000 tokens.
+    """Return the model's vocabulary in llguidance's format. Takes 0.1 s for 32,000 tokens.
 
-    Raises `ConfigError` where the library cannot read it, or the model has no end of sequence to end an answer with.
+    Raises `ConfigError` where the library cannot read it, or the model has no end-of-sequence token.
     """
     from llguidance import LLTokenizer  # a library of 8 MB that most processes never need
 
     if not model.eos_token_ids:
-        raise ConfigError("the model names no end of sequence, so that no answer of a given form could end")
+        raise ConfigError("the model config has no eos_token_id, so structured outputs could not end")
     path = Path(model.tokenizer_path) / "tokenizer.json"
     try:
         text = path.read_text()
@@ -39,14 +39,14 @@ def open_vocabulary(model: ModelConfig) -> LLTokenizer:
             _with_special_tokens_alone(text, described), n_vocab=most, eos_token=model.eos_token_ids
         )
     except (ValueError, OSError) as error:
-        raise ConfigError(f"the model's tokenizer cannot be read for it: {error}") from None
+        raise ConfigError(f"llguidance cannot read the model's tokenizer: {error}") from None
 
 
 def named_tokens(model: ModelConfig) -> dict[str, int]:
-    """Return the ids of the tokens that stand beside the vocabulary of a model's text, by their names.
+    """Return the ids of tokens outside the text vocabulary, by their names.
 
-    These are special tokens, and those like Qwen's ``<tool_call>`` that are told as text: models write their names with them
-    alone, so a grammar has to name them by their ids.
+    These are special tokens, and tokens like Qwen's ``<tool_call>`` that appear in text. Models generate them as one
+    token, so a grammar must reference them by id.
     """
     described = msgspec.json.decode(
         (Path(model.tokenizer_path) / "tokenizer.json").read_text(), type=_Tokenizer
@@ -60,10 +60,10 @@ def _is_named(token: _Token, described: _Tokenizer) -> bool:
 
 
 def _with_special_tokens_alone(text: str, described: _Tokenizer) -> str:
-    """Return a tokenizer whose added tokens are the special ones.
+    """Return a tokenizer file with only the special ones of its added tokens.
 
-    The library takes any added token for a special one: it lets the others through where their names are the only text that is
-    allowed, and then finds that they are not that text.
+    The library treats every added token as special. It would accept the others where only their text is allowed, and
+    then reject that text.
     """
     if all(token.special for token in described.added_tokens):
         return text
@@ -74,7 +74,7 @@ def _with_special_tokens_alone(text: str, described: _Tokenizer) -> str:
 
 
 def _num_tokens(described: _Tokenizer) -> int:
-    """Return one more than the largest id that a tokenizer has: the model may have logits for fewer or for more."""
+    """Return the largest token id plus 1; the model may have fewer or more logits."""
     ids = [token.id for token in described.added_tokens]
     vocab = described.model.vocab
     ids.append(max(vocab.values(), default=0) if isinstance(vocab, dict) else len(vocab) - 1)
@@ -97,14 +97,14 @@ class _Tokenizer(msgspec.Struct):
 
 
 def bounds() -> LLParserLimits:
-    """Return how much work a grammar may make: to be built, and in a step."""
+    """Return the limits on a grammar's size and work per step."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_grammar_size=200_000, max_lexer_states=MAX_STATES, verbose_errors=False)
 
 
 def open_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher at the beginning of an answer. One that cannot be built says so (`LLMatcher.get_error`)."""
+    """Return a matcher at the start of an answer. One that cannot be built reports it (`LLMatcher.get_error`)."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, grammar, log_level=0, limits=bounds())

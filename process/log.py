@@ -1,4 +1,4 @@
-"""One line format for every process: time, process, level, message."""
+"""Log format of every process: time, process, level, message."""
 
 from __future__ import annotations
 

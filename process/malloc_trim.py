@@ -1,7 +1,7 @@
-"""Memory that was needed for a moment: the C library keeps what is freed, unless it is asked to give it back.
+"""Return of freed memory to the system: glibc keeps it unless asked.
 
-Says from which size on that is worth asking for; when, those know who need so much: the tokenizer's lanes for long prompts, the
-frontend for large bodies and answers.
+It defines the size from which this is worthwhile. Callers decide when: the tokenizer after long prompts, the frontend
+after large bodies and answers.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 
 LEFTOVER_BYTES = 1 << 20
-"""Prompts, bodies and answers from this size on are worth it: what is made of them on the way is many times as large."""
+"""Minimum size of a prompt, body or answer: processing it takes many times as much memory."""
 
 
 def give_back_memory() -> None:
-    """Give the system the memory back that was needed for a moment only, where the C library can (glibc)."""
+    """Return freed memory to the system (glibc only)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

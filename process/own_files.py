@@ -1,4 +1,4 @@
-"""Folders and files that a server keeps for itself: whose they must be before what is in them is believed, or written over."""
+"""Ownership checks on the server's own files and folders, before reading or overwriting them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ import os
 import stat
 
 ROOT = 0
-"""Who may do anything anyway: volumes of containers are often made by it."""
+"""Accepted as an owner: container volumes are often created by root."""
 
 
 def complaint_about(status: os.stat_result) -> str | None:
-    """Return what is wrong with something that is to be this process's own; None if nothing is."""
+    """Return the reason why a file is not safely owned by this process; None if it is."""
     if status.st_uid not in (os.geteuid(), ROOT):
-        return f"belongs to user {status.st_uid}, and the server is user {os.geteuid()}: give it a folder of its own"
+        return (
+            f"belongs to user {status.st_uid}, but the server runs as user {os.geteuid()}: use another folder"
+        )
     if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
         return "is neither a folder nor a file: remove it"
     return None
 
 
 def open_own(name: str, flags: int, folder: int | None = None) -> int:
-    """Open or make a file (a folder with ``O_DIRECTORY``) that is this process's own, mode 0600; links are not followed.
+    """Open or create a file (a folder with ``O_DIRECTORY``) owned by this process, mode 0600; links are not followed.
 
-    name: within ``folder``, a descriptor, where one is given. Raises `OSError` where it cannot be opened, `PermissionError`
-    where it is another's.
+    name: relative to ``folder``, a descriptor, if given. Raises `OSError` if it cannot be opened, `PermissionError`
+    if another user owns it.
     """
     try:
         file = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.readlink(name, dir_fd=folder):
-            raise PermissionError(0, "is a link, which is not followed here: remove it", name) from None
+            raise PermissionError(0, "is a symbolic link, which is not followed: remove it", name) from None
         raise
     complaint = complaint_about(os.fstat(file))
     if complaint is None:

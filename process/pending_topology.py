@@ -1,8 +1,7 @@
-"""What came before its time: messages of senders that know a newer topology, until that comes here too.
+"""Queue of messages from senders with a newer topology, until it arrives.
 
-Processes hear of a change at different moments. Who is sent something by a process that it has not heard of, or that has
-heard of more, would answer to the dead or to nobody; so the message waits, and what its sender sent after it waits
-behind it.
+Processes receive a topology at different times. A receiver with an older one might answer to a dead or unknown
+process. So the message waits, and later messages of its sender wait after it.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ MessageT = TypeVar("MessageT")
 
 
 class PendingTopology(Generic[SenderT, MessageT]):
-    """Messages by sender, in order, of a bounded size."""
+    """Messages by sender, in order, with a bounded total size."""
 
     def __init__(self, capacity: int, size_of: Callable[[MessageT], int] = lambda _: 1) -> None:
-        """``capacity``: of the sizes of all; without ``size_of``, messages."""
+        """``capacity``: maximum total size; without ``size_of``, number of messages."""
         self._capacity = capacity
         self._size_of = size_of
         self._waiting: dict[SenderT, list[MessageT]] = {}
         self.size = 0
-        """Of all that waits."""
+        """Total size of the queue."""
 
     def __contains__(self, sender: SenderT) -> bool:
-        """Whether something of this sender waits: what it sends now must not overtake it."""
+        """Return True when messages of this sender are queued: later ones must not overtake them."""
         return sender in self._waiting
 
     def __bool__(self) -> bool:
-        """Whether anything waits."""
+        """Return True when any message is queued."""
         return bool(self._waiting)
 
     def keep(self, sender: SenderT, message: MessageT) -> bool:
-        """Have a message wait. False: it would be too much, and its sender must be told."""
+        """Queue a message. Return False when the queue is full; the caller must notify the sender."""
         size = self._size_of(message)
         if self.size + size > self._capacity:
             return False
@@ -43,6 +42,6 @@ class PendingTopology(Generic[SenderT, MessageT]):
         return True
 
     def take(self) -> list[MessageT]:
-        """Return all that waits, of each sender in order, and forget it: a newer topology is here."""
+        """Return all queued messages, in order per sender, and clear the queue; called after a topology update."""
         waiting, self._waiting, self.size = self._waiting, {}, 0
         return [message for messages in waiting.values() for message in messages]

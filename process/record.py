@@ -1,10 +1,10 @@
-"""The flight recorder: what one process was sent, when it took it, and what it sent, kept in a bounded ring of files.
+"""Flight recorder: a process's received and sent frames, with times, in a bounded ring of files.
 
     FOLDER/core-0.1/0001.rec    header | turn: clock, frames taken together | frames sent | turn ...
                     0002.rec
 
-Owns the files' form, for writing and for reading. Knows nothing of what the frames mean (but for the newest topology,
-which a segment repeats), and never makes the recorded process wait: a thread writes.
+It owns the file format, for writing and reading. It interprets no frames except the newest topology, which every
+segment repeats. A thread writes, so the recorded process never waits.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from quintet.wire.ids import Role, WorkerId
 MAGIC = b"quintet recording 1\n"
 SUFFIX = ".rec"
 SEGMENTS = 16
-"""Files that a full ring consists of: what is thrown away at once is one of them."""
+"""Files in a full ring; one of them is deleted at a time."""
 FLUSH_BYTES = 256 << 10
 FLUSH_S = 0.5
-"""What is younger is lost when the process is killed."""
+"""Flush limits: younger data is lost when the process is killed."""
 MAX_BACKLOG_BYTES = 64 << 20
-"""A disk that is behind by more ends the recording: one with a gap could not be replayed."""
+"""Maximum unwritten bytes; a slower disk ends the recording, because one with a gap cannot be replayed."""
 
 _HEAD = struct.Struct("<BIq")
-"""Kind of a record, bytes that follow, and a number: a turn's clock, or whom a frame was sent to."""
+"""Kind of a record, bytes that follow, and a number: an iteration's clock, or the receiver of a frame."""
 _SIZE = struct.Struct("<I")
 _TURN, _IDLE_TURN, _RECEIVED, _SENT = 1, 2, 3, 4
 _ROLES = list(Role)
 
 
 class Header(msgspec.Struct, frozen=True):
-    """How every segment begins."""
+    """Header of every segment."""
 
     version: str
-    """Of Quintet."""
+    """Version of Quintet."""
     worker: WorkerId
     segment: int
     """From 1."""
@@ -66,40 +66,40 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class LoopIteration:
-    """One turn of the process's loop."""
+    """One iteration of the process's loop."""
 
     number: int
-    """From 1, in what was read."""
+    """From 1, among the iterations read."""
     now_ns: int
     was_idle: bool
-    """Whether nothing was pending when it began."""
+    """True when nothing was pending at its start."""
     frames: list[bytes] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
 
 
 class RecordingError(Exception):
-    """A recording cannot be read; the message names the file and what is wrong with it."""
+    """A recording cannot be read; the message names the file and the error."""
 
 
 class Recorder:
-    """Writes the recording of one process. Used from its loop only, but for `sent`, which any thread may call."""
+    """Writes the recording of one process. Used from its loop only, except `sent`, which any thread may call."""
 
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
         assert config.record is not None
         self._ring = _Ring(me, config, Path(config.record))
         self._parts: list[bytes | memoryview] = []
         self._num_bytes = 0
-        self._handed_over_at = time.monotonic()
+        self._flushed_at = time.monotonic()
         self._taken: list[memoryview] = []
         self.topology = b""
         """The newest, encoded."""
 
     def received(self, payload: memoryview) -> None:
-        """Note a frame that the inbox accepted; it belongs to the turn that begins next."""
+        """Record an accepted frame; it belongs to the iteration that begins next."""
         self._taken.append(payload)
 
     def turn(self, now_ns: int, was_idle: bool) -> None:
-        """Begin a turn with the frames taken."""
+        """Begin an iteration with the frames received."""
         self.flush()
         add, num_bytes = self._parts.append, 0
         add(_HEAD.pack(_IDLE_TURN if was_idle else _TURN, 0, now_ns))
@@ -112,29 +112,29 @@ class Recorder:
         self._num_bytes += num_bytes + _HEAD.size
 
     def sent(self, worker: WorkerId, payload: bytes) -> None:
-        """Note a frame that was sent."""
+        """Record a frame that was sent."""
         head = _HEAD.pack(_SENT, len(payload), _ROLES.index(worker.role) << 32 | worker.index)
         self._parts += (head, payload)
         self._num_bytes += len(payload) + _HEAD.size
 
     def watch(self, bus: OpensOutboxes) -> OpensOutboxes:
-        """Return a bus whose outboxes are recorded, but for the one to the supervisor: it gets times and counts only."""
+        """Return a bus with recorded outboxes, except the one to the supervisor, which gets times and counts only."""
         return _WatchedBus(bus, self)
 
     def flush(self) -> None:
-        """Have what was noted written if it is much or old. Only between turns."""
-        if self._num_bytes > FLUSH_BYTES or time.monotonic() - self._handed_over_at > FLUSH_S:
-            self._hand_over()
+        """Write the recorded frames if they are many or old. Only between iterations."""
+        if self._num_bytes > FLUSH_BYTES or time.monotonic() - self._flushed_at > FLUSH_S:
+            self._write_out()
 
-    def _hand_over(self) -> None:
+    def _write_out(self) -> None:
         if self._parts:
             self._ring.put(self._parts, self._num_bytes, self.topology)
             self._parts, self._num_bytes = [], 0
-        self._handed_over_at = time.monotonic()
+        self._flushed_at = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left."""
-        self._hand_over()
+        """Write the rest."""
+        self._write_out()
         self._ring.close()
 
 
@@ -164,7 +164,7 @@ class _WatchedOutbox:
 
 
 class _Ring:
-    """The segments of one slot, and the thread that writes them. The oldest go, those of earlier epochs first."""
+    """Segments of one slot, and the thread that writes them. The oldest are deleted, those of earlier epochs first."""
 
     def __init__(self, me: WorkerId, config: EngineConfig, folder: Path) -> None:
         self._me = me
@@ -178,8 +178,8 @@ class _Ring:
             queue.SimpleQueue()
         )
         self._num_put = self._num_written = 0
-        """Bytes; each is written by one thread only."""
-        self._given_up = False
+        """Bytes; each counter is written by one thread only."""
+        self._has_ended = False
         self._log = logging.getLogger("quintet")
         self._own_folder = folder / str(me)
         self._own_folder.mkdir(mode=0o700, parents=True)
@@ -187,11 +187,11 @@ class _Ring:
         self._thread.start()
 
     def put(self, parts: list[bytes | memoryview], num_bytes: int, topology: bytes) -> None:
-        """Have whole turns written."""
-        if self._given_up:
+        """Queue complete iterations for writing."""
+        if self._has_ended:
             return
         if self._num_put - self._num_written > MAX_BACKLOG_BYTES:
-            self._give_up(f"the disk is {MAX_BACKLOG_BYTES >> 20} MiB behind")
+            self._give_up(f"more than {MAX_BACKLOG_BYTES >> 20} MiB are unwritten: the disk is too slow")
             return
         self._num_put += num_bytes
         self._waiting.put((parts, num_bytes, topology))
@@ -204,7 +204,7 @@ class _Ring:
     def _write_all(self) -> None:
         while (work := self._waiting.get()) is not None:
             parts, num_bytes, topology = work
-            if self._given_up:
+            if self._has_ended:
                 continue
             try:
                 self._segment_for(num_bytes, topology).write(b"".join(parts))
@@ -215,11 +215,11 @@ class _Ring:
             self._file.close()
 
     def _give_up(self, why: str) -> None:
-        self._given_up = True
-        self._log.error("recording ends here: %s", why)
+        self._has_ended = True
+        self._log.error("recording ends: %s", why)
 
     def _segment_for(self, num_bytes: int, topology: bytes) -> BinaryIO:
-        """Return the file that has room, a new one when the last is full."""
+        """Return the current file, or a new one when it is full."""
         from importlib.metadata import version  # thirty modules that only a server that records needs
 
         if self._file is not None:
@@ -227,7 +227,7 @@ class _Ring:
                 return self._file
             self._file.close()
         self._segment += 1
-        _make_room(self._folder, self._me, self._max_bytes - self._max_bytes // SEGMENTS)
+        _delete_oldest(self._folder, self._me, self._max_bytes - self._max_bytes // SEGMENTS)
         path = self._own_folder / f"{self._segment:04d}{SUFFIX}"
         header = msgspec.json.encode(
             Header(version("quintet"), self._me, self._segment, topology, self._config)
@@ -238,8 +238,8 @@ class _Ring:
         return self._file
 
 
-def _make_room(folder: Path, me: WorkerId, max_bytes: int) -> None:
-    """Delete the oldest segments of a slot until the others take at most ``max_bytes``."""
+def _delete_oldest(folder: Path, me: WorkerId, max_bytes: int) -> None:
+    """Delete the oldest segments of a slot until the rest has at most ``max_bytes``."""
     segments = [
         (int(path.parent.name.rpartition(".")[2]), int(path.stem), path)
         for path in folder.glob(f"{me.role}-{me.index}.*/*{SUFFIX}")
@@ -258,19 +258,19 @@ def _make_room(folder: Path, me: WorkerId, max_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What is left of one process's recording."""
+    """Available part of one process's recording."""
 
     header: Header
-    """Of the oldest segment."""
+    """Header of the oldest segment."""
     segments: list[Path]
 
     @property
     def is_whole(self) -> bool:
-        """Whether it begins where the process began."""
+        """True when it starts at the start of the process."""
         return self.header.segment == 1
 
     def turns(self) -> Iterator[LoopIteration]:
-        """Read the turns. The last one may lack frames that it sent; a record that was cut off is left out."""
+        """Read the iterations. The last one may lack sent frames; a truncated record is ignored."""
         turn: LoopIteration | None = None
         for path in self.segments:
             for kind, number, payload in _records(path):
@@ -279,7 +279,7 @@ class Recording:
                         yield turn
                     turn = LoopIteration(1 if turn is None else turn.number + 1, number, kind == _IDLE_TURN)
                 elif turn is None:
-                    continue  # sent late, by a thread, for a turn that the ring has lost
+                    continue  # sent late, by a thread, for an iteration that was deleted
                 elif kind == _RECEIVED:
                     turn.frames.append(payload)
                 else:
@@ -289,20 +289,20 @@ class Recording:
 
 
 def open_recording(folder: Path, worker: str) -> Recording:
-    """Find the recording of ``worker`` (``core-0.1``). Raises `RecordingError` naming those there are."""
+    """Find the recording of ``worker`` (``core-0.1``). Raises `RecordingError` with the available ones."""
     paths = sorted((folder / worker).glob(f"*{SUFFIX}"), key=lambda path: int(path.stem))
     if not paths:
         known = sorted({path.parent.name for path in folder.glob(f"*/*{SUFFIX}")})
-        there = f"it has {', '.join(known)}" if known else "it has none at all"
-        raise RecordingError(f"{folder} has no recording of {worker!r}; {there}.")
+        available = f"it has {', '.join(known)}" if known else "it has no recording"
+        raise RecordingError(f"{folder} has no recording of {worker!r}; {available}.")
     numbers = [int(path.stem) for path in paths]
     if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-        raise RecordingError(f"{folder / worker}: segments are missing between those there are: {numbers}")
+        raise RecordingError(f"{folder / worker}: segments are missing; present are {numbers}")
     return Recording(_header(paths[0])[0], paths)
 
 
 def _header(path: Path) -> tuple[Header, int]:
-    """Return a segment's header and where its records begin."""
+    """Return a segment's header and the offset of its records."""
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise RecordingError(f"{path}: not a recording of this version of Quintet")
@@ -310,7 +310,7 @@ def _header(path: Path) -> tuple[Header, int]:
         try:
             return msgspec.json.decode(file.read(size), type=Header), file.tell()
         except msgspec.MsgspecError as error:
-            raise RecordingError(f"{path}: its header cannot be read: {error}") from error
+            raise RecordingError(f"{path}: cannot read its header: {error}") from error
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -322,5 +322,5 @@ def _records(path: Path) -> Iterator[tuple[int, int, bytes]]:
             if len(payload) < size:
                 return
             if not _TURN <= kind <= _SENT:
-                raise RecordingError(f"{path}: at byte {file.tell() - size} is no record")
+                raise RecordingError(f"{path}: invalid record at byte {file.tell() - size}")
             yield kind, number, payload

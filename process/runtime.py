@@ -1,4 +1,4 @@
-"""What every child process does besides its job: read its configuration, take its slot, report, and die with its parent.
+"""Runtime of child processes: configuration, slot, messages, heartbeats and exit with the parent.
 
 Two loops use it: the blocking loop of core, executor and detokenizer (`Process.receive`), and the asyncio loop of
 frontend and tokenizer (`Process.attach`).
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 
 SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
 CONFIG_FILE = "config.json"
-HOUSEHOLD = (Topology, ReportMetrics, Dropped, Stop)
-"""Messages that every process heeds."""
+COMMON_MESSAGES = (Topology, ReportMetrics, Dropped, Stop)
+"""Messages that every process handles."""
 METRICS_S = 1.0
-"""Heartbeats carry the figures only so often: an idle server should cost next to nothing."""
+"""Minimum interval of metrics in heartbeats: an idle server should use almost no CPU."""
 
 
 class Stopping(BaseException):
@@ -67,11 +67,11 @@ class Stopping(BaseException):
 
 
 class Receives(Protocol):
-    """Where a process's messages come from: its `Inbox`, or a recording of one."""
+    """Source of a process's messages: its `Inbox`, or a recording of one."""
 
     @property
     def rejected(self) -> dict[Rejection, int]:
-        """Frames dropped so far."""
+        """Number of frames dropped."""
 
     def fileno(self) -> int:
         """See `Inbox.fileno`."""
@@ -82,8 +82,8 @@ class Receives(Protocol):
     def wait(self, timeout_s: float) -> list[Any]:
         """See `Inbox.wait`."""
 
-    def hang(self, bell: Wakeup) -> None:
-        """See `Inbox.hang`. A recording holds what the bell led to."""
+    def hang(self, wakeup: Wakeup) -> None:
+        """See `Inbox.hang`. A recording already contains the resulting messages."""
 
     def close(self) -> None:
         """See `Inbox.close`."""
@@ -91,17 +91,17 @@ class Receives(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """What connects a process to the world: sockets and a clock, or a recording of both."""
+    """I/O of a process: sockets and a clock, or a recording of both."""
 
     inbox: Receives
     bus: OpensOutboxes
     clock: Callable[[], int]
-    """Nanoseconds. Asked once for every batch of messages."""
+    """Nanoseconds. Called once per batch of messages."""
     close: Callable[[], None]
 
 
 def open_wires(me: WorkerId, config: EngineConfig, accepts: Any, recorder: Recorder | None = None) -> Wires:
-    """Bind the inbox of ``me`` in the run folder; what passes is recorded, if so configured."""
+    """Bind the inbox of ``me`` in the run folder; record its traffic if configured."""
     bus = Bus(config.run_dir)
     inbox: Inbox[Any] = Inbox(
         bus,
@@ -118,14 +118,13 @@ def open_wires(me: WorkerId, config: EngineConfig, accepts: Any, recorder: Recor
 class Process(Generic[MessageT]):
     """One child's slot: identity, inbox, peers, metrics, heartbeat.
 
-    ``pending`` and ``progress`` are the worker's own account of its work; heartbeats carry them. A worker whose account
-    depends on the moment replaces ``account`` by a function of its own. ``now_ns`` is when the batch of messages was taken
-    that the worker is busy with. What is decided goes by it, so that the same batches lead to the same decisions; how long
-    things take is measured with `time.monotonic_ns`.
+    Heartbeats carry the worker's ``pending`` and ``progress``; a worker may replace ``account`` to compute them on
+    demand. ``now_ns`` is the time at which the current batch of messages was received. Decisions use it, so that the
+    same batches lead to the same decisions; durations are measured with `time.monotonic_ns`.
     """
 
     def __init__(self, me: WorkerId, config: EngineConfig, accepts: Any, wires: Wires | None = None) -> None:
-        """``wires`` other than the sockets of the run folder are for replays."""
+        """Replays pass ``wires`` instead of the sockets in the run folder."""
         self.me = me
         self.config = config
         self.metrics = Metrics()
@@ -135,35 +134,35 @@ class Process(Generic[MessageT]):
         self.progress = 0
         self.pending = 0
         self.account: Callable[[], tuple[int, int]] = lambda: (self.progress, self.pending)
-        """Returns progress and pending for a heartbeat; see `Heartbeat`. Asked before the figures are told."""
+        """Returns progress and pending for a heartbeat; see `Heartbeat`. Called before metrics are sent."""
         self._recorder = Recorder(me, config) if config.record is not None and wires is None else None
         self._wires = wires or open_wires(
             me, config, accepts | Topology | Drain | Stop | MetricsReport | ReportMetrics, self._recorder
         )
         self.inbox = self._wires.inbox
         self.peers = Peers(self._wires.bus, largest_frames(config))
-        self.now_ns = 0  # until the first batch: a replay knows no time before it
+        self.now_ns = 0  # until the first batch: a replay has no earlier time
         self._rejected = {
-            why: self.metrics.counter("rejected_frames", "Frames that an inbox dropped.", why=why.value)
+            why: self.metrics.counter("rejected_frames", "Frames dropped by an inbox.", why=why.value)
             for why in Rejection
         }
         self._last_dropped: Dropped | None = None
-        """Since somebody last wrote of it to the log."""
+        """Since the last log entry about dropped frames."""
         self.peers.connect(SUPERVISOR, address_of(config.run_dir, SUPERVISOR))
         self._beat_s = config.processes.heartbeat_s
         self._next_beat = time.monotonic() + self._beat_s
         self._last_metrics = b""
         self._next_metrics = 0.0
-        self._heart: threading.Thread | None = None
+        self._heartbeat_thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._tracer = None if config.trace is None else Tracer(me, config.trace)
         self.span: Span = no_span if self._tracer is None else self._tracer.span
-        """Records what this process did when; does nothing unless the server is traced."""
+        """Records a trace span; does nothing unless tracing is enabled."""
         if self._tracer is not None:
             self._tracer.write_on_signal()
 
     def ready(self, **facts: str) -> None:
-        """Tell the supervisor that this process can work. Freezes what boot allocated out of the garbage collector."""
+        """Report to the supervisor that this process is ready. Excludes objects allocated at start from garbage collection."""
         gc.collect()
         gc.freeze()
         give_back_memory()
@@ -173,10 +172,10 @@ class Process(Generic[MessageT]):
     def beat(self) -> None:
         """Send a heartbeat now."""
         self._next_beat = time.monotonic() + self._beat_s
-        self._beat(self.peers, with_metrics=self._heart is None)
+        self._beat(self.peers, with_metrics=self._heartbeat_thread is None)
 
-    def tell_figures(self) -> None:
-        """Have the supervisor know the figures as they are now."""
+    def send_metrics(self) -> None:
+        """Send a heartbeat with current metrics to the supervisor."""
         self._next_metrics = 0.0
         self._beat(self.peers, with_metrics=True)
 
@@ -194,8 +193,8 @@ class Process(Generic[MessageT]):
         )
         peers.send(Role.SUPERVISOR, 0, heartbeat)
 
-    def _tell_last_figures(self) -> None:
-        """Have the supervisor know what was counted since the last heartbeat: it keeps that."""
+    def _send_last_metrics(self) -> None:
+        """Send the counts since the last heartbeat to the supervisor, which keeps them."""
         self._account_for_rejected()
         heartbeat = Heartbeat(
             self.me, self.progress, 0, time.process_time_ns(), self.metrics.encoded(), self.topology.version
@@ -203,12 +202,12 @@ class Process(Generic[MessageT]):
         self.peers.send(Role.SUPERVISOR, 0, heartbeat)
 
     def beat_from_a_thread(self) -> None:
-        """From now on send heartbeats beside the loop, which may compute for seconds without a look at its messages.
+        """Start a heartbeat thread, for loops that may compute for seconds between messages.
 
-        ``account`` is then called from that thread: it must tell how the computing goes while it goes.
+        It calls ``account``, which must report the progress of the computation.
         """
-        self._heart = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
-        self._heart.start()
+        self._heartbeat_thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
+        self._heartbeat_thread.start()
 
     def _keep_beating(self) -> None:
         let_others_finish()
@@ -219,14 +218,14 @@ class Process(Generic[MessageT]):
         peers.close()
 
     def receive(self, timeout_s: float | None = None) -> list[Any]:
-        """Return the messages that arrived, waiting up to ``timeout_s`` (None: until one comes or a heartbeat is due).
+        """Return the messages that arrived, waiting up to ``timeout_s`` (None: until one arrives or a heartbeat is due).
 
-        Topology changes are applied to ``peers`` first and then returned like any message, with the workers that
-        took over a slot in ``replaced``. Raises `Stopping` when told to exit.
+        Topology changes are applied to ``peers`` first and then returned like any message, with the workers that took
+        over a slot in ``replaced``. Raises `Stopping` when the supervisor asked the process to exit.
         """
         now = time.monotonic()
         if now >= self._next_beat:
-            if self._heart is None:
+            if self._heartbeat_thread is None:
                 self.beat()
             else:
                 self._next_beat = now + self._beat_s
@@ -234,20 +233,20 @@ class Process(Generic[MessageT]):
         messages = self.inbox.wait(until_beat if timeout_s is None else min(timeout_s, until_beat))
         self._begin_turn()
         for message in messages:
-            if isinstance(message, HOUSEHOLD):
-                self._housekeep(message)
+            if isinstance(message, COMMON_MESSAGES):
+                self._handle_common(message)
         return messages
 
     def attach(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
-        """Have ``handle`` called for every message, in order, from ``loop``; and heartbeats sent from it."""
+        """Call ``handle`` for every message, in order, from ``loop``, and send heartbeats from it."""
 
         def on_readable() -> None:
             messages = self.inbox.drain()
             if messages:
                 self._begin_turn()
             for message in messages:
-                if isinstance(message, HOUSEHOLD):
-                    self._housekeep(message)
+                if isinstance(message, COMMON_MESSAGES):
+                    self._handle_common(message)
                 if not isinstance(message, ReportMetrics):
                     handle(message)
 
@@ -255,7 +254,7 @@ class Process(Generic[MessageT]):
             self.beat()
             if self._recorder is not None:
                 self._recorder.flush()
-            on_readable()  # a frame that raced the descriptor's edge waits at most until here
+            on_readable()  # a frame that raced the descriptor's edge waits at most until now
             loop.call_later(self._beat_s, on_beat)
 
         loop.add_reader(self.inbox.fileno(), on_readable)
@@ -272,15 +271,15 @@ class Process(Generic[MessageT]):
             num = self.inbox.rejected[why] - round(series.value)
             if num:
                 series.inc(num)
-                self.log.warning("%d frames dropped that were %s", num, why.value)
+                self.log.warning("dropped %d frames: %s", num, why.value)
         last, self._last_dropped = self._last_dropped, None
         if last is not None:
             self.log.error(
-                "dropped, the last one: %s of requests %s%s, which end",
+                "the last dropped frame is %s with requests %s%s, which end",
                 last.kind, last.request_ids[:8], "" if last.step is None else f" in step {last.step}",
             )  # fmt: skip
 
-    def _housekeep(self, message: msgspec.Struct) -> None:
+    def _handle_common(self, message: msgspec.Struct) -> None:
         if isinstance(message, Topology):
             if message.version > self.topology.version:
                 self.topology = message
@@ -289,18 +288,18 @@ class Process(Generic[MessageT]):
                 self.replaced = self.peers.follow(message.slots)
                 self.beat()
         elif isinstance(message, ReportMetrics):
-            self.tell_figures()
+            self.send_metrics()
         elif isinstance(message, Dropped):
             self._last_dropped = message
         elif isinstance(message, Stop):
             raise Stopping
 
     def close(self) -> None:
-        """Tell the last figures, write the trace and the rest of the recording, if there are such, and close every socket."""
+        """Send the last metrics, write trace and recording if enabled, and close every socket."""
         self._closing.set()
-        if self._heart is not None:
-            self._heart.join()
-        self._tell_last_figures()
+        if self._heartbeat_thread is not None:
+            self._heartbeat_thread.join()
+        self._send_last_metrics()
         if self._tracer is not None:
             self._tracer.try_to_write()
         self.inbox.close()
@@ -311,7 +310,7 @@ class Process(Generic[MessageT]):
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the process that started it dies (Linux)."""
+    """Make the kernel kill this process when its parent dies (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     pr_set_pdeathsig = 1
     libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
@@ -323,12 +322,12 @@ def child_main(
     prepare: Callable[[EngineConfig], object] | None = None,
     begin: Callable[[], object] | None = None,
 ) -> None:
-    """Be the ``main`` of a child process: ``python -m quintet.<folder>.main --run-dir … --index … --epoch … --parent …``.
+    """Run the ``main`` of a child process: ``python -m quintet.<folder>.main --run-dir … --index … --epoch … --parent …``.
 
-    ``run`` is called with the slot and the configuration, and with what ``prepare`` made of the configuration before.
-    Without ``--index`` and ``--epoch`` the process is a spare: once prepared it waits for the line ``INDEX EPOCH`` at its
-    standard input, and leaves when that closes. With ``--early`` there is no configuration yet: the process waits for that line
-    first, and calls ``begin`` before, for what can be begun without.
+    ``run`` is called with the slot, the configuration and the result of ``prepare``. Without ``--index`` and
+    ``--epoch`` the process is a standby: after ``prepare`` it waits for the line ``INDEX EPOCH`` on standard input,
+    and exits when that closes. With ``--early`` there is no configuration yet: the process calls ``begin`` first,
+    then waits for that line.
 
     An exception that escapes ``run`` is written to ``<run_dir>/<worker>.error`` for the supervisor's report.
     """
@@ -337,10 +336,10 @@ def child_main(
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with config.json and the sockets")
     parser.add_argument("--index", type=int, help="slot among processes of this role")
-    parser.add_argument("--epoch", type=int, help="how often this slot has been filled, from 1")
+    parser.add_argument("--epoch", type=int, help="start number of this slot, from 1")
     parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
-    parser.add_argument("--early", action="store_true", help="started before the configuration was written")
-    parser.add_argument("--cores", help="processors to run on, once what the work needs is there")
+    parser.add_argument("--early", action="store_true", help="start before the configuration is written")
+    parser.add_argument("--cores", help="CPU cores to run on after loading, comma-separated")
     arguments = parser.parse_args()
 
     die_with_parent()
@@ -349,7 +348,7 @@ def child_main(
     faulthandler.enable()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C reaches everyone; the supervisor decides
+    )  # a terminal's Ctrl-C reaches all processes; the supervisor decides
     if role is not Role.EXECUTOR:
         let_others_finish()
     me = None if arguments.index is None else WorkerId(role, arguments.index, arguments.epoch or 1)
@@ -362,32 +361,32 @@ def child_main(
         except Stopping:
             return
     config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
-    log = _take_name(me or f"{role}-spare", config)
+    log = _configure_process(me or f"{role}-spare", config)
     try:
         prepared = () if prepare is None else (prepare(config),)
         if me is None:
             me = _await_slot(role)
-            log = _take_name(me, config)
+            log = _configure_process(me, config)
         gc.enable()
         if arguments.cores is not None:
             with contextlib.suppress(
                 OSError
-            ):  # the container's cores have changed meanwhile: stay on what there is
+            ):  # the container's cores have changed meanwhile: keep the current affinity
                 os.sched_setaffinity(0, map(int, arguments.cores.split(",")))
         run(me, config, *prepared)
     except Stopping:
         pass
     except ConfigError as error:
-        _leave_word(arguments.run_dir, me or f"{role}-spare", str(error))
+        _write_error(arguments.run_dir, me or f"{role}-spare", str(error))
         sys.exit(EXIT_CONFIG)
-    except Exception as error:  # noqa: BLE001 - the last stop before the process ends: say why, then end
-        _leave_word(arguments.run_dir, me or f"{role}-spare", f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - outermost handler: report the error, then exit
+        _write_error(arguments.run_dir, me or f"{role}-spare", f"{type(error).__name__}: {error}")
         log.critical("died of %s\n%s", type(error).__name__, traceback.format_exc())
         sys.exit(1)
 
 
-def _take_name(me: WorkerId | str, config: EngineConfig) -> logging.Logger:
-    """Be known under this name to the log and the system."""
+def _configure_process(me: WorkerId | str, config: EngineConfig) -> logging.Logger:
+    """Set the process title and configure logging."""
     setproctitle.setproctitle(
         f"quintet-{me.role}-{me.index}" if isinstance(me, WorkerId) else f"quintet-{me}"
     )
@@ -395,7 +394,7 @@ def _take_name(me: WorkerId | str, config: EngineConfig) -> logging.Logger:
 
 
 def _await_slot(role: Role) -> WorkerId:
-    """Return the slot that a spare is given. Raises `Stopping` when there will be none."""
+    """Return the slot assigned to a standby process. Raises `Stopping` when there will be none."""
     words = sys.stdin.readline().split()
     if not words:
         raise Stopping
@@ -403,10 +402,10 @@ def _await_slot(role: Role) -> WorkerId:
     return WorkerId(role, index, epoch)
 
 
-def _leave_word(run_dir: Path, me: WorkerId | str, words: str) -> None:
+def _write_error(run_dir: Path, me: WorkerId | str, words: str) -> None:
     error_file(run_dir, me).write_text(words)
 
 
 def error_file(run_dir: str | Path, worker: WorkerId | str) -> Path:
-    """Return where a dying child leaves its last words."""
+    """Return the path of a dying child's error report."""
     return Path(run_dir) / f"{worker}.error"

@@ -1,4 +1,4 @@
-"""How the system schedules threads that are woken by messages."""
+"""Scheduling class of processes that are woken by messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 
 
 def let_others_finish() -> None:
-    """Do not interrupt whoever computes when a message wakes this thread: the system's class for batch work.
+    """Set `SCHED_BATCH`, so that waking this thread does not preempt a computing one.
 
-    On a machine whose cores all compute, a process that is woken otherwise takes the core of the one that woke it, the
-    executor in the middle of its step. Where the system does not allow it, nothing changes.
+    On a fully loaded machine a woken process otherwise preempts the sender, the executor in the middle of its step.
+    No effect where the system does not allow it.
     """
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):

@@ -1,8 +1,9 @@
 """Inboxes and outboxes over ZeroMQ.
 
-Each process binds one PULL socket, its inbox, at an address that names its epoch, and connects a PUSH socket to every
-inbox it writes to. Sends never block and never wait for a peer to exist; what is queued for a dead process is thrown
-away when the topology names its successor. Every frame is sealed with the server's key (``process/frame_hmac.py``).
+Each process binds one PULL socket, its inbox, at an address that contains its epoch, and connects a PUSH socket to
+every inbox it writes to. Sends never block and do not need an existing peer. Messages queued for a dead process are
+discarded when the topology names its successor. Every frame carries an HMAC with the server's key
+(``process/frame_hmac.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, get_args
 import msgspec
 import zmq
 
-from quintet.process.frame_hmac import SEAL_BYTES, FrameHmac, run_key
+from quintet.process.frame_hmac import HMAC_BYTES, FrameHmac, run_key
 from quintet.process.wakeup import Wakeup
 from quintet.wire import codec
 from quintet.wire.codec import UNREADABLE
@@ -30,41 +31,41 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 def address_of(run_dir: str | Path, worker: WorkerId) -> str:
-    """Return where a local process's inbox is bound."""
+    """Return the address of a local process's inbox."""
     return f"ipc://{run_dir}/{worker}"
 
 
 class Outbox(Protocol):
-    """The way to one other process's inbox."""
+    """Connection to one other process's inbox."""
 
     def send(self, payload: bytes) -> None:
         """Queue an encoded message; never waits."""
 
     def close(self, *, drop: bool) -> None:
-        """Close, dropping what is still queued or giving it a moment to leave."""
+        """Close, dropping queued messages or allowing a short time to send them."""
 
 
 class OpensOutboxes(Protocol):
-    """What `Peers` sends through: the sockets of this process, or a recording of them."""
+    """Connections that `Peers` sends through: the sockets of this process, or a recording of them."""
 
     def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
-        """Return a way to ``worker``, which need not be there yet."""
+        """Return an outbox to ``worker``, which need not exist yet."""
 
 
 class Bus:
-    """The sockets of one process, and the key of the server that it belongs to."""
+    """The sockets of one process, and the key of its server."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.seal = FrameHmac(run_key(run_dir))
+        self.hmac = FrameHmac(run_key(run_dir))
 
     def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
-        """Return a PUSH socket that connects, and connects again, to ``address``."""
+        """Return a PUSH socket that connects, and reconnects, to ``address``."""
         socket = self.context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, 200)
         socket.connect(address)
-        return _PushSocket(socket, self.seal)
+        return _PushSocket(socket, self.hmac)
 
     def close(self) -> None:
         """End ZeroMQ's threads. Inboxes and outboxes must be closed before."""
@@ -74,12 +75,12 @@ class Bus:
 class _PushSocket:
     """An `Outbox` over ZeroMQ."""
 
-    def __init__(self, socket: zmq.Socket[bytes], seal: FrameHmac) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], hmac: FrameHmac) -> None:
         self._socket = socket
-        self._close_frame = seal.close
+        self._sign = hmac.sign
 
     def send(self, payload: bytes) -> None:
-        self._socket.send(self._close_frame(payload), zmq.NOBLOCK)
+        self._socket.send(self._sign(payload), zmq.NOBLOCK)
 
     def close(self, *, drop: bool) -> None:
         if drop:
@@ -89,29 +90,29 @@ class _PushSocket:
 
 
 class Rejection(enum.Enum):
-    """Why an inbox dropped a frame."""
+    """Reason for which an inbox dropped a frame."""
 
     FORGED = "forged"
-    """Not sealed with this server's key."""
+    """Without a valid HMAC of this server's key."""
     UNREADABLE = "unreadable"
-    """Sealed, but no message that this process takes."""
-    SENSELESS = "senseless"
-    """A message whose lengths or numbers cannot be (`quintet.wire.validate`)."""
+    """Valid HMAC, but not a message that this process accepts."""
+    INVALID = "senseless"
+    """A message with invalid lengths or numbers (`quintet.wire.validate`)."""
 
 
 Accepts = Callable[[msgspec.Struct], bool]
-"""Says whether a message makes sense."""
+"""Returns True for a valid message."""
 
 Tap = Callable[[memoryview], None]
-"""Is shown the payload of every frame that an inbox accepted."""
+"""Called with the payload of every accepted frame."""
 
 
 class Inbox(Generic[MessageT]):
-    """A process's one PULL socket, decoding into the union of messages it accepts.
+    """A process's PULL socket, decoding into the union of messages it accepts.
 
-    A frame that does not verify, decode or make sense is dropped and counted in ``rejected``: no peer of ours sends one. Where
-    one that was sealed carried a request or a question, a `Dropped` stands in its place. ZeroMQ itself refuses frames of more
-    than ``max_bytes``, and ends the connection that they came on.
+    A frame with an invalid HMAC, encoding or content is dropped and counted in ``rejected``; our processes send none.
+    If its HMAC is valid and it carried a request or query, a `Dropped` takes its position. ZeroMQ rejects frames of
+    more than ``max_bytes`` and closes their connection.
     """
 
     def __init__(
@@ -126,17 +127,17 @@ class Inbox(Generic[MessageT]):
         self._socket = bus.context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + SEAL_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + HMAC_BYTES)
         if address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         self._socket.bind(address)
-        self._open = bus.seal.open
+        self._verify = bus.hmac.verify
         self._decode = msgspec.msgpack.Decoder(accepts).decode
         self._kinds = frozenset(get_args(accepts) or (accepts,))
         self._makes_sense = makes_sense
         self._tap = tap
         self._timeout_ms: int | None = None
-        self._bells: list[Wakeup] = []
+        self._wakeups: list[Wakeup] = []
         self._poller = zmq.Poller()
         self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
         self.address = address
@@ -144,27 +145,27 @@ class Inbox(Generic[MessageT]):
 
     @property
     def num_rejected(self) -> int:
-        """Frames dropped, for whatever reason."""
+        """Number of frames dropped, for any reason."""
         return sum(self.rejected.values())
 
-    def hang(self, bell: Wakeup) -> None:
-        """From now on `wait` returns at a ring of ``bell`` too; messages of bells come before those that arrived."""
-        if not self._bells:
+    def hang(self, wakeup: Wakeup) -> None:
+        """Make `wait` also return on ``wakeup``; its messages precede those of frames."""
+        if not self._wakeups:
             self._poller.register(self._socket, zmq.POLLIN)
-        self._bells.append(bell)
-        self._poller.register(bell.fileno(), zmq.POLLIN)
+        self._wakeups.append(wakeup)
+        self._poller.register(wakeup.fileno(), zmq.POLLIN)
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable, once, when frames arrive: call `drain` each time it does."""
         return int(self._socket.getsockopt(zmq.FD))
 
     def drain(self) -> list[MessageT]:
-        """Return everything that has arrived, without waiting."""
+        """Return all messages that have arrived, without waiting."""
         messages: list[MessageT] = []
-        for bell in self._bells:
-            self._answer(bell, messages)
+        for wakeup in self._wakeups:
+            self._answer(wakeup, messages)
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            return messages  # as a rule there is one frame, and to be told that there is no other by an exception takes longer
+            return messages  # usually there is one frame, and catching zmq.Again for the next costs more
         receive, take = self._socket.recv, self._take
         while True:
             try:
@@ -174,12 +175,12 @@ class Inbox(Generic[MessageT]):
             take(frame, messages)
 
     def wait(self, timeout_s: float) -> list[MessageT]:
-        """Return everything that has arrived, waiting up to ``timeout_s`` for the first frame."""
+        """Return all messages that have arrived, waiting up to ``timeout_s`` for the first frame."""
         messages = self.drain()
         if messages or timeout_s <= 0:
             return messages
         timeout_ms = max(1, int(timeout_s * 1000))
-        if self._bells:
+        if self._wakeups:
             self._poller.poll(timeout_ms)
             return self.drain()
         if timeout_ms != self._timeout_ms:
@@ -193,15 +194,15 @@ class Inbox(Generic[MessageT]):
         messages += self.drain()
         return messages
 
-    def _answer(self, bell: Wakeup, messages: list[Any]) -> None:
-        """Append the message of the bell, if it rang."""
-        message = bell.answer()
+    def _answer(self, wakeup: Wakeup, messages: list[Any]) -> None:
+        """Append the wakeup's message, if it was triggered."""
+        message = wakeup.answer()
         if message is not None:
             self._append(message, messages)
 
     def _take(self, frame: bytes, messages: list[MessageT]) -> None:
-        """Append the frame's message, if it is one of ours."""
-        payload = self._open(frame)
+        """Append the frame's message, if it is valid."""
+        payload = self._verify(frame)
         if payload is None:
             self.rejected[Rejection.FORGED] += 1
             return
@@ -211,20 +212,20 @@ class Inbox(Generic[MessageT]):
             self._drop(Rejection.UNREADABLE, carried_by_bytes(payload, self._kinds), messages)
             return
         if self._makes_sense is not None and not self._makes_sense(message):
-            self._drop(Rejection.SENSELESS, carried_by(message), messages)
+            self._drop(Rejection.INVALID, carried_by(message), messages)
             return
         messages.append(message)
         if self._tap is not None:
             self._tap(payload)
 
     def _drop(self, why: Rejection, dropped: Dropped | None, messages: list[Any]) -> None:
-        """Count a frame that is dropped, and append what tells of the requests it carried."""
+        """Count a dropped frame, and append a `Dropped` for its requests."""
         self.rejected[why] += 1
         if dropped is not None:
             self._append(dropped, messages)
 
     def _append(self, message: msgspec.Struct, messages: list[Any]) -> None:
-        """Append what arose here and came in no frame."""
+        """Append a message that arrived in no frame."""
         messages.append(message)
         if self._tap is not None:
             self._tap(memoryview(codec.encode(message)))
@@ -240,14 +241,14 @@ class Peers:
     """Outboxes to the other processes, by role and index, following the topology."""
 
     def __init__(self, bus: OpensOutboxes, most_bytes: Mapping[Role, int] | None = None) -> None:
-        """``most_bytes``: how large a payload each role takes (`quintet.wire.limits`); None for no limits."""
+        """``most_bytes``: maximum payload per role (`quintet.wire.limits`); None for no limits."""
         self._bus = bus
         self._most_bytes = most_bytes if most_bytes is not None else dict.fromkeys(Role, sys.maxsize)
         self._outboxes: dict[tuple[Role, int], tuple[WorkerId, Outbox | None]] = {}
-        """The newest worker of each slot, and the way to it: none once its slot is retired."""
+        """Newest worker of each slot, and its outbox; None once the slot is retired."""
 
     def connect(self, worker: WorkerId, address: str) -> None:
-        """Open an outbox to ``worker``, closing the one to an earlier epoch with whatever it still held."""
+        """Open an outbox to ``worker``; close the one to an earlier epoch and discard its queue."""
         key = (worker.role, worker.index)
         known = self._outboxes.get(key)
         if known is not None:
@@ -258,7 +259,7 @@ class Peers:
         self._outboxes[key] = (worker, self._bus.open_outbox(worker, address))
 
     def follow(self, slots: Iterable[ProcessSlot]) -> list[WorkerId]:
-        """Connect to every slot that is filled, give up the retired ones; return the workers that replaced an earlier epoch."""
+        """Connect to every active slot and close retired ones; return the workers that replaced an earlier epoch."""
         replaced = []
         for slot in slots:
             if slot.state is SlotState.DOWN:
@@ -272,7 +273,7 @@ class Peers:
         return replaced
 
     def _give_up(self, worker: WorkerId) -> None:
-        """Close the outbox to a worker that is gone for good; its epoch is remembered."""
+        """Close the outbox to a retired worker; its epoch is remembered."""
         key = (worker.role, worker.index)
         known = self._outboxes.get(key)
         if known is not None and known[1] is not None and known[0] == worker:
@@ -282,7 +283,7 @@ class Peers:
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
         """Queue a message for a peer. Return False when the topology has no such peer, or has retired it.
 
-        Raises `FrameTooLarge` for one that the peer does not take: sent, it would be lost, with what is behind it.
+        Raises `FrameTooLarge` if the peer would reject it: sent, it would be lost with the frames queued after it.
         """
         return self.send_payload(role, index, codec.encode(message))
 
@@ -297,12 +298,12 @@ class Peers:
         return True
 
     def epoch(self, role: Role, index: int) -> int | None:
-        """Return the epoch of the peer that sends go to now, or went to until it was retired."""
+        """Return the epoch of the current peer, or of the last one if the slot is retired."""
         outbox = self._outboxes.get((role, index))
         return None if outbox is None else outbox[0].epoch
 
     def close(self) -> None:
-        """Close every outbox; what is queued for living peers still gets a moment to leave."""
+        """Close every outbox, allowing a short time to send queued messages."""
         for _, outbox in self._outboxes.values():
             if outbox is not None:
                 outbox.close(drop=False)
@@ -310,9 +311,9 @@ class Peers:
 
 
 def make_run_dir(parent: str | Path | None = None) -> Path:
-    """Create a folder for one server's sockets and key, readable by its user alone.
+    """Create a folder for one server's sockets and key, readable only by its user.
 
-    Unix socket paths are limited to 107 bytes, so the folder lies directly under ``parent`` (default: the system's
+    Unix socket paths are limited to 107 bytes, so the folder is directly under ``parent`` (default: the system's
     temporary folder).
     """
     import tempfile

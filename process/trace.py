@@ -1,8 +1,7 @@
-"""Where the time of a process goes: spans on the clock that all processes of a machine share.
+"""Trace spans of a process, on the monotonic clock of the machine.
 
-Owns the ring into which a process records, and the file it is written to (Chrome's trace format, which
-https://ui.perfetto.dev and chrome://tracing show). Knows nothing of what the spans mean to each other: that is
-``deploy/cli/trace.py``.
+It owns the ring buffer and the trace file (Chrome's trace format, shown by https://ui.perfetto.dev and
+chrome://tracing). ``deploy/cli/trace.py`` analyses and merges the files.
 """
 
 from __future__ import annotations
@@ -25,49 +24,49 @@ from quintet.wire.ids import Role, WorkerId
 log = logging.getLogger("quintet")
 
 SPANS: Mapping[str, tuple[str, str]] = {
-    "encode": ("bytes", "tokenizer: a prompt became ids"),
-    "admit": ("prompt_bytes", "core: a request was queued"),
-    "plan": ("step", "core: the step was decided"),
-    "commit": ("step", "core: the step's tokens were applied"),
-    "send": ("step", "core, executor: a message was encoded and queued"),
-    "wait": ("step", "executor: nothing to do before this step (before the first: boot)"),
+    "encode": ("bytes", "tokenizer: encode a prompt"),
+    "admit": ("prompt_bytes", "core: queue a request"),
+    "plan": ("step", "core: plan the step"),
+    "commit": ("step", "core: commit the step's tokens"),
+    "send": ("step", "core, executor: encode and queue a message"),
+    "wait": ("step", "executor: idle before this step (before the first: startup)"),
     "chores": (
         "step",
-        "executor: weights moved to huge pages, or experts to other ranks, though plans were there",
+        "executor: move weights to huge pages, or experts to other ranks, while plans wait",
     ),
-    "tables": ("step", "executor: the plan was applied to the slot tables"),
-    "arrays": ("step", "executor: the addresses and rotations that the program reads"),
-    "layers": ("step", "executor: the model up to its last layer"),
-    "logits": ("step", "executor: the output layer, for rows that draw"),
+    "tables": ("step", "executor: apply the plan to the slot tables"),
+    "arrays": ("step", "executor: compute the addresses and rotations that the program reads"),
+    "layers": ("step", "executor: compute the model up to its last layer"),
+    "logits": ("step", "executor: compute the output layer, for rows that draw"),
     "bubble": (
         "step",
-        "executor of several stages: nothing to do before the logits of this step, or before the next stage has room for it",
+        "executor with pipeline stages: wait for the logits of this step, or for the next stage",
     ),
     "told": (
         "step",
-        "another rank: any other order than a run was carried out (blocks copied, chores done); on a GPU, launched",
+        "another rank: execute a command other than a step (copy blocks, idle tasks); on a GPU, launch it",
     ),
-    "device": ("step", "executor: the device computed, beside the loop"),
-    "sampling": ("step", "executor: tokens were drawn and written into the token table"),
-    "detokenize": ("step", "detokenizer: the step's tokens became text, and the text was sent"),
-    "text": ("step", "frontend: the step's text was handed to its streams"),
+    "device": ("step", "executor: device time, parallel to the loop"),
+    "sampling": ("step", "executor: draw tokens and write them into the token table"),
+    "detokenize": ("step", "detokenizer: decode the step's tokens and send the text"),
+    "text": ("step", "frontend: pass the step's text to its streams"),
     "events": (
         "streams",
-        "frontend: one client's events were composed and written; waits for a client that reads slowly",
+        "frontend: compose and write one client's events; includes waits for a slow client",
     ),
 }
-"""Every span there is: what its number counts, and what happens in it.
+"""All spans: the meaning of their number, and the measured work.
 
-Ranks and stages that are not the first have `wait`, `layers` (with the logits), `bubble` and `told`. They know no plans: their
-steps are the runs that they were told of, counted from 1.
+Ranks and stages other than the first have `wait`, `layers` (with the logits), `bubble` and `told`. They have no
+plans: their steps are the runs that they received, counted from 1.
 """
 
 CAPACITY = 1 << 16
-"""Spans a process remembers: minutes of decoding. Older ones are overwritten."""
+"""Spans in the ring: minutes of decode. Older ones are overwritten."""
 
 SUFFIX = ".trace.json"
 WRITE_NOW = signal.SIGUSR1
-"""A traced process that gets this signal writes its file and goes on."""
+"""A traced process that gets this signal writes its file and continues."""
 
 _RECORD = struct.Struct("=qqqq")
 _NAMES = tuple(SPANS)
@@ -76,9 +75,10 @@ _ROLES = list(Role)
 
 
 class Span(Protocol):
-    """Records one span. Without ``begin_ns`` it began where the span before ended; without ``end_ns`` it ends now.
+    """Record one span. Default begin: the end of the previous span; default end: now; default number: that of the
+    previous span.
 
-    Without ``number`` it has that of the span before. Times are `time.monotonic_ns`.
+    Times are `time.monotonic_ns`.
     """
 
     def __call__(
@@ -89,7 +89,7 @@ class Span(Protocol):
 def no_span(
     name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
 ) -> None:
-    """Record nothing: the `Span` of a process that is not traced."""
+    """Record nothing: the `Span` of a process without tracing."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ class Event(msgspec.Struct, frozen=True):
 
     name: str
     ph: str
-    """``X`` is a span, ``M`` says something of the process."""
+    """``X`` is a span, ``M`` is process metadata."""
     pid: int
     tid: int = 0
     ts: float = 0.0
@@ -113,12 +113,12 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 class Tracer:
-    """The ring of one process. `span` may be called from any thread; only the loop's may leave ``begin_ns`` out."""
+    """Ring of one process. Any thread may call `span`; only the loop's thread may omit ``begin_ns``."""
 
     def __init__(
         self, worker: WorkerId, folder: str | Path, capacity: int = CAPACITY, part: str = ""
     ) -> None:
-        """part: of a slot that several processes fill, in words which of them this one is."""
+        """part: distinguishes the processes of a slot that has several."""
         self._worker, self._part = worker, part
         self._folder = Path(folder)
         self._capacity = capacity
@@ -152,7 +152,7 @@ class Tracer:
         self._number = number
 
     def spans(self) -> list[tuple[str, int, int, int]]:
-        """Return ``(name, number, begin_ns, end_ns)`` of what the ring holds, in the order of recording."""
+        """Return ``(name, number, begin_ns, end_ns)`` of the spans in the ring, in the order of recording."""
         num = self._num_recorded
         records = list(_RECORD.iter_unpack(self._ring))
         if num > self._capacity:
@@ -161,7 +161,7 @@ class Tracer:
         return [(_NAMES[index], number, begin, end) for index, number, begin, end in records[:num]]
 
     def write(self) -> Path:
-        """Write the file of this process, whole or not at all, and return where."""
+        """Write this process's file atomically and return its path."""
         worker, pid = self._worker, os.getpid()
         title = f"{worker.role}-{worker.index} {self._part}".rstrip()
         events = [
@@ -181,33 +181,33 @@ class Tracer:
         return path
 
     def try_to_write(self) -> None:
-        """Write the file, or say why not in the log: a process does not end of its trace."""
+        """Write the file, or log the error: tracing must not end a process."""
         try:
             self.write()
         except OSError as error:
-            log.warning("the trace of this process cannot be written: %s", error)
+            log.warning("cannot write the trace of this process: %s", error)
 
     def write_on_signal(self) -> None:
-        """Have `WRITE_NOW` write the file. Only the main thread can arrange that; tests play processes in others."""
+        """Write the file on `WRITE_NOW`. Only the main thread can install the handler; tests run processes in other threads."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(WRITE_NOW, lambda number, frame: self.try_to_write())
 
     def write_beside(self) -> None:
-        """Have a thread write the file on `WRITE_NOW`, and on SIGTERM write it and end the process.
+        """Start a thread that writes the file on `WRITE_NOW`, and on SIGTERM writes it and ends the process.
 
-        For a process whose main thread, which calls this, waits where Python handles no signals: what the interpreter's handler
-        writes into a pipe needs no thread that comes back. No signal is blocked, for children would inherit that.
+        Called by the main thread, if that then blocks where Python handles no signals. The interpreter's signal
+        handler writes to a pipe without that thread. No signal is blocked, because children would inherit that.
         """
-        heard, told = os.pipe()
-        os.set_blocking(told, False)
-        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in (WRITE_NOW, signal.SIGTERM):
             signal.signal(number, lambda number, frame: None)
             signal.siginterrupt(number, False)
-        threading.Thread(target=self._write_at, args=(heard,), name="trace", daemon=True).start()
+        threading.Thread(target=self._write_at, args=(read_end,), name="trace", daemon=True).start()
 
-    def _write_at(self, heard: int) -> None:
-        while numbers := os.read(heard, 64):
+    def _write_at(self, read_end: int) -> None:
+        while numbers := os.read(read_end, 64):
             if WRITE_NOW in numbers or signal.SIGTERM in numbers:
                 self.try_to_write()
             if signal.SIGTERM in numbers:
@@ -215,10 +215,10 @@ class Tracer:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file that `Tracer.write` or `merge` wrote. Raises `msgspec.MsgspecError` when it is none."""
+    """Read a file written by `Tracer.write` or `merge`. Raises `msgspec.MsgspecError` for another file."""
     return msgspec.json.decode(path.read_bytes(), type=Trace)
 
 
 def merge(traces: Iterable[Trace]) -> Trace:
-    """Put the traces of several processes of one machine into one."""
+    """Merge the traces of several processes of one machine."""
     return Trace([event for trace in traces for event in trace.traceEvents])

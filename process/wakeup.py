@@ -1,4 +1,4 @@
-"""A bell that another thread of a process rings, and that wakes the process's loop as a frame does."""
+"""Wakeup of a process's loop from another thread, delivered like a frame."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 
 
 class Wakeup:
-    """Rung by any thread, any number of times; the loop's `quintet.process.sockets.Inbox` turns the rings into one message.
+    """Triggered by any thread, any number of times; the loop's `quintet.process.sockets.Inbox` merges them into one message.
 
-    So what woke the loop is part of its turn like everything else, and in its recording.
+    So the cause of an iteration is in its messages, and in the recording.
     """
 
     def __init__(self, message: Callable[[int], msgspec.Struct]) -> None:
-        """``message`` makes what the loop is told of so many rings."""
+        """``message`` maps the number of triggers to the loop's message."""
         self._message = message
         self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -24,16 +24,16 @@ class Wakeup:
         os.eventfd_write(self._descriptor, 1)
 
     def answer(self) -> msgspec.Struct | None:
-        """Return the message of the rings since the last answer; None when there were none."""
+        """Return the message for the triggers since the last call; None without any."""
         try:
             return self._message(os.eventfd_read(self._descriptor))
         except BlockingIOError:
             return None
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable while there are rings without an answer."""
+        """Return the descriptor that is readable while triggers are pending."""
         return self._descriptor
 
     def close(self) -> None:
-        """Give the descriptor back. Nobody may ring any more."""
+        """Close the descriptor. `ring` must not be called afterwards."""
         os.close(self._descriptor)

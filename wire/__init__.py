@@ -1,5 +1,4 @@
-"""The contract between Quintet's processes: every message, parameter, limit and figure they share.
+"""Protocol between Quintet's processes: messages, parameters, limits and metrics.
 
-It knows nothing of sockets, HTTP, text, schedulers or tensors; it imports the standard library and msgspec. What moves
-the messages is `quintet.process`.
+This package only imports the standard library and msgspec. `quintet.process` transports the messages.
 """

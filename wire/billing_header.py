@@ -1,6 +1,6 @@
 """Claude Code's billing header: a first line of the system prompt that differs in each request.
 
-No model needs it, and behind it no prefix would be found in a cache.
+Models do not need it, and it defeats prefix caching.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _IN_JSON = re.compile(rb'x-anthropic-[\w-]+:(?:[^"\\]|\\[^n])*')
 
 
 def without_billing_header(text: str) -> str:
-    """Return the text of a system prompt without such a line at its beginning."""
+    """Return the text of a system prompt without this line at its beginning."""
     match = _LINE.match(text)
     return text if match is None else text[match.end() :]
 

@@ -1,4 +1,4 @@
-"""The channels of an answer: what kind of text a piece of output is."""
+"""Channels of output text: content, reasoning, tool call names and arguments."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 
 
 class Channel(IntEnum):
-    """What a span of an answer's text is."""
+    """Channel of a span of text."""
 
     CONTENT = 0
     REASONING = 1
     NAME = 2
-    """The name of a call, whole."""
+    """The name of a tool call, whole."""
     ARGUMENTS = 3
-    """A part of a call's arguments, which are JSON."""
+    """A part of a tool call's arguments, which are JSON."""
 
 
 def is_inside(prompt: str, opens: Sequence[str], closes: Sequence[str], otherwise: bool) -> bool:
-    """Whether an output behind this prompt begins with reasoning: the prompt's last word is a mark, or ``otherwise``."""
+    """Return True when output after this prompt starts in reasoning: its last text is an opening mark, or ``otherwise``."""
     prompt = prompt.rstrip()
     if prompt.endswith(tuple(opens)):
         return True
@@ -28,11 +28,11 @@ def is_inside(prompt: str, opens: Sequence[str], closes: Sequence[str], otherwis
 
 
 Span = tuple[int, int, int]
-"""Channel, number of the call (0 elsewhere), characters."""
+"""Channel, index of the tool call (0 otherwise), characters."""
 
 
 class RowSpans(msgspec.Struct, array_like=True, gc=False):
-    """Inside `Text`: what the delta of one row is made of, from its first character to its last."""
+    """Inside `Text`: the channels of one row's delta, in order and complete."""
 
     row: int
     spans: list[Span]

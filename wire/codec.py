@@ -1,7 +1,7 @@
-"""Bytes to messages and back, and the packing of integer columns.
+"""Encoding of messages, and packing of integer columns.
 
-A column is a run of little-endian integers in one ``bytes``: for a whole step of 256 requests it costs less to
-encode than one object. ``array`` is used rather than numpy so that a process without numpy pays nothing.
+A column is a sequence of little-endian integers in one ``bytes``. For a step of 256 requests it costs less to encode
+than one object. ``array`` is used instead of numpy, so that processes without numpy need not import it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def pack_f32(values: Iterable[float]) -> bytes:
 
 
 def unpack_i32(column: bytes) -> Sequence[int]:
-    """Read an int32 column."""
+    """Unpack an int32 column."""
     return _unpack("i", column)
 
 
 def unpack_i64(column: bytes) -> Sequence[int]:
-    """Read an int64 column."""
+    """Unpack an int64 column."""
     return _unpack("q", column)
 
 
 def unpack_f32(column: bytes) -> Sequence[float]:
-    """Read a float32 column."""
+    """Unpack a float32 column."""
     values = array("f")
     values.frombytes(column)
     return values
@@ -59,7 +59,7 @@ def _unpack(code: str, column: bytes) -> Sequence[int]:
 
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
-"""What decoding bytes that are no message raises: also text that is none, and lists without end."""
+"""Exceptions of decoding invalid bytes, including invalid text and endless nesting."""
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -1,7 +1,4 @@
-"""Which fields of the messages are packed columns, of what, and whether a column's numbers lie in a range.
-
-Knows no configuration: which range that is, ``wire/validate.py`` says.
-"""
+"""Packed columns of the messages, and range checks on them. ``wire/validate.py`` provides the ranges."""
 
 from __future__ import annotations
 
@@ -62,17 +59,17 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     k.LookupResult: {"counts": "i"},
     k.StoreResults: {"fetched": "i", "missed": "i"},
 }
-"""Struct, field, and the code of its numbers in `array`."""
+"""Struct, field, and the `array` type code of its numbers."""
 
 ID_BYTES, REQUEST_BYTES = 4, 8
-"""Of one number in columns of token ids, slots, lengths; and of request ids."""
+"""Bytes per number in columns of token ids, slots, lengths; and of request ids."""
 
 
 def all_below(column: bytes, limit: int) -> bool:
-    """Whether every int32 of a column is at least 0 and less than ``limit`` (1 … 2^31).
+    """Return True when every int32 of a column is at least 0 and less than ``limit`` (1 … 2^31).
 
-    Looks at one byte of every number at a time, the highest first: a column whose numbers are in range almost always
-    shows it there, in a quarter of the time that reading the numbers takes.
+    It compares one byte of every number at a time, the highest first. Valid columns almost always pass at that byte,
+    in a quarter of the time of reading all numbers.
     """
     if not column:
         return True
@@ -86,10 +83,10 @@ def all_below(column: bytes, limit: int) -> bool:
 
 
 def are_spans(starts: bytes, counts: bytes, limit: int) -> bool:
-    """Whether, row by row of two int32 columns of the same length, 0 <= start, 1 <= count, and start + count < ``limit``.
+    """Return True when in each row of two int32 columns 0 <= start, 1 <= count, and start + count < ``limit``.
 
-    The columns are taken as two long numbers. Sums of 31-bit digits do not carry; and of digits that are not negative, the
-    lowest that is 0 turns negative when 1 is taken from each.
+    The columns are treated as two long integers. Sums of 31-bit digits do not carry. Subtracting 1 from each
+    non-negative digit makes the lowest digit that is 0 negative.
     """
     count = len(starts) // 4
     signs = _in_every_row(1 << 31, count)
@@ -101,7 +98,7 @@ def are_spans(starts: bytes, counts: bytes, limit: int) -> bool:
 
 @functools.lru_cache(maxsize=1 << 13)
 def _in_every_row(digit: int, count: int) -> int:
-    """Return the long number that has this 32-bit digit ``count`` times."""
+    """Return the long integer with this 32-bit digit ``count`` times."""
     return int.from_bytes(digit.to_bytes(4, "little") * count, "little")
 
 

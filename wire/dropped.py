@@ -1,8 +1,7 @@
-"""What stands in the place of a message that an inbox dropped: whose requests and questions it carried.
+"""Notification of a message that an inbox dropped: the requests and queries it carried.
 
-Whoever drops a request's message ends the request. So a receiver hears of what it did not get, in its turn among the
-others; nothing else of such a message is passed on, and what is, was checked here. Only of frames that were sealed with the
-server's key: of a forged one nothing can be believed.
+The receiver gets it in the order of messages and ends those requests. Only validated fields of the message are passed
+on, and only of frames with a valid HMAC: a forged frame is not trusted.
 """
 
 from __future__ import annotations
@@ -39,44 +38,46 @@ CARRIERS: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
     s.StepResult: (),
     s.Capacity: (),
 }
-"""Messages for whose loss somebody would wait, and the fields that name their requests. Accounts are given again, and a
-`m.StopHit` that is lost leaves a request for which nobody waits, which they find; a `m.Reclaim` is asked again by its client, a
-`quintet.wire.kv_admin.KvQuery` by who operates the server."""
+"""Messages that another process waits for, and the fields with their request ids.
+
+Reports are sent again periodically. A lost `m.StopHit` leaves a request that reconciliation finds. A `m.Reclaim` is
+retried by its client, a `quintet.wire.kv_admin.KvQuery` by the operator.
+"""
 
 _BY_TAG = {str(kind.__struct_config__.tag): kind for kind in CARRIERS}
 
 
 class Dropped(msgspec.Struct, array_like=True, tag="dropped"):
-    """In its place among what a process received: a message was dropped that carried something."""
+    """A message with requests or queries was dropped; takes its place in the order of received messages."""
 
     kind: str
-    """Its tag."""
+    """The message's tag."""
     request_ids: list[int] = []
     query_id: int | None = None
     frontend: int | None = None
-    """Who asked, where it is a question."""
+    """Index of the querying frontend, for a query."""
     step: int | None = None
     tables: int = 0
     """As in `s.StepPlan`."""
 
     def error(self, receiver: Role) -> RequestError:
-        """Return what the clients of its requests are told."""
+        """Return the error for the clients of its requests."""
         return RequestError(
             ErrorCode.INTERNAL,
-            f"The request was lost inside the server: the {receiver} was sent a message ({self.kind}) with lengths or "
-            "numbers that cannot be, and dropped it. Nothing more of the request is computed. This is a fault of the "
-            "server: please report it with the server's log.",
+            f"The request was lost inside the server: the {receiver} received a message ({self.kind}) with invalid lengths or "
+            "numbers, and dropped it. The request has ended. This is a bug of the "
+            "server: retry the request, and report it with the server's log.",
         )
 
 
 def carried_by(message: msgspec.Struct) -> Dropped | None:
-    """Return what a message carried that made no sense; None for one that nobody waits for."""
+    """Return the requests and queries of an invalid message; None for a kind that no process waits for."""
     kind = type(message)
     return _dropped(kind, lambda name: getattr(message, name)) if kind in CARRIERS else None
 
 
 def carried_by_bytes(payload: bytes | memoryview, accepted: Iterable[type[msgspec.Struct]]) -> Dropped | None:
-    """Return what a message carried that could not be decoded, as far as its first fields can; None if it is none of these."""
+    """Return those of a message that could not be decoded, from its leading fields; None for other kinds."""
     try:
         raw = msgspec.msgpack.decode(payload)
     except UNREADABLE:
@@ -114,7 +115,7 @@ def _dropped(kind: type[msgspec.Struct], field: Callable[[str], Any]) -> Dropped
 
 
 def _ids_in(value: object) -> list[int]:
-    """Return the request ids in a field: a number, a list of them, a column, or a list of structs that begin with theirs."""
+    """Return the request ids in a field: a number, a list, a column, or a list of structs with an id as first field."""
     match value:
         case bytes():
             return list(filter(_is_id, unpack_i64(value))) if not len(value) % REQUEST_BYTES else []

@@ -1,6 +1,6 @@
-"""Prompts as embeddings: the vectors themselves, in place of the rows that tokens would have taken from the model's table.
+"""Embeddings prompts: vectors instead of rows of the model's embedding table.
 
-Knows no tensors: numbers stay the bytes that came, in the order ``[tokens, width]``, little-endian.
+Numbers remain bytes as received, in the order ``[tokens, width]``, little-endian; there are no tensors here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from quintet.wire.number_formats import ITEM_BYTES
 
 FLOAT_BYTES: Mapping[str, int] = {name: ITEM_BYTES[name] for name in ("F64", "F32", "F16", "BF16")}
-"""Bytes of a number, by the formats that vectors may have."""
+"""Bytes of a number, by the allowed formats of embeddings."""
 
 DIGEST_BYTES = sha256().digest_size
 
@@ -21,27 +21,27 @@ WIDEST_BYTES = max(FLOAT_BYTES.values())
 
 
 class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
-    """A prompt as vectors, one for each of its tokens."""
+    """A prompt as embeddings, one per token."""
 
     dtype: str
     width: int
     values: bytes
     digest: bytes = b""
-    """See `digest_of`; the tokenizer fills it in, so that nobody else has to read the vectors."""
+    """See `digest_of`; set by the tokenizer, so that other processes need not read the embeddings."""
 
     @property
     def row_bytes(self) -> int:
-        """Of one vector."""
+        """Bytes of one embedding."""
         return self.width * FLOAT_BYTES[self.dtype]
 
     @property
     def num_tokens(self) -> int:
-        """How many there are."""
+        """Number of embeddings."""
         return len(self.values) // self.row_bytes
 
     @property
     def is_whole(self) -> bool:
-        """Whether the bytes are vectors of a known format, at least one, and nothing else."""
+        """True when the bytes are a positive number of complete embeddings in a known format."""
         return (
             self.dtype in FLOAT_BYTES
             and self.width > 0
@@ -50,7 +50,7 @@ class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
         )
 
     def fits(self, width: int, num_tokens: int) -> bool:
-        """Whether it can be computed in place of so many tokens by a model of this width."""
+        """Return True when a model of this width can compute it for this number of tokens."""
         return (
             self.is_whole
             and (self.width, self.num_tokens) == (width, num_tokens)
@@ -59,7 +59,7 @@ class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
 
 
 class RowEmbeds(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StepPlan`: vectors of neighbouring positions of a slot's tenant, which the step computes."""
+    """Inside `StepPlan`: embeddings of consecutive positions of a slot's request, computed by the step."""
 
     slot: int
     start: int
@@ -70,27 +70,27 @@ class RowEmbeds(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_whole(self) -> bool:
-        """As of `EmbedsPrompt`."""
+        """See `EmbedsPrompt.is_whole`."""
         return EmbedsPrompt(self.dtype, self.width, self.values).is_whole
 
     @property
     def num_tokens(self) -> int:
-        """How many vectors there are."""
+        """Number of embeddings."""
         return len(self.values) // (self.width * FLOAT_BYTES[self.dtype])
 
 
 def digest_of(prompt: EmbedsPrompt) -> bytes:
-    """Return what only the very same vectors have: SHA-256 of format, width and bytes. Lets other threads run meanwhile."""
+    """Return the SHA-256 of format, width and bytes. Releases the GIL."""
     digest = sha256(f"{prompt.dtype}, {prompt.width}\0".encode())
     digest.update(prompt.values)
     return digest.digest()
 
 
 def first_not_finite(prompt: EmbedsPrompt) -> int | None:
-    """Return the index of the first number that is no number or infinite, None where there is none.
+    """Return the index of the first NaN or infinite number, or None.
 
-    Such a number's exponent is all ones: it shows in its two highest bytes, of which long numbers are made that are compared at
-    once. A gigabyte takes a second or two.
+    Such a number has an exponent of all ones, visible in its two highest bytes. These bytes are compared as long
+    integers at once; a gigabyte takes a second or two.
     """
     size = FLOAT_BYTES[prompt.dtype]
     high = prompt.values[size - 1 :: size].translate(_ONES_HIGH[prompt.dtype])

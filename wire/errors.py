@@ -1,4 +1,4 @@
-"""Errors that are somebody's mistake, in a form that survives the trip to the client."""
+"""Typed errors of clients and operators, in a form that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """What went wrong; the frontend's table turns each into an HTTP status and each dialect's error type."""
+    """Kind of error; the frontend maps it to an HTTP status and to each API's error type."""
 
     INVALID = "invalid_request"
     TOO_LONG = "context_length_exceeded"
@@ -21,9 +21,9 @@ class ErrorCode(StrEnum):
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
     TIMEOUT = "timeout"
-    """The client took too long."""
+    """The client sent its request or read its answer too slowly."""
     DEADLINE = "deadline_exceeded"
-    """The time that the client gave is over."""
+    """The client's deadline has passed."""
     NOT_IMPLEMENTED = "not_implemented"
     INTERNAL = "internal_error"
 
@@ -31,8 +31,8 @@ class ErrorCode(StrEnum):
 class RequestError(Exception):
     """The request cannot be served as sent.
 
-    ``message`` says what was sent, what is allowed and how to fix it; ``param`` names the field, as the client
-    spells it, when there is one. After ``retry_s`` seconds trying again makes sense; 0 says nothing of it.
+    ``message`` says what was sent, what is allowed and how to fix it. ``param`` names the field, as the client spells
+    it, when there is one. ``retry_s`` is the delay in seconds before a retry; 0 if unknown.
     """
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None, retry_s: int = 0) -> None:
@@ -44,11 +44,11 @@ class RequestError(Exception):
 
 
 class ConfigError(Exception):
-    """The configuration cannot work; the message names the flag or file and the way out.
+    """The configuration cannot work; the message names the flag or file and the fix.
 
-    Raised while booting; a process that dies of it exits with `EXIT_CONFIG` and is not restarted.
+    Raised at start. A process that ends with it exits with `EXIT_CONFIG` and is not restarted.
     """
 
 
 EXIT_CONFIG = 78
-"""Exit status that says "I cannot boot like this, do not restart me" (``EX_CONFIG`` of sysexits.h)."""
+"""Exit status for a configuration error: the supervisor does not restart the process (``EX_CONFIG`` of sysexits.h)."""

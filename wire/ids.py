@@ -1,4 +1,4 @@
-"""Names for the integers that cross process boundaries, and how request ids are built."""
+"""Types of the integers that cross process boundaries, and the layout of request ids."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BlockId = NewType("BlockId", int)
 """A page of KV memory: ``block_size`` consecutive tokens of one sequence, in every layer."""
 
 StepId = NewType("StepId", int)
-"""Counts the core's plans, from 1; restarts with the core's epoch."""
+"""Number of a core's plan, from 1; restarts with the core's epoch."""
 
 _INDEX_BITS, _EPOCH_BITS, _COUNTER_BITS = 10, 13, 40
 
 
 class Role(StrEnum):
-    """The kinds of process."""
+    """Kinds of process."""
 
     SUPERVISOR = "supervisor"
     FRONTEND = "frontend"
@@ -34,7 +34,7 @@ class Role(StrEnum):
 
 
 class WorkerId(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
-    """One process: its role, its index among its siblings, and how often that slot was filled before."""
+    """One process: its role, its index within the role, and its epoch, the number of starts of this slot."""
 
     role: Role
     index: int
@@ -45,7 +45,7 @@ class WorkerId(msgspec.Struct, frozen=True, array_like=True, gc=False, order=Tru
 
 
 class RequestIds:
-    """Hands out the request ids of one frontend process."""
+    """Allocates the request ids of one frontend process."""
 
     def __init__(self, index: int, epoch: int) -> None:
         if not 0 <= index < 1 << _INDEX_BITS:
@@ -61,7 +61,7 @@ class RequestIds:
 
 
 def frontend_of(request_id: int) -> tuple[int, int]:
-    """Return ``(index, epoch)`` of the frontend that made this id (the epoch modulo 8192)."""
+    """Return ``(index, epoch)`` of the frontend that issued this id (the epoch modulo 8192)."""
     slot = request_id >> _COUNTER_BITS
     return slot >> _EPOCH_BITS, slot & ((1 << _EPOCH_BITS) - 1)
 
@@ -72,5 +72,5 @@ def epoch_tag(epoch: int) -> int:
 
 
 def is_newer(tag: int, epoch: int) -> bool:
-    """Return whether this is the tag of an epoch after ``epoch``. Tags wrap: less than half the way round is after."""
+    """Return True when this is the tag of an epoch after ``epoch``. Tags wrap: less than half the range ahead is after."""
     return 0 < epoch_tag(tag - epoch) < 1 << (_EPOCH_BITS - 1)

@@ -1,4 +1,4 @@
-"""Reading the JSON files of a model's folder: what is wrong with one is told in one line."""
+"""Readers of a model folder's JSON files, with one-line errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str, path: Path) -> Json:
-    """Return the JSON object that a file's text is. Raises `ConfigError` that names the file."""
+    """Parse a file's text as a JSON object. Raises `ConfigError` that names the file."""
     try:
         loaded: object = json.loads(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""What an operator asks a core of KV memory, by way of a frontend, and what it keeps for him.
+"""Admin messages about KV memory: queries of an operator through a frontend, reports, and pins.
 
-A *prefix* is named by the digest of its last full block (`quintet.core.kv.prefix`), in hexadecimal; the beginning of that name
-is enough where no other prefix has it.
+A *prefix* is named by the digest of its last full block (`quintet.core.kv.prefix`), in hexadecimal; a unique
+beginning of that name suffices.
 """
 
 from __future__ import annotations
@@ -15,76 +15,76 @@ from quintet.wire.messages import Failed
 Verb = Literal["list", "pin", "unpin", "evict", "export", "import"]
 
 MIN_NAME, MAX_NAME = 8, 64
-"""Digits of a prefix's name that must be given, and that there are."""
+"""Minimum and maximum hexadecimal digits of a prefix name."""
 DIGEST_BYTES = 32
 MAX_LISTED = 1000
 MAX_LISTED_TOKENS = 1 << 20
-"""Of all listed prefixes whose tokens are asked for; those of the others are left out."""
+"""Maximum total of listed tokens; further prefixes are listed without tokens."""
 
 
 class KvQuery(msgspec.Struct, array_like=True, tag="kv_query"):
-    """Frontend -> core: one of these verbs about the prefix with this name, or with these tokens."""
+    """Frontend -> core: an operation on the prefix with this name or these tokens."""
 
     query_id: int
     frontend: int
     verb: Verb
     name: str = ""
     token_ids: bytes = b""
-    """int32; of a prefix that is given so, in place of a name."""
+    """int32; identifies the prefix instead of a name."""
     salt: str = ""
-    """Its ``cache_salt``."""
+    """The ``cache_salt`` of the prefix."""
     limit: int = 0
-    """Prefixes to list at most, those used last first."""
+    """Maximum number of prefixes to list, most recently used first."""
     with_tokens: bool = False
     file: str = ""
     """Name of the file to export into or to import."""
 
 
 class KvPrefix(msgspec.Struct, array_like=True, gc=False):
-    """One prefix: what a request could begin behind, and where it is."""
+    """One cached prefix and its locations."""
 
     digest: bytes
     num_tokens: int
     device: int
-    """Blocks of it in KV memory."""
+    """Its blocks in KV memory."""
     host: int
     disk: int
     is_pinned: bool
     idle_ns: int | None
-    """Since it was last used; None: not under this core."""
+    """Time since its last use; None: unused under this core."""
     token_ids: bytes = b""
-    """int32; empty where they were not asked for, or are not known."""
+    """int32; empty where not requested or unknown."""
 
 
 class KvUsage(msgspec.Struct, array_like=True, gc=False):
-    """An engine's KV memory, in blocks."""
+    """KV memory use of an engine, in blocks."""
 
     block_bytes: int
     block_size: int
-    """Tokens."""
+    """Tokens per block."""
     num_blocks: int
     num_known: int
-    """Blocks that the prefix cache can find."""
+    """Blocks in the prefix cache."""
     num_pinned: int
     most_pinned: int
     num_places: int
-    """On disk."""
+    """Blocks that the disk can hold."""
     num_on_disk: int
 
 
 class KvReport(msgspec.Struct, array_like=True, tag="kv_report"):
-    """Core -> frontend: the answer, or an error."""
+    """Core -> frontend: the result, or an error."""
 
     query_id: int
     core: int
     prefixes: list[KvPrefix] = []
-    """Those listed; or the one that was pinned, not pinned any more, or evicted, as it was."""
+    """The listed prefixes; or the state of the one that was pinned, unpinned or evicted."""
     num_prefixes: int = 0
-    """How many there are, listed or not."""
+    """Total number of prefixes, listed or not."""
     num_bytes: int = 0
-    """Of a file that was written."""
+    """Size of an exported file."""
     num_imported: int = 0
-    """Blocks that a file brought."""
+    """Blocks imported from a file."""
     num_known: int = 0
     """Blocks of it that were on disk already."""
     num_damaged: int = 0
@@ -102,6 +102,8 @@ class KvPin(msgspec.Struct, array_like=True, gc=False):
 
 
 class KvPins(msgspec.Struct, array_like=True, tag="kv_pins", gc=False):
-    """Core to executor: all pinned prefixes. And back, to a new core, before the capacity: so they outlive either of the two."""
+    """Core to executor: all pinned prefixes. Executor to a new core, before `Capacity`: so pins survive the loss of
+    either process.
+    """
 
     pins: list[KvPin]

@@ -1,4 +1,4 @@
-"""Which messages make sense that an operator's questions travel in: a part of `quintet.wire.validate`."""
+"""Validation of admin messages: part of `quintet.wire.validate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SLOTS = 1 << 10
 
 
 def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
-    """Return what each kind of message must be, of a model with so many tokens and so long a context."""
+    """Return the check of each kind of message, for this vocabulary size and context length."""
 
     def are_tokens(column: bytes) -> bool:
         return not len(column) % ID_BYTES and all_below(column, vocab_size)

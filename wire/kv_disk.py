@@ -1,9 +1,9 @@
-"""What core and executor tell each other of blocks that are kept on disk, and of those that go to other servers and come from
-there (`quintet.core.kv.disk_pool`, `quintet.core.kv.peer_pool`).
+"""Messages between core and executor about KV blocks on disk and exchanged with other servers.
 
-A *place* is room for one block on disk, a number below `quintet.wire.step.Capacity.num_disk_blocks`. A block's *key* names its
-content: the chained hash of its tokens and all before them, and its group of layers. Every message names the tables that it is
-about; one that is about others is dropped, and nobody waits for it.
+Users: `quintet.core.kv.disk_pool` and `quintet.core.kv.peer_pool`. A *place* is space for one block on disk, a number
+below `quintet.wire.step.Capacity.num_disk_blocks`. A block's *key* names its content: the chained hash of its tokens
+and all before them, and its group of layers. Every message names its tables; the receiver drops messages for other
+tables.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import msgspec
 from quintet.wire.kv_store import StoreRequests, StoreResults
 
 KEY_BYTES = (32, 34)
-"""Of a key of the first group, and of any other."""
+"""Bytes of a key of the first group, and of any other."""
 
 MAX_KEPT = 1 << 15
-"""Places that one `StoredBlocks` tells of at most."""
+"""Maximum places in one `StoredBlocks`."""
 
 
 class Pull(msgspec.Struct, array_like=True, gc=False):
@@ -32,38 +32,38 @@ class Pull(msgspec.Struct, array_like=True, gc=False):
 
 
 EXCHANGE = "exchange"
-"""The folder, beside those of the engines, of prefixes in files of their own."""
+"""Folder of exported prefix files, next to the folders of the engines."""
 
 FileVerb = Literal["export", "look", "import"]
 
 
 class FileRequest(msgspec.Struct, array_like=True, gc=False):
-    """Inside `KvTierRequests`: write blocks into a file of their own, say what one has, or have places hold blocks of one."""
+    """Inside `KvTierRequests`: export blocks to a file, list a file's blocks, or import them."""
 
     task_id: int
     verb: FileVerb
     name: str
-    """In the folder for such files, which the executor knows."""
+    """File name in the executor's exchange folder."""
     places: bytes = b""
     """int32"""
     keys: list[bytes] = []
 
 
 class FileResult(msgspec.Struct, array_like=True, gc=False):
-    """Inside `KvTierResults`: a file's task has ended. Blocks of an import are told of as stored, or unstored."""
+    """Inside `KvTierResults`: a file task has ended. Blocks of an import are also reported as stored or unstored."""
 
     task_id: int
     error: str = ""
     keys: list[bytes] = []
-    """What the file has, where that was asked; of an import what could not be stored."""
+    """Keys in the file, for a listing; for an import, the keys that could not be stored."""
     num_bytes: int = 0
-    """Of the file that was written."""
+    """Size of the exported file."""
 
 
 class KvTierRequests(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
-    """Core to executor: store these, offer those, and fetch others.
+    """Core to executor: blocks to store, offer and fetch.
 
-    Takes its turn among the plans: blocks hold what those before it wrote.
+    Ordered with the plans: blocks hold the content that earlier plans wrote.
     """
 
     tables: int
@@ -75,10 +75,10 @@ class KvTierRequests(msgspec.Struct, array_like=True, tag="kv_orders", gc=False)
     """int32 pairs ``place, host block``"""
     fetch_keys: list[bytes] = []
     drops: bytes = b""
-    """int32: places whose contents are to be forgotten, before anything is stored."""
+    """int32: places to free, before anything is stored."""
     drop_keys: list[bytes] = []
     offers: bytes = b""
-    """int32: device blocks whose contents peers may have."""
+    """int32: device blocks offered to peers."""
     offer_keys: list[bytes] = []
     pulls: list[Pull] = []
     files: list[FileRequest] = []
@@ -86,45 +86,45 @@ class KvTierRequests(msgspec.Struct, array_like=True, tag="kv_orders", gc=False)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """True when there is nothing to do."""
         keys = self.store_keys or self.fetch_keys or self.drop_keys or self.offer_keys
         return not (keys or self.pulls or self.files or self.store)
 
 
 class KvTierResults(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
-    """Executor to core: what became of orders."""
+    """Executor to core: results of transfers."""
 
     executor_epoch: int
     tables: int
     stored: list[bytes] = []
-    """Keys of blocks that are on disk now."""
+    """Keys of stored blocks."""
     unstored: list[bytes] = []
-    """Keys of those that are not: the disk is too slow or full. Their places hold nothing."""
+    """Keys of blocks that were not stored because the disk is slow or full. Their places are empty."""
     fetched: bytes = b""
-    """int32: host blocks that hold what was ordered."""
+    """int32: host blocks that hold the requested content."""
     missed: bytes = b""
-    """int32: host blocks that do not: it was not there any more, or not whole."""
+    """int32: host blocks that do not: it was absent or damaged."""
     fetch_ns: int = 0
-    """How long reading took, of all of these."""
+    """Total read time."""
     pulled: bytes = b""
-    """int32: host blocks that hold what was to come from peers."""
+    """int32: host blocks that hold the content from peers."""
     lacking: bytes = b""
-    """int32: host blocks that do not: no peer that computes the same bits had it, or none answered."""
+    """int32: host blocks that do not: no peer with the same bits had it, or none answered."""
     files: list[FileResult] = []
     store: StoreResults | None = None
 
 
 class StoredBlocks(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):
-    """Executor to core, before the `quintet.wire.step.Capacity` that it belongs to: some of what the disk holds already."""
+    """Executor to core, before its `quintet.wire.step.Capacity`: part of the disk's contents at start."""
 
     executor_epoch: int
     tables: int
     places: bytes
-    """int32, those that were used longest ago first"""
+    """int32, least recently used first"""
     keys: list[bytes]
 
 
 class DiskResultsReady(msgspec.Struct, array_like=True, tag="disk_rang", gc=False):
-    """A thread that reads and writes, or talks with peers, has answers: it tells the executor's loop. Never sent."""
+    """A thread for disk or peers posts results to the executor's loop. Not sent between processes."""
 
     count: int

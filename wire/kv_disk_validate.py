@@ -1,6 +1,6 @@
-"""Which messages about blocks elsewhere make sense: in host memory, on disk, in a shared store, of other servers.
+"""Validation of messages about KV tiers: host memory, disk, shared store, other servers.
 
-A part of `quintet.wire.validate`.
+Part of `quintet.wire.validate`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from quintet.wire.step import Capacity
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def blocks_elsewhere(config: EngineConfig) -> tuple[int, int]:
-    """Return how many blocks there may be in host memory, and on disk."""
+def max_tier_blocks(config: EngineConfig) -> tuple[int, int]:
+    """Return the maximum number of blocks in host memory, and on disk."""
     num_blocks, cache = config.model.kv.num_blocks, config.cache
     num_host_blocks = num_blocks(cache.swap_bytes)
     if cache.peers is not None:
@@ -43,7 +43,7 @@ def blocks_elsewhere(config: EngineConfig) -> tuple[int, int]:
 
 
 def are_swaps(swaps: bytes, num_blocks: int, num_host_blocks: int) -> bool:
-    """Whether a column is of pairs of a device block and a host block."""
+    """Return True when a column consists of pairs of a device block and a host block in range."""
     if not swaps:
         return True
     if len(swaps) % (2 * ID_BYTES) or not num_host_blocks:
@@ -52,8 +52,8 @@ def are_swaps(swaps: bytes, num_blocks: int, num_host_blocks: int) -> bool:
     return all_below(pairs[0::2].tobytes(), num_blocks) and all_below(pairs[1::2].tobytes(), num_host_blocks)
 
 
-def fits_elsewhere(capacity: Capacity, num_host_blocks: int, num_places: int) -> bool:
-    """Whether an executor has no more blocks in host memory and on disk than it may."""
+def fits_tiers(capacity: Capacity, num_host_blocks: int, num_places: int) -> bool:
+    """Return True when an executor's host and disk blocks do not exceed the configuration."""
     num_staging_blocks = (
         capacity.num_staging_blocks,
         capacity.num_peer_blocks or 0,
@@ -70,7 +70,7 @@ def fits_elsewhere(capacity: Capacity, num_host_blocks: int, num_places: int) ->
 def disk_checks(
     num_blocks: int, num_host_blocks: int, num_places: int
 ) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
-    """Return what each kind of message must be, where there are so many device blocks, host blocks and places on disk."""
+    """Return the check of each kind of message, for these numbers of device blocks, host blocks and disk places."""
 
     def are_pairs(column: bytes, first: int, second: int, keys: list[bytes]) -> bool:
         if len(column) != 2 * ID_BYTES * len(keys) or not are_keys(keys):
@@ -119,15 +119,15 @@ def disk_checks(
     }
 
 
-def can_be_handed_over(handover: KvTransfer | None) -> bool:
-    """Whether what a request says of other servers is of bounded size; whether one is there, who asks it knows."""
+def is_kv_transfer(handover: KvTransfer | None) -> bool:
+    """Return True when the KV transfer fields have bounded size. The core checks the peer itself."""
     return handover is None or (
         len(handover.peer) <= MAX_PEER_CHARS and 0 <= handover.num_blocks <= MAX_COUNT
     )
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file in a folder may be called so: nothing that leads out of it, or hides."""
+    """Return True for a safe file name: no path separators, not hidden."""
     return FILE_NAME.fullmatch(name) is not None
 
 

@@ -1,7 +1,7 @@
-"""What outside routers hear of an engine's KV memory, in the form that vLLM 0.32 publishes: events are msgpack maps.
+"""KV events for external routers, in the format of vLLM 0.32: events are msgpack maps.
 
-A batch travels as three frames: topic, sequence number (8 bytes, the highest first), and the batch. Hashes are the lowest 64 bits
-of the prefix cache's digests. What has no default here has none there, and is refused where it is missing.
+A batch has three frames: topic, sequence number (8 bytes, big-endian), and the batch. Hashes are the lowest 64 bits
+of the prefix cache's digests. Fields without a default here are required by subscribers.
 """
 
 from __future__ import annotations
@@ -9,43 +9,43 @@ from __future__ import annotations
 import msgspec
 
 MEDIUM = "GPU"
-"""What routers call the memory that an engine computes in, whichever it is."""
+"""Memory kind in the events, on every device: routers expect this name."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False, frozen=True):
-    """Full blocks that requests can begin behind from now on, one after the other."""
+    """Full blocks that are now reusable, in sequence order."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the block before them; None at a beginning."""
+    """Hash of the preceding block; None for the first block."""
     token_ids: list[int]
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[str]] | None = None
-    """For each block, what its hash is of beside tokens: a digest of the request's salt or vectors."""
+    """Additional hash inputs of each block: a digest of the request's salt or embeddings."""
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, gc=False, frozen=True):
-    """Blocks that are no longer there."""
+    """Blocks that were evicted."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True, gc=False, frozen=True):
-    """There is nothing any more: another core or executor begins."""
+    """All blocks are gone: a new core or executor starts."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """What happened in one turn, in order."""
+    """Events of one loop iteration, in order."""
 
     ts: float
     """Seconds since 1970."""
     events: list[KvEvent]
     data_parallel_rank: int | None = None
-    """The engine."""
+    """Index of the engine."""

@@ -1,15 +1,15 @@
-"""What a model's layers need of KV memory, as plain numbers the core can count with.
+"""KV memory layout of a model, in plain numbers for the core.
 
-Layers that need the same share a *group*, and with it one block table of each request. All groups take their blocks from
-one pool: a block is ``layers_per_block`` *places* of ``layer_bytes`` each, and belongs to one group at a time, whose first
-layer has the first place, and so on. ::
+Layers with equal needs share a *group* and its block table. All groups allocate blocks from one pool. A block is
+``layers_per_block`` *places* of ``layer_bytes`` each and belongs to one group at a time; its places are used in layer
+order:
 
     block 7, held by group 0     | layer 5 | layer 11 |  (free)  |
     block 8, held by group 1     | layer 0 | layer 1  | layer 2  |
                                    place 0   place 1     place 2
 
-Memory is one tensor per place, ``[num_blocks, layer_bytes]``. Of a model in stages each has the places of its own layers: every
-group has some in each stage, about as many as its share of the layers, so that few places are in several.
+Memory is one tensor per place, ``[num_blocks, layer_bytes]``. With pipeline stages, each stage has the places of its
+own layers. Every group has layers in each stage in proportion, so that few places are in several stages.
 """
 
 from __future__ import annotations
@@ -22,46 +22,50 @@ import msgspec
 Kind = Literal["full", "sliding", "chunked", "state"]
 
 ALIGNMENT = 64
-"""Places begin at multiples of a cache line."""
+"""Places are aligned to cache lines."""
 
 MOST_PADDING, MOST_FULL_PADDING = 0.15, 0.05
-"""Layers are grouped by as many as leave at most these shares of the places unused: fewer groups are fewer tables to keep. Of
-those that see everything fewer, since what they need grows with a request."""
+"""Maximum unused shares of the places in a grouping: fewer groups mean fewer tables.
+
+The share is lower for full attention, because its memory grows with the request.
+"""
 
 
 class LayerKv(msgspec.Struct, frozen=True):
-    """What one layer keeps of each request. A layer with attention and a state is two of them."""
+    """KV memory of one layer per request. A layer with attention and a state has two of them."""
 
     layer: int
     kind: Kind = "full"
     window: int = 0
     """See `KvGroup.window`."""
     token_bytes: int = 0
-    """Keys and values of one token; of a state 0."""
+    """Keys and values of one token; 0 for a state."""
     state_bytes: int = 0
-    """A state's size, whatever the number of tokens; of all other kinds 0."""
+    """Size of a state, independent of the number of tokens; 0 for other kinds."""
 
 
 class KvGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Layers that need the same, and share one block table.
+    """Layers with equal needs that share one block table.
 
-    ``full``: a token sees all before it. ``sliding``: the newest ``window`` tokens, itself included. ``chunked``: those of
-    its own chunk of ``window`` tokens. ``state``: nothing but a state of fixed size, which lies in a block of its own; the
-    table names which one a step reads, at position 0, and which one it writes, at position 1.
+    - ``full``: a token attends to all before it.
+    - ``sliding``: to the newest ``window`` tokens, itself included.
+    - ``chunked``: to its own chunk of ``window`` tokens.
+    - ``state``: a state of fixed size in a block. The table has the block a step reads, at position 0, and the one it
+      writes, at 1.
     """
 
     kind: Kind
     layers: list[int]
-    """The model's numbers of the layers, in the order of their places."""
+    """The model's layer numbers, in the order of their places."""
     window: int = 0
 
     @property
     def is_state(self) -> bool:
-        """Whether blocks hold states rather than tokens."""
+        """True when blocks hold states rather than tokens."""
         return self.kind == "state"
 
     def first_seen(self, position: int) -> int:
-        """Return the first position that a token at ``position`` sees; those behind it see no earlier one."""
+        """Return the first position that a token at ``position`` attends to; later tokens attend to no earlier one."""
         if self.kind == "sliding":
             return max(0, position + 1 - self.window)
         if self.kind == "chunked":
@@ -75,7 +79,7 @@ class KvGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return range(self.first_seen(start) // block_size, -(-end // block_size))
 
     def most_blocks(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
-        """Return the most blocks that a request of this length ever holds at once, computed by so many tokens a step."""
+        """Return the maximum number of blocks that a request of this length holds at once, at ``step_tokens`` per step."""
         if self.is_state:
             return STATE_BLOCKS
         blocks = -(-num_tokens // block_size)
@@ -85,29 +89,29 @@ class KvGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def padded_head(width: int) -> int:
-    """Return how many numbers a head of ``width`` takes in a key or a value: the kernels read 16 at a time."""
+    """Return the padded width of a key or value head: the kernels read 16 numbers at a time."""
     return -(-width // 16) * 16
 
 
 STATE_BLOCKS = 2
-"""Blocks of a state group that a running request holds at the most: the state that it reads, and the one that it writes."""
+"""Maximum blocks of a state group in a running request: the state that it reads, and the one that it writes."""
 
 
 class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How the layers are grouped, and what a block is."""
+    """Grouping of the layers, and size of a block."""
 
     groups: list[KvGroup]
     layers_per_block: int
     layer_bytes: int
-    """A layer's share of a block: what the layer needs that needs most."""
+    """A layer's share of a block: the largest need of any layer."""
     block_size: int
-    """Tokens whose keys and values a block holds."""
+    """Tokens per block."""
     num_repeated: int = 0
-    """Places beyond ``layers_per_block``: of a model in stages one that several stages have is memory in each."""
+    """Places counted again for each further pipeline stage that has memory for them."""
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a state of each request."""
+        """True when some layers keep a state per request."""
         return any(group.is_state for group in self.groups)
 
     @property
@@ -117,20 +121,20 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def bytes_per_token(self) -> int:
-        """What a token of a long request takes for as long as it runs: groups that see everything."""
+        """Memory per token of a long request, in groups with full attention."""
         num_full = sum(group.kind == "full" for group in self.groups)
         return num_full * self.bytes_per_block // self.block_size
 
     def num_blocks(self, memory_bytes: int) -> int:
-        """How many blocks fit into this much memory."""
+        """Return the number of blocks that fit into this memory."""
         return memory_bytes // self.bytes_per_block
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the most blocks that a request of this length ever holds at once, in all groups."""
+        """Return the maximum number of blocks that a request of this length holds at once, in all groups."""
         return sum(group.most_blocks(num_tokens, self.block_size, step_tokens) for group in self.groups)
 
     def longest(self, num_blocks: int, most_tokens: int, step_tokens: int) -> int:
-        """Return the length of the longest request that so many blocks are enough for, at most ``most_tokens``."""
+        """Return the length of the longest request that fits into this number of blocks, at most ``most_tokens``."""
         low, high = 0, most_tokens
         while low < high:
             middle = (low + high + 1) // 2
@@ -141,25 +145,25 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return low
 
     def places_of(self, has_layer: Callable[[int], bool]) -> set[int]:
-        """Return the places that these layers have, of any group."""
+        """Return the places of these layers, in any group."""
         return {
             place for group in self.groups for place, layer in enumerate(group.layers) if has_layer(layer)
         }
 
     def place(self, layer: int, *, state: bool = False) -> tuple[int, int]:
-        """Return the group and the place of a layer: of its keys and values, or of its state."""
+        """Return group and place of a layer's keys and values, or of its state."""
         for index, group in enumerate(self.groups):
             if group.is_state == state and layer in group.layers:
                 return index, group.layers.index(layer)
-        raise KeyError(f"layer {layer} keeps no {'state' if state else 'keys and values'}")
+        raise KeyError(f"layer {layer} has no {'state' if state else 'keys and values'}")
 
 
 def group_layers(
     layers: Sequence[LayerKv], block_size: int, stages: Sequence[tuple[int, int]] = ()
 ) -> KvSpec:
-    """Group the layers of a model: alike ones together, as evenly as leaves few places unused. See `MOST_PADDING`.
+    """Group a model's layers by kind and window, in groups of a size that leaves few places unused. See `MOST_PADDING`.
 
-    stages: which layers each has, from the first to behind the last, where there are several.
+    stages: the layer range of each pipeline stage, end exclusive, if there are several.
     """
     alike: dict[tuple[Kind, int], list[int]] = {}
     for layer in layers:
@@ -185,13 +189,13 @@ def group_layers(
 
 
 def _padded(counts: list[int], width: int) -> int:
-    """Return the places that so many layers of each kind take in groups of this width."""
+    """Return the number of places that layers of each kind take in groups of this width."""
     return sum(-(-count // width) * width for count in counts)
 
 
 def full_layers(
     num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, block_size: int
 ) -> KvSpec:
-    """Return the one group of a model whose layers all see everything and have the same heads."""
+    """Return the single group of a model with full attention and equal heads in all layers."""
     token_bytes = 2 * num_kv_heads * padded_head(head_dim) * dtype_bytes
     return group_layers([LayerKv(layer, "full", 0, token_bytes) for layer in range(num_layers)], block_size)

@@ -1,8 +1,8 @@
-"""What core and executor tell each other of a store that other servers share: inside `KvOrders` and `KvAnswers`
-(`quintet.core.kv.store_pool`, `quintet.executor.kv_transfer.features.kv_store`).
+"""Messages between core and executor about a shared KV store, inside `KvTierRequests` and `KvTierResults`.
 
-A *run* is so many consecutive blocks of one group, or one state. It is kept as one object, under the key of its last block: that
-names all tokens up to there, and so what every block before it holds.
+Users: `quintet.core.kv.store_pool` and `quintet.executor.kv_transfer.features.kv_store`. A *chunk* is a sequence of
+blocks of one group, or one state. It is stored as one object under the key of its last block, which covers all tokens
+up to there.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ import msgspec
 
 
 class Put(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreRequests`: keep a run."""
+    """Inside `StoreRequests`: store a chunk."""
 
     blocks: bytes
     """int32: device blocks"""
     keys: list[bytes]
-    """Of each; the last one names the run."""
+    """Key of each block; the last one names the chunk."""
 
 
 class Search(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreRequests`: how many of these runs are there?"""
+    """Inside `StoreRequests`: count the chunks that are present."""
 
     request_id: int
     chains: list[list[bytes]]
-    """Names of runs by group, in the order of their tokens; of each chain the first ones are looked for, up to one that lacks."""
+    """Chunk names by group, in token order; each chain is searched up to the first absent chunk."""
 
 
 class Get(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreRequests`: bring blocks of a run."""
+    """Inside `StoreRequests`: fetch blocks of a chunk."""
 
     name: bytes
     num_blocks: int
-    """That the run has."""
+    """Blocks in the chunk."""
     positions: bytes
-    """int32: which of them are wanted."""
+    """int32: wanted positions in the chunk."""
     host_blocks: bytes
-    """int32: where they go."""
+    """int32: destinations."""
     keys: list[bytes]
 
 
 class StoreRequests(msgspec.Struct, array_like=True, gc=False):
-    """Core to executor: keep these runs, look for those, and bring others."""
+    """Core to executor: chunks to store, to search and to fetch."""
 
     puts: list[Put] = []
     searches: list[Search] = []
@@ -49,37 +49,37 @@ class StoreRequests(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """True when there is nothing to do."""
         return not (self.puts or self.searches or self.gets)
 
 
 class LookupResult(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreResults`: what a search has found."""
+    """Inside `StoreResults`: result of a search."""
 
     request_id: int
     counts: bytes
-    """int32: how many of the first runs of each chain are there."""
+    """int32: number of leading chunks of each chain that are present."""
 
 
 class StoreResults(msgspec.Struct, array_like=True, gc=False):
-    """Executor to core: what became of orders."""
+    """Executor to core: results of store requests."""
 
     kept: list[bytes] = []
-    """Names of runs that are there now."""
+    """Names of stored chunks."""
     unkept: list[bytes] = []
-    """Names of those that are not: the store is full, slow, or not there."""
+    """Names of chunks that were not stored: the store is full, slow or unreachable."""
     found: list[LookupResult] = []
     search_ns: int = 0
-    """How long searches took that the store answered, together."""
+    """Total time of the searches that the store answered."""
     fetched: bytes = b""
-    """int32: host blocks that hold what was ordered."""
+    """int32: host blocks that hold the requested content."""
     missed: bytes = b""
     """int32: host blocks that do not."""
     lost: list[bytes] = []
-    """Names of runs that were not there, or not whole."""
+    """Names of chunks that were absent or damaged."""
     num_gets: int = 0
-    """Runs that were brought."""
+    """Number of chunks fetched."""
     get_ns: int = 0
-    """How long any of these was on its way."""
+    """Time during which any of these was in progress."""
     num_searches: int = 0
-    """Searches that the store answered."""
+    """Number of searches that the store answered."""

@@ -1,6 +1,4 @@
-"""Which orders and answers about a shared store make sense, and which columns of keys: a part of
-`quintet.wire.kv_disk_validate`.
-"""
+"""Validation of requests and results of a shared store, and of key columns. Part of `quintet.wire.kv_disk_validate`."""
 
 from __future__ import annotations
 
@@ -13,22 +11,22 @@ MAX_NS = 1 << 63
 
 
 def are_below(column: bytes, limit: int) -> bool:
-    """Whether these are int32 from 0 up to a limit, which may be 0."""
+    """Return True when the int32 values are from 0 up to a limit, which may be 0."""
     return not len(column) % ID_BYTES and (not column or (limit > 0 and all_below(column, limit)))
 
 
 def are_keys(keys: list[bytes]) -> bool:
-    """Whether these are keys of blocks, by their lengths."""
+    """Return True when these have the length of block keys."""
     return all(len(key) in KEY_BYTES for key in keys)
 
 
 def are_named(column: bytes, limit: int, keys: list[bytes]) -> bool:
-    """Whether these are int32 below a limit, each with a key."""
+    """Return True when these are int32 below a limit, each with a key."""
     return len(column) == ID_BYTES * len(keys) and are_keys(keys) and are_below(column, limit)
 
 
 def is_store_order(store: StoreRequests | None, num_blocks: int, num_host_blocks: int) -> bool:
-    """Whether this can be done where there are so many device blocks, and host blocks."""
+    """Return True when the request is valid for these numbers of device blocks and host blocks."""
     return store is None or (
         all(put.keys and are_named(put.blocks, num_blocks, put.keys) for put in store.puts)
         and all(
@@ -45,7 +43,7 @@ def is_store_order(store: StoreRequests | None, num_blocks: int, num_host_blocks
 
 
 def is_store_answer(store: StoreResults | None, num_host_blocks: int) -> bool:
-    """Whether this can have become of orders."""
+    """Return True when the results are valid."""
     return store is None or (
         are_keys([*store.kept, *store.unkept, *store.lost])
         and all(

@@ -1,7 +1,7 @@
-"""How large a frame each kind of process may be sent: what its largest message can hold, from the configuration.
+"""Maximum frame size per role: the size of its largest message, derived from the configuration.
 
-An inbox refuses more before it is in memory, and ends the sender's connection with all that is on it. So these are bounds,
-not measures of what is usual, and nobody sends more: `process/sockets.py` raises `FrameTooLarge` instead.
+An inbox rejects larger frames before reading them and closes the sender's connection with its queued frames. So these
+are upper bounds, and no sender exceeds them: `process/sockets.py` raises `FrameTooLarge` instead.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from quintet.wire.request import MAX_SCHEMAS_BYTES
 from quintet.wire.structured import MAX_COMPILED_BYTES
 
 LEAST_BYTES = 16 << 20
-"""Every inbox takes frames of this size: small models have long metrics too."""
+"""Minimum for every inbox: small models have long metrics too."""
 
 MOST_BYTES = 1 << 30
-"""No inbox takes more, whatever a configuration would allow for."""
+"""Maximum for every inbox, whatever the configuration."""
 
 ID_BYTES = 5
-"""A token id in a list; in a column it has 4."""
+"""Bytes of a token id in a list; in a column it has 4."""
 
 ENTRY_BYTES = 128
-"""One log-probability with its token's text."""
+"""Bytes of one log-probability with its token's text."""
 
 MAX_BEAM_CANDIDATES = 256
-"""Log-probabilities that beam search asks for at a position, whatever clients may ask for."""
+"""Log-probabilities per position in beam search, independent of the client's limit."""
 
 ROW_BYTES = 1 << 10
-"""The fields of a request that have a fixed size, and its parts in other columns."""
+"""Bytes of a request's fields of fixed size, and its parts in other columns."""
 
 MOST_FRONTENDS = 8
-"""Frontends whose requests may be told of in one message; more, where more are configured."""
+"""Minimum number of frontends in one message; more if more are configured."""
 
 TOKENIZED_GROWTH = 16
-"""What a text grows by at most when it becomes ids and their spelling: of a byte, 4 bytes of an id, and ``<0xFF>`` in a list."""
+"""Maximum growth from text to ids and their spelling: per byte, 4 bytes of an id, and ``<0xFF>`` in a list."""
 
 JSON_GROWTH = 4
-"""What a request's body grows by at most: ``1,`` of its JSON becomes four bytes of a column."""
+"""Maximum growth of a request body: ``1,`` of its JSON becomes four bytes of a column."""
 
 
 class FrameTooLarge(OverflowError):
-    """A message is larger than its receiver takes. Nothing was sent."""
+    """A message exceeds its receiver's limit. Nothing was sent."""
 
     def __init__(self, num_bytes: int, role: Role, most: int) -> None:
-        super().__init__(f"{num_bytes} bytes for the {role}, which takes at most {most}")
+        super().__init__(f"{num_bytes} bytes for the {role}, which accepts at most {most}")
         self.num_bytes = num_bytes
         self.most = most
 
@@ -58,13 +58,13 @@ def largest_frames(config: EngineConfig) -> Mapping[Role, int]:
 
 
 def largest_frame(role: Role, config: EngineConfig) -> int:
-    """Return the size in bytes of the largest payload that a process of this role can be sent."""
+    """Return the size in bytes of the largest payload for a process of this role."""
     bound = _BOUNDS[role](config)
     return min(MOST_BYTES, max(LEAST_BYTES, bound))
 
 
 def _request(config: EngineConfig) -> int:
-    """One request as ids, with its outputs and parameters."""
+    """Size of one request as ids, with its outputs and parameters."""
     model = config.model
     words = ID_BYTES * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS + 4 * MAX_STOP_CHARS + MAX_COMPILED_BYTES
     params = (
@@ -74,14 +74,14 @@ def _request(config: EngineConfig) -> int:
 
 
 def _embeds(config: EngineConfig) -> int:
-    """Vectors in place of every token of a step."""
+    """Size of embeddings for every token of a step."""
     if not config.frontend.prompt_embeds:
         return 0
     return config.scheduler.max_num_batched_tokens * config.model.embedding_width * WIDEST_BYTES
 
 
 def _logprobs(config: EngineConfig) -> int:
-    """Log-probabilities of everything that one step computes."""
+    """Size of the log-probabilities of all positions of one step."""
     asked = config.frontend.max_logprobs
     width = 2 + (config.model.vocab_size if asked is None else asked)
     max_tokens, max_num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
@@ -89,8 +89,8 @@ def _logprobs(config: EngineConfig) -> int:
     return num_entries * ENTRY_BYTES
 
 
-def _everybody(config: EngineConfig) -> int:
-    """Ids of every request that frontends may have, told at once to a detokenizer that begins."""
+def _all_opens(config: EngineConfig) -> int:
+    """Size of the `Open` messages of all requests of all frontends, sent at once to a new detokenizer."""
     processes = config.processes
     frontends = max(MOST_FRONTENDS, processes.frontends + processes.external_frontends)
     return frontends * config.frontend.max_queued_requests * (ROW_BYTES + 4 * config.model.max_model_len)
@@ -99,7 +99,7 @@ def _everybody(config: EngineConfig) -> int:
 _BOUNDS: Mapping[Role, Callable[[EngineConfig], int]] = {
     Role.SUPERVISOR: lambda config: LEAST_BYTES,
     Role.FRONTEND: lambda config: (
-        _everybody(config) + _logprobs(config) + TOKENIZED_GROWTH * config.frontend.max_body_bytes
+        _all_opens(config) + _logprobs(config) + TOKENIZED_GROWTH * config.frontend.max_body_bytes
     ),
     Role.TOKENIZER: lambda config: JSON_GROWTH * config.frontend.max_body_bytes + _request(config),
     Role.CORE: lambda config: _request(config) + _logprobs(config),
@@ -107,6 +107,6 @@ _BOUNDS: Mapping[Role, Callable[[EngineConfig], int]] = {
         config.scheduler.max_num_seqs * (_request(config) - config.frontend.max_body_bytes) + _embeds(config)
     ),
     Role.DETOKENIZER: lambda config: (
-        _everybody(config) + _logprobs(config) + config.scheduler.max_num_seqs * MAX_SCHEMAS_BYTES
+        _all_opens(config) + _logprobs(config) + config.scheduler.max_num_seqs * MAX_SCHEMAS_BYTES
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every message between processes except the step pair: who sends it, to whom, and what the receiver may rely on.
+"""Messages between processes, except step plans and results: sender, receiver and guarantees.
 
 Frames of one sender to one receiver arrive in order; frames of different senders do not. All times are
 ``time.monotonic_ns()`` of the host.
@@ -19,7 +19,7 @@ from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 
 class FinishReason(IntEnum):
-    """Why a request ended. `NONE` in a column means that it has not."""
+    """Reason for which a request ended. `NONE` in a column means that it has not."""
 
     NONE = 0
     STOP = 1
@@ -29,7 +29,7 @@ class FinishReason(IntEnum):
     REPETITION = 5
 
 
-# --- a request's way in: frontend -> tokenizer -> core ---------------------------------------------------------
+# --- request path: frontend -> tokenizer -> core -----------------------------------------------------------------
 
 
 class TextPrompt(msgspec.Struct, array_like=True, tag="text"):
@@ -38,7 +38,7 @@ class TextPrompt(msgspec.Struct, array_like=True, tag="text"):
     text: str
     add_special_tokens: bool = True
     suffix: str = ""
-    """What the output stands before: it is to be filled in between."""
+    """Text after the output, for fill-in-the-middle."""
 
 
 class TokenPrompt(msgspec.Struct, array_like=True, tag="ids"):
@@ -50,7 +50,7 @@ class TokenPrompt(msgspec.Struct, array_like=True, tag="ids"):
 class ChatPrompt(msgspec.Struct, array_like=True, tag="chat"):
     """A conversation, rendered by the model's chat template.
 
-    ``messages``, ``tools`` and ``template_kwargs`` are JSON: only the tokenizer process looks inside.
+    ``messages``, ``tools`` and ``template_kwargs`` are JSON, parsed only by the tokenizer process.
     """
 
     messages: bytes
@@ -61,7 +61,7 @@ class ChatPrompt(msgspec.Struct, array_like=True, tag="chat"):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     message_names: list[str] = []
-    """The client's own name of each message, e.g. ``input[3]``, for errors; those beyond its end are ``messages[i]``."""
+    """Name of each message for errors, for example ``input[3]``; messages beyond the list are called ``messages[i]``."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | EmbedsPrompt
@@ -72,9 +72,9 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
     A request with ``spec.params.n`` choices owns the ids ``request_id … request_id + n - 1``, one per choice.
 
-    A frontend that lost the core or the detokenizer of a request sends it again with a higher ``attempt``: as it was if
-    nothing came back yet, else each open choice for itself (``n`` is then 1) with the outputs that were received. The
-    newest attempt is the one that counts, wherever it meets an older one; the same attempt twice is one.
+    A frontend that lost the core or the detokenizer of a request resends it with a higher ``attempt``. If no output
+    was received, it resends the whole request. Otherwise it resends each open choice alone (``n`` is then 1) with its
+    outputs. The newest attempt replaces older ones; a duplicate is ignored.
     """
 
     request_id: int
@@ -84,26 +84,24 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     core: int
     """Index of the core replica to admit to."""
     limit_gives_way: bool = False
-    """Whether ``max_tokens`` is a default, which a long prompt may cut short: only the client's own number is refused."""
+    """``max_tokens`` is a default, which a long prompt may reduce. A client's own value is rejected if it does not fit."""
     session: str = ""
-    """What the request has in common with others of its conversation, "" for nothing: its frontend chooses engines by it, and
-    finds it here where it sends a kept request again."""
+    """Conversation key for engine affinity, "" for none. The frontend finds it again in a retained request."""
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
     """Frontend -> tokenizer -> core, on the same path as the request, so it never overtakes it.
 
-    Every id gets an answer, unless a flag says otherwise. The core sends a finish of `FinishReason.ABORT` through the
-    detokenizer for one that was alive; one that has ended had its answer; of one that it never heard of, or that the tokenizer
-    had not passed on, the frontend hears as `Unknown`.
+    Every id gets an answer, unless a flag says otherwise. A live request gets `FinishReason.ABORT` through the
+    detokenizer, an ended one has had its finish, and an unknown one gets `Unknown`.
     """
 
     request_ids: list[int]
     core: int
     keep: bool = False
-    """The client is gone but may come back: answer nothing, and keep resumable requests for the time of grace."""
+    """The client disconnected but may reconnect: send no answer and retain resumable requests for the grace period."""
     moved: bool = False
-    """The frontend goes on with them at another engine: answer nothing, and forget them."""
+    """The frontend continues them at another engine: send no answer and forget them."""
 
 
 class Admit(msgspec.Struct, array_like=True, tag="admit"):
@@ -115,50 +113,50 @@ class Admit(msgspec.Struct, array_like=True, tag="admit"):
     sent_ns: int
     bad_word_ids: list[list[int]] = []
     embeds: EmbedsPrompt | None = None
-    """Where the prompt has no ids: ``prompt_ids`` are then as many zeros as it has vectors."""
+    """Embeddings prompt; ``prompt_ids`` then has one zero per embedding."""
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """Tokenizer or core -> frontend: the request (every choice of it) ended with an error and produced nothing more."""
+    """Tokenizer or core -> frontend: all choices of the request ended with an error and produce nothing more."""
 
     request_id: int
     code: ErrorCode
     message: str
     param: str | None = None
     retry_s: int = 0
-    """Seconds after which trying again makes sense; 0 says nothing of it."""
+    """Delay in seconds before a retry; 0 if unknown."""
 
 
 class Reclaim(msgspec.Struct, array_like=True, tag="reclaim"):
-    """Frontend -> core: a client wants to go on reading a request whose frontend or connection is gone."""
+    """Frontend -> core: a client resumes a request after its frontend or connection was lost."""
 
     query_id: int
     frontend: int
     request_id: int
-    """The first choice's."""
+    """Id of the first choice."""
     key: bytes
     topology: int = 0
     """As in `RequestSpec`."""
     rename_to: int = 0
-    """Keep the request under this first id, of the asker's, from now on; its client may still name it by older ones."""
+    """New first id of the retained request, issued by this frontend; its client may still use older ids."""
 
 
 class Reclaimed(msgspec.Struct, array_like=True, tag="reclaimed"):
-    """Core -> frontend: the answer. To go on, submit the choices by their new ids, with ``adopts`` and what the client has."""
+    """Core -> frontend: result of `Reclaim`. To resume, submit the choices with new ids, ``adopts`` and their outputs."""
 
     query_id: int
     admit: Admit | None
-    """The request as it was admitted; None when it is not known (any more)."""
+    """The original message; None when the request is unknown or expired."""
     choices: list[tuple[int, bytes]] = []
-    """Of each choice: its number, and its outputs so far (int32)."""
+    """Index and outputs so far (int32) of each choice."""
     core: int = 0
-    """Index of the sender: what it keeps goes on there."""
+    """Index of the sending core, which must get the resumed request."""
 
 
 class Live(msgspec.Struct, array_like=True, tag="live"):
-    """A process tells another which requests it believes the two share: what lives there beside, nobody waits for.
+    """Live-request report. The receiver ends requests of the sender that are missing from it.
 
-    Frontend -> core: the choices that it waits for. Core -> detokenizer: those that it keeps there.
+    Frontend -> core: its live choices. Core -> detokenizer: the choices open there.
     """
 
     sender: WorkerId
@@ -167,9 +165,9 @@ class Live(msgspec.Struct, array_like=True, tag="live"):
 
 
 class InFlightReport(msgspec.Struct, array_like=True, tag="handed"):
-    """Frontend -> tokenizer -> core, on the path of the requests: choices that took it and that the frontend waits for.
+    """Frontend -> tokenizer -> core, on the request path: live choices that took this path.
 
-    The tokenizer leaves out what it still has. Of the others, what the core does not know in two accounts in a row is lost.
+    The tokenizer removes those it still holds. A choice that the core does not know in two reports in a row is lost.
     """
 
     sender: WorkerId
@@ -178,29 +176,29 @@ class InFlightReport(msgspec.Struct, array_like=True, tag="handed"):
     request_ids: bytes
     """int64[K]"""
     attempts: bytes
-    """int32[K]: the newest at each."""
+    """int32[K]: newest attempt of each."""
 
 
 class Unknown(msgspec.Struct, array_like=True, tag="unknown"):
-    """Detokenizer -> core -> frontend, tokenizer -> frontend: of these choices (int64[K]), which you wait for, I know nothing.
+    """Detokenizer -> core -> frontend, or tokenizer -> frontend: these choices (int64[K]) are unknown to the sender.
 
-    The frontend sends them again; those that it has cancelled have ended.
+    The frontend resends them; those that it has cancelled have ended.
     """
 
     request_ids: bytes
 
 
-# --- a request's way out: core -> detokenizer -> frontend ------------------------------------------------------
+# --- output path: core -> detokenizer -> frontend ----------------------------------------------------------------
 
 
 class Open(msgspec.Struct, array_like=True, gc=False):
-    """Inside `Tokens`: the first the detokenizer hears of a request (one per choice)."""
+    """Inside `Tokens`: opens a choice at the detokenizer."""
 
     request_id: int
     num_prompt_tokens: int
     num_cached_tokens: int
     prompt_ids: bytes
-    """Whole when ``echo`` or ``return_prompt_ids``; otherwise only the tail (`PROMPT_TAIL`), the context of the first output."""
+    """Whole prompt with ``echo`` or ``return_prompt_ids``; else its tail (`PROMPT_TAIL`), as context of the output."""
     stop: list[str]
     include_stop: bool
     skip_special_tokens: bool
@@ -211,17 +209,17 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     min_tokens: int
     arrival_ns: int
     scheduled_ns: int
-    """When the first step that computes the request was planned."""
+    """Time at which its first step was planned."""
     output_ids: bytes = b""
-    """int32: outputs that the core knows already (recovery): rebuild the text."""
+    """int32: outputs known before (recovery): rebuild the text."""
     prompt_logprobs: bool = False
-    """Whether `Tokens.prompt_logprobs` will have entries of it: none when the prompt is one token, which has none."""
+    """`Tokens.prompt_logprobs` will have entries for it. False for a prompt of one token, which has none."""
     num_seen: int = 0
-    """Of ``output_ids``, so many are with the frontend; the others are sent to it at once."""
+    """Number of ``output_ids`` that the frontend has; the others are sent to it at once."""
     attempt: int = 0
-    """Replaces whatever the detokenizer has of an older attempt at the request."""
+    """Replaces the detokenizer's state of an older attempt."""
     reading: OutputParsing | None = None
-    """Which parsers read the text; None for none."""
+    """Output parsers; None for plain text."""
 
 
 PROMPT_TAIL = 16
@@ -229,7 +227,7 @@ PROMPT_TAIL = 16
 
 
 class Tokens(msgspec.Struct, array_like=True, tag="tokens", gc=False):
-    """Core -> detokenizer, one per step: the new tokens of all requests that this detokenizer keeps."""
+    """Core -> detokenizer, one per step: new tokens of all requests of this detokenizer."""
 
     step: int
     sent_ns: int
@@ -237,38 +235,38 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens", gc=False):
     request_ids: bytes
     """int64[K]"""
     first_indexes: bytes
-    """int32[K]: output index of the row's first new token; what was already applied is dropped."""
+    """int32[K]: output index of the row's first new token; tokens already applied are dropped."""
     num_tokens: bytes
-    """uint8[K]: new tokens of the row; 0 with a finish is an ending without a token."""
+    """uint8[K]: new tokens of the row; 0 with a finish is an end without a token."""
     token_ids: bytes
     """int32[sum of num_tokens]"""
     finishes: bytes
     """uint8[K]: `FinishReason`"""
     named_stops: bytes
-    """int32[…]: rows whose last token ended them and was a stop token that the request named."""
+    """int32[…]: rows that ended with a stop token named by the request."""
     logprobs: list[TokenLogprobs] = []
     """``row`` is the row of this message."""
     prompt_logprobs: list[PromptLogprobs] = []
     """``row`` is the row of this message, which may have no tokens yet."""
     core_epoch: int = 0
-    """Of the sender: tokens of a core that has a successor are dropped."""
+    """Epoch of the sender: tokens of a replaced core are dropped."""
     closed: bytes = b""
-    """int64[…]: requests that another detokenizer keeps from now on; applied first."""
+    """int64[…]: requests moved to another detokenizer; applied first."""
     core: int = 0
-    """Index of the sender. Who opens a newer attempt at a request takes it from the core that had it."""
+    """Index of the sender. A newer attempt from another core replaces the request of the older core."""
 
 
 class StopHit(msgspec.Struct, array_like=True, tag="stop_hit", gc=False):
-    """Detokenizer -> core: these requests ended in their text (a stop string). The client has been told already."""
+    """Detokenizer -> core: these requests ended in their text (a stop string). The client has its answer already."""
 
     request_ids: bytes
     """int64[K]"""
     attempts: bytes = b""
-    """int32[K]: the attempt whose text ended; the core goes on with a newer one."""
+    """int32[K]: the attempt that ended; the core continues a newer one."""
 
 
 class Alternative(msgspec.Struct, array_like=True, gc=False):
-    """One token and its log-probability, with its text."""
+    """One token with its text and log-probability."""
 
     token_id: int
     logprob: float
@@ -283,11 +281,11 @@ class PositionLogprobs(msgspec.Struct, array_like=True, gc=False):
     chosen: Alternative
     top: list[Alternative]
     text_offset: int
-    """Where the token's text begins in the whole text, in characters (prompt included when echoed)."""
+    """Offset of the token's text in the whole text, in characters (prompt included when echoed)."""
 
 
 class Started(msgspec.Struct, array_like=True, gc=False):
-    """Inside `Text`: the request has been computed for the first time."""
+    """Inside `Text`: the first token of the request was computed."""
 
     request_id: int
     num_prompt_tokens: int
@@ -296,10 +294,10 @@ class Started(msgspec.Struct, array_like=True, gc=False):
     scheduled_ns: int
     prompt_ids: bytes = b""
     prompt_text: str | None = None
-    """When echoed."""
+    """Set when echoed."""
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     first_token: Alternative | None = None
-    """The prompt's first, which has no probability (0 stands there): when echoed, and its log-probabilities were asked for."""
+    """First prompt token, with log-probability 0, if the prompt is echoed with log-probabilities."""
 
 
 class Finish(msgspec.Struct, array_like=True, gc=False):
@@ -310,9 +308,9 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     stop_reason: str | int | None
     num_output_tokens: int
     num_reasoning_tokens: int = 0
-    """Of those, as the request's reading has it."""
+    """Reasoning tokens among them, by the request's output parser."""
     num_calls: int = 0
-    """Calls of tools in the output."""
+    """Tool calls in the output."""
 
 
 class RowLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -323,7 +321,7 @@ class RowLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class Text(msgspec.Struct, array_like=True, tag="text_out", gc=False):
-    """Detokenizer -> frontend, one per step: what became of the requests this frontend owns.
+    """Detokenizer -> frontend, one per step: new text and ends of this frontend's requests.
 
     Apply in this order: ``started``, rows, ``finishes``.
     """
@@ -331,13 +329,13 @@ class Text(msgspec.Struct, array_like=True, tag="text_out", gc=False):
     step: int
     sent_ns: int
     tokens_sent_ns: int
-    """When the core sent the tokens of this step."""
+    """Time at which the core sent the tokens of this step."""
     started: list[Started]
     request_ids: list[int]
     deltas: list[str]
     """New text of each row, of all channels; empty while a character or a possible stop string is incomplete."""
     offsets: list[int]
-    """Characters of output text (of all channels) before the delta: what was already seen is dropped."""
+    """Characters of output text (all channels) before the delta: text already received is dropped."""
     first_indexes: list[int]
     """Output index of the row's first new token."""
     num_tokens: list[int]
@@ -346,27 +344,27 @@ class Text(msgspec.Struct, array_like=True, tag="text_out", gc=False):
     finishes: list[Finish]
     logprobs: list[RowLogprobs] = []
     sender: tuple[int, int] = (0, 0)
-    """Index and epoch of the detokenizer: text of one that has a successor is dropped."""
+    """Index and epoch of the detokenizer: text of a replaced one is dropped."""
     spans: list[RowSpans] = []
-    """Of the rows whose request has a `OutputParsing`; the text of other rows is content."""
+    """Spans of the rows with `OutputParsing`; the text of other rows is content."""
 
 
-# --- small questions ------------------------------------------------------------------------------------------
+# --- queries ------------------------------------------------------------------------------------------------------
 
 
 class TokenizeQuery(msgspec.Struct, array_like=True, tag="tokenize"):
-    """Frontend -> tokenizer: only encode."""
+    """Frontend -> tokenizer: encode only."""
 
     query_id: int
     frontend: int
     prompt: TextPrompt | ChatPrompt
     return_token_strs: bool = False
     until_ns: int | None = None
-    """When nobody waits for the answer any more (`time.monotonic_ns`); None: never."""
+    """Time at which the client's timeout expires (`time.monotonic_ns`); None: never."""
 
 
 class Tokenized(msgspec.Struct, array_like=True, tag="tokenized"):
-    """Tokenizer -> frontend: the answer, or an error."""
+    """Tokenizer -> frontend: the result or an error."""
 
     query_id: int
     token_ids: bytes
@@ -375,26 +373,26 @@ class Tokenized(msgspec.Struct, array_like=True, tag="tokenized"):
 
 
 class DetokenizeQuery(msgspec.Struct, array_like=True, tag="detokenize"):
-    """Frontend -> detokenizer: only decode."""
+    """Frontend -> detokenizer: decode only."""
 
     query_id: int
     frontend: int
     token_ids: bytes
     opened: Open | None = None
-    """Decode them as the whole output of a request that begins so; None: as a text, special tokens included."""
-    is_cut: bool = False  # whether a limit ended that output, not the model
+    """Decode them as the whole output of this request; None: as text, special tokens included."""
+    is_cut: bool = False  # a limit ended that output, not the model
 
 
 class Detokenized(msgspec.Struct, array_like=True, tag="detokenized"):
-    """Detokenizer -> frontend: the answer, or an error."""
+    """Detokenizer -> frontend: the result or an error."""
 
     query_id: int
     text: str
     error: Failed | None = None
     spans: list[Span] = []
-    """What the text is made of, where a `OutputParsing` was asked for."""
+    """Channels of the text, with `OutputParsing`."""
     num_reasoning_tokens: int = 0
     num_calls: int = 0
 
 
-# --- supervision ----------------------------------------------------------------------------------------------
+# --- supervision --------------------------------------------------------------------------------------------------

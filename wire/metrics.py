@@ -1,7 +1,6 @@
-"""Counters, gauges and histograms that a process keeps, and the snapshot it ships with its heartbeat.
+"""Counters, gauges and histograms of a process, and the snapshot sent with its heartbeat.
 
-The Prometheus text is made elsewhere (``frontend/metrics.py``): here is only counting, cheap enough for once per
-step or request.
+``frontend/metrics.py`` formats them for Prometheus. Counting is cheap enough for once per step or request.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ Labels = tuple[tuple[str, str], ...]
 TIME_BUCKETS_S = (
     0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
-"""Seconds. Fine enough at the bottom for hops and decode steps."""
+"""Seconds. Fine at the low end for hops and decode steps."""
 
 PACE_BUCKETS_S = tuple(sorted({*TIME_BUCKETS_S, 0.15, 0.25, 0.3, 0.35, 0.4}))
-"""Seconds between tokens: finer around the time that a step on a CPU aims at, by which more pods are asked for."""
+"""Seconds between tokens: finer around the step time target on a CPU, which autoscaling uses."""
 
 COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Tokens, rows."""
 
 
 class CounterSeries(msgspec.Struct, array_like=True):
-    """A count that only grows."""
+    """A value that only grows."""
 
     name: str
     help: str
@@ -34,12 +33,12 @@ class CounterSeries(msgspec.Struct, array_like=True):
     value: float = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add to the count."""
+        """Increase the value."""
         self.value += amount
 
 
 class GaugeSeries(msgspec.Struct, array_like=True):
-    """A number that is now so."""
+    """A current value."""
 
     name: str
     help: str
@@ -47,12 +46,12 @@ class GaugeSeries(msgspec.Struct, array_like=True):
     value: float = 0.0
 
     def set(self, value: float) -> None:
-        """Replace the number."""
+        """Set the value."""
         self.value = float(value)
 
 
 class HistogramSeries(msgspec.Struct, array_like=True):
-    """How often values fell into each bucket; ``counts`` has one more entry than ``bounds``, for what is above."""
+    """Counts of values per bucket; ``counts`` has one more entry than ``bounds``, for values above the last bound."""
 
     name: str
     help: str
@@ -76,7 +75,7 @@ class Snapshot(msgspec.Struct, array_like=True):
 
 
 class Metrics:
-    """The series of one process. Make each once at boot and keep it; names carry no prefix."""
+    """Registry of one process. Create each series once at start and keep it; names carry no prefix."""
 
     def __init__(self) -> None:
         self._snapshot = Snapshot([], [], [])
@@ -107,27 +106,27 @@ class Metrics:
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
-    """Return what `decode_snapshot` reads."""
+    """Encode a snapshot for `decode_snapshot`."""
     return msgspec.msgpack.encode(snapshot)
 
 
 def decode_snapshot(encoded: bytes) -> Snapshot:
-    """Read what `encode_snapshot` wrote; empty bytes are an empty snapshot."""
+    """Decode a snapshot; empty bytes are an empty snapshot."""
     if not encoded:
         return Snapshot([], [], [])
     return msgspec.msgpack.decode(encoded, type=Snapshot)
 
 
 def supervised(cpu_ns: int, restarts: int) -> Metrics:
-    """Return what the supervisor counts of a process."""
+    """Return the supervisor's metrics of a process."""
     metrics = Metrics()
-    metrics.counter("process_cpu_seconds", "Processor time used.").inc(cpu_ns * 1e-9)
-    metrics.counter("process_restarts", "How often the slot was filled again.").inc(restarts)
+    metrics.counter("process_cpu_seconds", "CPU time used.").inc(cpu_ns * 1e-9)
+    metrics.counter("process_restarts", "Restarts of the slot.").inc(restarts)
     return metrics
 
 
 def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """Return the snapshots of one slot as one: counts are added up by name and labels, gauges are the newest."""
+    """Merge snapshots of one slot: counters and histograms are added by name and labels, gauges are the newest."""
     counters: dict[tuple[str, Labels], CounterSeries] = {}
     gauges: dict[tuple[str, Labels], GaugeSeries] = {}
     histograms: dict[tuple[str, Labels], HistogramSeries] = {}
@@ -143,19 +142,19 @@ def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
 
 
 def add_counters(a: CounterSeries, b: CounterSeries) -> CounterSeries:
-    """Return two counts of one name as one."""
+    """Return the sum of two counters of one name."""
     return CounterSeries(a.name, a.help, a.labels, a.value + b.value)
 
 
 def add_histograms(a: HistogramSeries, b: HistogramSeries) -> HistogramSeries:
-    """Add bucket by bucket; of bounds that differ, keep those both have, so that no count is guessed."""
+    """Add two histograms; if the bounds differ, keep the common ones, so that no count is guessed."""
     bounds = tuple(sorted(set(a.bounds) & set(b.bounds)))
     counts = [x + y for x, y in zip(_rebucketed(a, bounds), _rebucketed(b, bounds), strict=True)]
     return HistogramSeries(a.name, a.help, a.labels, bounds, counts, a.total + b.total)
 
 
 def _rebucketed(series: HistogramSeries, bounds: tuple[float, ...]) -> list[int]:
-    """Return the counts over ``bounds``, which are some of the series' own."""
+    """Return the counts over ``bounds``, a subset of the series' bounds."""
     counts = [0] * (len(bounds) + 1)
     at = 0
     for bound, count in zip((*series.bounds, float("inf")), series.counts, strict=True):

@@ -1,4 +1,4 @@
-"""What the files of a model are called."""
+"""File names of models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def is_gguf(model: Path) -> bool:
-    """Whether a model is a file of GGUF rather than a folder, by its ending."""
+    """Return True when the path is a GGUF file rather than a folder, by its suffix."""
     return model.suffix == GGUF
 
 
 def part_paths(file: Path) -> list[Path]:
-    """Return the files of the model that a file of GGUF is a part of, by their names: the first one first.
+    """Return all files of a split GGUF model by name, the first one first.
 
-    Raises `ConfigError` for a number that cannot be.
+    Raises `ConfigError` for an invalid number of files.
     """
     named = _PART.fullmatch(file.name)
     if named is None:
@@ -32,5 +32,5 @@ def part_paths(file: Path) -> list[Path]:
 
 
 def card_path(model: Path) -> Path:
-    """Return what errors call a model's card: the folder's ``config.json``, or the file that says what that would."""
+    """Return the path that errors name as the model config: the folder's ``config.json``, or the GGUF file."""
     return model if is_gguf(model) else model / "config.json"

@@ -19,4 +19,4 @@ ITEM_BYTES: Mapping[str, int] = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of a number."""
+"""Bytes per number."""

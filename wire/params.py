@@ -18,17 +18,17 @@ from quintet.wire.thinking import ThinkingBound
 
 MAX_CHOICES = 16_384
 MAX_COUNT = (1 << 31) - 1
-"""Most tokens any field may ask for: counts travel as int32."""
+"""Maximum token count in any field: counts are sent as int32."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 """Of all stop strings together: each is searched in every new text."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
 MAX_SHOWN = 100
-"""Characters of a client's value that an error repeats."""
+"""Maximum characters of a client's value in an error message."""
 MAX_LOGPROB_IDS = 128
 MAX_PATTERN = 128
-"""Tokens of a pattern that is looked for: each size is looked at with every token."""
+"""Maximum pattern size of repetition detection: each size is checked with every token."""
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
@@ -36,7 +36,7 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 
 
 class OutputKind(IntEnum):
-    """What each output of the Python API holds."""
+    """Contents of each output of the Python API."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -44,17 +44,17 @@ class OutputKind(IntEnum):
 
 
 class RepetitionDetectionParams(msgspec.Struct, array_like=True, kw_only=True):
-    """When an output counts as going round in circles: a pattern of so many tokens comes so often, one after the other."""
+    """Repetition detection: a pattern of this size, repeated this often in a row, ends the request."""
 
     max_pattern_size: int = 0
-    """0 looks for none."""
+    """0 disables detection."""
     min_pattern_size: int = 0
-    """0 is 1."""
+    """0 means 1."""
     min_count: int = 0
 
     @property
     def makes_sense(self) -> bool:
-        """Whether such patterns can be looked for."""
+        """True when the values are in range."""
         sizes_fit = (
             0 <= self.min_pattern_size <= self.max_pattern_size and 1 <= self.max_pattern_size <= MAX_PATTERN
         )
@@ -62,10 +62,10 @@ class RepetitionDetectionParams(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=True):
-    """How to choose the output of one request, and when to end it.
+    """Parameters that select the output of one request and its end.
 
-    Call `checked` before use: it validates every field and returns the normal form that processes exchange
-    (greedy spelled one way, -1 turned into None, and so on).
+    Call `checked` before use: it validates every field and returns the normal form that processes exchange (greedy
+    spelled one way, -1 turned into None, and so on).
     """
 
     n: int = 1
@@ -99,18 +99,18 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     structured_outputs: StructuredOutputsParams | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     thinking_token_budget: int | None = None
-    """Most tokens of reasoning; None or -1 for no limit."""
+    """Maximum reasoning tokens; None or -1 for no limit."""
     thinking_bound: ThinkingBound | None = None
-    """The same for the executor. Written by the tokenizer process."""
+    """The same for the executor. Set by the tokenizer process."""
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether the request may begin behind what others have computed: not where every position is to be told of."""
+        """The request may reuse cached prefixes. False with prompt log-probabilities, which need every position."""
         return not self.skip_reading_prefix_cache and self.prompt_logprobs is None
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken at every position."""
+        """The most likely token is taken at every position."""
         return self.temperature < GREEDY_BELOW
 
     def checked(self, max_logprobs: int | None = 20, vocab_size: int | None = None) -> SamplingParams:
@@ -148,7 +148,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
             raise _bad(
                 "repetition_detection",
                 msgspec.structs.asdict(watched),
-                f"max_pattern_size between 1 and {MAX_PATTERN} (or 0 to look for nothing), min_pattern_size at most that, and "
+                f"max_pattern_size between 1 and {MAX_PATTERN} (or 0 to disable detection), min_pattern_size at most that, and "
                 "min_count at least 2",
             )
         if self.structured_outputs is not None:
@@ -157,14 +157,14 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
 
 
 def first_unknown(ids: Collection[int], vocab_size: int) -> int | None:
-    """Return the first of these ids that is no token of a model with so many; None where all are."""
+    """Return the first of these ids that is out of the vocabulary; None if all are in it."""
     if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
         return None
     return next(token for token in ids if not 0 <= token < vocab_size)
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raise `RequestError` where one of these ids is no token of the model."""
+    """Raise `RequestError` if one of these ids is out of the vocabulary."""
     wrong = first_unknown(ids, vocab_size)
     if wrong is not None:
         raise RequestError(
@@ -175,11 +175,11 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a client's value as an error repeats it: printable whatever it holds, and never long."""
+    """Return a client's value for an error message: printable and of bounded length."""
     try:
         text = repr(value[:MAX_SHOWN] if isinstance(value, str | list) else value)
     except ValueError:
-        return "a number of more digits than can be shown"
+        return "a number with too many digits to show"
     is_cut = len(text) > MAX_SHOWN or (isinstance(value, str | list) and len(value) > MAX_SHOWN)
     return text[: MAX_SHOWN - 3] + "..." if is_cut else text
 
@@ -189,7 +189,7 @@ def _bad(field: str, value: object, allowed: str) -> RequestError:
 
 
 def _unless_between(field: str, value: int | None, low: int, what: str) -> None:
-    """Raise unless a count is absent or from ``low`` to `MAX_COUNT`; ``what`` says so in words."""
+    """Raise unless a count is absent or from ``low`` to `MAX_COUNT`; ``what`` describes the range."""
     if value is not None and not low <= value <= MAX_COUNT:
         raise _bad(field, value, f"{what} and at most {MAX_COUNT}")
 
@@ -227,7 +227,7 @@ def _check_ranges(p: SamplingParams) -> None:
         what = "-1 for no limit, or at least 0"
         _unless_between("thinking_token_budget", p.thinking_token_budget, 0, what)
     if p.thinking_bound is not None:
-        raise _bad("thinking_bound", "given", "left out: the server writes it")
+        raise _bad("thinking_bound", "set", "absent: the server sets it")
     if p.truncation_side not in ("left", "right"):
         raise _bad("truncation_side", p.truncation_side, "'left' or 'right'")
 
@@ -237,12 +237,12 @@ def _check_lists(p: SamplingParams, max_logprobs: int | None, vocab_size: int | 
         if value is None:
             continue
         may_be_all = max_logprobs is None
-        most, whose = MAX_COUNT if max_logprobs is None else max_logprobs, "the server's --max-logprobs"
+        most, limit_name = MAX_COUNT if max_logprobs is None else max_logprobs, "the server's --max-logprobs"
         if vocab_size is not None and vocab_size <= most:
-            most, whose, may_be_all = vocab_size, "the tokens that the model has", True
+            most, limit_name, may_be_all = vocab_size, "the vocabulary size", True
         if not 0 <= value <= most and not (value == -1 and may_be_all):
             all_of_them = " or -1 for all of them" if may_be_all else ""
-            raise _bad(field, value, f"between 0 and {most} ({whose}){all_of_them}")
+            raise _bad(field, value, f"between 0 and {most} ({limit_name}){all_of_them}")
     if p.stop:
         _check_stop(p)
     if p.bad_words:

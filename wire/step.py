@@ -1,7 +1,7 @@
-"""The hot pair: what the core asks of the executor each step, and what comes back.
+"""Messages of one step: the core's plan and the executor's result.
 
 Columns are packed by `quintet.wire.codec`. ``R`` is the number of rows in the step, ``S`` the number of rows that
-sample. The order of rows is the core's choice; results come back in the same order.
+sample. The core chooses the order of rows; results use the same order.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from quintet.wire.params import SamplingParams
 
 
 class NewRow(msgspec.Struct, array_like=True, gc=False):
-    """A request enters a slot: everything the device must know of it.
+    """A request that enters a slot, with all that the device needs.
 
-    ``token_ids`` (int32) are the prompt followed by outputs it already has (after preemption, recovery or a fork).
+    ``token_ids`` (int32) are the prompt and the outputs it already has (after preemption, recovery or a fork).
     """
 
     slot: int
@@ -25,48 +25,51 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    """Key of the counter-based RNG (uint64); with the position it decides every draw."""
+    """Key of the counter-based RNG (uint64); with the position it determines every draw."""
     stop_ids: list[int] = []
     """Tokens that end the request; masked until ``min_tokens`` outputs exist."""
     bad_word_ids: list[list[int]] = []
     num_embedded: int = 0
-    """Of the prompt, so many tokens are vectors (`StepPlan.embeds`), and their ids mean nothing."""
+    """Number of prompt tokens given as embeddings (`StepPlan.embeds`); their ids are placeholders."""
 
 
 class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
-    """One step: deltas to the executor's tables, then the rows to compute.
+    """One step: changes of the executor's tables, then the rows to compute.
 
-    In each layer, KV of all rows is written before any row reads: a row may read blocks that one before it fills.
+    In each layer, KV of all rows is written before any row reads: a row may read blocks that an earlier row of the
+    step fills.
     """
 
     step: int
     sent_ns: int
     freed: bytes
-    """Slots (int32) whose tenant left; applied first."""
+    """Freed slots (int32); applied first."""
     new_rows: list[NewRow]
     blocks: bytes
-    """int32 quadruples ``slot, group, position in its block table, block id``: entries added or replaced; applied after
-    ``new_rows``. Groups are those of the model's `KvSpec`."""
+    """int32 quadruples ``slot, group, position in its block table, block id``: entries added or replaced.
+
+    Applied after ``new_rows``. Groups are those of the model's `KvSpec`.
+    """
     copies: bytes
     """int32 pairs ``from block, to block``: contents copied before this step computes (copy-on-write)."""
     slots: bytes
     """int32[R]"""
     starts: bytes
-    """int32[R]: tokens of the row whose KV is already there; the first position computed now."""
+    """int32[R]: tokens of the row with existing KV; the first position computed now."""
     counts: bytes
     """int32[R]: tokens computed now. Token values come from the executor's own token table."""
     samples: bytes
     """uint8[R]: 1 where the row ends at its newest token and so draws the next one (written at ``start + count``)."""
     checksum: int = 0
-    """CRC-32 of the tables after the deltas, when ``SchedulerConfig.audit``; 0 otherwise."""
+    """CRC-32 of the tables after the changes, when ``SchedulerConfig.audit``; 0 otherwise."""
     tables: int = 0
-    """`Capacity.tables` that the plan is for; the executor drops plans for tables that it has emptied since."""
+    """`Capacity.tables` of the plan; the executor drops plans for tables that it has emptied since."""
     swaps_out: bytes = b""
-    """int32 pairs ``device block, host block``: contents copied to host memory, before all that follows."""
+    """int32 pairs ``device block, host block``: contents copied to host memory, before all other operations."""
     swaps_in: bytes = b""
     """int32 pairs ``device block, host block``: contents copied back, after ``swaps_out`` and before ``copies``."""
     embeds: list[RowEmbeds] = []
-    """Vectors of the tokens of rows that have some in place of ids."""
+    """Embeddings of tokens that have no ids."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -101,7 +104,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
-    """What one step produced."""
+    """Result of one step."""
 
     step: int
     sent_ns: int
@@ -114,25 +117,25 @@ class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
     compute_ns: int = 0
     """Time in the model and sampler."""
     num_tenants: int | None = None
-    """Slots that have one after the plan, for the core to compare with its own; None says nothing."""
+    """Occupied slots after the plan, for comparison with the core's count; None disables the check."""
     failed: bytes = b""
-    """int32: rows of the plan that drew a token and cannot go on behind it. Their requests end with an error."""
+    """int32: rows of the plan that drew a token and cannot continue. Their requests end with an error."""
 
 
 class StepsEnded(msgspec.Struct, array_like=True, tag="ended", gc=False):
-    """So many more of the steps that the executor began have ended, in their order, whatever became of them.
+    """Number of further steps that have ended on the device, in order, with or without an error.
 
-    Never sent: the thread that waits for the device tells the executor's loop. It is a message so that a recording says
-    in which turn the loop knew.
+    Not sent between processes: the executor's waiting thread posts it to its loop. It is a message so that recordings
+    contain it.
     """
 
     count: int
 
 
 class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
-    """The executor is ready, its tables are empty, and this is what it has.
+    """The executor is ready with empty tables; its capacity.
 
-    Sent to the core once it is loaded, and again whenever a step failed and the tables were emptied (`failure`).
+    Sent to the core after loading, and again whenever a step failed and the tables were emptied (`failure`).
     """
 
     executor_epoch: int
@@ -141,18 +144,18 @@ class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     max_num_seqs: int
     max_model_len: int
     tables: int = 0
-    """How often this executor has emptied its tables."""
+    """Number of times this executor has emptied its tables."""
     failure: str = ""
-    """Why: what the newest step raised."""
+    """Exception of the newest step, if that is the reason."""
     num_host_blocks: int = 0
-    """Blocks of host memory, for contents that the device has no room for; empty too."""
+    """Host blocks for offloaded KV; empty too."""
     swap_bytes_per_s: int = 0
-    """How fast blocks are copied between device and host, the slower way; 0 when that was not measured."""
+    """Copy speed between device and host, the slower direction; 0 when not measured."""
     num_disk_blocks: int = 0
-    """Blocks there is room for on disk (`quintet.wire.kv_disk`)."""
+    """Number of blocks that the disk tier can hold (`quintet.wire.kv_disk`)."""
     num_staging_blocks: int = 0
-    """Host blocks that they are read into; their numbers follow those of `num_host_blocks`."""
+    """Host blocks for reads from disk, numbered after `num_host_blocks`."""
     num_peer_blocks: int | None = None
-    """Host blocks that those of other servers are fetched into, numbered behind those; None where there are no peers."""
+    """Host blocks for fetches from other servers, numbered after those; None without peers."""
     num_store_blocks: int = 0
-    """Host blocks that those of a shared store are fetched into, numbered behind all others."""
+    """Host blocks for fetches from the shared store, numbered after all others."""

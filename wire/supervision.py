@@ -1,6 +1,6 @@
-"""What the supervisor and the processes tell each other: slots, signs of life, figures, orders. No request's data.
+"""Messages between supervisor and processes: slots, heartbeats, metrics and commands. No request data.
 
-Every process knows these; the messages of requests are in `quintet.wire.messages`.
+Every process handles these; `quintet.wire.messages` has the messages of requests.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from quintet.wire.ids import Role, WorkerId
 
 
 class SlotState(IntEnum):
-    """What the supervisor knows of one slot."""
+    """State of one slot, as known to the supervisor."""
 
     STARTING = 0
     READY = 1
     STALLED = 2
     DOWN = 3
     RETIRING = 4
-    """Gets nothing new, finishes or hands over what it has, then leaves."""
+    """Gets no new work, finishes or hands over its requests, then exits."""
 
 
 class ProcessSlot(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -32,13 +32,15 @@ class ProcessSlot(msgspec.Struct, array_like=True, frozen=True, gc=False):
     state: SlotState
     note: str = ""
     retired: bool = False
-    """`SlotState.DOWN` on purpose: nobody waits for a successor."""
+    """`SlotState.DOWN` on purpose: no successor follows."""
     was_ready: bool = False
-    """Whether this process, or one before it, was ready once: who is missing here now is being replaced."""
+    """This process or a predecessor was ready once. So a process missing now is being replaced."""
 
 
 class Topology(msgspec.Struct, array_like=True, tag="topology"):
-    """Supervisor -> everyone, whenever a slot changes: who is there, at which epoch. Newer versions replace older ones."""
+    """Supervisor -> all processes, whenever a slot changes: the processes and their epochs. Newer versions replace
+    older ones.
+    """
 
     version: int
     slots: list[ProcessSlot]
@@ -46,7 +48,7 @@ class Topology(msgspec.Struct, array_like=True, tag="topology"):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """Child -> supervisor: booted. ``facts`` are short words for the boot story (e.g. ``blocks: 812``)."""
+    """Child -> supervisor: started. ``facts`` are short words for the startup log (e.g. ``blocks: 812``)."""
 
     worker: WorkerId
     pid: int
@@ -54,32 +56,32 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="heartbeat"):
-    """Child -> supervisor, every ``heartbeat_s``, from the loop that does the work; the executor's from a thread beside it."""
+    """Child -> supervisor, every ``heartbeat_s``, sent by the working loop; by a separate thread in the executor."""
 
     worker: WorkerId
     progress: int
     """Grows whenever work is completed."""
     pending: int
-    """Work accepted and not completed; with ``progress`` standing still this means a stall."""
+    """Work accepted and not completed; constant ``progress`` with pending work is a stall."""
     cpu_ns: int
-    """Processor time of the process so far."""
+    """CPU time of the process so far."""
     metrics: bytes = b""
     """Encoded `quintet.wire.metrics.Snapshot`; empty when nothing changed since the last."""
     topology: int = 0
-    """Version of the topology that the worker follows; a new one is acknowledged by a heartbeat at once."""
+    """Version of the worker's topology; a heartbeat acknowledges a new one at once."""
 
 
 class MetricsQuery(msgspec.Struct, array_like=True, tag="metrics_query"):
-    """Frontend -> supervisor: everybody's newest figures."""
+    """Frontend -> supervisor: request the newest metrics of all processes."""
 
     query_id: int
     asker: WorkerId
     metrics: bytes = b""
-    """The asker's own until now, as in `Heartbeat`: what it shows must outlive it. Empty when no counts are shown."""
+    """The asker's metrics so far, as in `Heartbeat`: the supervisor keeps them after its death. Empty without counts."""
 
 
 class ReportMetrics(msgspec.Struct, array_like=True, tag="tell_figures"):
-    """Supervisor -> everyone: somebody looks at the figures; send a heartbeat with yours."""
+    """Supervisor -> all processes: metrics are being read; send a heartbeat with them."""
 
 
 class ProcessMetrics(msgspec.Struct, array_like=True):
@@ -94,14 +96,14 @@ class ProcessMetrics(msgspec.Struct, array_like=True):
     restarts: int
     metrics: bytes
     uptime_s: float = 0.0
-    """Since it was started."""
+    """Since its start."""
     beat_age_s: float = 0.0
     """Since its last heartbeat."""
     note: str = ""
 
 
 class SlotHistory(msgspec.Struct, array_like=True):
-    """Inside `MetricsReport`: what the former processes of one slot had counted. The living one began at zero."""
+    """Inside `MetricsReport`: counts of a slot's former processes. The current process started at zero."""
 
     role: Role
     index: int
@@ -110,23 +112,23 @@ class SlotHistory(msgspec.Struct, array_like=True):
 
 
 class MetricsReport(msgspec.Struct, array_like=True, tag="metrics_report"):
-    """Supervisor -> frontend: the answer."""
+    """Supervisor -> frontend: the result."""
 
     query_id: int
     processes: list[ProcessMetrics]
     past: list[SlotHistory] = []
-    """Of slots that lost a process, also those that are given up."""
+    """History of slots that lost a process, including abandoned slots."""
 
 
 class Drain(msgspec.Struct, array_like=True, tag="drain"):
-    """Supervisor -> frontend, tokenizer, detokenizer: accept nothing new, finish what is in flight, then send `Drained`.
+    """Supervisor -> frontend, tokenizer, detokenizer: accept nothing new, finish the work in flight, then send `Drained`.
 
-    In a topology that is draining the server ends; else the receiver's slot is `SlotState.RETIRING`, and others go on.
+    If the topology is draining, the server ends. Otherwise only the receiver's slot is `SlotState.RETIRING`.
     """
 
 
 class Drained(msgspec.Struct, array_like=True, tag="drained"):
-    """The answer: nothing left."""
+    """Reply to `Drain`: no work is left."""
 
     worker: WorkerId
 

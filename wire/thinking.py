@@ -1,4 +1,4 @@
-"""A bound on reasoning in token ids: what the tokenizer process makes of ``thinking_token_budget`` for the executor."""
+"""Reasoning budget in token ids, which the tokenizer process derives from ``thinking_token_budget`` for the executor."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import msgspec
 
 
 class Thinking(msgspec.Struct, array_like=True):
-    """One way to reason: the mark that begins it, and what is drawn once there was enough of it."""
+    """One kind of reasoning: its opening mark, and the tokens that are forced once the budget is used up."""
 
     opens: list[int]
     forced: list[int]
 
 
 class ThinkingBound(msgspec.Struct, array_like=True):
-    """How many tokens a request may reason."""
+    """Reasoning budget of a request."""
 
     max_tokens: int
     """Between the marks, neither counted."""
     ways: list[Thinking]
     closes: list[list[int]]
-    """What ends reasoning, however it began."""
+    """Token sequences that end reasoning, for every kind."""
     begun: int | None = None
-    """Which of the ways the prompt has begun; None where outputs begin outside."""
+    """Index of the kind that the prompt has opened; None where the output starts outside reasoning."""
 
     @property
     def makes_sense(self) -> bool:
-        """Whether an executor can do so."""
+        """True when the fields are valid."""
         return (
             self.max_tokens >= 0
             and bool(self.ways)
@@ -37,7 +37,7 @@ class ThinkingBound(msgspec.Struct, array_like=True):
         )
 
     def ids(self) -> Iterator[int]:
-        """Yield every token that is named."""
+        """Yield every token id in it."""
         for way in self.ways:
             yield from way.opens
             yield from way.forced

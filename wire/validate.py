@@ -1,7 +1,7 @@
-"""Which messages make sense: lengths that agree, numbers in their ranges. Asked by every inbox, once, for each message.
+"""Validation of received messages: consistent lengths, numbers in range. Every inbox validates each message once.
 
-What passes cannot make a process read beyond a table or fail over a number. Whether it is true, who knows: an answer
-to a question that nobody asked passes too, and its receiver drops it.
+A valid message cannot make a process read beyond a table or fail on a number. Meaning is checked by the receiver: it
+drops, for example, an answer to an unknown query.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
 from quintet.wire.kv_admin_validate import operator_checks
 from quintet.wire.kv_disk_validate import (
     are_swaps,
-    blocks_elsewhere,
-    can_be_handed_over,
     disk_checks,
-    fits_elsewhere,
+    fits_tiers,
+    is_kv_transfer,
+    max_tier_blocks,
 )
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.metrics import decode_snapshot
@@ -41,7 +41,7 @@ from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, OutputParsin
 from quintet.wire.thinking import ThinkingBound
 
 MAX_SLOTS = 1 << 10
-"""Slots of one role: an index of a frontend has ten bits in a request's id."""
+"""Maximum slots per role: a frontend index has ten bits in a request id."""
 MAX_ID = 1 << 63
 LAST_FINISH = max(m.FinishReason)
 
@@ -49,7 +49,7 @@ Check = Callable[[Any], bool]
 
 
 class Validator:
-    """The limits of one server, and what they mean for each kind of message."""
+    """Validator for one server's limits, with a check per kind of message."""
 
     def __init__(self, config: EngineConfig) -> None:
         model, scheduler = config.model, config.scheduler
@@ -60,8 +60,8 @@ class Validator:
         self._block_size = model.kv.block_size
         self._num_groups = len(model.kv.groups)
         self._num_blocks = model.kv.num_blocks(config.cache.memory_bytes) or MAX_COUNT
-        """On a GPU only the executor knows."""
-        self._num_host_blocks, self._num_disk_blocks = blocks_elsewhere(config)
+        """On a GPU only the executor knows the number, so the limit is `MAX_COUNT`."""
+        self._num_host_blocks, self._num_disk_blocks = max_tier_blocks(config)
         self._blocks_per_row = max(STATE_BLOCKS, -(-model.max_model_len // model.kv.block_size))
         self._run_dir = config.run_dir
         self._checks: dict[type[msgspec.Struct], Check] = {
@@ -111,7 +111,7 @@ class Validator:
         }
 
     def accepts(self, message: msgspec.Struct) -> bool:
-        """Whether a message that could be decoded makes sense."""
+        """Return True when a decoded message is valid."""
         check = self._checks.get(type(message))
         return check is None or check(message)
 
@@ -127,7 +127,7 @@ class Validator:
         return bound.makes_sense and self._in_vocabulary([*bound.ids()])
 
     def _params(self, p: SamplingParams) -> bool:
-        """Whether sampling can be done so; what a client is told of its mistakes is `SamplingParams.checked`'s."""
+        """Return True when the sampler accepts the parameters. `SamplingParams.checked` reports errors to clients."""
         return (
             1 <= p.n <= MAX_CHOICES
             and 0.0 <= p.temperature <= 2.0
@@ -163,8 +163,8 @@ class Validator:
             and 0 <= spec.deadline_ns < MAX_ID
             and self._are_tokens(spec.output_ids)
             and len(spec.output_ids) <= ID_BYTES * self._max_len
-            and _can_be_read(spec.reading)
-            and can_be_handed_over(spec.handover)
+            and _is_output_parsing(spec.reading)
+            and is_kv_transfer(spec.handover)
         )
 
     def _submit(self, msg: m.Submit) -> bool:
@@ -263,7 +263,7 @@ class Validator:
         return (
             0 < msg.executor_epoch <= MAX_COUNT
             and 0 < msg.num_blocks <= MAX_COUNT
-            and fits_elsewhere(msg, self._num_host_blocks, self._num_disk_blocks)
+            and fits_tiers(msg, self._num_host_blocks, self._num_disk_blocks)
             and 0 <= msg.swap_bytes_per_s < MAX_ID
             and msg.block_size == self._block_size
             and 0 < msg.max_num_seqs <= self._num_slots
@@ -308,7 +308,7 @@ class Validator:
         )
 
     def _named_stops(self, msg: m.Tokens, num_rows: int) -> bool:
-        """Whether each is a row that stopped, with a token."""
+        """Return True when each is a row that stopped, with a token."""
         return (
             not len(msg.named_stops) % ID_BYTES
             and all_below(msg.named_stops, num_rows)
@@ -328,7 +328,7 @@ class Validator:
             and 0 <= opened.num_prompt_tokens <= MAX_COUNT
             and 0 <= opened.num_cached_tokens <= MAX_COUNT
             and 0 <= opened.attempt <= MAX_COUNT
-            and _can_be_read(opened.reading)
+            and _is_output_parsing(opened.reading)
         )
 
     def _text(self, msg: m.Text) -> bool:
@@ -367,8 +367,8 @@ def _is_slot(index: int) -> bool:
     return 0 <= index < MAX_SLOTS
 
 
-def _can_be_read(reading: OutputParsing | None) -> bool:
-    """Whether a reading is of bounded size; which parsers there are, who reads knows."""
+def _is_output_parsing(reading: OutputParsing | None) -> bool:
+    """Return True when the parser fields have bounded size. The detokenizer checks the parser names."""
     return reading is None or (
         len(reading.reasoning) <= MAX_NAME_CHARS
         and len(reading.tools) <= MAX_NAME_CHARS
@@ -377,7 +377,7 @@ def _can_be_read(reading: OutputParsing | None) -> bool:
 
 
 def _are_spans_of(row: RowSpans, delta: str) -> bool:
-    """Whether spans are what a delta is made of."""
+    """Return True when the spans cover the delta exactly."""
     return sum(size for _, _, size in row.spans) == len(delta) and all(
         0 <= channel < NUM_CHANNELS and 0 <= call <= MAX_COUNT and size > 0
         for channel, call, size in row.spans

@@ -67,10 +67,10 @@ def main() -> None:
         for message in messages_of_a_step(num_rows):
             assert sense.accepts(message), message
             payload = encode(message)
-            frame, decode = seal.close(payload), msgspec.msgpack.Decoder(type(message)).decode
+            frame, decode = seal.sign(payload), msgspec.msgpack.Decoder(type(message)).decode
             figures = [
-                least_us(lambda payload=payload: seal.close(payload)),  # type: ignore[misc]
-                least_us(lambda frame=frame: seal.open(frame)),  # type: ignore[misc]
+                least_us(lambda payload=payload: seal.sign(payload)),  # type: ignore[misc]
+                least_us(lambda frame=frame: seal.verify(frame)),  # type: ignore[misc]
                 least_us(lambda message=message: sense.accepts(message)),  # type: ignore[misc]
                 least_us(lambda message=message: encode(message)),  # type: ignore[misc]
                 least_us(lambda decode=decode, payload=payload: decode(payload)),  # type: ignore[misc]

@@ -1,1 +1,1 @@
-"""Scheduling features, one file each, joined to the scheduler by the hooks of `quintet.core.hooks`."""
+"""Scheduling features, one module each, attached to the scheduler by the hooks of `quintet.core.hooks`."""

@@ -1,9 +1,9 @@
-"""Forks: the further choices of a request with n > 1 begin from the first one's prompt.
+"""Forks: further choices of a request with n > 1 start from the first choice's prompt blocks.
 
-They wait until the first choice has computed the prompt up to its last token. Then each shares the full blocks, copies
-the one partly filled block (it is about to write into it), and computes the last prompt token itself, so that it draws
-its first token with its own seed. A choice whose elder is gone before there was room for it, or has lost sight of what it
-needs, is a request like any other: the prefix cache or the prompt itself serve it.
+They wait until the first choice has computed all but the last prompt token. Then each shares the full blocks and
+copies the partial block. It computes the last prompt token itself, to sample its first token with its own seed. If
+the first choice ended or released needed blocks, the choice is an ordinary request and may still hit the prefix
+cache.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """Forks are always on: only requests that have a parent notice."""
-    return Feature("fork", gate=gate, source=source)
+    """Return the feature; it is always on and only affects requests with a parent."""
+    return Feature("fork", can_schedule=can_schedule, match_prefix=match_prefix)
 
 
-def gate(state: SchedulerState, request: Request) -> bool:
-    """Hold a choice back while its elder is still on its way through the prompt, unless a trial keeps the elder from it."""
+def can_schedule(state: SchedulerState, request: Request) -> bool:
+    """Delay a choice while the first one computes the prompt, unless a poison-isolation trial excludes the first one."""
     parent = request.parent
     return (
         parent is None
@@ -31,15 +31,15 @@ def gate(state: SchedulerState, request: Request) -> bool:
     )
 
 
-def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
-    """Find the prompt in the blocks of the elder, if it runs and has computed them."""
+def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
+    """Match the prompt in the blocks of the running first choice, once they are computed."""
     parent = request.parent
     num_tokens = request.num_prompt - 1
     if parent is None or parent.status is not Status.RUNNING or parent.computed < num_tokens:
         return None
     num_full, remainder = divmod(num_tokens, state.limits.block_size)
     if len(request.digests) < num_full:
-        request.digests = parent.digests[:num_full]  # the same tokens: hash them once
+        request.digests = parent.digests[:num_full]  # same tokens: hash them once
     groups = state.limits.groups
     shared = [_shared(state, request, parent, index, num_full) for index in range(len(groups.all))]
     tables = [parent.held[index] for index in groups.tokens]
@@ -52,10 +52,10 @@ def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
 def _shared(
     state: SchedulerState, request: Request, parent: Request, index: int, num_full: int
 ) -> GroupBlocks | None:
-    """Return what a choice reads of its elder's blocks of a group; None where the elder has lost sight of it."""
+    """Return the blocks of a group that a choice reads from its parent; None where the parent has released some."""
     groups, held = state.limits.groups, parent.held[index]
     if groups.all[index].is_state:
-        kept = parent.for_choices
+        kept = parent.fork_state_blocks
         return GroupBlocks(0, [kept[groups.states.index(index)]]) if kept else None
     first = groups.first_block(index, request.num_prompt - 1)
     keys = [key_of(digest, index) for digest in request.digests[first : min(num_full, held.begin)]]

@@ -1,20 +1,19 @@
-"""KV offload: what a preempted request has computed waits in host memory, where copying is cheaper than computing again.
+"""KV offload: keep the KV of preempted requests in host memory where copying is cheaper than recomputation.
 
-A preempted request would be computed again from its ids; the longer it is, the dearer. So its full blocks are copied to
-the host before the device gives them new content: those that nobody could find any more at once, the others, which
-the prefix cache still knows, when they are evicted. Where layers have windows or states, so is its last block, as far as it
-is filled, and the states. When the request is resumed, what is left of it on the device is shared and what follows comes
-back from the host, if that is cheaper still.
+Full blocks are copied to the host before the device reuses them. Blocks outside the prefix cache are copied at once,
+cached ones when they are evicted. Groups with windows or states also save the partial last block and the states. A
+resumed request shares the blocks still on the device and restores the following ones from the host, if that is still
+cheaper.
 
-Both costs are measured ones: the executor says how fast it copies (`Capacity.swap_bytes_per_s`), and its results how
-fast it computes (`quintet.core.throughput`). What takes part in a copy, and when, is `quintet.core.kv.host_pool`'s.
+Both costs are measured: `Capacity.swap_bytes_per_s` by the executor, the compute speed by `quintet.core.throughput`.
+`quintet.core.kv.host_pool` owns the host blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.block_keys import digests_of, keys_behind, run_of
+from quintet.core.block_keys import digests_of, keys_after, run_of
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.request import Request
@@ -22,18 +21,22 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """On if there is to be host memory for it."""
-    return Feature("kv_offload", keep=keep, source=source) if setup.cache.swap_bytes > 0 else None
+    """Return the feature if host memory is configured."""
+    return (
+        Feature("kv_offload", on_preempt=on_preempt, match_prefix=match_prefix)
+        if setup.cache.swap_bytes > 0
+        else None
+    )
 
 
-def keep(state: SchedulerState, request: Request) -> None:
-    """Have as many full blocks of a request as it can begin behind, and as the host has room for, outlive its preemption.
+def on_preempt(state: SchedulerState, request: Request) -> None:
+    """Save as many full blocks of the request as it can resume from and the host has free blocks for.
 
-    All that plans have computed is there before the next plan copies anything; of that, only what follows from tokens
-    that are known: those in flight are drawn again.
+    All planned tokens are computed before the next plan's copies. Only blocks of known tokens count: those in flight
+    are drawn again.
     """
     block_size, pool = state.limits.block_size, state.pool
-    if not pool.tiers.host.num_blocks or not _may_begin_behind_others(request):
+    if not pool.tiers.host.num_blocks or not _may_share_blocks(request):
         return
     num_full = min(request.planned, len(request.tokens) - 1) // block_size
     if not state.limits.groups.is_plain:
@@ -42,21 +45,21 @@ def keep(state: SchedulerState, request: Request) -> None:
     if not _is_cheaper(state, num_full * block_size, 2 * num_full):
         return
     found = pool.index.block_of
-    wanted = pool.tiers.host.want(request.request_id, keys_behind(state, request, 0, num_full * block_size))
+    wanted = pool.tiers.host.want(request.request_id, keys_after(state, request, 0, num_full * block_size))
     for key, block in zip(wanted, request.held[0].blocks, strict=False):
         if key not in found:
-            pool.tiers.host.leave(key, block)
+            pool.tiers.host.on_evict(key, block)
 
 
 def _keep_groups(state: SchedulerState, request: Request, num_blocks: int) -> None:
-    """Have what every group needs of a request's beginning outlive its preemption, all of it or nothing."""
+    """Save the blocks that every group needs to resume the request; all or none."""
     pool, groups = state.pool, state.limits.groups
-    num_tokens, held = _beginning(state, request, num_blocks)
+    num_tokens, held = _resumable_prefix(state, request, num_blocks)
     if not num_tokens:
         return
     contents: dict[bytes, int] = {}
     for index, group in enumerate(groups.all):
-        keys, blocks = keys_behind(state, request, index, num_tokens), held[index].blocks[-1:]
+        keys, blocks = keys_after(state, request, index, num_tokens), held[index].blocks[-1:]
         if not group.is_state:
             skipped = groups.first_block(index, num_tokens) - held[index].begin
             if skipped < 0:
@@ -65,21 +68,23 @@ def _keep_groups(state: SchedulerState, request: Request, num_blocks: int) -> No
         contents |= zip(keys, blocks, strict=True)
     if not _is_cheaper(state, num_tokens, 2 * len(contents)):
         return
-    request.num_kept = num_tokens
+    request.num_offloaded = num_tokens
     for key in pool.tiers.host.want(request.request_id, list(contents), whole=True):
         if key not in pool.index.block_of:
-            pool.tiers.host.leave(key, contents[key])
+            pool.tiers.host.on_evict(key, contents[key])
 
 
-def _beginning(state: SchedulerState, request: Request, num_blocks: int) -> tuple[int, Sequence[GroupBlocks]]:
-    """Return how many tokens of a request are to be kept, and the blocks.
+def _resumable_prefix(
+    state: SchedulerState, request: Request, num_blocks: int
+) -> tuple[int, Sequence[GroupBlocks]]:
+    """Return the number of tokens to save, and their blocks.
 
-    All that it has computed and can go on from: of its last block what it holds, since a window has let go of the ones that
-    other tokens of that block saw. But where the token is not known that states go on with, it is, if beginnings are shared, the
-    longest one of at most so many full blocks that all groups can serve, a kept state among it.
+    Usually all computed tokens, including the partial last block, since a window has released older blocks. If the
+    token after a state is unknown and prefix caching is on, it is the longest cached prefix with a checkpointed
+    state.
     """
     limits, planned = state.limits, request.planned
-    if not limits.groups.states or request.begins_at < planned < len(request.tokens):
+    if not limits.groups.states or request.state_start < planned < len(request.tokens):
         return min(planned, len(request.tokens) - 1), request.held
     if not limits.prefix_caching:
         return 0, ()
@@ -88,8 +93,8 @@ def _beginning(state: SchedulerState, request: Request, num_blocks: int) -> tupl
     return num_blocks * limits.block_size, held
 
 
-def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
-    """Find what is on the device still, and behind it what is on the host."""
+def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
+    """Match blocks still on the device, then blocks on the host."""
     pool, limits = state.pool, state.limits
     if request.request_id not in pool.tiers.host.keys_of:
         return None
@@ -105,19 +110,19 @@ def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
 
 
 def _source_of_groups(state: SchedulerState, request: Request) -> PrefixMatch | None:
-    """Find what every group needs, each block of it on the device or on the host."""
-    pool, limits, num_tokens = state.pool, state.limits, request.num_kept
+    """Match the blocks that every group needs, each on the device or on the host."""
+    pool, limits, num_tokens = state.pool, state.limits, request.num_offloaded
     shared: list[GroupBlocks] = []
     tails: list[int | None] = []
     restored: list[list[int]] = []
     for index, group in enumerate(limits.groups.all):
         keys, block_of, rest = (
-            keys_behind(state, request, index, num_tokens),
+            keys_after(state, request, index, num_tokens),
             pool.index.block_of,
             list[bytes](),
         )
         if num_tokens % limits.block_size and not group.is_state:
-            tail = keys.pop()  # on the device it is only copied
+            tail = keys.pop()  # a tail on the device is only copied
             tails.append(block_of.get(tail))
             rest = [tail] if tail not in block_of else []
         blocks = run_of(keys, block_of)
@@ -132,15 +137,15 @@ def _source_of_groups(state: SchedulerState, request: Request) -> PrefixMatch | 
     if not num_restored or not _is_cheaper(state, num_tokens, num_restored):
         return None
     found = PrefixMatch(num_tokens, shared, tails, restored=restored)
-    return found if state.spares(request, len(found.known_tails)) else None
+    return found if state.has_spare_blocks(request, len(found.known_tails)) else None
 
 
-def _may_begin_behind_others(request: Request) -> bool:
-    """Whether the request takes computed blocks at all: as for the prefix cache, whose keys name the contents."""
+def _may_share_blocks(request: Request) -> bool:
+    """Return True when the request may reuse computed blocks: the keys are those of the prefix cache."""
     return request.params.reads_prefix_cache
 
 
 def _is_cheaper(state: SchedulerState, num_tokens: int, num_copies: int) -> bool:
-    """Return whether so many copies take less time than computing so many tokens once. Unmeasured, they do."""
-    computing_ns = state.pace.time_of(num_tokens)
+    """Return True when the copies take less time than computing the tokens once, or when neither is measured."""
+    computing_ns = state.throughput.time_of(num_tokens)
     return computing_ns is None or num_copies * state.limits.block_copy_ns < computing_ns

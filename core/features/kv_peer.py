@@ -1,64 +1,70 @@
-"""KV of other servers: a request begins behind what another server has computed of its prompt.
+"""KV of other servers: start a request after the prompt blocks that a peer has computed.
 
-A waiting request that names a peer is looked up once, before it runs for the first time. What the device lacks of the blocks that
-are offered there is fetched, and until it is here the request is passed over by others; then it enters behind it, as behind a hit
-in the prefix cache. It waits for room, too: computing what another has computed is what it was sent on for. What does not come is
-computed. The other direction is `quintet.core.kv_publish`.
+A waiting request that names a peer is looked up once, before it first runs. Blocks that the device lacks and the peer
+offers are fetched; meanwhile other requests pass. Then it enters as after a prefix cache hit. It also waits for free
+host blocks, because recomputation would defeat the transfer. Missing blocks are computed. `quintet.core.kv_publish`
+is the sending side.
 """
 
 from __future__ import annotations
 
-from quintet.core.block_keys import digests_of, found_behind, keys_behind, run_of
+from quintet.core.block_keys import digests_of, keys_after, match_fetched, run_of
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
-from quintet.core.recurrent_state import last_kept
+from quintet.core.recurrent_state import last_checkpoint
 from quintet.core.request import Request
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.request import KvTransfer
 
 
 def build(setup: Setup) -> Feature | None:
-    """On if there are to be other servers."""
-    return None if setup.cache.peers is None else Feature("kv_peer", gate=gate, source=source)
+    """Return the feature if peers are configured."""
+    return (
+        None
+        if setup.cache.peers is None
+        else Feature("kv_peer", can_schedule=can_schedule, match_prefix=match_prefix)
+    )
 
 
-def gate(state: SchedulerState, request: Request) -> bool:
-    """Hold a request back while what it can begin behind is on its way. In a trial nobody waits for anything."""
+def can_schedule(state: SchedulerState, request: Request) -> bool:
+    """Delay a request while blocks are being fetched for it. A poison-isolation trial waits for nothing."""
     peers, handover = state.pool.tiers.peers, request.handover
     if peers is None or handover is None or not handover.peer or state.trial is not None:
         return True
-    wish = peers.fetches.wishes.get(request.request_id)
-    if wish is None and request.scheduled_ns is None and request.parent is None:
+    fetch = peers.fetches.requests.get(request.request_id)
+    if fetch is None and request.scheduled_ns is None and request.parent is None:
         if not _ask(state, peers, request, handover):
-            return not peers.fetches.frees_room
-        wish = peers.fetches.wishes.get(request.request_id)
-    return wish is None or not wish.pending
+            return not peers.fetches.frees_host_blocks
+        fetch = peers.fetches.requests.get(request.request_id)
+    return fetch is None or not fetch.pending
 
 
 def _ask(state: SchedulerState, peers: PeerPool, request: Request, handover: KvTransfer) -> bool:
-    """Have what a peer can give a request fetched. Return whether there was room for what it wants, perhaps nothing."""
+    """Fetch the blocks that the peer has for a request. Return False when host blocks were short."""
     limits, index = state.limits, state.pool.index
     groups, size = limits.groups.all, limits.block_size
-    there = min((len(request.tokens) - 1) // size, handover.num_blocks)
+    num_reachable = min((len(request.tokens) - 1) // size, handover.num_blocks)
     if limits.groups.states:
-        there = min(there, last_kept(limits, request.num_prompt) // size)
-    here = reach(index.block_of, digests_of(state, request, there), there, groups, size)
-    if there <= here or not request.params.reads_prefix_cache:
-        peers.fetches.wish_nothing(request.request_id)
+        num_reachable = min(num_reachable, last_checkpoint(limits, request.num_prompt) // size)
+    num_on_device = reach(
+        index.block_of, digests_of(state, request, num_reachable), num_reachable, groups, size
+    )
+    if num_reachable <= num_on_device or not request.params.reads_prefix_cache:
+        peers.fetches.note_no_fetch(request.request_id)
         return True
     if not peers.may_ask(request.rank):
         return False
     missing: list[bytes] = []
     for group in range(len(groups)):
-        keys = keys_behind(state, request, group, there * size)
+        keys = keys_after(state, request, group, num_reachable * size)
         missing += keys[len(run_of(keys, index.block_of)) :]
-    whole = not limits.groups.is_plain or peers.fetches.frees_room
+    whole = not limits.groups.is_plain or peers.fetches.frees_host_blocks
     request_id, rank = request.request_id, request.rank
-    return peers.ask(request_id, rank, handover.peer, missing, there * size, whole=whole)
+    return peers.ask(request_id, rank, handover.peer, missing, num_reachable * size, whole=whole)
 
 
-def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
-    """Find what is on the device, and behind it what was fetched."""
+def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
+    """Match blocks on the device, then fetched blocks."""
     peers = state.pool.tiers.peers
-    return None if peers is None else found_behind(state, request, peers.fetches)
+    return None if peers is None else match_fetched(state, request, peers.fetches)

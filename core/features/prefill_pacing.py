@@ -1,16 +1,16 @@
-"""Just in time: prompts begin as late as they can without the batch ending later.
+"""Prefill pacing: delay prompts as far as possible without making the batch end later.
 
-For whole batches, where only the last token's time matters (``scheduling_policy`` longest). A step that only decodes
-streams all weights for a few tokens; a step that also carries a piece of a prompt streams them no more often. So prompts
-are spread over the steps that there will be anyway: as many as the request with the most outputs to go still needs. A
-prompt with fewer outputs to go has the difference as slack, and a step computes as much as keeps every prompt within
-its slack. When all want the same number of outputs there is no slack, and prompts come as fast as the budget allows.
+For offline batches (``scheduling_policy`` longest), where only the time of the last token matters. A decode-only step
+reads all weights for few tokens; a prefill chunk in it costs no extra read. So prompts are spread over the steps that
+are needed anyway: as many as the request with the most remaining outputs needs. A request with fewer remaining
+outputs has slack, and a step computes enough to keep every prompt within its slack. With equal output lengths there
+is no slack, and the budget alone decides.
 
-Whoever ends together is also in memory together. When KV memory would not hold everybody at full length, prompts come
-as fast as the budget allows, so that some end before others begin.
+Requests that end together also hold memory together. If KV memory cannot hold all at full length, the budget alone
+decides, so that some end before others start.
 
-``limit`` is all that is known of a request's end. One that stops earlier takes its slack from the others, which are then
-computed faster, from the next step on.
+``limit`` is the only estimate of a request's end. A request that stops early removes slack, and later steps compute
+more.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from quintet.core.hooks import Feature, Setup
 from quintet.core.request import Request
 from quintet.core.scheduler_state import SchedulerState
 
-LEAST_TOKENS = 64
-"""Prompts get at least so many tokens of every step: below, it is the weights that a step waits for, not the tokens."""
+MIN_TOKENS = 64
+"""Minimum prompt tokens per step: below it, a step is bound by reading weights."""
 
 
 def build(setup: Setup) -> Feature | None:
-    """On where the policy is to finish a batch soonest, and prompts may be cut."""
+    """Return the feature under policy ``longest`` with chunked prefill."""
     scheduler = setup.scheduler
     is_on = scheduler.policy == "longest" and scheduler.enable_chunked_prefill
-    return Feature("just_in_time", clamp=PacedChunks().clamp) if is_on else None
+    return Feature("prefill_pacing", limit_tokens=PacedChunks().limit_tokens) if is_on else None
 
 
 class PacedChunks:
-    """Remembers, from the first prompt of a step to its last, how much of the budget they leave alone.
+    """Caches, within a step, the part of the budget that prompts leave unused.
 
-    A function of the state that is looked up once a step: for each prompt, it would take time that grows with the
-    square of their number.
+    Computing it per prompt would take quadratic time.
     """
 
     __slots__ = ("_left_alone", "_step")
@@ -43,8 +42,8 @@ class PacedChunks:
         self._step: int | None = None
         self._left_alone = 0
 
-    def clamp(self, state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
-        """Give the request what is left of the prompt tokens that this step needs."""
+    def limit_tokens(self, state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
+        """Grant the request its part of the prompt tokens that this step needs."""
         if state.step != self._step:
             self._step = state.step
             self._left_alone = max(0, budget - num_needed(state, budget))
@@ -52,24 +51,24 @@ class PacedChunks:
 
 
 def num_needed(state: SchedulerState, budget: int) -> int:
-    """Return how many prompt tokens a step must compute, if it can; asked before it has any but decoding rows."""
-    if state.num_unpromised < 0:
+    """Return the number of prompt tokens that a step must compute; called when it only has decode rows."""
+    if state.num_unreserved < 0:
         return budget
-    num_steps = 0  # from this one on, until all have ended
+    num_steps = 0  # from this one until all have ended
     for request in state.running:
         draws_now = request.length - request.planned <= 1
         num_steps = max(num_steps, request.limit - request.length + draws_now)
     for request in state.waiting:
         num_steps = max(num_steps, request.limit - request.length)
-    needed, total = LEAST_TOKENS, 0
+    needed, total = MIN_TOKENS, 0
     for queue in (state.running, state.waiting):
         for request in queue:
-            behind = request.length - request.planned
-            if behind > 1:
-                total += behind
+            num_uncomputed = request.length - request.planned
+            if num_uncomputed > 1:
+                total += num_uncomputed
                 num_left = (
                     num_steps - (request.limit - request.length) + 1
-                )  # steps to be complete in, this one too
+                )  # steps left to complete it, including this one
                 needed = max(needed, -(-total // num_left))
                 if needed >= budget:
                     return budget

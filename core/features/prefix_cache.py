@@ -1,8 +1,8 @@
-"""Prefix cache: begin a request behind the longest run of full blocks that already holds its first tokens.
+"""Prefix cache: start a request after the longest cached run of full blocks that matches its first tokens.
 
-Finding is here; a block is made findable by `SchedulerState.publish` once it is full, computed in some plan, and its tokens are
-known: those of a prompt when they are planned, those that were drawn when they come back. Of a model with states there are
-also ends, in the middle of a block (`quintet.core.kv.prefix`): what a request had computed when it ended, and most of its prompt.
+`SchedulerState.publish` registers a block once it is full, planned and its tokens are known: prompt tokens when
+planned, outputs when committed. Models with states also have ends inside a block (`quintet.core.kv.prefix`): at a
+request's last computed token and near the end of its prompt.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """On unless the configuration switches it off."""
-    return Feature("prefix_cache", source=source) if setup.cache.enable_prefix_caching else None
+    """Return the feature unless the configuration disables it."""
+    return Feature("prefix_cache", match_prefix=match_prefix) if setup.cache.enable_prefix_caching else None
 
 
-def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
-    """Find the request's tokens in the cache, leaving at least one to compute: a step must have something to draw from."""
+def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
+    """Match the request's tokens in the cache, leaving at least one to compute: sampling needs logits."""
     if not request.params.reads_prefix_cache:
         return None
     block_size = state.limits.block_size
@@ -41,16 +41,16 @@ def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
 def _longest_end(
     state: SchedulerState, request: Request, least: int
 ) -> tuple[int, list[GroupBlocks], list[int | None]] | None:
-    """Find an end behind more than ``least`` of a request's tokens: behind how many, what each group reads, and the tails.
+    """Find an end after more than ``least`` tokens; return its token count, each group's blocks, and the tails.
 
-    A running request takes none: it would have to copy what it has. Nor is there one where blocks are scarce: tails are held
-    until they are copied, beside all that the request takes itself.
+    A running request gets none, because it would have to copy blocks. Nor does one when blocks are scarce: the tails
+    stay referenced until copied, in addition to the request's own blocks.
     """
     limits, index, tokens = state.limits, state.pool.index, request.tokens
     if not index.ends or request.status is Status.RUNNING:
         return None
     groups, block_size, most = limits.groups, limits.block_size, len(tokens) - 1
-    if not state.spares(request, len(groups.tokens)):
+    if not state.has_spare_blocks(request, len(groups.tokens)):
         return None
     for num_blocks in range(most // block_size, least // block_size - 1, -1):
         before = request.digests[num_blocks - 1] if num_blocks else request.salt_digest

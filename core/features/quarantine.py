@@ -1,6 +1,6 @@
-"""Quarantine: while suspects are tried for making the executor fail, only they run.
+"""Quarantine: during a poison-isolation trial, only the suspects on trial run.
 
-Who is tried, and for how long, is `quintet.core.poison_isolation.suspects`' to say, by way of `SchedulerState.trial`.
+`quintet.core.poison_isolation.suspects` selects them, through `SchedulerState.trial`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """Quarantine is always on: without a trial it stops nobody."""
-    return Feature("quarantine", gate=gate)
+    """Return the feature; it is always on and has no effect without a trial."""
+    return Feature("quarantine", can_schedule=can_schedule)
 
 
-def gate(state: SchedulerState, request: Request) -> bool:
-    """Hold back whoever is not on trial."""
+def can_schedule(state: SchedulerState, request: Request) -> bool:
+    """Delay requests that are not on trial."""
     return state.may_run(request)

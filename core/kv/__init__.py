@@ -1,1 +1,1 @@
-"""KV memory as numbers: which block belongs to whom, and which block already holds which tokens."""
+"""KV memory as numbers: block pools, prefix index and tiers."""

@@ -1,17 +1,15 @@
-"""Blocks on disk: contents that outlive the device, the executor and the server, and the way back to the device.
+"""Disk tier: block contents that outlive the device, the executor and the server.
 
-A place is always in exactly one of three states:
-
-      free ──── order ───▶ being written ──── stored ───▶ holds a content
-       ▲                        │ not stored                   │ another is to be stored, or this one was missed
+      free ──── store ───▶ being written ──── stored ───▶ holds a content
+       ▲                        │ failed                       │ evicted (LRU), or a read missed
        └────────────────────────┴──────────────────────────────┘
 
-Every full block that becomes findable on the device is stored, unless it is there already; what was used longest ago gives
-way, but for what is pinned. What a waiting request wants is fetched into host blocks (`quintet.core.kv.prefetch`).
+Every full block that becomes reusable on the device is stored unless it is on disk already. The least recently used
+unpinned block is evicted. Blocks that a waiting request wants are fetched into host blocks
+(`quintet.core.kv.prefetch`).
 
-Never wrong: a key names the content, and the executor reads nothing else under it
-(`quintet.executor.kv_transfer.disk.block_file`). What is believed to be there and is not is a miss: the request
-computes it.
+A key names the exact content, and the executor verifies it (`quintet.executor.kv_transfer.disk.block_file`). A
+missing block is a miss: the request computes it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from quintet.wire.kv_disk import FileRequest, KvTierRequests, KvTierResults
 
 
 class DiskPool:
-    """Which place holds what, and what is on its way to and fro: a `quintet.core.kv.tiers.Tier`."""
+    """Disk places by content, and transfers in progress: a `quintet.core.kv.tiers.Tier`."""
 
     __slots__ = (
         "_drops",
@@ -43,49 +41,49 @@ class DiskPool:
     )
 
     def __init__(self, num_places: int, first_host_block: int, num_host_blocks: int) -> None:
-        """Host blocks: those that contents are fetched into, consecutive numbers."""
+        """Host blocks are numbered consecutively from ``first_host_block``; fetches are written into them."""
         self.num_places = num_places
         self.free = dict.fromkeys(range(num_places - 1, -1, -1))
         self.place_of: dict[bytes, int] = {}
-        """Content -> where it is, used longest ago first."""
+        """Block key -> place, least recently used first."""
         self.storing: dict[bytes, int] = {}
-        """Content -> the place that it is being written to."""
+        """Block key -> place being written."""
         self.fetches = Prefetches(first_host_block, num_host_blocks)
         self.pinned: Container[bytes] = ()
-        """Contents that do not give way."""
+        """Block keys excluded from eviction."""
         self.file_orders: list[FileRequest] = []
-        """What is to be done with prefixes in files of their own, of what was not ordered yet."""
+        """Operations on exported prefix files; not sent yet."""
         self._drops: list[tuple[int, bytes]] = []
-        """Places and contents to be forgotten, of what was not ordered yet."""
+        """Places and keys to delete; not sent yet."""
         self._unwanted: set[bytes] = set()
-        """Contents that are being written, and are to be forgotten when they are."""
+        """Keys being written that are deleted once written."""
         self.cost = FetchCost()
-        """Of fetching a block."""
+        """Cost of fetching a block."""
         self._due: dict[bytes, int] = {}
-        """Content -> the device block to store it from, of what was not ordered yet."""
+        """Block key -> device block to store; not sent yet."""
         self._ordered: list[tuple[int, int, bytes]] = []
-        """Place, host block and content to fetch, of what was not ordered yet."""
+        """Place, host block and key to fetch; not sent yet."""
 
-    # --- keeping ---
+    # --- storing ---
 
     def hold(self, key: bytes, place: int) -> None:
-        """Hear what a place holds from before."""
+        """Register contents found on disk at start."""
         if place in self.free and key not in self.place_of:
             del self.free[place]
             self.place_of[key] = place
 
-    def stand(self, key: bytes, block: int) -> None:
-        """Hear that a full block has just become findable; the plan that writes it comes before the next orders."""
+    def queue_store(self, key: bytes, block: int) -> None:
+        """Queue a full block that became reusable; the plan that writes it precedes the next transfer requests."""
         self._unwanted.discard(key)
         if key not in self.place_of and key not in self.storing:
             self._due[key] = block
 
-    def leave(self, key: bytes, block: int) -> None:
-        """See `Tier.leave`: what is not ordered by now is not stored."""
+    def on_evict(self, key: bytes, block: int) -> None:
+        """See `Tier.on_evict`: a store that was not sent yet is dropped."""
         self._due.pop(key, None)
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Have these contents, in the order of their tokens, give way last; the tail, worth nothing alone, before the head."""
+        """Mark these contents as recently used, in token order; the tail is evicted before the head."""
         for key in reversed(keys):
             place = self.place_of.pop(key, None)
             if place is not None:
@@ -103,14 +101,14 @@ class DiskPool:
         return None
 
     def take_place_for(self, key: bytes) -> int | None:
-        """Return the place that a content will be written to which is not here; None where none is to be had."""
+        """Reserve a place for a content that is not on disk; None when none can be freed."""
         place = self._take_place()
         if place is not None:
             self.storing[key] = place
         return place
 
     def give_up(self, keys: Sequence[bytes]) -> None:
-        """Hear that those of these contents that were to be written are not."""
+        """Free the places of contents that were not written."""
         for key in keys:
             self._unwanted.discard(key)
             place = self.storing.pop(key, None)
@@ -118,7 +116,7 @@ class DiskPool:
                 self.free[place] = None
 
     def drop(self, key: bytes) -> None:
-        """Forget a content, here and on disk, if it is there or will be."""
+        """Delete a content, on disk or being written."""
         self._due.pop(key, None)
         if key in self.storing:
             self._unwanted.add(key)
@@ -130,7 +128,7 @@ class DiskPool:
     # --- fetching ---
 
     def ask(self, request_id: int, keys: Sequence[bytes], num_tokens: int, *, whole: bool) -> bool:
-        """Fetch these contents, which are on disk, for a request: see `Prefetches.ask`. Return whether any is fetched."""
+        """Fetch these contents for a request: see `Prefetches.ask`. Return True when any is fetched."""
         new = self.fetches.ask(request_id, keys, num_tokens, whole=whole)
         if new is None:
             return False
@@ -146,18 +144,18 @@ class DiskPool:
         self.fetches.forget(request_id)
 
     def expire(self, now_ns: int) -> None:
-        """Give up what was fetched for too long."""
+        """Give up fetches past their deadline."""
         self.fetches.expire(now_ns)
 
-    # --- orders and answers ---
+    # --- requests and results ---
 
     @property
     def due(self) -> Mapping[bytes, int]:
-        """Contents that are to be stored and were not ordered yet, and the device blocks that hold them."""
+        """Contents to store that were not sent yet, by device block."""
         return self._due
 
     def add_orders(self, orders: KvTierRequests, now_ns: int) -> None:
-        """Add what is to be done: before the next plan is made."""
+        """Add the transfers to send before the next plan."""
         self.fetches.begin_orders(now_ns)
         stores = list[int]()
         orders.drops = pack_i32([place for place, _ in self._drops])
@@ -178,7 +176,7 @@ class DiskPool:
         self._ordered.clear()
 
     def answer(self, answers: KvTierResults) -> None:
-        """Apply what became of orders."""
+        """Apply the results of transfers."""
         for key in answers.stored:
             place = self.storing.pop(key, None)
             if place is not None:
@@ -197,7 +195,7 @@ class DiskPool:
             self.cost.note(len(fetched), answers.fetch_ns)
 
     def take_copies(self) -> list[int]:
-        """See `Tier.take_copies`: nothing is copied this way. What that plan has read, and nobody writes, is free again."""
+        """See `Tier.take_copies`: this tier has none. Frees host blocks that the previous plan has read."""
         self.fetches.free_left()
         return []
 
@@ -205,5 +203,5 @@ class DiskPool:
         """See `Tier.check`."""
         places = [*self.free, *self.place_of.values(), *self.storing.values()]
         assert sorted(places) == list(range(self.num_places)), len(places)
-        assert self.place_of.keys().isdisjoint(self.storing), "stored twice"
+        assert self.place_of.keys().isdisjoint(self.storing), "on disk and being written"
         self.fetches.check(waiting)

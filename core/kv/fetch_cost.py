@@ -1,37 +1,34 @@
-"""What fetching costs, as measured, against computing.
-
-Knows no clock: whoever fetches says how long that took.
-"""
+"""Measured cost of fetching, compared with computing. Callers pass durations; it reads no clock."""
 
 from __future__ import annotations
 
-MOST_SURPRISE = 8
-"""A fetch counts as no more than so many times the mean: one that was stopped says nothing of the next."""
+OUTLIER_FACTOR = 8
+"""Outlier limit: a sample counts at most this multiple of the mean, because a fetch may have been suspended."""
 TRY_EVERY = 32
-"""After so many requests for which computing looked cheaper, what was measured is forgotten: fetching may be faster now."""
+"""After this many rejected fetches the measurement is discarded, because fetching may be faster now."""
 
 
 class FetchCost:
-    """How long fetching one thing takes, of one kind of things: a mean that fades."""
+    """Exponential moving average of the time of one fetch."""
 
-    __slots__ = ("_num_refused", "each_ns")
+    __slots__ = ("_num_rejected", "each_ns")
 
     def __init__(self) -> None:
         self.each_ns: float | None = None
-        """None before anything was measured."""
-        self._num_refused = 0
+        """None before the first measurement."""
+        self._num_rejected = 0
 
     def note(self, number: int, took_ns: int) -> None:
-        """Learn that so many, at least one, took so long together."""
+        """Add a measurement: ``number`` (at least 1) fetches took ``took_ns`` together."""
         each_ns = took_ns / number
         old_ns = each_ns if self.each_ns is None else self.each_ns
-        self.each_ns = (3 * old_ns + min(each_ns, MOST_SURPRISE * old_ns)) / 4
+        self.each_ns = (3 * old_ns + min(each_ns, OUTLIER_FACTOR * old_ns)) / 4
 
     def is_cheaper(self, number: int, computing_ns: int | None) -> bool:
-        """Return whether fetching so many takes less than computing does. What was not measured does."""
+        """Return True when the fetches take less time than computing, or nothing is measured yet."""
         if computing_ns is None or self.each_ns is None or number * self.each_ns < computing_ns:
             return True
-        self._num_refused += 1
-        if self._num_refused % TRY_EVERY == 0:
+        self._num_rejected += 1
+        if self._num_rejected % TRY_EVERY == 0:
             self.each_ns = None
         return self.each_ns is None

@@ -1,18 +1,17 @@
-"""What a request holds of one group of layers: blocks for consecutive positions of its block table.
+"""Blocks of a request in one group of layers, for consecutive positions of its block table.
 
     position    0     1     2     3     4     5
-               behind the window  |    held    |
+               before the window  |    held    |
                                 begin         end
 
-Of a group of states the blocks are those that the newest step read and wrote (`quintet.core.recurrent_state`), often
-one and the same.
+A state group has the blocks that the newest step read and wrote (`quintet.core.recurrent_state`), often the same one.
 """
 
 from __future__ import annotations
 
 
 class GroupBlocks:
-    """A run of a block table. Those that see everything begin at 0."""
+    """A range of a block table. Without a window it begins at 0."""
 
     __slots__ = ("begin", "blocks")
 
@@ -22,14 +21,14 @@ class GroupBlocks:
 
     @property
     def end(self) -> int:
-        """The position behind the last one."""
+        """End position, exclusive."""
         return self.begin + len(self.blocks)
 
-    def behind(self, position: int) -> list[int]:
+    def before(self, position: int) -> list[int]:
         """Return the blocks before a position."""
         return self.blocks[: max(0, position - self.begin)]
 
     def drop(self, position: int) -> None:
-        """Forget the blocks before a position, as `behind` names them; where it is past the end, begin there."""
+        """Drop the blocks before a position; past the end, the range becomes empty and begins there."""
         del self.blocks[: max(0, position - self.begin)]
         self.begin = max(self.begin, position)

@@ -1,4 +1,4 @@
-"""The groups of a model's layers, sorted by what the core must do about them."""
+"""Layer groups of a model, classified by the core's handling."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Groups:
 
     spec: KvSpec
     step_tokens: int
-    """Most tokens of a request that one step computes."""
+    """Maximum tokens of a request in one step."""
     tokens: tuple[int, ...] = field(init=False)
-    """Those whose blocks hold keys and values."""
+    """Groups with keys and values."""
     windowed: tuple[int, ...] = field(init=False)
-    """Of these, those that lose sight of tokens."""
+    """Of these, groups with a window."""
     states: tuple[int, ...] = field(init=False)
     is_plain: bool = field(init=False)
-    """Whether there is one, and it sees everything."""
+    """True for a single group with full attention."""
 
     def __post_init__(self) -> None:
         def where(*kinds: str) -> tuple[int, ...]:
@@ -35,11 +35,11 @@ class Groups:
 
     @property
     def all(self) -> list[KvGroup]:
-        """The groups themselves."""
+        """All groups."""
         return self.spec.groups
 
     def most_blocks(self, index: int, num_tokens: int) -> int:
-        """Return the most blocks that a request of this length holds of a group at once."""
+        """Return the maximum number of blocks of a group that a request of this length holds at once."""
         return self.all[index].most_blocks(num_tokens, self.spec.block_size, self.step_tokens)
 
     def first_block(self, index: int, position: int) -> int:
@@ -47,7 +47,7 @@ class Groups:
         return self.all[index].first_seen(position) // self.spec.block_size
 
     def taken_by(self, num_tokens: float) -> float:
-        """Return what a request of this length takes at its most, in tokens of a block each; of one plain group its length."""
+        """Return the maximum KV use of a request of this length, in tokens; its length for one plain group."""
         if self.is_plain:
             return num_tokens
         block_size, whole = self.spec.block_size, int(num_tokens)

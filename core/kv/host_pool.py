@@ -1,19 +1,17 @@
-"""Blocks of host memory: contents that preempted requests will want again, kept while the device needs the room.
+"""Pool of host blocks: contents of preempted requests, kept until they are resumed.
 
-A host block is always in exactly one of three places:
-
-      free ──── save ───▶ holds a content ──── nobody wants it any more ───▶ leaving
+      free ──── save ───▶ holds a content ──── no longer wanted ─────────▶ leaving
        ▲                                                                       │
-       └──────────────────────── the plan in the making is sent ───────────────┘
+       └──────────────────── the plan under construction is sent ──────────────┘
 
-It leaves late because that plan may read it: a plan's copies to the host come before its copies from the host.
+A block leaves only after that plan is sent, because the plan may read it: copies to the host precede copies from the
+host.
 
-A content has a key. Where it is that of the prefix cache (`quintet.core.kv.prefix`), requests that begin alike want the
-same one. A wanted content is either here already, or on the device in a block that it is saved from when that is given away
-(`BlockPool.take`). For each there is a block: what is wanted first is certain to be kept, the beginning of a sequence
-before its end, without which the end is worth nothing.
+Contents are named by prefix cache keys (`quintet.core.kv.prefix`), so requests with one prefix share them. A wanted
+content is on the host, or still on the device and saved when the device evicts it (`BlockPool.take`). Every wanted
+content has a reserved host block. The head of a sequence is reserved before its tail, which is useless alone.
 
-The executor's host memory is as old as its tables: a new one begins with a new pool. Knows nothing of times.
+A new executor starts with a new pool. Reads no clock.
 """
 
 from __future__ import annotations
@@ -23,51 +21,51 @@ from collections.abc import Sequence
 
 
 class HostPool:
-    """Which host block holds what, and who wants it: a `quintet.core.kv.tiers.Tier`. Without blocks it holds nothing."""
+    """Host blocks by content, and the requests that want them: a `quintet.core.kv.tiers.Tier`. Without blocks it is empty."""
 
     __slots__ = ("block_of", "copies", "first", "free", "keys_of", "leaving", "num_blocks", "wanted")
 
     def __init__(self, num_blocks: int, first: int = 0) -> None:
-        """first: the number of the first one."""
+        """first: number of the first host block."""
         self.num_blocks = num_blocks
         self.first = first
         self.free = list(range(first + num_blocks - 1, first - 1, -1))
         self.leaving: list[int] = []
         self.block_of: dict[bytes, int] = {}
-        """Content -> the block that holds it, or will when the next plan is executed."""
+        """Block key -> host block that holds it, or will after the next plan."""
         self.wanted: dict[bytes, int] = {}
-        """Content -> how many preempted requests want it."""
+        """Block key -> number of preempted requests that want it."""
         self.keys_of: dict[int, list[bytes]] = {}
-        """Preempted request -> what it wants, from its beginning on."""
+        """Preempted request -> wanted keys, in token order."""
         self.copies: dict[int, int] = {}
-        """Host block -> device block whose content it gets from the next plan."""
+        """Host block -> device block to copy into it in the next plan."""
 
     def want(self, request_id: int, keys: Sequence[bytes], *, whole: bool = False) -> list[bytes]:
-        """Let a request that is being preempted want these contents, as many of the first as there is room for.
+        """Register the keys that a preempted request wants: as many of the first as free host blocks allow.
 
-        ``whole``: all of them or none.
+        ``whole``: all or none. Returns the registered keys.
         """
         wanted = self.wanted
-        room = self.num_blocks - len(wanted) - len(self.leaving)
-        if whole and sum(key not in wanted for key in keys) > room:
+        num_free = self.num_blocks - len(wanted) - len(self.leaving)
+        if whole and sum(key not in wanted for key in keys) > num_free:
             return []
-        mine: list[bytes] = []
+        registered: list[bytes] = []
         for key in keys:
             if key not in wanted:
-                if not room:
+                if not num_free:
                     break
-                room -= 1
+                num_free -= 1
                 wanted[key] = 0
             wanted[key] += 1
-            mine.append(key)
-        if mine:
-            self.keys_of[request_id] = mine
-        return mine
+            registered.append(key)
+        if registered:
+            self.keys_of[request_id] = registered
+        return registered
 
     def forget(self, request_id: int) -> None:
-        """Let a request want nothing any more: the plan in the making gives it what it wanted, or it has ended.
+        """Drop a request's wanted keys: the plan under construction uses them, or the request has ended.
 
-        A copy that is due is made, even so: that plan may read it.
+        A pending copy is still made, because that plan may read it.
         """
         for key in self.keys_of.pop(request_id, ()):
             self.wanted[key] -= 1
@@ -77,30 +75,31 @@ class HostPool:
                 if block is not None:
                     self.leaving.append(block)
 
-    def leave(self, key: bytes, device_block: int) -> None:
-        """Have the next plan copy this content, if it is wanted and not here, from the device before anything else."""
+    def on_evict(self, key: bytes, device_block: int) -> None:
+        """Copy this content in the next plan if it is wanted and not on the host yet."""
         if key in self.wanted and key not in self.block_of:
             self.copies[self.place(key)] = device_block
 
     def place(self, key: bytes) -> int:
-        """Return a block for a content that is wanted and not here."""
+        """Return a host block for a content that is wanted and not on the host."""
         block = self.block_of[key] = self.free.pop()
         return block
 
     def lose(self, keys: Sequence[bytes]) -> None:
-        """Hear that the blocks of these contents, which are wanted, do not hold them: nobody wants them any more."""
+        """Drop wanted contents that were not delivered."""
         if not keys:
             return
         lost = set(keys)
         for key in keys:
             del self.wanted[key]
             self.leaving.append(self.block_of.pop(key))
-        for request_id, mine in self.keys_of.items():
-            self.keys_of[request_id] = [key for key in mine if key not in lost]
+        for request_id, registered in self.keys_of.items():
+            self.keys_of[request_id] = [key for key in registered if key not in lost]
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int]:
-        """Return the blocks that hold the longest run of these contents, from the first on: they are here, or will be when the
-        next plan has made its first copies."""
+        """Return the host blocks of the longest available prefix of these keys: present, or present after the next
+        plan's copies.
+        """
         found: list[int] = []
         block_of = self.block_of
         for key in keys:
@@ -111,7 +110,7 @@ class HostPool:
         return found
 
     def take_copies(self) -> list[int]:
-        """Return pairs ``device block, host block`` for the plan that is being sent: all since the one before it."""
+        """Return pairs ``device block, host block`` for the plan being sent: all since the previous one."""
         pairs = [block for host, device in self.copies.items() for block in (device, host)]
         self.copies.clear()
         self.free += self.leaving
@@ -128,7 +127,7 @@ class HostPool:
         for keys in self.keys_of.values():
             wants.update(keys)
         assert wants == self.wanted, (wants, self.wanted)
-        assert self.block_of.keys() <= self.wanted.keys(), "held, and not wanted"
-        assert len(self.wanted) + len(self.leaving) <= self.num_blocks, "wanted, and no room"
+        assert self.block_of.keys() <= self.wanted.keys(), "held but not wanted"
+        assert len(self.wanted) + len(self.leaving) <= self.num_blocks, "more wanted than host blocks"
         assert self.copies.keys() <= {*self.block_of.values(), *self.leaving}, self.copies
         assert waiting.issuperset(self.keys_of), (waiting, list(self.keys_of))

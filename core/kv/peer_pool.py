@@ -1,10 +1,10 @@
-"""Blocks of other servers: what this one offers them, and what waiting requests fetch from them.
+"""KV exchange with other servers: blocks offered to them, and blocks that waiting requests fetch.
 
-What is offered is copied out of the device at once, and then the executor's: it keeps the copies for a while, for whoever asks
-for them by their keys (`quintet.executor.kv_transfer.peers`). So an offer holds no block, and outlives this process.
+Offered blocks are copied from the device at once. The executor keeps the copies for a while and serves them by key
+(`quintet.executor.kv_transfer.peers`). So an offer holds no block and outlives this process.
 
-What is fetched comes to host blocks of its own (`quintet.core.kv.prefetch`). Never wrong: a key names the content, and the
-executor takes it only from who computes the same bits. What does not come is a miss: the request computes it.
+Fetched blocks arrive in separate host blocks (`quintet.core.kv.prefetch`). A key names the exact content, and the
+executor accepts it only from a peer that computes the same bits. A missing block is computed.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from quintet.wire.kv_disk import KvTierRequests, KvTierResults, Pull
 
 
 class PeerPool:
-    """What goes out, and what is on its way here: a `quintet.core.kv.tiers.Tier`."""
+    """Offers and fetches in progress: a `quintet.core.kv.tiers.Tier`."""
 
     __slots__ = ("_due", "_next", "_ordered", "fetches")
 
     def __init__(self, first_host_block: int, num_host_blocks: int) -> None:
-        """Host blocks: those that contents are fetched into, consecutive numbers."""
+        """Host blocks are numbered consecutively from ``first_host_block``; fetches are written into them."""
         self.fetches = Prefetches(first_host_block, num_host_blocks)
         self._next: tuple[tuple[int, int], int] | None = None
-        """Rank and request: who has the next room, of those that found none."""
+        """Rank and id of the request that gets the next free host blocks."""
         self._due: dict[bytes, int] = {}
-        """Content -> the device block to offer it from, of what was not ordered yet."""
+        """Block key -> device block to offer; not sent yet."""
         self._ordered: dict[str, list[tuple[int, bytes]]] = {}
-        """Peer -> host blocks and contents to fetch from it, of what was not ordered yet."""
+        """Peer -> host blocks and keys to fetch; not sent yet."""
 
     def offer(self, contents: Mapping[bytes, int]) -> None:
-        """Have these contents copied out of their device blocks, before the next plan."""
+        """Offer these contents: copy them from their device blocks before the next plan."""
         self._due.update(contents)
 
-    def leave(self, key: bytes, block: int) -> None:
-        """See `Tier.leave`: what is not ordered by now is not offered."""
+    def on_evict(self, key: bytes, block: int) -> None:
+        """See `Tier.on_evict`: an offer that was not sent yet is dropped."""
         self._due.pop(key, None)
 
     def may_ask(self, rank: tuple[int, int]) -> bool:
-        """Return whether nobody before this rank waits for room: who wants little always finds some, who wants much never."""
+        """Return True when no request before it by rank waits for host blocks. Otherwise small requests would starve
+        large ones.
+        """
         return self._next is None or rank <= self._next[0]
 
     def ask(
@@ -53,9 +55,9 @@ class PeerPool:
         *,
         whole: bool,
     ) -> bool:
-        """Fetch these contents from a peer, ``host:port``, for a request that may ask: see `Prefetches.ask`.
+        """Fetch contents from a peer ``host:port``; requires `may_ask`. See `Prefetches.ask`.
 
-        Return whether there was room; if not, the next is the request's.
+        Return False when host blocks were short; then the request gets the next free ones.
         """
         new = self.fetches.ask(request_id, keys, num_tokens, whole=whole)
         self._next = (rank, request_id) if new is None else None
@@ -76,11 +78,11 @@ class PeerPool:
             self._next = None
 
     def expire(self, now_ns: int) -> None:
-        """Give up what was fetched for too long."""
+        """Give up fetches past their deadline."""
         self.fetches.expire(now_ns)
 
     def add_orders(self, orders: KvTierRequests, now_ns: int) -> None:
-        """Add what is to be done: before the next plan is made."""
+        """Add the transfers to send before the next plan."""
         self.fetches.begin_orders(now_ns)
         orders.offers = pack_i32(self._due.values())
         orders.offer_keys += self._due
@@ -92,12 +94,12 @@ class PeerPool:
         self._ordered.clear()
 
     def answer(self, answers: KvTierResults) -> None:
-        """Apply what became of orders."""
+        """Apply the results of transfers."""
         self.fetches.settle(unpack_i32(answers.pulled), missed=False)
         self.fetches.settle(unpack_i32(answers.lacking), missed=True)
 
     def take_copies(self) -> list[int]:
-        """See `Tier.take_copies`: nothing is copied this way."""
+        """See `Tier.take_copies`: this tier has none."""
         self.fetches.free_left()
         return []
 

@@ -1,8 +1,7 @@
-"""Prefixes that an operator wants kept: their contents are given away neither by the device nor by the disk.
+"""Pinned prefixes: an operator excludes them from eviction on the device and on disk.
 
-A pin is a wish that outlasts what it is of. What the device has of it, it holds a reference to; what it has not, it gets one to
-as soon as somebody has computed it. So it survives an executor whose blocks are lost, and a prefix may be pinned before it is
-there.
+A pin may precede its blocks. The pool adds a reference to each pinned block on the device, now or once it is
+computed. So pins survive the loss of an executor's blocks.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ class Pin:
     """A pinned prefix."""
 
     digest: bytes
-    """Of its last block: its name."""
+    """Digest of its last block, which names the pin."""
     num_tokens: int
     keys: tuple[bytes, ...]
-    """The contents that a request needs which goes on behind it."""
+    """Block keys that a request needs to continue after the prefix."""
 
 
 @dataclass(slots=True)
 class Pins:
-    """All of one engine, in the order in which they were made."""
+    """All pins of one engine, in order of creation."""
 
     by_digest: dict[bytes, Pin] = field(default_factory=dict)
     wanted: Counter[bytes] = field(default_factory=Counter)
-    """Content -> how many pins are of it."""
+    """Block key -> number of pins that contain it."""
     held: dict[bytes, int] = field(default_factory=dict)
-    """Content -> the device block that has it, to which there is a reference."""
+    """Block key -> device block, for which the pool holds a reference."""
 
     def add(self, pin: Pin) -> list[bytes]:
-        """Take a pin that is not there yet; return the contents that were not wanted before."""
+        """Add a new pin; return the keys that no pin contained before."""
         self.by_digest[pin.digest] = pin
-        news = [key for key in pin.keys if key not in self.wanted]
+        added = [key for key in pin.keys if key not in self.wanted]
         self.wanted.update(pin.keys)
-        return news
+        return added
 
     def remove(self, digest: bytes) -> list[bytes]:
-        """Drop a pin; return the contents that nobody wants any more."""
+        """Remove a pin; return the keys that no pin contains now."""
         left: list[bytes] = []
         for key in self.by_digest.pop(digest).keys:
             self.wanted[key] -= 1
@@ -50,5 +49,5 @@ class Pins:
         return left
 
     def num_more(self, pin: Pin) -> int:
-        """Return how many blocks a pin takes that are not pinned already."""
+        """Return the number of the pin's blocks that are not pinned yet."""
         return sum(key not in self.wanted for key in pin.keys)

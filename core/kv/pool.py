@@ -1,6 +1,4 @@
-"""Blocks of KV memory: who holds how many references, and which block may be handed out next.
-
-A block is always in exactly one of four places:
+"""Pool of KV blocks: reference counts, fences and LRU eviction.
 
               take                    release, last reference
       free ──────────▶ owned ───────────────────────┐
@@ -12,8 +10,8 @@ A block is always in exactly one of four places:
        │ take (evicts) │                            ▼
        └──────────── cached ◀── content known to the prefix cache
 
-The fence is the newest step in flight when the last reference went. Known content may be read again at once (its writer
-was planned earlier), but the block may not be given new content before that step has been committed.
+The fence is the newest step in flight at the last release. Known content may be read again at once, because its
+writer was planned earlier. The block may not be overwritten before that step is committed.
 """
 
 from __future__ import annotations
@@ -31,61 +29,61 @@ class BlockPool:
     __slots__ = ("cached", "fenced", "free", "index", "left", "num_blocks", "pins", "refs", "tiers")
 
     def __init__(self, num_blocks: int, tiers: Tiers | None = None, pins: Pins | None = None) -> None:
-        """pins: those that outlived another pool, whose blocks are gone."""
+        """pins: kept from a previous pool after its blocks were lost."""
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: dict[int, None] = {}
         """Unreferenced blocks with known content, least recently used first."""
         self.fenced: dict[int, int] = {}
-        """Unreferenced blocks -> the step they wait for, oldest first."""
+        """Unreferenced block -> the step it waits for, oldest first."""
         self.left: dict[int, int] = {}
-        """Referenced blocks -> the newest step in flight when another holder left them."""
+        """Referenced block -> the newest step in flight when another holder released it."""
         self.index = PrefixIndex()
         self.tiers = tiers or Tiers()
         self.pins = pins or Pins()
         self.pins.held.clear()
-        self._heed_pins()
+        self._update_pin_callback()
         if self.tiers.disk is not None:
-            self.index.news = {}
+            self.index.registered = {}
             self.tiers.disk.pinned = self.pins.wanted
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can hand out now."""
+        """Number of blocks that `take` can return now."""
         return len(self.free) + len(self.cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks that requests hold, or that wait behind a fence."""
+        """Number of blocks that requests hold or that are fenced."""
         return self.num_blocks - len(self.free) - len(self.cached)
 
     def take(self) -> int:
-        """Hand out one block with one reference, evicting the least recently used content if need be."""
+        """Return one block with one reference, evicting the least recently used content if necessary."""
         if self.free:
             block = self.free.pop()
         else:
             block = next(iter(self.cached))
             del self.cached[block]
-            self.tiers.leave(self.index.forget(block), block)
+            self.tiers.on_evict(self.index.forget(block), block)
         self.refs[block] = 1
         return block
 
     def pin(self, pin: Pin) -> None:
-        """Keep a prefix from now on: what is here of it, and what comes."""
+        """Pin a prefix: its cached blocks, and further ones once they are computed."""
         for key in self.pins.add(pin):
             block = self.index.block_of.get(key)
             if block is not None:
                 self._hold_pinned(key, block)
-        self._heed_pins()
+        self._update_pin_callback()
 
     def unpin(self, digest: bytes, fence: int | None) -> None:
-        """Keep it no longer. ``fence`` as in `release`."""
+        """Remove a pin. ``fence`` as in `release`."""
         left = self.pins.remove(digest)
         self.release([self.pins.held.pop(key) for key in left if key in self.pins.held], fence)
-        self._heed_pins()
+        self._update_pin_callback()
 
-    def _heed_pins(self) -> None:
+    def _update_pin_callback(self) -> None:
         self.index.on_register = self._hold_pinned if self.pins.wanted else None
 
     def _hold_pinned(self, key: bytes, block: int) -> None:
@@ -94,27 +92,27 @@ class BlockPool:
             self.pins.held[key] = block
 
     def evict(self, block: int) -> None:
-        """Forget what a block holds, whoever holds the block; nobody who keeps it by a pin may."""
-        self.tiers.leave(self.index.forget(block), block)
+        """Remove a block's content from the index while requests may hold it. It must not be pinned."""
+        self.tiers.on_evict(self.index.forget(block), block)
         if block in self.cached:
             del self.cached[block]
             self.free.append(block)
 
     def may_move(self, block: int) -> bool:
-        """Return whether the block's holder may give it new content itself: nobody else holds it, or can still be reading it.
+        """Return True when the block's only holder may overwrite it: no other holder has it or may still read it.
 
-        The holder's own steps come in order, so it needs no fence.
+        The holder's own steps run in order, so it needs no fence.
         """
         return self.refs[block] == 1 and block not in self.left
 
     def move(self, block: int) -> None:
-        """Forget what a block holds, which its holder gives new content."""
+        """Remove a block's content from the index, because its holder overwrites it."""
         assert self.may_move(block), (block, self.refs[block])
         if self.index.holds(block):
-            self.tiers.leave(self.index.forget(block), block)
+            self.tiers.on_evict(self.index.forget(block), block)
 
     def cost_of_sharing(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks would leave the available ones if they were shared."""
+        """Return how many of these blocks sharing would remove from the available ones."""
         return sum(map(self.cached.__contains__, blocks))
 
     def share(self, blocks: Iterable[int]) -> None:

@@ -1,12 +1,12 @@
-"""Prefetches: what waiting requests want of a tier that takes its time, and the host blocks that it comes to.
+"""Prefetches from slow tiers: contents that waiting requests want, and the host blocks that receive them.
 
-A request's wish is *pending* until the executor has answered for all of it; the plan that lets the request enter copies the
-contents to the device. A host block that is being written gets no other content before the answer is here, whoever wanted it:
+A request's fetch is *pending* until the executor has reported all its blocks. The plan that admits the request copies
+them to the device. A host block being written is not reused before that report, even if no request wants it any more:
 
-      free ──── ask ───▶ awaited ──── answered ───▶ holds a content ──── nobody wants it any more ───▶ free
+      free ──── ask ───▶ awaited ──── reported ───▶ holds a content ──── no longer wanted ───▶ free
 
-Knows neither where contents come from nor what that costs: `quintet.core.kv.disk_pool`,
-`quintet.core.kv.peer_pool` and `quintet.core.kv.store_pool` do.
+The tiers `quintet.core.kv.disk_pool`, `quintet.core.kv.peer_pool` and `quintet.core.kv.store_pool` know the sources
+and costs.
 """
 
 from __future__ import annotations
@@ -17,115 +17,115 @@ from itertools import takewhile
 
 from quintet.core.kv.host_pool import HostPool
 
-PATIENCE_NS = 10_000_000_000
-"""A fetch of which, and of those before it, nothing is heard for so long is given up: somebody hangs, or an answer was lost."""
-MOST_NS = 60_000_000_000
-"""A fetch that takes longer is given up, however much is heard of it: who brings a block now and then keeps nobody."""
+FETCH_TIMEOUT_NS = 10_000_000_000
+"""Timeout of a fetch without progress in it or an earlier one: a process hangs, or a result was lost."""
+MAX_FETCH_NS = 60_000_000_000
+"""Absolute timeout of a fetch, despite progress."""
 
 
 @dataclass(slots=True)
 class FetchRequest:
-    """What a waiting request has asked for, once it was looked up: perhaps nothing."""
+    """Fetch of a waiting request, created after its lookup; possibly empty."""
 
     num_tokens: int = 0
-    """Behind so many it can begin when all has come."""
+    """Number of tokens after which the request can start once all blocks have arrived."""
     pending: set[bytes] = field(default_factory=set)
     last: int = 0
-    """The number of the newest fetch among these."""
+    """Sequence number of the newest fetch among ``pending``."""
     deadline_ns: int | None = None
-    """When it is given up; None: soon known."""
+    """Time at which the fetch is given up; None until the next transfer requests."""
     last_deadline_ns: int | None = None
-    """No deadline is later; None: soon known."""
+    """Upper bound of ``deadline_ns``; None until the next transfer requests."""
 
 
 class Prefetches:
-    """Who wants what, and what of it is on its way."""
+    """Fetches per request, and the transfers in progress."""
 
-    __slots__ = ("_awaited", "_num_asked", "_number_of", "_untimed", "room", "wishes")
+    __slots__ = ("_awaited", "_num_requested", "_number_of", "_untimed", "host_blocks", "requests")
 
     def __init__(self, first_host_block: int, num_host_blocks: int) -> None:
-        """Host blocks: those that contents are fetched into, consecutive numbers."""
-        self.room = HostPool(num_host_blocks, first_host_block)
-        self.wishes: dict[int, FetchRequest] = {}
-        """By request."""
+        """Host blocks are numbered consecutively from ``first_host_block``; fetches are written into them."""
+        self.host_blocks = HostPool(num_host_blocks, first_host_block)
+        self.requests: dict[int, FetchRequest] = {}
+        """Keyed by request."""
         self._awaited: dict[int, bytes] = {}
-        """Host block -> the content that is being read into it."""
-        self._num_asked = 0
+        """Host block -> key being read into it."""
+        self._num_requested = 0
         self._number_of: dict[int, int] = {}
-        """Host block -> the number of the fetch that it is for; fetches are answered in this order, or nearly."""
+        """Host block -> sequence number of its fetch; results arrive in about this order."""
         self._untimed: list[FetchRequest] = []
-        """Whose patience begins with the next orders."""
+        """Fetches with a timeout that starts at the next transfer requests."""
 
     def ask(
         self, request_id: int, keys: Sequence[bytes], num_tokens: int, *, whole: bool
     ) -> list[tuple[int, bytes]] | None:
-        """Have a request wish for these contents: as many of the first as there is room for; ``whole``: or none.
+        """Fetch contents for a request: as many of the first as free host blocks allow; ``whole``: all or none.
 
-        Return the host blocks, and contents, that are to be ordered; None, and there is no wish, without room.
+        Return the host blocks and keys to request. Return None, without a fetch, when host blocks are short.
         """
-        wanted = self.room.want(request_id, keys, whole=whole)
+        wanted = self.host_blocks.want(request_id, keys, whole=whole)
         if not wanted:
             return None
         new: list[tuple[int, bytes]] = []
         for key in wanted:
-            if key not in self.room.block_of:
-                block = self.room.place(key)
+            if key not in self.host_blocks.block_of:
+                block = self.host_blocks.place(key)
                 self._awaited[block] = key
-                self._num_asked += 1
-                self._number_of[block] = self._num_asked
+                self._num_requested += 1
+                self._number_of[block] = self._num_requested
                 new.append((block, key))
-        pending = {key for key in wanted if self.room.block_of[key] in self._awaited}
-        last = max((self._number_of[self.room.block_of[key]] for key in pending), default=0)
-        self.wishes[request_id] = wish = FetchRequest(num_tokens, pending, last)
-        self._untimed.append(wish)
+        pending = {key for key in wanted if self.host_blocks.block_of[key] in self._awaited}
+        last = max((self._number_of[self.host_blocks.block_of[key]] for key in pending), default=0)
+        self.requests[request_id] = fetch = FetchRequest(num_tokens, pending, last)
+        self._untimed.append(fetch)
         return new
 
-    def wish_nothing(self, request_id: int) -> None:
-        """Note that a request was looked up, and that there is nothing for it."""
-        self.wishes[request_id] = FetchRequest()
+    def note_no_fetch(self, request_id: int) -> None:
+        """Record that a request was looked up and needs no fetch."""
+        self.requests[request_id] = FetchRequest()
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
         """See `quintet.core.kv.tiers.Tier.fetch`."""
-        wish = self.wishes.get(request_id)
-        if wish is None:
+        fetch = self.requests.get(request_id)
+        if fetch is None:
             return []
-        if wish.pending:
+        if fetch.pending:
             return None
-        blocks = self.room.fetch(request_id, keys)
+        blocks = self.host_blocks.fetch(request_id, keys)
         return list(takewhile(lambda block: block not in self._awaited, blocks))
 
     def forget(self, request_id: int) -> None:
         """See `quintet.core.kv.tiers.Tier.forget`."""
-        self.wishes.pop(request_id, None)
-        self.room.forget(request_id)
+        self.requests.pop(request_id, None)
+        self.host_blocks.forget(request_id)
 
     def begin_orders(self, now_ns: int) -> None:
-        """Let patience begin with orders that are made now, between two plans: what was left since the last one is free."""
+        """Start the timeouts of fetches that are requested now, and free host blocks that the previous plan has read."""
         self.free_left()
-        for wish in self._untimed:
-            if wish.last_deadline_ns is None:
-                wish.last_deadline_ns = now_ns + MOST_NS
-            wish.deadline_ns = min(now_ns + PATIENCE_NS, wish.last_deadline_ns)
+        for fetch in self._untimed:
+            if fetch.last_deadline_ns is None:
+                fetch.last_deadline_ns = now_ns + MAX_FETCH_NS
+            fetch.deadline_ns = min(now_ns + FETCH_TIMEOUT_NS, fetch.last_deadline_ns)
         self._untimed.clear()
 
     def expire(self, now_ns: int) -> bool:
-        """Give up what was fetched for too long: who waits for it computes. Return whether anything was."""
+        """Give up fetches past their deadline; their requests compute. Return True when there were any."""
         is_late = False
-        for request_id, wish in self.wishes.items():
-            if wish.pending and wish.deadline_ns is not None and now_ns > wish.deadline_ns:
+        for request_id, fetch in self.requests.items():
+            if fetch.pending and fetch.deadline_ns is not None and now_ns > fetch.deadline_ns:
                 is_late = True
-                wish.pending.clear()
-                self.room.forget(request_id)
+                fetch.pending.clear()
+                self.host_blocks.forget(request_id)
         return is_late
 
     def settle(self, blocks: Sequence[int], *, missed: bool) -> list[bytes]:
-        """Hear that these host blocks hold what was ordered, or do not. Return the contents, of those that were awaited."""
+        """Apply results: these host blocks hold their content, or missed it. Return the keys that were awaited."""
         newest = max((self._number_of.get(block, 0) for block in blocks), default=0)
         if newest:
-            behind = [wish for wish in self.wishes.values() if wish.pending and wish.last >= newest]
-            for wish in behind:
-                wish.deadline_ns = None
-            self._untimed += behind
+            later = [fetch for fetch in self.requests.values() if fetch.pending and fetch.last >= newest]
+            for fetch in later:
+                fetch.deadline_ns = None
+            self._untimed += later
         settled: list[bytes] = []
         known: list[bytes] = []
         for block in blocks:
@@ -134,36 +134,41 @@ class Prefetches:
                 continue
             settled.append(key)
             del self._number_of[block]
-            if self.room.block_of.get(key) == block:  # else nobody wants it any more, or it was ordered anew
+            # Otherwise no request wants it any more, or it was requested again.
+            if self.host_blocks.block_of.get(key) == block:
                 known.append(key)
         if missed:
-            self.room.lose(known)
-        for wish in self.wishes.values():
-            if wish.pending:
-                wish.pending.difference_update(known)
+            self.host_blocks.lose(known)
+        for fetch in self.requests.values():
+            if fetch.pending:
+                fetch.pending.difference_update(known)
         return settled
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for what is on its way."""
-        return any(wish.pending for wish in self.wishes.values())
+        """True while a request waits for a fetch."""
+        return any(fetch.pending for fetch in self.requests.values())
 
     @property
-    def frees_room(self) -> bool:
-        """Whether there will be more room: somebody enters behind what takes it, or has just done so."""
-        return bool(self.room.keys_of) or any(block not in self._awaited for block in self.room.leaving)
+    def frees_host_blocks(self) -> bool:
+        """True when more host blocks will be free: a request enters from its fetched blocks, or just did."""
+        return bool(self.host_blocks.keys_of) or any(
+            block not in self._awaited for block in self.host_blocks.leaving
+        )
 
     def free_left(self) -> None:
-        """Free what the plan that is being sent has read, and nobody writes."""
-        leaving = self.room.leaving
-        self.room.free += (block for block in leaving if block not in self._awaited)
-        self.room.leaving = [block for block in leaving if block in self._awaited]
+        """Free host blocks that the plan being sent has read and no fetch writes."""
+        leaving = self.host_blocks.leaving
+        self.host_blocks.free += (block for block in leaving if block not in self._awaited)
+        self.host_blocks.leaving = [block for block in leaving if block in self._awaited]
 
     def check(self, waiting: set[int]) -> None:
         """See `quintet.core.kv.tiers.Tier.check`."""
-        self.room.check(waiting)
+        self.host_blocks.check(waiting)
         assert self._awaited.keys() == self._number_of.keys(), (self._awaited, self._number_of)
-        assert self._awaited.keys() <= {*self.room.block_of.values(), *self.room.leaving}, self._awaited
-        assert waiting.issuperset(self.wishes), (waiting, list(self.wishes))
-        for wish in self.wishes.values():
-            assert wish.pending <= self.room.block_of.keys(), "waits for what nobody brings"
+        assert self._awaited.keys() <= {*self.host_blocks.block_of.values(), *self.host_blocks.leaving}, (
+            self._awaited
+        )
+        assert waiting.issuperset(self.requests), (waiting, list(self.requests))
+        for fetch in self.requests.values():
+            assert fetch.pending <= self.host_blocks.block_of.keys(), "pending without a fetch"

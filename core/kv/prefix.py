@@ -1,25 +1,24 @@
-"""Which block holds which tokens: a map from a chain of hashes to blocks.
+"""Prefix index: a map from chained block hashes to blocks.
 
-The digest of a block is the SHA-256 of the digest of the block before it and of its own tokens, and the chain begins with
-the hash of the request's cache salt, and of its prompt's vectors where it has no tokens. Equal digests therefore mean equal
-tokens from the first position on, and the same salt; a collision would be one of SHA-256. A block holds them for one group
-of layers: its key is digest and group.
+The digest of a block is the SHA-256 of its predecessor's digest and its own tokens. The chain starts with the hash of
+the request's cache salt, and of its embeddings prompt if there is one. So equal digests mean equal tokens from the
+first position on and the same salt, up to a SHA-256 collision. A block belongs to one group of layers: its key is
+digest and group.
 
-A request can begin behind so many blocks as every group can serve:
+To start after n blocks, a request needs from each group:
 
     full       all blocks from the first on
-    sliding    those that the next token's window reaches into
-    chunked    those of the next token's chunk
-    state      the state behind exactly so many blocks
+    sliding    those in the next token's window
+    chunked    those in the next token's chunk
+    state      the state after exactly n blocks
 
-Where there are states, a request can also begin behind an *end*, in the middle of a block: where another one stopped, or was
-when a state was kept. Behind it there is a state, before it are full blocks as above, and of each group that holds tokens a
-last block that holds some of them::
+With state groups, a request can also start after an *end* inside a block: where another request stopped, or its state
+was checkpointed. It needs the state there, full blocks as above, and of each token group a *tail*, the partial block:
 
-    | full block | full block | tail, of so many tokens |
-                              ▲ digest `before`         ▲ digest of the end, made like that of a full block
+    | full block | full block | tail, partial block |
+                              ▲ digest `before`     ▲ digest of the end, computed like that of a full block
 
-A tail is not shared but copied, into a block that the request writes on in.
+A tail is not shared but copied into a block that the request continues to write.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ DIGEST_BYTES = 32
 
 
 def salt_digest(salt: str) -> bytes:
-    """Return the start of the chain for requests of this salt."""
+    """Return the start of the chain for requests with this salt."""
     return sha256(b"quintet.kv\0" + salt.encode()).digest()
 
 
 def embeds_digest(start: bytes, vectors: bytes) -> bytes:
-    """Return the start of the chain for requests of this start whose prompt is vectors with this digest.
+    """Return the chain start for an embeddings prompt with this digest.
 
-    So blocks of such a prompt are shared with requests of the very same vectors, and with nothing else.
+    Such blocks are shared only with requests of identical embeddings.
     """
     return sha256(start + b"quintet.embeds\0" + vectors).digest()
 
@@ -51,27 +50,27 @@ def embeds_digest(start: bytes, vectors: bytes) -> bytes:
 def extend_chain(
     digests: list[bytes], start: bytes, tokens: list[int], block_size: int, num_blocks: int
 ) -> None:
-    """Bring ``digests`` to ``num_blocks`` entries: the keys of the first full blocks of ``tokens``."""
+    """Extend ``digests`` to ``num_blocks`` entries: the digests of the first full blocks of ``tokens``."""
     for index in range(len(digests), num_blocks):
         before = digests[-1] if digests else start
         block = tokens[index * block_size : (index + 1) * block_size]
         digests.append(sha256(before + array("i", block).tobytes()).digest())
 
 
-def digest_behind(before: bytes, tokens: list[int]) -> bytes:
-    """Return the digest of the end behind some tokens that follow what ``before`` is the digest of."""
+def digest_after(before: bytes, tokens: list[int]) -> bytes:
+    """Return the digest of an end after ``tokens`` that follow the digest ``before``."""
     return sha256(before + array("i", tokens).tobytes()).digest()
 
 
 def key_of(digest: bytes, group: int) -> bytes:
-    """Return the key of a block of a group; of the first group the digest itself."""
+    """Return the key of a group's block; for the first group the digest itself."""
     return digest + group.to_bytes(2, "little") if group else digest
 
 
 def reach(
     known: Container[bytes], digests: list[bytes], most: int, groups: Sequence[KvGroup], block_size: int
 ) -> int:
-    """Return behind how many blocks of a chain, at most ``most``, a request can begin where the contents ``known`` are there."""
+    """Return the largest number of blocks, at most ``most``, after which a request can start given the ``known`` keys."""
     is_agreed = False
     while most and not is_agreed:
         before = most
@@ -84,7 +83,7 @@ def reach(
 def _serves(
     known: Container[bytes], digests: list[bytes], most: int, index: int, group: KvGroup, block_size: int
 ) -> int:
-    """Return the largest number of blocks, at most ``most``, behind which a token finds what it needs of this group."""
+    """Return the largest number of blocks, at most ``most``, after which this group has what a token reads."""
     if group.kind == "full":
         for position in range(most):
             if key_of(digests[position], index) not in known:
@@ -105,41 +104,40 @@ def _serves(
 class PrefixIndex:
     """Keys of the blocks with known content. One block per key, one key per block."""
 
-    __slots__ = ("block_of", "end_of", "ends", "key_of", "news", "on_register")
+    __slots__ = ("block_of", "end_of", "ends", "key_of", "on_register", "registered")
 
     def __init__(self) -> None:
         self.on_register: Callable[[bytes, int], None] | None = None
-        """Who else hears of full blocks that became findable: who wants some of them kept."""
-        self.news: dict[bytes, int] | None = None
-        """Keys and blocks of full blocks that became findable since somebody last emptied it, and still are; None where
-        nobody does."""
+        """Callback for full blocks that were registered (pins)."""
+        self.registered: dict[bytes, int] | None = None
+        """Full blocks registered and not overwritten since it was last drained; None without a consumer."""
         self.block_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
         self.ends: dict[bytes, Counter[int]] = {}
-        """Digest of the full blocks before an end -> lengths of tails, and how many ends have one."""
+        """Digest of the full blocks before an end -> tail lengths, with the number of ends of each."""
         self.end_of: dict[int, tuple[bytes, int]] = {}
-        """Block with an end's state, of the first group that has states -> digest before it, length of its tail."""
+        """State block of an end, in the first state group -> digest before it, tail length."""
 
     def holds(self, block: int) -> bool:
-        """Return whether the block's content is known."""
+        """Return True when the block's content is known."""
         return block in self.key_of
 
     def register(self, key: bytes, block: int) -> None:
-        """Make a full block findable, unless its content already is in another block."""
+        """Register a full block, unless another block has its content already."""
         if key not in self.block_of and block not in self.key_of:
             self.block_of[key] = block
             self.key_of[block] = key
-            if self.news is not None:
-                self.news[key] = block
+            if self.registered is not None:
+                self.registered[key] = block
             if self.on_register is not None:
                 self.on_register(key, block)
 
     def forget(self, block: int) -> bytes:
-        """Remove a block that is about to get new content; return the key of what it holds."""
+        """Remove a block that is about to be overwritten; return the key of its content."""
         key = self.key_of.pop(block)
         del self.block_of[key]
-        if self.news is not None:
-            self.news.pop(key, None)  # named and given away in one plan: no step puts its content there
+        if self.registered is not None:
+            self.registered.pop(key, None)  # registered and overwritten within one plan: never written
         if block in self.end_of:
             before, length = self.end_of.pop(block)
             lengths = self.ends[before]
@@ -153,8 +151,8 @@ class PrefixIndex:
     def register_end(
         self, before: bytes, tokens: list[int], states: dict[int, int], tails: dict[int, int]
     ) -> None:
-        """Make an end behind ``tokens``, fewer than a block, findable. By group: blocks with its states, and with its tail."""
-        digest = digest_behind(before, tokens)
+        """Register an end after ``tokens``, fewer than a block. states, tails: block by group."""
+        digest = digest_after(before, tokens)
         for group, block in (states | tails).items():
             key = key_of(digest, group)
             if key not in self.block_of and block not in self.key_of:
@@ -165,7 +163,7 @@ class PrefixIndex:
             self.ends.setdefault(before, Counter())[len(tokens)] += 1
 
     def blocks_of_ends(self, before: set[bytes]) -> list[int]:
-        """Return the blocks of all ends behind these digests: states and tails."""
+        """Return the blocks of all ends after these digests: states and tails."""
         digests = {
             self.key_of[block][:DIGEST_BYTES]
             for block, (digest, _) in self.end_of.items()
@@ -176,9 +174,9 @@ class PrefixIndex:
     def longest_end(
         self, before: bytes, tokens: list[int], groups: Sequence[KvGroup]
     ) -> tuple[bytes, int] | None:
-        """Return digest and length of the longest end that some of ``tokens``, fewer than a block, begin with.
+        """Return digest and length of the longest end that is a prefix of ``tokens``, fewer than a block.
 
-        before: the digest of the blocks before them.
+        before: the digest of the preceding blocks.
         """
         found, done, digest = None, 0, sha256(before)
         first = next(index for index, group in enumerate(groups) if group.is_state)
@@ -199,7 +197,7 @@ class PrefixIndex:
         groups: Sequence[KvGroup],
         block_size: int,
     ) -> tuple[list[GroupBlocks], list[int | None]] | None:
-        """Return what each group reads that goes on behind an end, and the tails; None where some of it is gone."""
+        """Return each group's blocks to continue after an end, and the tails; None where a block is gone."""
         (digest, length), block_of = end, self.block_of
         keys = [key_of(digest, index) for index in range(len(groups))]
         shared: list[GroupBlocks] = []
@@ -215,9 +213,9 @@ class PrefixIndex:
     def longest(
         self, digests: list[bytes], max_blocks: int, groups: Sequence[KvGroup], block_size: int
     ) -> tuple[int, list[GroupBlocks]]:
-        """Return behind how many blocks of a chain a request can begin, at most ``max_blocks``, and what each group then reads.
+        """Return after how many blocks, at most ``max_blocks``, a request can start, and the blocks each group then reads.
 
-        Of a group of states that is the one block with the state.
+        For a state group that is the one block with the state.
         """
         if len(groups) == 1 and groups[0].kind == "full":
             blocks = self._run(digests, max_blocks)
@@ -228,7 +226,7 @@ class PrefixIndex:
         ]
 
     def _run(self, digests: list[bytes], max_blocks: int) -> list[int]:
-        """Return the blocks of the first group, from the first one on, as long as they are known."""
+        """Return the longest known run of the first group's blocks."""
         found: list[int] = []
         block_of = self.block_of
         for key in digests[:max_blocks]:
@@ -241,7 +239,7 @@ class PrefixIndex:
     def _read(
         self, digests: list[bytes], end: int, index: int, group: KvGroup, block_size: int
     ) -> GroupBlocks:
-        """Return the blocks that a token behind ``end`` blocks reads, all of which are known."""
+        """Return the blocks that a token after ``end`` blocks reads; all are known."""
         begin = max(0, end - 1) if group.is_state else group.first_seen(end * block_size) // block_size
         blocks = [self.block_of[key_of(digests[position], index)] for position in range(begin, end)]
         return GroupBlocks(0 if group.is_state else begin, blocks)

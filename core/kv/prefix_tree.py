@@ -1,13 +1,11 @@
-"""Which block follows which: what tells an operator of prefixes, where the prefix cache knows only their ends.
+"""Tree of cached prefixes for the admin API; the prefix cache itself only maps digests to blocks.
 
-A *trail* is what a request that has ended left behind: the digests of its blocks, in order, and its tokens. Of what is held no
-longer a trail is forgotten in passing: each request that ends has two others looked at. So there are no more of them than twice
-the blocks that are held, and a block costs the core nothing.
+A *path* is the digests and tokens of an ended request. Each ended request triggers a check of two older paths, and
+paths without cached blocks are dropped. So there are at most twice as many paths as cached blocks, and a block costs
+nothing.
 
-A *tree* is made of them when somebody asks, some blocks at a time while there are steps to plan::
-
-    ┌── block ── block ── block         one prefix, three blocks long: its end is what nothing follows
-    └── block ──┬ block                 another
+    ┌── block ── block ── block         one prefix of three blocks; no block follows its end
+    └── block ──┬ block                 another one
                 └ block                 and a third, which shares one block with it
 """
 
@@ -19,98 +17,98 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quintet.wire.codec import pack_i32
 
-LOOKED_AT = 2
-"""PrefixPaths that are looked at when one is added: more than one, so that those of what is gone do not add up."""
+CHECKS_PER_ADD = 2
+"""Paths checked when one is added: more than one, so that stale paths do not accumulate."""
 
 
 class PrefixPath:
-    """What one request left behind."""
+    """Path of one request."""
 
     __slots__ = ("digests", "tokens", "used_ns")
 
     def __init__(self, digests: list[bytes], tokens: Sequence[int] | None, used_ns: int) -> None:
-        """tokens: of these blocks at least; None of vectors. Of a request that lives both grow."""
+        """tokens: at least those of these blocks; None for embeddings. Both lists grow while the request lives."""
         self.digests = digests
         self.tokens = tokens
         self.used_ns = used_ns
 
 
 class PrefixPaths:
-    """All of one engine."""
+    """All paths of one engine."""
 
-    __slots__ = ("_by_end", "_trails", "block_size", "now_ns", "reach")
+    __slots__ = ("_by_end", "_paths", "block_size", "now_ns", "reach")
 
     def __init__(self) -> None:
-        self._trails: deque[PrefixPath] = deque()
+        self._paths: deque[PrefixPath] = deque()
         self._by_end: dict[bytes, PrefixPath] = {}
-        """Of those that were looked at: the last block that is held -> the newest."""
+        """Of checked paths: last cached block -> newest path."""
         self.now_ns = 0
-        """When the newest plan was begun."""
+        """Time of the newest plan."""
         self.reach: Callable[[list[bytes]], int] = lambda digests: 0
-        """Returns behind how many of these blocks a request could begin."""
+        """Returns the number of these blocks after which a request could start."""
         self.block_size = 0
-        """Tokens of a block."""
+        """Tokens per block."""
 
     def __len__(self) -> int:
-        return len(self._trails)
+        return len(self._paths)
 
     def add(self, digests: list[bytes], tokens: list[int] | None) -> None:
-        """Hear of a request that has ended."""
-        self._trails.append(PrefixPath(digests, None if tokens is None else array("i", tokens), self.now_ns))
-        for _ in range(min(LOOKED_AT, len(self._trails))):
-            self._look_at(self._trails.popleft())
+        """Add the path of an ended request."""
+        self._paths.append(PrefixPath(digests, None if tokens is None else array("i", tokens), self.now_ns))
+        for _ in range(min(CHECKS_PER_ADD, len(self._paths))):
+            self._check_path(self._paths.popleft())
 
-    def _look_at(self, trail: PrefixPath) -> None:
-        """Keep a trail if something of it is held, and no newer one says as much."""
-        last = trail.digests[-1]
-        if self._by_end.get(last) is trail:
+    def _check_path(self, entry: PrefixPath) -> None:
+        """Keep a path if part of it is cached and no newer path covers that part."""
+        last = entry.digests[-1]
+        if self._by_end.get(last) is entry:
             del self._by_end[last]
-        num_held = self.reach(trail.digests)
+        num_held = self.reach(entry.digests)
         if not num_held:
             return
-        if num_held < len(trail.digests):  # in another one, as a tree may have this one
-            tokens = None if trail.tokens is None else trail.tokens[: num_held * self.block_size]
-            trail = PrefixPath(trail.digests[:num_held], tokens, trail.used_ns)
-        end = trail.digests[-1]
+        if num_held < len(entry.digests):  # copied: a tree may hold this path
+            tokens = None if entry.tokens is None else entry.tokens[: num_held * self.block_size]
+            entry = PrefixPath(entry.digests[:num_held], tokens, entry.used_ns)
+        end = entry.digests[-1]
         other = self._by_end.get(end)
         if other is not None:
-            other.used_ns = max(other.used_ns, trail.used_ns)
+            other.used_ns = max(other.used_ns, entry.used_ns)
             return
-        self._by_end[end] = trail
-        self._trails.append(trail)
+        self._by_end[end] = entry
+        self._paths.append(entry)
 
     def tree(self, live: Iterable[PrefixPath]) -> PrefixTree:
-        """Return what is held, of these trails and of requests that live; it is to be grown."""
-        trails = [*live, *sorted(self._trails, key=lambda trail: -trail.used_ns)]
-        return PrefixTree(trails, self.reach)
+        """Return an unbuilt tree of the cached prefixes of these paths and of live requests; call `grow`."""
+        paths = [*live, *sorted(self._paths, key=lambda entry: -entry.used_ns)]
+        return PrefixTree(paths, self.reach)
 
 
 class PrefixTree:
-    """Prefixes at one moment, or, where it grows in several turns, at several."""
+    """Snapshot of the prefixes; not atomic if built over several iterations."""
 
-    def __init__(self, trails: list[PrefixPath], reach: Callable[[list[bytes]], int]) -> None:
-        """trails: those that were used last first."""
-        self._trails = trails
+    def __init__(self, paths: list[PrefixPath], reach: Callable[[list[bytes]], int]) -> None:
+        """paths: most recently used first."""
+        self._paths = paths
         self._reach = reach
         self._num_grown = 0
-        """Of the trails."""
+        """Number of paths already added."""
         self.places: dict[bytes, tuple[PrefixPath, int]] = {}
-        """Digest -> the newest trail that it is on, and where."""
+        """Digest -> newest path that contains it, and the position there."""
         self._num_next: dict[bytes, int] = {}
         self._ends: dict[bytes, None] = {}
 
     def grow(self, num_blocks: int | None = None) -> bool:
-        """Go on with some more trails, of about so many blocks or of all; return whether that were all."""
-        while self._num_grown < len(self._trails) and (num_blocks is None or num_blocks > 0):
-            trail = self._trails[self._num_grown]
+        """Add paths of about ``num_blocks`` blocks, or all; return True when the tree is complete."""
+        while self._num_grown < len(self._paths) and (num_blocks is None or num_blocks > 0):
+            entry = self._paths[self._num_grown]
             self._num_grown += 1
-            self._add(trail)
+            self._add(entry)
             if num_blocks is not None:
-                num_blocks -= len(trail.digests)
-        return self._num_grown == len(self._trails)
+                num_blocks -= len(entry.digests)
+        return self._num_grown == len(self._paths)
 
-    def _add(self, trail: PrefixPath) -> None:
-        digests, is_new = trail.digests, False
+    def _add(self, entry: PrefixPath) -> None:
+        digests, is_new = entry.digests, False
         for position in range(self._reach(digests) - 1, -1, -1):
             digest = digests[position]
             if is_new:
@@ -118,43 +116,43 @@ class PrefixTree:
                 self._ends.pop(digest, None)
             if digest in self.places:
                 break
-            self.places[digest] = trail, position
+            self.places[digest] = entry, position
             if not is_new:
                 self._ends[digest] = None
             is_new = True
 
     def ends(self) -> list[bytes]:
-        """Return the last block of every prefix that nothing follows, those that were used last first."""
+        """Return the last block of every prefix that is not continued, most recently used first."""
         return list(self._ends)
 
     def num_next(self, digest: bytes) -> int:
-        """Return how many blocks follow this one."""
+        """Return the number of children of this block."""
         return self._num_next.get(digest, 0)
 
     def path(self, digest: bytes) -> list[bytes]:
-        """Return the digests of the prefix with this last block, from its first one on; none where it is not known."""
+        """Return the digests of the prefix with this last block, in order; empty if unknown."""
         if digest not in self.places:
             return []
-        trail, position = self.places[digest]
-        return trail.digests[: position + 1]
+        entry, position = self.places[digest]
+        return entry.digests[: position + 1]
 
     def tokens(self, digest: bytes, block_size: int) -> bytes:
-        """Return the tokens of this prefix, int32; nothing where they are not known."""
+        """Return the tokens of this prefix, int32; empty if unknown."""
         if digest not in self.places:
             return b""
-        trail, position = self.places[digest]
-        return b"" if trail.tokens is None else pack_i32(trail.tokens[: (position + 1) * block_size])
+        entry, position = self.places[digest]
+        return b"" if entry.tokens is None else pack_i32(entry.tokens[: (position + 1) * block_size])
 
     def used_ns(self, digest: bytes) -> int | None:
-        """Return when a prefix was last used; None where that is not known."""
+        """Return the time of the prefix's last use; None if unknown."""
         return self.places[digest][0].used_ns if digest in self.places else None
 
     def following(self, path: list[bytes]) -> set[bytes]:
-        """Return the blocks of all that begins with this prefix, behind it, held or not."""
+        """Return the blocks of all continuations of this prefix, cached or not."""
         end = len(path) - 1
         return {
             digest
-            for trail in self._trails
-            if len(trail.digests) > end and trail.digests[end] == path[end]
-            for digest in trail.digests[end:]
+            for entry in self._paths
+            if len(entry.digests) > end and entry.digests[end] == path[end]
+            for digest in entry.digests[end:]
         }

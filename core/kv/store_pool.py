@@ -1,16 +1,14 @@
-"""Blocks in a store that other servers share: what goes there, and what waiting requests look for and fetch from there.
+"""Store tier: KV blocks in a store shared with other servers.
 
-Who else writes to it, and what gives way there, this process does not hear. So a request's runs
-(`quintet.core.kv.store_chunks`) are looked for first; what was found, or kept by this engine, is believed to be there
-until it is missed::
+This process is not notified of other writers or of evictions. So the store is searched for a request's chunks first
+(`quintet.core.kv.store_chunks`). Chunks found, or stored by this engine, are assumed present until a read misses:
 
-      request ── search ──▶ found ── is it worth it? ──▶ get ──▶ host block ── a plan ──▶ device block
-                                                          │ missed: computed, and kept anew
+      request ── search ──▶ found ── is it cheaper? ──▶ get ──▶ host block ── a plan ──▶ device block
+                                                          │ missed: computed, and stored again
 
-What is to be kept waits on the device, as long as the prefix cache has it; only so much of it is copied to the host at once.
+Blocks to store wait on the device while they are cached; the bytes copied to the host at once are bounded.
 
-Never wrong: a key names the content, and the executor takes nothing else under it
-(`quintet.executor.kv_transfer.store.chunk_format`).
+A key names the exact content, and the executor verifies it (`quintet.executor.kv_transfer.store.chunk_format`).
 """
 
 from __future__ import annotations
@@ -20,48 +18,48 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from quintet.core.kv.fetch_cost import FetchCost
-from quintet.core.kv.prefetch import PATIENCE_NS, Prefetches
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, Prefetches
 from quintet.core.kv.store_chunks import StoreChunks
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_store import Get, Put, Search, StoreRequests, StoreResults
 
 MAX_KNOWN = 1 << 18
-"""StoreChunks that are believed to be there."""
+"""Maximum number of chunks assumed present."""
 MAX_DUE = 1 << 14
-"""StoreChunks that wait on the device to be kept."""
+"""Maximum number of chunks that wait to be stored."""
 MAX_NAMES = 1 << 16
-"""Looked for by one message, and one request's more: what a message may hold is bounded."""
-SILENCE_NS = 30_000_000_000
-"""How long nobody asks a store that has not answered in time."""
+"""Maximum chunk names per search message, plus those of one request."""
+PAUSE_NS = 30_000_000_000
+"""Time without requests to a store that missed its deadline."""
 
 
 @dataclass(slots=True)
 class Lookup:
-    """What a waiting request looks for."""
+    """Search of a waiting request."""
 
     chains: list[list[bytes]]
-    """Names of all its runs, by group."""
+    """Names of all its chunks, by group."""
     counts: list[int]
-    """Of each chain, how many of the first are known to be there."""
+    """Per chain, the number of leading chunks that are present."""
     is_pending: bool
     deadline_ns: int | None = None
-    """When it is given up; None before it was ordered."""
+    """Time at which it is given up; None before it was sent."""
 
 
 class StorePool:
-    """What is known of a shared store, and what is on its way to and fro: a `quintet.core.kv.tiers.Tier`."""
+    """Chunks assumed present, and transfers in progress: a `quintet.core.kv.tiers.Tier`."""
 
     __slots__ = (
-        "_asked",
         "_due",
-        "_most_putting",
+        "_max_putting",
         "_num_putting",
         "_ordered",
+        "_paused_until_ns",
         "_putting",
-        "_silent_until_ns",
+        "_searches",
         "fetches",
         "get_cost",
-        "is_silent",
+        "is_paused",
         "known",
         "lookups",
         "runs",
@@ -69,80 +67,83 @@ class StorePool:
     )
 
     def __init__(
-        self, runs: StoreChunks, first_host_block: int, num_host_blocks: int, most_putting: int
+        self, runs: StoreChunks, first_host_block: int, num_host_blocks: int, max_putting: int
     ) -> None:
-        """Host blocks: those that contents are fetched into, consecutive numbers. most_putting: blocks on their way to the
-        store at once, and a run more."""
+        """Host blocks are numbered consecutively; fetches are written into them. max_putting: maximum blocks being
+        stored, plus one chunk.
+        """
         self.runs = runs
         self.fetches = Prefetches(first_host_block, num_host_blocks)
         self.known: dict[bytes, None] = {}
-        """Names of runs that are believed to be there, used longest ago first."""
+        """Names of chunks assumed present, least recently used first."""
         self.lookups: dict[int, Lookup] = {}
-        """By request."""
+        """Keyed by request."""
         self.get_cost, self.search_cost = FetchCost(), FetchCost()
-        """Of a run; of a search."""
-        self._asked: list[Search] = []
-        """What was not ordered yet."""
+        """Per chunk; per search."""
+        self._searches: list[Search] = []
+        """Searches not sent yet."""
         self._ordered: dict[bytes, Get] = {}
-        """By name, what was not ordered yet."""
+        """Gets not sent yet, by name."""
         self._due: dict[bytes, list[bytes]] = {}
-        """Name -> keys of the blocks, of what is to be kept and was not ordered yet."""
+        """Name -> block keys of chunks to store; not sent yet."""
         self._putting: dict[bytes, int] = {}
-        """Name -> number of blocks, of what is on its way there."""
+        """Name -> number of blocks, of chunks being stored."""
         self._num_putting = 0
-        self._most_putting = most_putting
-        self.is_silent = False
-        """Whether the store did not answer in time, a while ago: nobody asks it."""
-        self._silent_until_ns = 0
+        self._max_putting = max_putting
+        self.is_paused = False
+        """The store missed a deadline recently and gets no requests."""
+        self._paused_until_ns = 0
 
-    # --- keeping ---
+    # --- storing ---
 
-    def stand(self, digests: Sequence[bytes], first: int, end: int) -> None:
-        """Hear that a request's blocks of tokens from ``first`` up to ``end`` have become findable; digests: of all before
-        ``end``. Every run that ends among them is kept, unless it is there."""
+    def queue_chunks(self, digests: Sequence[bytes], first: int, end: int) -> None:
+        """Queue the chunks completed by the request's token blocks ``first`` to ``end``, unless they are present.
+
+        digests: of all blocks before ``end``.
+        """
         length = self.runs.num_blocks
         for index in range(first // length, end // length):
             for group in self.runs.groups.tokens:
-                self._keep(self.runs.keys(digests, group, index))
+                self._queue_chunk(self.runs.keys(digests, group, index))
 
-    def stand_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
-        """Hear that the states behind so many of a request's blocks have become findable."""
+    def queue_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
+        """Queue the states after the first ``num_blocks`` blocks of a request."""
         index, rest = divmod(num_blocks, self.runs.every)
         if index and not rest:
             for group in self.runs.groups.states:
-                self._keep(self.runs.keys(digests, group, index - 1))
+                self._queue_chunk(self.runs.keys(digests, group, index - 1))
 
-    def _keep(self, keys: list[bytes]) -> None:
+    def _queue_chunk(self, keys: list[bytes]) -> None:
         name = keys[-1]
         if name in self.known:
-            self._know(name)
+            self._mark_present(name)
         elif name not in self._putting:
             self._due[name] = keys
             if len(self._due) > MAX_DUE:
                 del self._due[next(iter(self._due))]
 
-    def _know(self, name: bytes) -> None:
+    def _mark_present(self, name: bytes) -> None:
         self.known.pop(name, None)
         self.known[name] = None
         if len(self.known) > MAX_KNOWN:
             del self.known[next(iter(self.known))]
 
-    def leave(self, key: bytes, block: int) -> None:
-        """See `Tier.leave`: whether all blocks of a run are there is seen when it is ordered."""
+    def on_evict(self, key: bytes, block: int) -> None:
+        """See `Tier.on_evict`: completeness is checked when the put is sent."""
 
     # --- fetching ---
 
     def look_up(self, request_id: int, digests: Sequence[bytes]) -> None:
-        """Look for the runs of a waiting request that are not known to be there. digests: of the blocks it could begin behind."""
+        """Search for chunks that are not known to be present. digests: of the blocks after which the request could start."""
         chains = self.runs.chains(digests)
         counts = [len(list(takewhile(self.known.__contains__, chain))) for chain in chains]
         unknown = [chain[count:] for chain, count in zip(chains, counts, strict=True)]
         self.lookups[request_id] = Lookup(chains, counts, is_pending=any(unknown))
         if any(unknown):
-            self._asked.append(Search(request_id, unknown))
+            self._searches.append(Search(request_id, unknown))
 
     def places(self, request_id: int, digests: Sequence[bytes]) -> dict[bytes, tuple[bytes, int, int]]:
-        """Return what was found for a request: key -> the run that has it, at which position, of how many."""
+        """Return the search result: block key -> chunk name, position in the chunk, blocks in the chunk."""
         found: dict[bytes, tuple[bytes, int, int]] = {}
         lookup = self.lookups[request_id]
         for group, count in enumerate(lookup.counts):
@@ -160,7 +161,7 @@ class StorePool:
         *,
         whole: bool,
     ) -> bool:
-        """Fetch these contents, which are at these places, for a request: see `Prefetches.ask`. Return whether any is fetched."""
+        """Fetch contents at ``places`` for a request: see `Prefetches.ask`. Return True when any is fetched."""
         new = self.fetches.ask(request_id, keys, num_tokens, whole=whole)
         if new is None:
             return False
@@ -183,55 +184,55 @@ class StorePool:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for what is on its way, or looked for."""
+        """True while a request waits for a search or a fetch."""
         return self.fetches.is_awaited or any(lookup.is_pending for lookup in self.lookups.values())
 
     def expire(self, now_ns: int) -> None:
-        """Give up what was looked for, or fetched, for too long; ask nothing more for a while."""
+        """Give up searches and fetches past their deadline; then pause requests to the store."""
         is_late = self.fetches.expire(now_ns)
         for lookup in self.lookups.values():
             if lookup.is_pending and lookup.deadline_ns is not None and lookup.deadline_ns < now_ns:
                 lookup.is_pending, is_late = False, True
         if is_late:
-            self._silent_until_ns = now_ns + SILENCE_NS
-        self.is_silent = now_ns < self._silent_until_ns
+            self._paused_until_ns = now_ns + PAUSE_NS
+        self.is_paused = now_ns < self._paused_until_ns
 
-    # --- orders and answers ---
+    # --- requests and results ---
 
     def orders(self, block_of: Mapping[bytes, int], now_ns: int) -> StoreRequests | None:
-        """Return what is to be done before the next plan is made, if anything. block_of: what the device has, by its keys."""
+        """Return the transfers to send before the next plan, or None. block_of: device blocks by key."""
         self.fetches.begin_orders(now_ns)
-        orders = StoreRequests(searches=self._take_asked(), gets=[*self._ordered.values()])
+        orders = StoreRequests(searches=self._take_searches(), gets=[*self._ordered.values()])
         self._ordered.clear()
         for search in orders.searches:
             lookup = self.lookups.get(search.request_id)
             if lookup is not None and lookup.is_pending:
-                lookup.deadline_ns = now_ns + PATIENCE_NS
-        while self._due and self._num_putting < self._most_putting:
+                lookup.deadline_ns = now_ns + FETCH_TIMEOUT_NS
+        while self._due and self._num_putting < self._max_putting:
             name = next(iter(self._due))
             keys = self._due.pop(name)
             blocks = [block_of[key] for key in keys if key in block_of]
-            if len(blocks) == len(keys):  # else some gave way to others
+            if len(blocks) == len(keys):  # otherwise some were evicted
                 self._putting[name] = len(blocks)
                 self._num_putting += len(blocks)
                 orders.puts.append(Put(pack_i32(blocks), keys))
         return None if orders.is_empty else orders
 
-    def _take_asked(self) -> list[Search]:
-        """Return as many searches as fit a message; the next one is sent when something has become of these."""
+    def _take_searches(self) -> list[Search]:
+        """Return the searches that fit a message; the next message follows after the results of this one."""
         number, num_names = 0, 0
-        while number < len(self._asked) and num_names < MAX_NAMES:
-            num_names += sum(map(len, self._asked[number].chains))
+        while number < len(self._searches) and num_names < MAX_NAMES:
+            num_names += sum(map(len, self._searches[number].chains))
             number += 1
-        taken, self._asked = self._asked[:number], self._asked[number:]
+        taken, self._searches = self._searches[:number], self._searches[number:]
         return taken
 
     def answer(self, answers: StoreResults) -> None:
-        """Apply what became of orders."""
+        """Apply the results of transfers."""
         for name in (*answers.kept, *answers.unkept):
             self._num_putting -= self._putting.pop(name, 0)
         for name in answers.kept:
-            self._know(name)
+            self._mark_present(name)
         for found in answers.found:
             self._note_found(found.request_id, unpack_i32(found.counts))
         self.fetches.settle(unpack_i32(answers.fetched), missed=False)
@@ -252,10 +253,10 @@ class StorePool:
             known = lookup.counts[group]
             lookup.counts[group] = min(len(chain), known + count)
             for name in chain[known : lookup.counts[group]]:
-                self._know(name)
+                self._mark_present(name)
 
     def take_copies(self) -> list[int]:
-        """See `Tier.take_copies`: nothing is copied this way."""
+        """See `Tier.take_copies`: this tier has none."""
         self.fetches.free_left()
         return []
 
@@ -263,5 +264,5 @@ class StorePool:
         """See `Tier.check`."""
         assert waiting.issuperset(self.lookups), (waiting, list(self.lookups))
         assert self._num_putting == sum(self._putting.values()), (self._num_putting, self._putting)
-        assert self._putting.keys().isdisjoint(self._due), "kept twice"
+        assert self._putting.keys().isdisjoint(self._due), "queued and being stored"
         self.fetches.check(waiting)

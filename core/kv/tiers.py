@@ -1,14 +1,14 @@
-"""Tiers: where contents outlive the device's blocks, and the little that the rest of the core knows of them.
+"""KV tiers: storage that outlives the device's blocks, and its interface to the scheduler.
 
-Every tier hands contents back by way of host memory, from where a plan copies them into blocks of the device:
+Every tier returns contents through host memory, from which a plan copies them into device blocks:
 
-      device block ── leaving, findable ──▶ tier ── fetch ──▶ pending ──▶ fetched: host block ── a plan ──▶ device block
+      device block ── evicted or stored ──▶ tier ── fetch ──▶ pending ──▶ fetched: host block ── a plan ──▶ device block
 
-A fetch that takes no time is fetched at once (host memory); of another (disk, another server, a store) the answer is that it is
-pending, until it is not. A request that waits for one waits in the queue, and others pass it.
+A fetch from host memory completes at once. A fetch from disk, a peer or a store is pending until it completes. A
+request with a pending fetch stays queued, and others pass it.
 
-Contents are named by keys as the prefix cache has them (`quintet.core.kv.prefix`): the chained hash of all tokens up to there,
-and the group of layers. What model and layout they are of is the same for all contents of a tier: the executor sees to it.
+Contents are named by prefix cache keys (`quintet.core.kv.prefix`): the chained hash of all tokens so far, and the
+group of layers. The executor ensures that all contents of a tier belong to one model and layout.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from quintet.core.kv.store_pool import StorePool
 
 
 class Tier(Protocol):
-    """One place where contents are kept."""
+    """One storage tier."""
 
-    def leave(self, key: bytes, block: int) -> None:
-        """Hear that the device is about to give ``block``, which holds the content, another one: the next plan's first copies
-        still find it."""
+    def on_evict(self, key: bytes, block: int) -> None:
+        """Called before the device overwrites ``block``. The copies at the start of the next plan still read the old
+        content.
+        """
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
-        """Return the host blocks that hold the longest run of what a request wants, from the first on; None while pending."""
+        """Return the host blocks of the longest available prefix of the wanted keys; None while pending."""
 
     def forget(self, request_id: int) -> None:
-        """Hear that a request wants nothing any more: the plan in the making gives it what it wanted, or it has ended."""
+        """Drop a request's wanted keys: the plan under construction uses them, or the request has ended."""
 
     def take_copies(self) -> list[int]:
-        """Return pairs ``device block, host block`` to copy first in the plan that is being sent."""
+        """Return pairs ``device block, host block`` to copy at the start of the plan being sent."""
 
     def check(self, waiting: set[int]) -> None:
-        """Assert every invariant; ``waiting``: the requests that may want something."""
+        """Assert every invariant; ``waiting``: the requests that may want contents."""
 
 
 class Tiers:
-    """All tiers there are; of some the features ask by name, everybody else tells and asks all."""
+    """All configured tiers. Features access one by name; other callers use all."""
 
-    __slots__ = ("_all", "disk", "host", "on_leave", "peers", "store")
+    __slots__ = ("_all", "disk", "evict_listener", "host", "peers", "store")
 
     def __init__(
         self,
@@ -58,17 +59,17 @@ class Tiers:
         self.disk = disk
         self.peers = peers
         self.store = store
-        self.on_leave: Callable[[bytes], None] | None = None
-        """Who else hears of contents that the device gives away."""
+        self.evict_listener: Callable[[bytes], None] | None = None
+        """Callback for keys that the device evicts."""
         tiers: tuple[Tier | None, ...] = (self.host if num_host_blocks else None, disk, peers, store)
         self._all: tuple[Tier, ...] = tuple(tier for tier in tiers if tier is not None)
 
-    def leave(self, key: bytes, block: int) -> None:
-        """See `Tier.leave`."""
-        if self.on_leave is not None:
-            self.on_leave(key)
+    def on_evict(self, key: bytes, block: int) -> None:
+        """See `Tier.on_evict`."""
+        if self.evict_listener is not None:
+            self.evict_listener(key)
         for tier in self._all:
-            tier.leave(key, block)
+            tier.on_evict(key, block)
 
     def forget(self, request_id: int) -> None:
         """See `Tier.forget`."""
@@ -77,13 +78,13 @@ class Tiers:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether somebody waits for what is on its way; how long, `expire` bounds."""
+        """True while a request waits for a fetch; `expire` limits the time."""
         if self.store is not None and self.store.is_awaited:
             return True
         return any(tier.fetches.is_awaited for tier in (self.disk, self.peers) if tier is not None)
 
     def expire(self, now_ns: int) -> None:
-        """Give up what was fetched for too long."""
+        """Give up fetches past their deadline."""
         for tier in (self.disk, self.peers, self.store):
             if tier is not None:
                 tier.expire(now_ns)

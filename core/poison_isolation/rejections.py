@@ -1,7 +1,7 @@
-"""Requests that are refused at the door: those that made the executor fail, for a while.
+"""Rejection list of poison requests: those that made the executor fail, for `REJECTION_TTL_S`.
 
-A request is recognised by its fingerprint: prompt and sampling parameters, but not the seed, nor how many choices. The
-table is bounded and forgets the oldest first. Reads no clock.
+A request is identified by a fingerprint of its prompt and sampling parameters, without seed and number of choices.
+The table is bounded and forgets the oldest entry first. Reads no clock.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Admit, Failed
 from quintet.wire.params import SamplingParams
 
-REFUSE_S = 600
-"""How long: who sends the same again and again then costs everybody else a pause every ten minutes, not every second."""
+REJECTION_TTL_S = 600
+"""TTL of an entry: a repeated poison request then interrupts other requests every ten minutes, not every second."""
 
-MAX_REFUSED = 1024
+MAX_REJECTIONS = 1024
 
 
 def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: EmbedsPrompt | None = None) -> bytes:
-    """Return what two requests have in common that ask the same of the executor. ``prompt_ids``: int32."""
+    """Return the fingerprint of prompt and parameters. ``prompt_ids``: int32."""
     settings = encode(msgspec.structs.replace(params, seed=None, n=1))
     if embeds is not None:
         settings += embeds.digest
@@ -33,42 +33,42 @@ def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: EmbedsPrompt 
 
 
 def fingerprint_of(request: Request) -> bytes:
-    """Return the fingerprint of a request that was admitted."""
+    """Return the fingerprint of an admitted request."""
     return fingerprint(pack_i32(request.tokens[: request.num_prompt]), request.params, request.embeds)
 
 
 class Rejections:
-    """Fingerprints of the convicted, why, and until when."""
+    """Fingerprints of poison requests, with cause and expiry."""
 
-    def __init__(self, max_refused: int = MAX_REFUSED) -> None:
-        self._max_refused = max_refused
-        self._refused: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
+    def __init__(self, max_rejections: int = MAX_REJECTIONS) -> None:
+        self._max_rejections = max_rejections
+        self._entries: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._refused)
+        return len(self._entries)
 
     def add(self, key: bytes, cause: str, now_ns: int) -> None:
-        """Refuse requests of this fingerprint from now on."""
-        self._refused[key] = (now_ns + REFUSE_S * 1_000_000_000, cause)
-        self._refused.move_to_end(key)
-        if len(self._refused) > self._max_refused:
-            self._refused.popitem(last=False)
+        """Reject requests with this fingerprint from now on."""
+        self._entries[key] = (now_ns + REJECTION_TTL_S * 1_000_000_000, cause)
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._max_rejections:
+            self._entries.popitem(last=False)
 
     def answer_to(self, admit: Admit, now_ns: int) -> Failed | None:
-        """Return how a request is refused, or None when it is not."""
-        if not self._refused:
+        """Return the rejection of a request, or None."""
+        if not self._entries:
             return None
         key = fingerprint(admit.prompt_ids, admit.spec.params, admit.embeds)
-        refused = self._refused.get(key)
-        if refused is None:
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        until_ns, cause = refused
+        until_ns, cause = entry
         if until_ns <= now_ns:
-            del self._refused[key]
+            del self._entries[key]
             return None
         left_s = -(-(until_ns - now_ns) // 1_000_000_000)
         message = (
-            f"A request with the same prompt and the same parameters made the executor fail ({cause}), so this one was not "
-            f"tried. Change the prompt or the parameters, or send it again in {left_s} s."
+            f"A request with the same prompt and the same parameters made the executor fail ({cause}), so this one was "
+            f"rejected. Change the prompt or the parameters, or retry in {left_s} s."
         )
         return Failed(admit.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=left_s)

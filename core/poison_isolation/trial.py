@@ -1,11 +1,11 @@
-"""What a search for suspects does to the state: who may run now, and how the convicted ends.
+"""Effects of poison isolation on the scheduler state: restrict running requests, end the culprit.
 
-Who is suspected is `quintet.core.poison_isolation.suspects`' to know; this file preempts, ends and reports.
+`quintet.core.poison_isolation.suspects` chooses the suspects.
 """
 
 from __future__ import annotations
 
-from quintet.core.poison_isolation.rejections import REFUSE_S, Rejections, fingerprint_of
+from quintet.core.poison_isolation.rejections import REJECTION_TTL_S, Rejections, fingerprint_of
 from quintet.core.poison_isolation.suspects import DEATHS_ALONE, PoisonIsolation
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders
@@ -13,13 +13,13 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Failed
 
 
-def hold_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
-    """Begin the next trial when the present one is over. Return whether a step may be planned now."""
+def advance_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
+    """Start the next trial when the current one is over. Return True when a step may be planned now."""
     if not suspects.have_passed(state.live):
         return True
     if suspects.remain(state.live):
         if state.in_flight:
-            return False  # or those who are tried next would be blamed for what the others still do
+            return False  # steps in flight of other requests must not be blamed on the next suspects
         for request in list(state.running):
             state.preempt(request)
     suspects.advance(state.live)
@@ -27,45 +27,45 @@ def hold_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
     return True
 
 
-def call_off(state: SchedulerState, suspects: PoisonIsolation) -> None:
-    """Let everybody run: whatever those on trial wait for, it is not on trial, and would wait for them."""
-    suspects.acquit_all()
+def cancel_trial(state: SchedulerState, suspects: PoisonIsolation) -> None:
+    """End the trial: the suspects wait for something that is not on trial and would wait for them."""
+    suspects.clear()
     state.trial = None
 
 
-def convict(
+def reject_poison(
     state: SchedulerState,
     suspects: PoisonIsolation,
-    refusals: Rejections,
+    rejections: Rejections,
     request_id: int,
     failure: str,
     now_ns: int,
 ) -> StepMessages:
-    """End the request, every choice of it, that made the executor fail; refuse what asks for the same.
+    """End all choices of the culprit, and reject requests with the same fingerprint.
 
-    ``failure`` is what its step raised; empty when the executor died. Of the requests that ask for the same, those end
-    with it that have not shown yet that they can be computed.
+    ``failure`` is the executor's exception; empty when it died. Live requests with the same fingerprint end too,
+    unless they were computed successfully before.
     """
     outbox = TokensBuilders()
-    convicted = state.live.get(request_id)
-    if convicted is None:
+    culprit = state.live.get(request_id)
+    if culprit is None:
         return outbox.effects(state.step, now_ns)
     cause = failure or f"its process died {DEATHS_ALONE} times in a row while it computed nothing else"
     message = (
-        f"This request made the executor fail: {cause}. Requests with this prompt and these parameters are refused for "
-        f"{REFUSE_S} s; change the prompt or the parameters."
+        f"This request made the executor fail: {cause}. Requests with this prompt and these parameters are rejected for "
+        f"{REJECTION_TTL_S} s; change the prompt or the parameters."
     )
-    key, first = fingerprint_of(convicted), convicted.first_id
-    refusals.add(key, cause, now_ns)
+    key, first = fingerprint_of(culprit), culprit.first_id
+    rejections.add(key, cause, now_ns)
     for request in list(state.live.values()):
         is_choice = request.first_id == first
-        is_unproven = request.scheduled_ns is None or suspects.holds(request.request_id)
+        is_unproven = request.scheduled_ns is None or suspects.is_suspect(request.request_id)
         if is_choice or (is_unproven and fingerprint_of(request) == key):
-            state.counters.convictions += 1
+            state.counters.poison_requests += 1
             outbox.close(request)
             outbox.failed.append(
-                Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REFUSE_S)
+                Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REJECTION_TTL_S)
             )
-            request.origin = None  # it is not kept for its client
+            request.origin = None  # not retained for its client
             state.retire(request)
     return outbox.effects(state.step, now_ns)

@@ -1,1 +1,1 @@
-"""The languages clients speak: a room each parses it into submissions and writes its answers; beside them what all share."""
+"""Client APIs: request parsing and response formats per API, and their shared parts."""

@@ -1,6 +1,6 @@
-"""From streams of deltas to answers, in any dialect: what is waited for, what one write holds, how an answer ends.
+"""Responses from streams of deltas, for every API: waiting, one write per wake-up, and the end.
 
-A dialect brings an `AnswerWriter` for its streamed answers, and makes a whole one of the `Output`s.
+An API implements an `AnswerWriter` for streamed responses, and builds unstreamed ones from `Output`s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quintet.frontend.api import sse
 from quintet.frontend.api.routing import explain
 from quintet.frontend.http.http_request import ClientDisconnected, Header, HttpRequest
 from quintet.frontend.http.write_timeout import Reader
-from quintet.frontend.resume.partial_response import Told
+from quintet.frontend.resume.partial_response import ReceivedOutput
 from quintet.frontend.resume.stream_cursor import StreamId
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Stream
@@ -28,26 +28,26 @@ from quintet.wire.request import KvTransfer, OutputParsing, ResumeToken
 
 
 class AnswerWriter(Protocol):
-    """One streamed answer in a dialect: its events, as bytes."""
+    """Writer of one streamed response in an API's event format."""
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
-        """Append the events for what is new of the prompt at ``position``. The hot path."""
+        """Append events for the new output of the prompt at index ``position``. Hot path."""
 
     def tail(self, streams: Sequence[Stream]) -> bytes:
-        """Return what ends it."""
+        """Return the last bytes of the stream."""
 
     def failed(self, error: RequestError) -> bytes:
-        """Return what ends it with an error, after its beginning was written."""
+        """Return the last bytes after an error in the middle of the stream."""
 
     def silence(self) -> bytes:
-        """Return what is written when there has been nothing to tell for a while."""
+        """Return the keep-alive bytes for an idle stream."""
 
     def headers(self) -> tuple[Header, ...]:
-        """Return the headers of the response, besides its content type."""
+        """Return the response headers, without the content type."""
 
 
 class Body(Protocol):
-    """What every request for an answer may say."""
+    """Fields of every generation request."""
 
     stream: bool | None
     priority: int | None
@@ -55,49 +55,49 @@ class Body(Protocol):
 
 
 BeforeEnd = Callable[[Service, AnswerWriter], Awaitable[None]]
-"""What is done with an answer before its end is told. Raises nothing."""
+"""Hook that runs before the last write of a response. Must not raise."""
 
 
 class Submissions:
-    """The submissions behind one HTTP request (one per prompt) and the mailbox their news arrive in."""
+    """Streams of one HTTP request, one per prompt, and their mailbox."""
 
     def __init__(self, streams_per_prompt: int = 1) -> None:
-        """streams_per_prompt: more than one where each choice has a stream of its own."""
+        """``streams_per_prompt``: above one if each choice has its own stream."""
         self.mailbox = Mailbox()
         self.streams: list[Stream] = []
         self.streams_per_prompt = streams_per_prompt
         self.num_unread = 0
-        """Streams whose end has not been read."""
+        """Streams with an unread end."""
         self.client_gone = False
 
     def leave(self) -> None:
-        """The client is gone: wake whoever writes for it."""
+        """Note that the client disconnected, and wake the writer."""
         self.client_gone = True
-        self.mailbox.nudge()
+        self.mailbox.wake()
 
     def close(self, *, keep: bool = False) -> None:
-        """Cancel what still runs and let go of everything. ``keep``: the client may come back."""
+        """Cancel running streams and drop their output. ``keep``: the client may resume."""
         for stream in self.streams:
             stream.close(keep=keep)
 
     def add(self, stream: Stream) -> None:
-        """Answer with one more prompt's stream, whose mailbox is this one's."""
+        """Add the stream of one more prompt; it must use this mailbox."""
         self.streams.append(stream)
         self.num_unread += not stream.ended
 
     @property
     def stream_id(self) -> StreamId | None:
-        """Under which name the client can come back for the answer; None where it cannot."""
+        """Id for resuming the response; None if it is not resumable."""
         submit = self.streams[0].submit
         claim = submit.spec.claim
         return None if claim is None else StreamId(submit.request_id, claim.key)
 
     def unread_bytes(self) -> int:
-        """Estimate what is held for the client."""
+        """Estimate the bytes held for the client."""
         return sum(stream.unread_bytes() for stream in self.streams)
 
     def take(self, stream: Stream) -> Batch:
-        """Return what is new of a stream that the mailbox named."""
+        """Return the new output of a stream returned by the mailbox."""
         if stream.ended:
             self.num_unread -= 1
         return stream.take()
@@ -118,16 +118,18 @@ def submit_all(
     echo: bool = False,
     return_prompt_ids: bool = False,
     session: str = "",
-    begun: Sequence[Sequence[Told]] = (),
-    told: bytes = b"",
+    received: Sequence[Sequence[ReceivedOutput]] = (),
+    replayed_ids: bytes = b"",
     seeds: Sequence[int] = (),
-    handover: KvTransfer | None = None,
+    kv_transfer: KvTransfer | None = None,
 ) -> Submissions:
-    """Let a request in and send its prompts on their way, all with these checked parameters.
+    """Pass admission and submit one request per prompt, with these checked parameters.
 
-    Raises `RequestError`, and then none of them is on its way. What the parameters mean: see `Sessions.submit`. ``begun``: of
-    every prompt, where other servers told the beginnings of their answers; ``told``: the same (int32) of the only prompt, in a
-    dialect whose writers hear all of it once more; ``seeds``: likewise, as they were drawn there.
+    Raises `RequestError`, and then cancels those already submitted. For the parameters see `Sessions.submit`.
+
+    - ``received``: per prompt, output of its choices received from another server.
+    - ``replayed_ids``: output (int32) of the only prompt, for writers that need the output from its start.
+    - ``seeds``: seed of each prompt at that server.
     """
     service.admission.enter(prompts, params)
     submissions = Submissions()
@@ -151,9 +153,9 @@ def submit_all(
                     limit_gives_way=limit_gives_way,
                     reading=reading,
                     session=session,
-                    begun=begun[index] if begun else (),
-                    told=told,
-                    handover=handover,
+                    received=received[index] if received else (),
+                    replayed_ids=replayed_ids,
+                    kv_transfer=kv_transfer,
                 )
             )
     except BaseException:
@@ -169,19 +171,19 @@ async def stream_answer(
     writer: AnswerWriter,
     before_end: BeforeEnd | None = None,
 ) -> None:
-    """Write the answer as events, one write per wake-up, until every stream has ended or the client left.
+    """Write the response as events, one write per wake-up, until all streams ended or the client disconnected.
 
-    The status line waits for the first news, so an error before it gets its own. ``before_end`` is awaited before the last write.
+    The status is sent with the first output, so an error before it has its own. ``before_end`` runs before the last write.
     """
-    patience, write_seconds, span = service.patience, service.http.write_seconds, service.span
+    write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
     watcher = exchange.watch_disconnect(submissions.leave)
-    pulse = sse.Pulse(service.config.frontend.keep_alive_s, submissions.mailbox.nudge)
+    keep_alive = sse.KeepAliveTimer(service.config.frontend.keep_alive_s, submissions.mailbox.wake)
     reader = Reader(exchange.abort, submissions.unread_bytes)
-    patience.watch(reader)
-    exchange.lend_break_silence(submissions.mailbox.nudge)
+    write_timeout.watch(reader)
+    exchange.register_break_silence(submissions.mailbox.wake)
     if submissions.num_unread == 0:
-        submissions.mailbox.nudge()  # nothing is left to tell but the end
+        submissions.mailbox.wake()  # only the end is left to write
     try:
         while True:
             ready = await submissions.mailbox.wait()
@@ -214,19 +216,19 @@ async def stream_answer(
                 reader.waiting_since_s = None
                 write_seconds.observe(time.perf_counter() - began)
                 span("events", len(ready), woken_ns)
-                pulse.wrote()
+                keep_alive.wrote()
             if last:
                 return
     finally:
-        pulse.stop()
-        patience.forget(reader)
+        keep_alive.stop()
+        write_timeout.forget(reader)
         watcher.cancel()
         submissions.close(keep=exchange.started)
 
 
 @dataclass(slots=True)
 class Output:
-    """One choice of a whole answer."""
+    """One choice of an unstreamed response."""
 
     index: int
     text: str
@@ -235,13 +237,13 @@ class Output:
     finish: Finish
     stream: Stream
     spans: Sequence[Span]
-    """What the text is made of: see `quintet.frontend.streams.pieces`."""
+    """Spans of the text: see `quintet.frontend.streams.text_spans`."""
 
 
-async def whole_answer(exchange: HttpRequest, submissions: Submissions) -> list[Output]:
-    """Wait until every stream has ended and return the choices in order, those of the first prompt first.
+async def collect_outputs(exchange: HttpRequest, submissions: Submissions) -> list[Output]:
+    """Wait for the end of every stream and return the choices in order of prompts.
 
-    Raises the first stream's error, or `ClientDisconnected`; either way what still runs is cancelled.
+    Raises the first stream's error, or `ClientDisconnected`; both cancel the other streams.
     """
     bases: dict[int, int] = {}
     num_choices = 0

@@ -1,4 +1,4 @@
-"""What a client says of the choice of an engine, and what it is told of it."""
+"""Routing headers: session key in requests, chosen engine in responses."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from quintet.frontend.streams import Stream
 
 SESSION_HEADER = "x-session-id"
 EXPLAIN_HEADER = "x-quintet-explain"
-"""With any value: the response says which engine answers, and why that one."""
+"""With any value, the response names the chosen engine and the reason."""
 ROUTING_HEADER = b"x-quintet-routing"
 MAX_SESSION = 256
 MAX_EXPLAINED = 16
-"""Prompts of one request. Clients and proxies take headers of some thousand bytes."""
+"""Maximum prompts listed: clients and proxies limit headers to a few KiB."""
 
 
 def session_of(exchange: HttpRequest, *names: str | None) -> str:
-    """Return what a request has in common with others of its conversation: the header, else the first of ``names``."""
+    """Return the session key: the header, else the first non-empty one of ``names``."""
     for name in (exchange.header(SESSION_HEADER), *names):
         if name:
             return name[:MAX_SESSION]
@@ -25,11 +25,11 @@ def session_of(exchange: HttpRequest, *names: str | None) -> str:
 
 
 def explain(exchange: HttpRequest, streams: Sequence[Stream]) -> None:
-    """Add to the response where its prompts were sent first, if the client asks; of a beam search, in its first round."""
+    """On request, add the first engine choice of each prompt to the response headers; for a beam search, of round one."""
     if exchange.header(EXPLAIN_HEADER) is None:
         return
-    is_told = any(name == ROUTING_HEADER for name, _ in exchange.headers_out)
-    if not is_told:
+    is_explained = any(name == ROUTING_HEADER for name, _ in exchange.headers_out)
+    if not is_explained:
         choices = [stream.choice for stream in streams if stream.choice is not None]
         words = [f"engine {choice.index}: {choice.reason}" for choice in choices[:MAX_EXPLAINED]]
         if len(choices) > MAX_EXPLAINED:

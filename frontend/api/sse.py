@@ -1,4 +1,4 @@
-"""Server-sent events: frames, and the pulse that keeps a silent stream's connection open."""
+"""Server-sent events: frames, and the keep-alive timer of idle streams."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable
 CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 KEEP_ALIVE = b": keep-alive\n"
-"""A comment without a blank line: behind an event with an id, SDKs of the field take a blank line for an empty event."""
+"""Comment without a blank line: after an event with an id, OpenAI's SDKs read a blank line as an empty event."""
 DONE = b"data: [DONE]\n\n"
 
 
 def frame(json: bytes) -> bytes:
-    """Wrap one JSON document as an event."""
+    """Format a JSON document as an event."""
     return b"data: " + json + b"\n\n"
 
 
-class Pulse:
-    """Calls ``on_silence`` after every ``interval_s`` in which nothing was written; 0 means never.
+class KeepAliveTimer:
+    """Calls ``on_silence`` after every ``interval_s`` without a write; 0 disables it.
 
-    One timer per stream, re-armed only when it fires: writing costs no more than noting the time.
+    One timer per stream, re-armed only when it fires: a write only stores the time.
     """
 
     def __init__(self, interval_s: float, on_silence: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class Pulse:
             self._timer = self._loop.call_later(interval_s, self._fire)
 
     def wrote(self) -> None:
-        """Note that something was just written."""
+        """Note a write."""
         self._last_s = self._loop.time()
 
     def _fire(self) -> None:
@@ -46,7 +46,7 @@ class Pulse:
         self._timer = self._loop.call_later(wait_s, self._fire)
 
     def stop(self) -> None:
-        """Never call again."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

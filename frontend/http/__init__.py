@@ -1,1 +1,1 @@
-"""HTTP on the server's side: connections, requests, authentication, request bodies, errors, the OpenAPI document."""
+"""HTTP server: connections, requests, authentication, request bodies, errors, OpenAPI document."""

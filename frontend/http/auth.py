@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and the browser origins that may read the answers."""
+"""Authentication by API key, and cross-origin access (CORS)."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ OPEN_PATHS = frozenset(
         "/docs",
     }
 )
-"""What is told without a key: whether the server lives, as orchestrators ask, and how it is spoken to."""
+"""Paths that need no key: health checks and API documentation."""
 
 
 OPERATORS_PATH = "/kv"
-"""What lies here and below is for who operates the server."""
+"""Root of the paths for operators."""
 
 
 def is_operators(path: str) -> bool:
-    """Return whether a path needs the operator's key."""
+    """Test whether a path needs the operator's key."""
     return path == OPERATORS_PATH or path.startswith(OPERATORS_PATH + "/")
 
 
 def operator_keys(config: EngineConfig) -> list[str]:
-    """Return what operators may send: what the configuration says, and what follows from the key in the run folder.
+    """Return the accepted operator keys: --admin-key, and one derived from the key in the run folder.
 
-    So who may read that folder needs no key of his own: ``quintet admin``.
+    Read access to the run folder thus replaces a key: ``quintet admin``.
     """
     derived = hmac.new(run_key(config.run_dir), b"operator", "sha256").hexdigest()
     return [derived, *filter(None, [config.frontend.admin_key])]
 
 
 def is_open(path: str) -> bool:
-    """Return whether a path needs no key."""
+    """Test whether a path needs no key."""
     return path in OPEN_PATHS or path.startswith("/docs/")
 
 
 class Keys:
-    """The accepted API keys; with none configured, everybody may ask. But what is the operator's, he alone may, with his."""
+    """Accepted API keys; without any, all clients are accepted. Operator paths need an operator key."""
 
     def __init__(
         self,
@@ -60,16 +60,16 @@ class Keys:
         is_open: Callable[[str], bool] = is_open,
         operators: Callable[[], list[str]] | None = None,
     ) -> None:
-        """``is_open``: whether a path needs none. operators: returns the keys for `is_operators`, where there are such paths."""
+        """``is_open``: tests whether a path needs no key. ``operators``: returns the keys of operator paths, if any."""
         self._keys, self._is_open = [key.encode() for key in keys], is_open
         self._operators = operators
 
     def check(self, exchange: HttpRequest) -> bytes:
-        """Return the request's key, however it was sent; empty for none. Raises `RequestError` where it needs another."""
+        """Return the request's key; empty for none. Raises `RequestError` for a missing or wrong key."""
         return self.admit(exchange.path, exchange.header)
 
     def admit(self, path: str, header: Callable[[str], str | None]) -> bytes:
-        """The same, of a request with this path and these headers (by names in lower case)."""
+        """Check a path and its headers, given by lower-case name, as `check` does."""
         given = _key_of(header)
         if self._operators is not None and is_operators(path):
             return _admit_operator(given, self._operators())
@@ -82,17 +82,17 @@ class Keys:
             )
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(matches):
-            raise RequestError(ErrorCode.UNAUTHORIZED, "The API key is not one this server accepts.")
+            raise RequestError(ErrorCode.UNAUTHORIZED, "The API key is invalid.")
         return given
 
 
 def _admit_operator(given: bytes | None, keys: Sequence[str]) -> bytes:
-    """Return the key that was given, if it is one of these. Raises `RequestError`."""
+    """Return the given key if it is an operator key. Raises `RequestError`."""
     matches = [hmac.compare_digest(given or b"", key.encode()) for key in keys]
     if not any(matches):
         raise RequestError(
             ErrorCode.UNAUTHORIZED,
-            "This is for who operates the server: send `Authorization: Bearer <key>` with the key of --admin-key, or use "
+            "This path requires the operator key: send `Authorization: Bearer <key>` with the key of --admin-key, or use "
             "`quintet admin kv` on the server's machine.",
         )
     return given or b""
@@ -107,11 +107,10 @@ def _key_of(header: Callable[[str], str | None]) -> bytes | None:
     return None if key is None else key.encode("latin-1", "replace")
 
 
-def open_to(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
-    """Return the application with cross-origin access for the configured origins alone (``*`` for all).
+def with_cors(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
+    """Add CORS for the configured origins (``*`` for all).
 
-    Unless configured otherwise pages may use any method and send any header: clients of this dialect have many of their
-    own, and keys decide who is served.
+    All methods and headers are allowed unless configured otherwise: OpenAI clients send many headers of their own.
     """
     if not config.allowed_origins:
         return app
@@ -125,7 +124,7 @@ def open_to(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
     )
 
     async def choose(scope: Scope, receive: Receive, send: Send) -> None:
-        """Only browsers send an origin: for others no layer stands between the answer and the socket."""
+        """Bypass the CORS layer for requests without an Origin header: only browsers send it."""
         is_page = any(name == b"origin" for name, _ in scope["headers"])
         await (for_pages if is_page else app)(scope, receive, send)
 

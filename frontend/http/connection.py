@@ -1,7 +1,6 @@
-"""One HTTP/1 connection: timeouts and buffer limits for slow clients, upgrade offers, and HTTP/1.0.
+"""HTTP/1 connection over uvicorn's protocol: header and write timeouts, buffer limits, upgrade offers, HTTP/1.0.
 
-Uvicorn speaks the protocol. The timeouts of bodies are in `quintet.frontend.http.bodies`, those of streamed answers in
-`quintet.frontend.http.write_timeout`.
+Body timeouts are in `quintet.frontend.http.bodies`, those of streams in `quintet.frontend.http.write_timeout`.
 """
 
 from __future__ import annotations
@@ -20,26 +19,25 @@ from quintet.frontend.http.http_request import CONNECTION
 from quintet.wire.errors import ErrorCode, RequestError
 
 IDLE_S = 75
-"""How long a connection may stay open between requests, or before its first."""
+"""Keep-alive timeout, also before the first request."""
 MAX_HEADER_BYTES = 64 << 10
-"""Most bytes of a request line and its headers; nobody else bounds them."""
+"""Maximum bytes of the request line and headers; uvicorn sets no limit."""
 UPGRADE = b"upgrade"
 SEND_BUFFER_BYTES = 64 << 10
-"""Output that the system holds for one client; Linux books twice as much, and by itself would take up to 4 MiB."""
+"""SO_SNDBUF of client sockets. Linux doubles it; its own default grows to 4 MiB."""
 
 
 class Protocol(HttpToolsProtocol):
-    """Uvicorn's protocol, which does not wait for ever: neither for headers, nor for a client to read.
+    """Uvicorn's protocol with a header timeout and a write timeout.
 
-    The application is lent ``abort``, for streams. What was written and is left to the socket is watched here: it must
-    get smaller every ``write_timeout_s``. From its first byte on, the head of a request must be complete within
-    ``header_timeout_s``, however many pieces it comes in.
+    The application receives ``abort`` for streams. Output left to the transport must shrink every ``write_timeout_s``.
+    The head of a request must be complete ``header_timeout_s`` after its first byte.
     """
 
     def __init__(
         self, *, write_timeout_s: float, header_timeout_s: float, errors: ErrorShape, **given_by_uvicorn: Any
     ) -> None:
-        """``errors``: how those are spelled that no application hears of."""
+        """``errors``: format of errors of requests that do not reach the application."""
         super().__init__(**given_by_uvicorn)
         self._errors = errors
         self._write_timeout_s = write_timeout_s
@@ -48,16 +46,16 @@ class Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._half_open: HalfOpen | None = None
-        self._lent: dict[str, Callable[[], None]] = {}
-        """What the connection and the application can have each other do, in this request."""
+        self._callbacks: dict[str, Callable[[], None]] = {}
+        """Callbacks between the connection and the application for this request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request as long as for any other."""
+        """Start the keep-alive timeout before the first request."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(IDLE_S, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting for anything."""
+        """Stop every timer."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._stop_watching()
@@ -65,12 +63,12 @@ class Protocol(HttpToolsProtocol):
         if self._half_open is not None:
             self._half_open.stop()
 
-    # --- a client that says no more ---------------------------------------------------------------------------
+    # --- half-closed connections ------------------------------------------------------------------------------
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Stay open for the answer to a complete request, if its client can be asked whether it is still there.
+        """Keep a half-closed connection open for the response to a complete request, if its client can be probed.
 
-        With TLS there are no half-closed connections, and before HTTP/1.1 no interim responses.
+        TLS has no half-closed connections, and HTTP before 1.1 no interim responses.
         """
         cycle = self.cycle
         if (
@@ -90,34 +88,34 @@ class Protocol(HttpToolsProtocol):
     def _probe(self) -> None:
         if not self.cycle.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        elif "break_silence" in self._lent:
-            self._lent["break_silence"]()
+        elif "break_silence" in self._callbacks:
+            self._callbacks["break_silence"]()
 
-    # --- a client that writes slowly --------------------------------------------------------------------------
+    # --- slow senders -----------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse; count what belongs to a head that is still incomplete."""
+        """Parse data, and enforce the size limit of an incomplete head."""
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            self._refuse(_not_http(error, self.parser.get_method()))
+            self._reject(_not_http(error, self.parser.get_method()))
             return
         if self._head_timer is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEADER_BYTES:
-                self._refuse(
+                self._reject(
                     RequestError(
                         ErrorCode.HEAD_TOO_LARGE,
-                        f"The request's headers have more than {MAX_HEADER_BYTES} bytes; send fewer or shorter ones.",
+                        f"The request's headers exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter headers.",
                     )
                 )
 
     def _parse(self, data: bytes) -> None:
-        """Parse; ignore offers to upgrade (RFC 9110, section 7.8). Raises `httptools.HttpParserError`.
+        """Parse data and ignore upgrade offers (RFC 9110, section 7.8). Raises `httptools.HttpParserError`.
 
-        The parser stops behind a head that offers one, and takes what follows for another protocol. A new parser is given
-        the same head without the offer, then what follows: with the request's own body and its own end.
+        The parser stops after a head that offers an upgrade, and treats the rest as another protocol. A new parser gets the same
+        head without the offer, then the rest.
         """
         rest = memoryview(data)
         while rest:
@@ -129,55 +127,55 @@ class Protocol(HttpToolsProtocol):
                     return
                 head = self._head_without_offer()
                 self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
                 self.parser.feed_data(head)
             else:
                 return
 
     def _offers_upgrade(self) -> bool:
-        """Return whether the head that was just parsed offers another protocol, e.g. ``Upgrade: h2c`` from Java."""
+        """Test whether the parsed head offers another protocol, e.g. ``Upgrade: h2c`` from Java."""
         return bool(self.parser.should_upgrade()) and any(name == UPGRADE for name, _ in self.headers)
 
     def _head_without_offer(self) -> bytes:
-        """Return the head that was just parsed, without its Upgrade header."""
+        """Return the parsed head without its Upgrade header."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != UPGRADE]
         return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
-        """Begin to wait for the end of the head; add the connection to the scope of the request that begins."""
+        """Start the header timeout; add the connection's callbacks to the request's scope."""
         super().on_message_begin()
-        self._lent = {"abort": self.transport.abort}
-        self.scope["extensions"] = {CONNECTION: cast(dict[object, object], self._lent)}
+        self._callbacks = {"abort": self.transport.abort}
+        self.scope["extensions"] = {CONNECTION: cast(dict[object, object], self._callbacks)}
         self._num_head_bytes = 0
         self._head_timer = self.loop.call_later(self._header_timeout_s, self._give_up_on_head)
 
     def on_headers_complete(self) -> None:
-        """Stop waiting for the head; begin the request, unless its head is parsed once more (`_parse`)."""
+        """Stop the header timeout; start the request, unless its head is parsed again (`_parse`)."""
         self._end_head()
         if self._offers_upgrade():
             return
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            end_with_connection(self.cycle)
+            close_delimited(self.cycle)
 
     def on_message_complete(self) -> None:
-        """Hear of the end of a body, unless the parser only stops at an upgrade offer."""
+        """Note the end of a body, unless the parser only stopped at an upgrade offer."""
         if not self._offers_upgrade():
             super().on_message_complete()
 
     def _give_up_on_head(self) -> None:
-        self._refuse(
+        self._reject(
             RequestError(
                 ErrorCode.TIMEOUT,
-                f"The request's headers were not complete {self._header_timeout_s:g} s after its first byte. Send it "
-                "again, at once.",
+                f"The request's headers were not complete {self._header_timeout_s:g} s after the first byte. Send the "
+                "request again without delay.",
             )
         )
 
-    def _refuse(self, error: RequestError) -> None:
-        """Answer a request that did not come whole, and close; behind an answer that is not complete, only close."""
+    def _reject(self, error: RequestError) -> None:
+        """Reject an incomplete request and close. If a response is in progress, only close."""
         cycle, is_body = self.cycle, self._head_timer is None
         self._end_head()
         if self.transport.is_closing():
@@ -194,15 +192,15 @@ class Protocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    # --- a client that reads slowly ---------------------------------------------------------------------------
+    # --- slow readers -----------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """Begin to watch: more is waiting than the client takes."""
+        """Start the write timeout: the transport's buffer is full."""
         super().pause_writing()
         self._watch_unread()
 
     def resume_writing(self) -> None:
-        """Stop watching."""
+        """Stop the write timeout."""
         super().resume_writing()
         self._stop_watching()
 
@@ -222,10 +220,10 @@ class Protocol(HttpToolsProtocol):
             self._unread_timer = None
 
 
-def end_with_connection(cycle: RequestResponseCycle) -> None:
-    """Have an answer of unknown length end where the connection does: HTTP/1.0 has no chunked encoding."""
+def close_delimited(cycle: RequestResponseCycle) -> None:
+    """End a response of unknown length by closing the connection: HTTP/1.0 has no chunked encoding."""
     send = cycle.send
-    cycle.waiting_for_100_continue = False  # nor interim responses
+    cycle.waiting_for_100_continue = False  # HTTP/1.0 has no interim responses either
 
     has_no_length = False
 
@@ -243,16 +241,14 @@ def end_with_connection(cycle: RequestResponseCycle) -> None:
 
 
 def _not_http(error: httptools.HttpParserError, method: bytes) -> RequestError:
-    """Make the error for bytes that are no request of HTTP/1."""
+    """Build the error for bytes that are no HTTP/1 request."""
     if method == b"PRI":
-        words = "This server speaks HTTP/1.1; the connection began with HTTP/2. Use a client that begins with HTTP/1.1."
+        words = "The connection started with HTTP/2; this server supports only HTTP/1.1. Configure the client for HTTP/1.1."
     else:
-        words = (
-            f"This is no HTTP/1.1 request: {error}. Check the URL's scheme, the request line and the headers."
-        )
+        words = f"Not an HTTP/1.1 request: {error}. Check the URL's scheme, the request line and the headers."
     return RequestError(ErrorCode.INVALID, words)
 
 
 def bound_send_buffer(listener: socket.socket) -> None:
-    """Bound what the system holds for each client that connects to ``listener`` from now on and does not read."""
+    """Bound the kernel's send buffer of clients accepted on ``listener``."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""GET /docs: the page that shows the API and lets one try it. Everything it loads is here, and needs no key."""
+"""GET /docs: interactive API documentation (Swagger UI). All its files are served here, without a key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
-PARTS = {
+FILES = {
     "swagger-ui-bundle.js": b"text/javascript; charset=utf-8",
     "start.js": b"text/javascript; charset=utf-8",
     "swagger-ui.css": b"text/css; charset=utf-8",
@@ -18,7 +18,7 @@ POLICY = (
     b"default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-KEEP = b"public, max-age=3600"
+CACHE_CONTROL = b"public, max-age=3600"
 
 
 def _file(name: str) -> bytes:
@@ -26,14 +26,14 @@ def _file(name: str) -> bytes:
 
 
 async def docs(_service: Service, exchange: HttpRequest) -> None:
-    """Answer with the page."""
+    """Serve the page."""
     headers = [(b"content-security-policy", POLICY)]
     await exchange.respond(200, _file("index.html"), b"text/html; charset=utf-8", headers)
 
 
 async def docs_part(_service: Service, exchange: HttpRequest) -> None:
-    """Answer with one of the files that the page loads."""
+    """Serve a file of the page."""
     name = exchange.path_params["name"]
-    if name not in PARTS:
-        raise RequestError(ErrorCode.NOT_FOUND, f"The page of /docs has no part {shown(name)}.")
-    await exchange.respond(200, _file(name), PARTS[name], [(b"cache-control", KEEP)])
+    if name not in FILES:
+        raise RequestError(ErrorCode.NOT_FOUND, f"/docs has no file {shown(name)}; open /docs.")
+    await exchange.respond(200, _file(name), FILES[name], [(b"cache-control", CACHE_CONTROL)])

@@ -1,4 +1,4 @@
-"""Encodings of request bodies: gzip and deflate (RFC 9110, section 8.4.1), byte order marks, charsets other than UTF-8."""
+"""Encodings of request bodies: gzip and deflate (RFC 9110, section 8.4.1), byte order marks, and charsets."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
 ACCEPTED = "gzip, deflate"
-"""What a client may send as Content-Encoding, besides ``identity``."""
+"""Accepted Content-Encoding values, in addition to ``identity``."""
 PIECE_BYTES = 256 << 10
-"""Most bytes decompressed at once; other requests get their turn in between."""
+"""Maximum bytes decompressed at once; other requests run in between."""
 BOM = b"\xef\xbb\xbf"
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
-"""Window sizes of `zlib`: they say which header the data has."""
+"""Window sizes of `zlib`, which select the expected header."""
 _DEFLATED = 8
-"""Low bits of the first byte of a zlib header: clients send deflate with it and without."""
+"""Low bits of a zlib header's first byte. Clients send deflate with and without the header."""
 _CHARSETS = {
     "iso-8859-1",
     "iso-8859-15",
@@ -30,28 +30,28 @@ _CHARSETS = {
     "utf-16be",
     "utf-32",
 }
-"""Those that a declared charset may name; Python knows more, which are no charsets of texts."""
+"""Accepted declared charsets; some other Python codecs are no text encodings."""
 
 
 class Inflater:
-    """Decompresses one body, piece by piece."""
+    """Incremental decompressor of one body."""
 
     def __init__(self, coding: str) -> None:
         """``coding``: ``gzip`` or ``deflate``."""
         self._coding = coding
         self._stream = zlib.decompressobj(_GZIP if coding == "gzip" else _ZLIB)
-        self._is_begun = False
+        self._is_started = False
 
     def feed(self, compressed: bytes) -> Iterator[bytes]:
-        """Yield what these bytes hold, at most `PIECE_BYTES` at once. Raises `RequestError`."""
-        if not self._is_begun and compressed:
-            self._is_begun = True
+        """Yield the decompressed bytes, at most `PIECE_BYTES` at once. Raises `RequestError`."""
+        if not self._is_started and compressed:
+            self._is_started = True
             if self._coding == "deflate" and compressed[0] & 0x0F != _DEFLATED:
                 self._stream = zlib.decompressobj(_RAW)
         while compressed:
             if self._stream.eof:  # a gzip file may have several members
                 if self._coding != "gzip":
-                    raise self._broken("bytes follow its end")
+                    raise self._broken("there are bytes after its end")
                 self._stream = zlib.decompressobj(_GZIP)
             try:
                 piece = self._stream.decompress(compressed, PIECE_BYTES)
@@ -62,20 +62,20 @@ class Inflater:
                 yield piece
 
     def check_end(self) -> None:
-        """Check that the data is complete once the body is. Raises `RequestError`."""
-        if self._is_begun and not self._stream.eof:
-            raise self._broken("it ends too early")
+        """Check that the compressed data is complete. Raises `RequestError`."""
+        if self._is_started and not self._stream.eof:
+            raise self._broken("its end is missing")
 
     def _broken(self, reason: str) -> RequestError:
         return RequestError(
             ErrorCode.INVALID,
-            f"The request body cannot be decompressed: Content-Encoding is {self._coding}, and {reason}. Compress the JSON "
-            "again, or send it as it is and leave the header out.",
+            f"The request body cannot be decompressed: Content-Encoding is {self._coding}, but {reason}. Compress the JSON "
+            "again, or send it uncompressed without the header.",
         )
 
 
 def inflater_of(content_encoding: str | None) -> Inflater | None:
-    """Return what decompresses a body with this Content-Encoding; None where it is not compressed. Raises `RequestError`."""
+    """Return the decompressor for a Content-Encoding; None if the body is not compressed. Raises `RequestError`."""
     if content_encoding is None:
         return None
     codings = [word.strip().lower() for word in content_encoding.split(",")]
@@ -85,17 +85,17 @@ def inflater_of(content_encoding: str | None) -> Inflater | None:
     if len(codings) > 1 or codings[0] not in {"gzip", "deflate"}:
         raise RequestError(
             ErrorCode.UNSUPPORTED_MEDIA,
-            f"Content-Encoding is {shown(content_encoding)}; this server reads one of {ACCEPTED}. Use one of these, or send "
-            "the JSON as it is and leave the header out.",
+            f"Content-Encoding is {shown(content_encoding)}; allowed is one of {ACCEPTED}. Use one of these, or send "
+            "the JSON uncompressed without the header.",
         )
     return Inflater(codings[0])
 
 
 def as_utf8(body: bytes, content_type: str) -> bytes:
-    """Return a JSON text in UTF-8, without a byte order mark. Raises `RequestError`.
+    """Return a JSON text in UTF-8 without a byte order mark. Raises `RequestError`.
 
-    JSON is UTF-8 (RFC 8259), and UTF-16 or UTF-32 show in its first bytes. A charset in ``content_type`` counts only where
-    the body is not UTF-8: many clients name one that they do not send.
+    JSON is UTF-8 (RFC 8259); UTF-16 and UTF-32 are detected from the first bytes. The charset of ``content_type`` counts only
+    for a body that is not UTF-8: many clients declare a wrong one.
     """
     if body.startswith(BOM):
         return body[len(BOM) :]

@@ -1,6 +1,6 @@
-"""What HTTP says of an error: its status, its headers, and the body as the dialect of the route spells it.
+"""HTTP form of an error: status, headers, and body in the format of the API.
 
-Knows no dialect: each has an `ErrorShape`, and the route table says which one an exchange has.
+Each API has an `ErrorShape`; the route table assigns it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorShape:
-    """How a dialect tells its clients of errors, and of which request."""
+    """Error format of one API."""
 
     body: Callable[[RequestError, str], bytes]
-    """The JSON body of an error, given the request's id."""
+    """Encodes the JSON body of an error, given the request id."""
     id_header: bytes = b""
-    """A header that names the request in every answer, besides X-Request-Id; empty for none."""
+    """Header for the request id, in addition to X-Request-Id; empty for none."""
 
 
 def status_of(error: RequestError) -> int:
-    """Return the HTTP status that says this error."""
+    """Return the HTTP status of an error."""
     return STATUS[error.code]
 
 
 def headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
-    """Return the headers that go with this error."""
+    """Return the headers of an error."""
     if error.code is ErrorCode.UNAUTHORIZED:
         return [(b"www-authenticate", b"Bearer")]
     if error.retry_s or error.code in {ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED}:
@@ -56,7 +56,7 @@ def headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
 
 
 def bare_response(error: RequestError, shape: ErrorShape) -> bytes:
-    """Return a whole HTTP/1.1 response that closes the connection: for a request that never reached the application."""
+    """Return a whole HTTP/1.1 response that closes the connection, for requests that do not reach the application."""
     body = shape.body(error, "")
     status = HTTPStatus(status_of(error))
     head = (

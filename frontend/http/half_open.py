@@ -1,7 +1,7 @@
-"""A client that has closed its sending half: it waits for its answer, or has left altogether.
+"""Detection of lost clients on half-closed connections.
 
-Both look alike until something is written to them: only then the system of one that is gone says so (RFC 9293, 3.5.2).
-Knows sockets; knows nothing of what is written.
+A client that closed its sending half may wait for the response or be gone. Both look alike until the server writes:
+then the peer answers with a reset if it is gone (RFC 9293, 3.5.2).
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ import asyncio
 import select
 from collections.abc import Callable
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 15.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 15.0
 
 
 class HalfOpen:
-    """Watches one connection behind its client's last byte, until `stop`; ends it when nobody is there."""
+    """Probes one connection after its client's last byte, until `stop`; aborts it if the client is gone."""
 
     def __init__(self, transport: asyncio.Transport, probe: Callable[[], None]) -> None:
-        """``probe`` writes something that clients pass over; called at once, and again after growing pauses."""
+        """``probe`` writes bytes that clients ignore. Called at once, and again with exponential backoff."""
         self._transport = transport
         self._probe = probe
         self._poll = select.poll()
-        self._poll.register(transport.get_extra_info("socket").fileno(), 0)  # errors are told unasked
-        self._pause_s = FIRST_PAUSE_S
-        self._ask()
+        self._poll.register(transport.get_extra_info("socket").fileno(), 0)  # poll always reports errors
+        self._backoff_s = MIN_BACKOFF_S
+        self._probe_client()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop probing."""
         self._timer.cancel()
 
-    def _ask(self) -> None:
+    def _probe_client(self) -> None:
         self._probe()
-        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._look)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._timer = asyncio.get_running_loop().call_later(self._backoff_s, self._check)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._poll.poll(0):
             self._transport.abort()
         else:
-            self._ask()
+            self._probe_client()

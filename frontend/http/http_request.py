@@ -1,7 +1,7 @@
 """One HTTP request and its response, over raw ASGI.
 
-Knows headers, bodies and disconnects; knows nothing of models. Every response of the server goes out through here, so
-that common headers are added in one place and streamed chunks reach the socket without a layer in between.
+Handles headers, bodies and disconnects. Every response of the server is sent here, so that common headers are added in
+one place, and streamed chunks reach the socket without another layer.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Header = tuple[bytes, bytes]
 
 JSON = b"application/json"
 CONNECTION = "quintet.connection"
-"""ASGI extension through which the server lends the connection's ``abort``, and a stream its ``break_silence``."""
+"""ASGI extension: the server passes the connection's ``abort``, and a stream passes its ``break_silence``."""
 REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID = 256
 REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
-"""Ids that clients may give their requests: an answer repeats its id in every event of every choice."""
+"""Valid client request ids: the response repeats the id in every event of every choice."""
 
 
 _MODEL_NAME = re.compile(r"(.*?/v[12]/+models/)(/*[^/].*)")
-"""Paths that end with a model's name, which may be the path of a folder."""
+"""Paths that end with a model name, which may be a folder's path."""
 
 
 def tidy_path(path: str) -> str:
-    """Return a path without empty segments: base URLs end with a slash, and so do paths that other frameworks redirect."""
+    """Merge slashes of a path and strip the final one: client base URLs often end with a slash."""
     if "//" not in path and not path.endswith("/"):
         return path
     match = _MODEL_NAME.fullmatch(path)
@@ -52,31 +52,31 @@ def tidy_path(path: str) -> str:
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection; no response can be sent."""
 
 
 class HttpRequest:
-    """A request being answered. Found by endpoints in ``scope["exchange"]``."""
+    """A request being answered, passed to endpoints in ``scope["exchange"]``."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, errors: ErrorShape) -> None:
         self.arrival_ns = time.monotonic_ns()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: str = scope.get("query_string", b"").decode("latin-1")
-        """What follows the question mark, as it was sent."""
+        """Raw query string."""
         self.route = "other"
-        """Path pattern of the endpoint that took the request, for the metrics."""
+        """Path pattern of the matched endpoint, for metrics."""
         self.path_params: dict[str, str] = {}
         self.errors = errors
-        """How errors are spelled for this client."""
+        """Error format of the path's API."""
         self.status = 0
         self.num_bytes = 0
-        """Of the body, and of an answer that is sent whole."""
+        """Bytes of the body, plus those of an unstreamed response."""
         self.headers_out: list[Header] = []
         self.before_start: Callable[[], Awaitable[list[Header]]] | None = None
-        """Returns headers that are known only when the response begins."""
-        self.begun: PartialResponse | None = None
-        """The beginning of the answer, where another server told it."""
+        """Returns headers that are known only when the response starts."""
+        self.partial_response: PartialResponse | None = None
+        """Response received from another server, to continue."""
         self._connection: dict[str, Callable[[], None]] = scope.get("extensions", {}).get(CONNECTION, {})
         self._query: bytes = scope["query_string"]
         self._receive = receive
@@ -84,51 +84,50 @@ class HttpRequest:
         self._body: bytes | None = None
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self.given_id = given = self.header(REQUEST_ID_HEADER)
-        """The client's X-Request-Id, as it was sent."""
+        """The client's X-Request-Id, unchecked."""
         self.request_id = given if given and REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        """The client's X-Request-Id, or one made here if there is none that can be repeated; echoed in the response."""
+        """Valid X-Request-Id of the client, or a generated one; echoed in the response."""
 
     def header(self, name: str) -> str | None:
-        """Return the first header of this (lower-case) name."""
+        """Return the first header of this lower-case name."""
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
-    def asks(self, name: str) -> bool:
-        """Whether the query has this parameter, with any value but ``0`` and ``false`` or with none."""
-        value = self.asked(name)
+    def has_flag(self, name: str) -> bool:
+        """True if the query has this parameter, with no value or one other than ``0`` and ``false``."""
+        value = self.query_param(name)
         return value is not None and value.lower() not in {"0", "false"}
 
-    def asked(self, name: str) -> str | None:
-        """Return the last value of this parameter of the query; None where there is none."""
+    def query_param(self, name: str) -> str | None:
+        """Return the last value of a query parameter, or None."""
         values = parse_qs(self._query.decode("latin-1"), keep_blank_values=True).get(name)
         return None if values is None else values[-1]
 
     @property
     def started(self) -> bool:
-        """Whether the response's status has been sent."""
+        """True if the response's status has been sent."""
         return self.status != 0
 
     # --- in ---------------------------------------------------------------------------------------------------
 
     async def read_json_body(self, bodies: BodyBuffers) -> bytes:
-        """Return the whole body, decompressed and in UTF-8; refuse a wrong type or encoding (415), and what is too large (413).
+        """Return the whole body, decompressed, in UTF-8. Later calls return the same bytes.
 
-        A missing content type passes, as it does with other servers. A client that stops sending is
-        told so (408); so is the one that has been silent longest while too much of all bodies is held (503).
-        Who asks again gets what was read.
+        Raises `RequestError`: 415 for a wrong type or encoding, 413 above the size limit, 408 if the client stops sending.
+        503 if unfinished bodies exceed their common limit and this one has waited longest. A missing content type is accepted.
         """
         if self._body is None:
             self._body = await self._receive_json(bodies)
             self.num_bytes += len(self._body)
         return self._body
 
-    def forget_body(self) -> None:
-        """Hear that the exchange has ended. It and its scope refer to each other: only Python's search for cycles ends them."""
+    def release_body(self) -> None:
+        """Drop the body after the request. The request and its scope form a cycle that only the garbage collector would free."""
         self._body = None
 
-    def take_over(self, body: bytes, begun: PartialResponse) -> None:
-        """Have this body answered in the place of the one that came, behind what was told of the answer."""
-        self._body, self.begun = body, begun
+    def replace_body(self, body: bytes, partial_response: PartialResponse) -> None:
+        """Replace the body by that of an original request, to continue its response after ``partial_response``."""
+        self._body, self.partial_response = body, partial_response
 
     async def _receive_json(self, bodies: BodyBuffers) -> bytes:
         content_type = self.header("content-type") or ""
@@ -136,7 +135,7 @@ class HttpRequest:
         if kind and kind != "application/json" and not kind.endswith("+json"):
             raise RequestError(
                 ErrorCode.UNSUPPORTED_MEDIA,
-                f"Content-Type is {shown(kind)}; send JSON and say so (curl: -H 'Content-Type: application/json').",
+                f"Content-Type is {shown(kind)}; send JSON with -H 'Content-Type: application/json'.",
             )
         announced = self.header("content-length")
         if announced is not None and announced.isdigit() and int(announced) > bodies.max_bytes:
@@ -144,7 +143,7 @@ class HttpRequest:
         return as_utf8(await self._receive_whole(bodies), content_type)
 
     async def _receive_whole(self, bodies: BodyBuffers) -> bytes:
-        """Return the body, decompressed: its size counts as it came and as it is then."""
+        """Return the body, decompressed. The size limit applies both to received and to decompressed bytes."""
         inflater = self._inflater()
         chunks: list[bytes] = []
         num_received = num_bytes = 0
@@ -172,7 +171,7 @@ class HttpRequest:
                         await asyncio.sleep(0)
                 if not message.get("more_body", False):
                     break
-                bodies.make_room()
+                bodies.enforce_limit()
         finally:
             bodies.close(body)
         if inflater is not None:
@@ -187,40 +186,40 @@ class HttpRequest:
             raise
 
     async def _next_piece(self, bodies: BodyBuffers, body: OpenBody) -> Message:
-        patience_s, is_slow = bodies.patience_s(body)
+        next_chunk_timeout_s, is_slow = bodies.next_chunk_timeout_s(body)
         try:
-            async with asyncio.timeout(0 if body.is_given_up else patience_s) as body.waiting:
+            async with asyncio.timeout(0 if body.is_given_up else next_chunk_timeout_s) as body.waiting:
                 return await self._receive()
         except TimeoutError:
             if body.is_given_up:
                 raise self._unread(
                     ErrorCode.UNAVAILABLE,
-                    f"The server holds more than {bodies.max_open_bytes} bytes of bodies that are still being sent, and "
-                    "no piece of this one came for longer than of any other; try again later.",
+                    f"Unfinished request bodies exceed {bodies.max_open_bytes} bytes, and this one has been idle longest; "
+                    "retry later.",
                 ) from None
             if is_slow:
                 raise self._unread(
                     ErrorCode.TIMEOUT,
-                    f"The request body came too slowly: {body.num_bytes} bytes, where {bodies.bytes_per_s:g} a second are "
-                    f"expected once {bodies.progress_s:g} s have passed. Send it again, faster.",
+                    f"The request body arrived too slowly: {body.num_bytes} bytes; at least {bodies.bytes_per_s:g} bytes/s are "
+                    f"required after {bodies.progress_s:g} s. Send it faster.",
                 ) from None
             raise self._unread(
                 ErrorCode.TIMEOUT,
-                f"The request body stopped after {body.num_bytes} bytes: nothing came for {bodies.progress_s:g} s. Send "
-                "it again.",
+                f"The request body stopped after {body.num_bytes} bytes: nothing was received for {bodies.progress_s:g} s. "
+                "Send it again.",
             ) from None
         finally:
             body.waiting = None
 
     def _unread(self, code: ErrorCode, message: str) -> RequestError:
-        """Make the error for a body of which more may come: the connection is of no further use."""
+        """Build the error for a body that was not read to its end, and close the connection after it."""
         self.headers_out.append((b"connection", b"close"))
         return RequestError(code, message)
 
     def watch_disconnect(self, gone: Callable[[], None]) -> asyncio.Task[None]:
-        """Have ``gone`` called when the client leaves before the response is complete. Cancel the task when done.
+        """Call ``gone`` if the client disconnects before the response is complete. Cancel the task when done.
 
-        Call once the body has been read.
+        Call after the body was read.
         """
 
         async def watch() -> None:
@@ -247,25 +246,25 @@ class HttpRequest:
         await self.respond(status, msgspec.json.encode(value))
 
     async def respond_error(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
-        """Send an error as its client expects it, with the headers that belong to it."""
+        """Send an error in the format of the API, with its headers."""
         body = self.errors.body(error, self.request_id)
         await self.respond(status_of(error), body, headers=[*headers_of(error), *headers])
 
     async def start_stream(self, content_type: bytes, headers: Iterable[Header] = ()) -> None:
-        """Send the head of a streamed response; `write` follows."""
+        """Send the head of a streamed response; follow with `write`."""
         await self._start(200, [(b"content-type", content_type), *headers])
 
     async def write(self, chunk: bytes, last: bool = False) -> None:
-        """Send a piece of a streamed response; waits while the client reads slower than we write."""
+        """Send a chunk of a streamed response; waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": chunk, "more_body": not last})
 
     def abort(self) -> None:
-        """Close the connection without waiting for the client to read what was written: it sees a reset."""
+        """Reset the connection without waiting for the client to read pending output."""
         if (abort := self._connection.get("abort")) is not None:
             abort()
 
-    def lend_break_silence(self, break_silence: Callable[[], None]) -> None:
-        """Let the connection have something written to the stream that says nothing: to find out whether anybody reads."""
+    def register_break_silence(self, break_silence: Callable[[], None]) -> None:
+        """Register a callback that writes a comment to an idle stream, to detect a lost client."""
         self._connection["break_silence"] = break_silence
 
     async def _start(self, status: int, headers: list[Header]) -> None:

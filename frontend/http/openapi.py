@@ -1,4 +1,4 @@
-"""GET /openapi.json: the API described from the structs that parse it."""
+"""GET /openapi.json: OpenAPI document, generated from the structs that parse the bodies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RANGES: dict[str, Schema] = {
     "stream_interval": {"minimum": 1},
     "detokenize": {"const": True},
 }
-"""What is enforced by `SamplingParams.checked` and `quintet.frontend.api.openai.parse`, for readers."""
+"""Ranges enforced by `SamplingParams.checked` and `quintet.frontend.api.openai.parse`."""
 
 _SCHEMA_OF_PARTS = {
     ("ChatBody", "messages"): types.ChatMessage,
@@ -63,108 +63,108 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     (
         "post",
         "/v1/completions",
-        "Complete a text",
+        "Text completion",
         types.CompletionBody,
         {"prompt": "def fibonacci(n):", "max_tokens": 32, "temperature": 0},
     ),
     (
         "post",
         "/v1/chat/completions",
-        "Answer a conversation",
+        "Chat completion",
         types.ChatBody,
         {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
     ),
     (
         "post",
         "/v1/chat/completions/batch",
-        "Answer several conversations: `messages` is a list of them",
+        "Batch of chat completions; `messages` is a list of conversations",
         types.ChatBody,
         {"messages": [[{"role": "user", "content": "Hello!"}], [{"role": "user", "content": "Bye!"}]]},
     ),
     (
         "post",
         "/v1/chat/completions/render",
-        "What a conversation is to `/inference/v1/generate`",
+        "Render a chat request to a body of `/inference/v1/generate`",
         types.ChatBody,
         {"messages": [{"role": "user", "content": "Hello!"}]},
     ),
     (
         "post",
         "/v1/completions/render",
-        "What the prompts of a completion are to `/inference/v1/generate`",
+        "Render a completion request to bodies of `/inference/v1/generate`",
         types.CompletionBody,
         {"prompt": "def fibonacci(n):"},
     ),
     (
         "post",
         "/v1/chat/completions/derender",
-        "The answer of a conversation, from what `/inference/v1/generate` answered",
+        "Chat completion from a response of `/inference/v1/generate`",
         generate_types.DerenderChatBody,
         {"generate_response": {"choices": [{"token_ids": [1, 2, 3], "finish_reason": "stop"}]}},
     ),
     (
         "post",
         "/v1/completions/derender",
-        "The answer of a completion, from what `/inference/v1/generate` answered for each prompt",
+        "Completion from responses of `/inference/v1/generate`, one per prompt",
         generate_types.DerenderCompletionBody,
         {"generate_responses": [{"choices": [{"token_ids": [1, 2, 3], "finish_reason": "stop"}]}]},
     ),
     (
         "post",
         "/v1/messages",
-        "Answer a conversation, in Anthropic's dialect",
+        "Message (Anthropic API)",
         anthropic_types.MessagesBody,
         {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
     ),
     (
         "post",
         "/v1/messages/count_tokens",
-        "How many tokens the prompt of such a conversation has",
+        "Count the prompt tokens of a conversation",
         anthropic_types.CountTokensBody,
         {"messages": [{"role": "user", "content": "Hello!"}]},
     ),
     (
         "post",
         "/v1/messages/render",
-        "What such a conversation is to `/inference/v1/generate`",
+        "Render a message request to a body of `/inference/v1/generate`",
         anthropic_types.MessagesBody,
         {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
     ),
     (
         "post",
         "/v1/responses/render",
-        "What such items are to `/inference/v1/generate`",
+        "Render a response request to a body of `/inference/v1/generate`",
         responses_types.ResponsesBody,
         {"input": "Hello!", "max_output_tokens": 32},
     ),
     (
         "post",
         "/v1/responses",
-        "Answer items of a conversation with items",
+        "Response (OpenAI Responses API)",
         responses_types.ResponsesBody,
         {"input": "Hello!", "max_output_tokens": 32},
     ),
     (
         "post",
         "/inference/v1/generate",
-        "Go on with token ids, in token ids",
+        "Generate from token ids to token ids",
         generate_types.GenerateBody,
         {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 32, "temperature": 0}},
     ),
     (
         "get",
         "/v1/responses/{id}",
-        "A response that is kept; with `stream=true` its events behind number `starting_after`",
+        "A stored response; with `stream=true` its events after number `starting_after`",
         None,
         None,
     ),
-    ("delete", "/v1/responses/{id}", "Keep it no longer", None, None),
-    ("post", "/v1/responses/{id}/cancel", "End a response that is answered in the background", None, None),
-    ("get", "/v1/responses/{id}/input_items", "What it was asked with, by pages", None, None),
+    ("delete", "/v1/responses/{id}", "Delete a stored response", None, None),
+    ("post", "/v1/responses/{id}/cancel", "Cancel a background response", None, None),
+    ("get", "/v1/responses/{id}/input_items", "Input items of a response, paged", None, None),
     (
         "post",
         "/v1/conversations",
-        "Keep items under a name",
+        "Create a conversation",
         responses_types.ConversationBody,
         {"items": [{"role": "user", "content": "Hello!"}], "metadata": {"topic": "greetings"}},
     ),
@@ -172,25 +172,25 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     (
         "post",
         "/v1/conversations/{id}",
-        "Give it other metadata",
+        "Replace the metadata of a conversation",
         responses_types.ConversationChange,
         {"metadata": {"topic": "weather"}},
     ),
-    ("delete", "/v1/conversations/{id}", "Keep it no longer", None, None),
-    ("get", "/v1/conversations/{id}/items", "Its items, by pages", None, None),
+    ("delete", "/v1/conversations/{id}", "Delete a conversation", None, None),
+    ("get", "/v1/conversations/{id}/items", "Items of a conversation, paged", None, None),
     (
         "post",
         "/v1/conversations/{id}/items",
-        "Append items",
+        "Append items to a conversation",
         responses_types.ItemsBody,
         {"items": [{"role": "user", "content": "Bye!"}]},
     ),
-    ("get", "/v1/conversations/{id}/items/{item_id}", "One of its items", None, None),
-    ("delete", "/v1/conversations/{id}/items/{item_id}", "Take an item out", None, None),
+    ("get", "/v1/conversations/{id}/items/{item_id}", "An item of a conversation", None, None),
+    ("delete", "/v1/conversations/{id}/items/{item_id}", "Delete an item of a conversation", None, None),
     (
         "post",
         "/v1/streams",
-        "Go on with a stream that began at another server: its request, and what was told of its answer",
+        "Continue a stream of another server, from its request and the output received so far",
         ContinueStreamBody,
         {
             "path": "/v1/completions",
@@ -204,83 +204,83 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     (
         "get",
         "/v1/streams/{id}",
-        "The rest of a stream (header X-Stream-Id) after the position `from`: what its last event's id says after the colon",
+        "Resume a stream (header X-Stream-Id) after the position `from`: the part after the colon of the last event id",
         None,
         None,
     ),
-    ("get", "/v1/models", "The names the model is served under", None, None),
-    ("get", "/v1/models/{id}", "One of those names", None, None),
+    ("get", "/v1/models", "Served model names", None, None),
+    ("get", "/v1/models/{id}", "One served model name", None, None),
     ("post", "/tokenize", "Text or conversation to token ids", types.TokenizeBody, {"prompt": "Hello"}),
     ("post", "/detokenize", "Token ids to text", types.DetokenizeBody, {"tokens": [1, 2, 3]}),
     (
         "get",
         "/tokenizer_info",
-        "The tokenizer's configuration and chat template, if that is allowed",
+        "Configuration and chat template of the tokenizer, if enabled",
         None,
         None,
     ),
-    ("get", "/health", "200 while every process is well, else 503 naming those that are not", None, None),
-    ("get", "/livez", "200 while this process answers", None, None),
+    ("get", "/health", "200 if every process is healthy, else 503 with the unhealthy ones", None, None),
+    ("get", "/livez", "200 while this frontend answers", None, None),
     ("get", "/readyz", "200 while requests can be served", None, None),
     ("get", "/ping", "As /livez", None, None),
     ("post", "/ping", "As /livez", None, None),
     ("get", "/v2/health/live", "As /livez, for clients of KServe and Triton", None, None),
-    ("get", "/v2/health/ready", "As /readyz, for the same", None, None),
+    ("get", "/v2/health/ready", "As /readyz, for clients of KServe and Triton", None, None),
     ("get", "/v2/models/{id}/ready", "200 while requests to the model can be served", None, None),
     (
         "post",
         "/invocations",
-        "A conversation (`messages`) or a text (`prompt`), as at their own paths",
+        "Chat completion (`messages`) or completion (`prompt`), for SageMaker",
         types.CompletionBody,
         {"prompt": "def fibonacci(n):", "max_tokens": 32, "temperature": 0},
     ),
-    ("get", "/version", "The version of the server", None, None),
-    ("get", "/load", "Requests this frontend holds", None, None),
-    ("get", "/metrics", "Figures of every process, as Prometheus text", None, None),
+    ("get", "/version", "Version of the server", None, None),
+    ("get", "/load", "Live requests of this frontend", None, None),
+    ("get", "/metrics", "Metrics of all processes, in Prometheus text format", None, None),
     (
         "get",
         "/kv",
-        "For operators: prefixes in KV memory, used last first (`limit`); with `text=true` in words too",
+        "For operators: cached prefixes, most recently used first (`limit`); with `text=true` also as text",
         None,
         None,
     ),
     (
         "post",
         "/kv/pin",
-        "For operators: keep a prefix",
+        "For operators: pin a prefix",
         PrefixBody,
         {"prompt": "You are a helpful assistant."},
     ),
-    ("post", "/kv/unpin", "For operators: keep it no longer", PrefixBody, {"id": "c0ffee00"}),
+    ("post", "/kv/unpin", "For operators: unpin a prefix", PrefixBody, {"id": "c0ffee00"}),
     (
         "post",
         "/kv/evict",
-        "For operators: forget a prefix, and all that begins with it",
+        "For operators: evict a prefix and its extensions",
         PrefixBody,
         {"id": "c0ffee00"},
     ),
     (
         "post",
         "/kv/export",
-        "For operators: write a prefix that is on disk into a file",
+        "For operators: export a prefix from disk to a file",
         ExportBody,
         {"id": "c0ffee00", "file": "system-prompt.kv"},
     ),
     (
         "post",
         "/kv/import",
-        "For operators: bring such a file's blocks to the disk",
+        "For operators: import a file's blocks to disk",
         ImportBody,
         {"file": "system-prompt.kv"},
     ),
     ("get", "/openapi.json", "This document", None, None),
-    ("get", "/docs", "This document, readable", None, None),
-    ("get", "/docs/{name}", "What that page is made of", None, None),
+    ("get", "/docs", "Interactive documentation", None, None),
+    ("get", "/docs/{name}", "Files of the documentation page", None, None),
 )
 
 
 def openapi_document(has_keys: bool, root_path: str = "") -> Schema:
-    """Return the OpenAPI 3.1 description of every route."""
+    """Return the OpenAPI 3.1 document of every route."""
     paths: dict[str, Schema] = {}
     for method, path, summary, body, example in _OPERATIONS:
         paths.setdefault(path, {})[method] = _operation(path, summary, body, example, has_keys)
@@ -289,7 +289,7 @@ def openapi_document(has_keys: bool, root_path: str = "") -> Schema:
         "info": {
             "title": "Quintet",
             "version": "1",
-            "description": "A server for large language models that speaks OpenAI's and Anthropic's dialects.",
+            "description": "Inference server for large language models with the OpenAI and Anthropic APIs.",
         },
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
@@ -374,6 +374,6 @@ def _schemas() -> dict[str, Schema]:
 
 
 async def openapi(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the document."""
+    """Serve the document."""
     config = service.config.frontend
     await exchange.respond_json(openapi_document(bool(config.api_keys), config.root_path))

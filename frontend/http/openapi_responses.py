@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of answers: their content types, and which fields they always have."""
+"""Responses in the OpenAPI document: content types and required fields."""
 
 from __future__ import annotations
 
@@ -69,21 +69,21 @@ _OTHER_KINDS = {
     "/v1/streams": EVENTS,
     "/v1/streams/{id}": EVENTS,
 }
-_TELL_IN_503 = frozenset({"/health", "/readyz", "/v2/health/ready", "/v2/models/{id}/ready"})
-"""They answer with their own body while the server is not well."""
+_OWN_BODY_ON_503 = frozenset({"/health", "/readyz", "/v2/health/ready", "/v2/models/{id}/ready"})
+"""Paths that answer 503 with their own body."""
 
 
 def responses(path: str, error: Schema) -> Schema:
-    """Return the ``responses`` of an operation, whose errors look like ``error``."""
+    """Return the ``responses`` of an operation; ``error`` is its error schema."""
     answer = {"content": _content(path)}
-    told = {
-        "200": {"description": "Done", **answer},
-        "4XX": {"description": "Refused", **error},
-        "5XX": {"description": "Try again later, or report it", **error},
+    responses_json = {
+        "200": {"description": "Success", **answer},
+        "4XX": {"description": "Rejected request", **error},
+        "5XX": {"description": "Server error; retry later or report it", **error},
     }
-    if path in _TELL_IN_503:
-        told["503"] = {"description": "Not well", **answer}
-    return told
+    if path in _OWN_BODY_ON_503:
+        responses_json["503"] = {"description": "Not ready or unhealthy", **answer}
+    return responses_json
 
 
 def _content(path: str) -> Schema:

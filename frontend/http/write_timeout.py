@@ -1,6 +1,6 @@
-"""How long the server waits for a client that does not read its answer.
+"""Write timeout: ends streams of clients that do not read.
 
-All streams of a process share one timer, so that a write costs no more than noting when it began.
+All streams of a process share one timer, so that a write only stores its start time.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from dataclasses import dataclass
 
 SWEEP_S = 0.25
 DRAIN_WRITE_S = 5.0
-"""While the server shuts down, a client that reads nothing holds it up no longer than this."""
+"""Upper bound of the timeout during shutdown."""
 MAX_UNREAD_BYTES = 256 << 10
-"""Output held back for a client that does not read, as `Stream.unread_bytes` estimates it.
+"""Maximum output held for a client that does not read, as `Stream.unread_bytes` estimates it.
 
-As much again may wait to be written, and have been written and wait for the socket, which holds twice
+As much may be in the write in progress, and in the socket, which holds twice
 `quintet.frontend.http.connection.SEND_BUFFER_BYTES`: less than 1 MiB in all.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """The client of one streamed answer."""
+    """Client of one streamed response."""
 
     abort: Callable[[], None]
     unread_bytes: Callable[[], int]
     waiting_since_s: float | None = None
-    """When the write in progress began (`time.perf_counter`); None between writes."""
+    """Start of the write in progress (`time.perf_counter`); None between writes."""
 
 
 class WriteTimeout:
-    """Ends the connections of readers that block a write for too long, or while too much is held back for them.
+    """Aborts connections that block a write for too long, or while too much output is held.
 
-    Ending one looks like a disconnect to whoever writes: its requests are cancelled in the usual way.
+    The writer sees a disconnect, and its requests are cancelled as usual.
     """
 
     def __init__(self, write_s: float, is_draining: Callable[[], bool]) -> None:
@@ -44,17 +44,17 @@ class WriteTimeout:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, reader: Reader) -> None:
-        """Look after a reader until `forget`."""
+        """Watch a reader until `forget`."""
         self._readers.add(reader)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def forget(self, reader: Reader) -> None:
-        """Leave a reader alone."""
+        """Stop watching a reader."""
         self._readers.discard(reader)
 
     def end_all(self) -> None:
-        """End every connection that blocks a write now."""
+        """Abort every connection that blocks a write now."""
         self._end_waiting(0.0)
 
     def _sweep(self) -> None:

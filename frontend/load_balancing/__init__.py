@@ -1,1 +1,1 @@
-"""Choice of an engine for each request, by load and by cached prefixes."""
+"""Engine choice for each request, by load and prefix affinity."""

@@ -1,8 +1,8 @@
-"""Which workers hold each live request, and what becomes of it when one of them is lost.
+"""Dispatch of live requests to workers, and re-dispatch when a worker is lost.
 
-    parked (a worker is missing) ──▶ placed ──▶ parked (its core or detokenizer is lost: a new attempt)
+    parked (a worker is missing) ──▶ dispatched ──▶ parked (its core or detokenizer is lost: a new attempt)
 
-A request is its ids: with what was received it is sent again, and goes on where it was. Knows nothing of readers.
+A request is resumable from its token ids: it is sent again with the output received so far.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import SlotState, Topology
 
 Send = Callable[[Role, int, msgspec.Struct], bool]
-"""`quintet.process.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
+"""`quintet.process.sockets.Peers.send`: queues a message for a peer; False without such a peer."""
 
 
 def too_large(error: FrameTooLarge) -> RequestError:
-    """Make the error for what no process behind the frontend takes."""
+    """Build the error for a request larger than the message limit."""
     return RequestError(
         ErrorCode.TOO_LARGE,
-        f"The request has {error.num_bytes} bytes inside the server, which takes at most {error.most} at a time. Send "
-        "less, or start the server with a larger --max-body-bytes.",
+        f"The request takes {error.num_bytes} bytes inside the server; the limit is {error.most}. Send a smaller request, "
+        "or raise --max-body-bytes.",
     )
 
 
 class Dispatcher:
-    """Chooses the workers of requests, and chooses again."""
+    """Assigns workers to requests, and reassigns them after a loss."""
 
     def __init__(self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics) -> None:
         self.slots = Workers(me)
@@ -45,14 +45,14 @@ class Dispatcher:
         self._send = send
         self._parked: list[Stream] = []
         self._lost_epochs: dict[int, int] = {}
-        """Of each detokenizer slot, the newest epoch that was lost."""
+        """Newest lost epoch of each detokenizer index."""
         self._resumed = {
             role: metrics.counter("resumed_requests", "Requests sent again because a process was lost.", role=str(role))
             for role in (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
         }  # fmt: skip
 
     def place(self, stream: Stream) -> None:
-        """Choose the workers of a request and send it, or park it until the topology has them all."""
+        """Assign workers to a request and send it, or park it until the topology has all of them."""
         choice, detokenizer = self._engines.choose(stream), self.slots.pick(Role.DETOKENIZER)
         if choice is None or detokenizer is None:
             self._parked.append(stream)
@@ -60,15 +60,15 @@ class Dispatcher:
         submit = stream.submit
         submit.core, submit.spec.detokenizer = choice.index, detokenizer
         submit.spec.topology = self.slots.topology.version
-        if not self._hand_over(stream):
+        if not self._send_to_tokenizer(stream):
             self._parked.append(stream)
             return
         stream.num_placed = stream.num_open
         self._engines.enter(stream, choice)
         self.slots.add_load(Role.DETOKENIZER, detokenizer, stream.num_placed)
 
-    def _hand_over(self, stream: Stream) -> bool:
-        """Send a request to a tokenizer; False when there is none."""
+    def _send_to_tokenizer(self, stream: Stream) -> bool:
+        """Send a request to a tokenizer; False without one."""
         tokenizer = self.slots.pick(Role.TOKENIZER)
         if tokenizer is None:
             return False
@@ -83,7 +83,7 @@ class Dispatcher:
         return True
 
     def note_start(self, stream: Stream, started: Started) -> None:
-        """The request's prompt has left its tokenizer, and was computed, for the first time or in a later attempt."""
+        """Note the end of the request's prefill, in its first or a later attempt."""
         self._engines.begin(stream, started)
         self._leave_tokenizer(stream)
 
@@ -93,7 +93,7 @@ class Dispatcher:
             self.slots.add_load(Role.TOKENIZER, stream.tokenizer, -1)
 
     def release(self, stream: Stream) -> None:
-        """Take back the account of a request's work: it ends, or is placed anew."""
+        """Remove a request from the load of its workers: it ends or is dispatched anew."""
         if stream.tokenizer is None:
             self._parked = [parked for parked in self._parked if parked is not stream]
             return
@@ -103,21 +103,23 @@ class Dispatcher:
         stream.tokenizer = None
 
     def send_cancel(self, stream: Stream) -> bool:
-        """Pass a cancellation on, on the request's own path. False when nobody has the request."""
+        """Send a cancellation over the request's own path. False if no worker has the request."""
         if stream.tokenizer is None:
             return False
         ids = [choice.request_id for choice in stream.choices if choice.finish is None]
-        return self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, stream.is_kept))
+        return self._send(
+            Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, stream.is_retained)
+        )
 
     def is_stale(self, sender: tuple[int, int]) -> bool:
-        """Whether text comes from a detokenizer whose requests were placed anew since."""
+        """True if text comes from a lost detokenizer; its requests were dispatched anew."""
         index, epoch = sender
         lost = self._lost_epochs.get(index)
         return lost is not None and epoch <= lost
 
     def follow(self, topology: Topology, streams: Iterable[Stream]) -> list[Stream]:
-        """Place anew what lost workers held. Returns the cancelled requests whose ending nobody will tell."""
-        untold: list[Stream] = []
+        """Re-dispatch requests of lost workers. Returns cancelled requests that no worker will end."""
+        unended: list[Stream] = []
         lost = self.slots.follow(topology)
         for worker in lost:
             if worker.role is Role.DETOKENIZER:
@@ -125,34 +127,34 @@ class Dispatcher:
             elif worker.role in (Role.CORE, Role.EXECUTOR):
                 self._engines.lose(worker)
                 if worker.role is Role.CORE:
-                    self._unbind(worker.index)
+                    self._unpin(worker.index)
         retiring = self._retiring(topology)
         if lost or retiring:
             for stream in list(streams):
-                if stream.tokenizer is not None and self._lose(stream, lost, retiring):
-                    untold.append(stream)
-        self._leave_engines_without_executor(streams)
-        return untold
+                if stream.tokenizer is not None and self._handle_loss(stream, lost, retiring):
+                    unended.append(stream)
+        self._move_off_unready_engines(streams)
+        return unended
 
-    def _leave_engines_without_executor(self, streams: Iterable[Stream]) -> None:
-        """Move the requests of engines whose executor still boots, once another engine can compute them.
+    def _move_off_unready_engines(self, streams: Iterable[Stream]) -> None:
+        """Move requests off engines without a ready executor, once another engine is ready.
 
-        They were sent there while no engine was whole, or their executor died at such a time.
+        They were sent there while no engine was ready, or their executor died at such a time.
         """
-        waiting = self.slots.engines_without_executor()
-        if not waiting or not self.slots.whole_engines():
+        waiting = self.slots.unready_engines()
+        if not waiting or not self.slots.ready_engines():
             return
         for stream in list(streams):
             if stream.tokenizer is not None and stream.submit.core in waiting:
                 self._move(stream)
 
     def take_parked(self) -> list[Stream]:
-        """Return the requests that wait for a worker, to `place` each."""
+        """Return the parked requests, to `place` each."""
         parked, self._parked = self._parked, []
         return parked
 
     def _retiring(self, topology: Topology) -> frozenset[int]:
-        """Return the detokenizers whose requests have to move, if there is another to move to."""
+        """Return the detokenizers to drain, if there is another one."""
         if self.slots.pick(Role.DETOKENIZER) is None:
             return frozenset()
         return frozenset(
@@ -161,46 +163,46 @@ class Dispatcher:
             if slot.worker.role is Role.DETOKENIZER and slot.state is SlotState.RETIRING
         )
 
-    def _lose(self, stream: Stream, lost: list[WorkerId], retiring: frozenset[int]) -> bool:
-        """Go on without a worker. Returns whether nobody will tell the ending of the request."""
+    def _handle_loss(self, stream: Stream, lost: list[WorkerId], retiring: frozenset[int]) -> bool:
+        """Handle the loss of a request's worker. Returns whether no worker will end the request."""
         submit = stream.submit
         for worker in lost:
             match worker.role:
                 case Role.CORE if worker.index == submit.core:
-                    stream.bound_to = None
+                    stream.pinned_core = None
                     return self._park(stream, Role.CORE)
                 case Role.EXECUTOR if worker.index == submit.core and self._move(stream):
                     return False
                 case Role.DETOKENIZER if worker.index == submit.spec.detokenizer:
-                    return self.start_over(stream, Role.DETOKENIZER)
+                    return self.restart(stream, Role.DETOKENIZER)
         for worker in lost:
             if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
                 return self._lose_tokenizer(stream)
         if submit.spec.detokenizer in retiring and not stream.is_cancelled:
-            return self.start_over(stream, Role.DETOKENIZER)
+            return self.restart(stream, Role.DETOKENIZER)
         return False
 
     def _move(self, stream: Stream) -> bool:
-        """Take a request from an engine whose executor died or boots, to go on at another. False where it stays."""
+        """Move a request off an engine with a lost or starting executor. False if it cannot move."""
         if stream.is_cancelled or not self._engines.can_leave(stream):
             return False
         assert stream.tokenizer is not None
-        stream.suspect()
+        stream.mark_suspect()
         ids = [choice.request_id for choice in stream.choices if choice.finish is None]
         self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, moved=True))
-        stream.bound_to = None
+        stream.pinned_core = None
         self._park(stream, Role.EXECUTOR)
         return True
 
-    def _unbind(self, engine: int) -> None:
-        """Let the requests that wait go to any engine: this one has nothing of theirs any more."""
+    def _unpin(self, engine: int) -> None:
+        """Unpin parked requests from a lost engine."""
         for stream in self._parked:
-            if stream.bound_to == engine:
-                stream.bound_to = None
+            if stream.pinned_core == engine:
+                stream.pinned_core = None
 
-    def start_over(self, stream: Stream, role: Role) -> bool:
-        """Park a request for a new attempt at the engine that has it; a cancelled one is given up."""
-        stream.bound_to = stream.submit.core
+    def restart(self, stream: Stream, role: Role) -> bool:
+        """Park a request for a new attempt at its engine; a cancelled one is dropped."""
+        stream.pinned_core = stream.submit.core
         return self._park(stream, role)
 
     def _park(self, stream: Stream, role: Role) -> bool:
@@ -214,11 +216,11 @@ class Dispatcher:
         return False
 
     def _lose_tokenizer(self, stream: Stream) -> bool:
-        """Send what the tokenizer may not have passed on again, elsewhere: the same attempt twice is one."""
+        """Resend to another tokenizer a request that the lost one may not have forwarded. The core drops a duplicate attempt."""
         was_passed_on = stream.attempt == 0 and stream.started is not None
         if not was_passed_on and not stream.is_cancelled:
             self._resumed[Role.TOKENIZER].inc()
-            stream.bound_to = stream.submit.core  # which may have it already
+            stream.pinned_core = stream.submit.core  # the core may have it already
             self.release(stream)
             self._parked.append(stream)
             return False
@@ -226,5 +228,5 @@ class Dispatcher:
         if replacement is not None:
             self._leave_tokenizer(stream)
             stream.tokenizer = replacement
-        was_told = stream.is_cancelled and replacement is not None and self.send_cancel(stream)
-        return stream.is_cancelled and not (was_passed_on and was_told)
+        was_cancelled = stream.is_cancelled and replacement is not None and self.send_cancel(stream)
+        return stream.is_cancelled and not (was_passed_on and was_cancelled)

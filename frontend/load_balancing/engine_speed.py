@@ -1,63 +1,61 @@
-"""How fast each engine is beside the others: from what stood before requests when they were sent, and when they began.
+"""Relative speed of each engine, from the tokens queued before a request and its time to first token.
 
-What stands before a request's first token is what `quintet.frontend.load_balancing.load_balancer.choose` goes by, in
-tokens. Here is learnt how long so many take on average, as a line: something for any request, and so much for each
-token. An engine is as slow as its requests took longer than the line says. So nothing has to be told by engines,
-whatever they are, and one that had long prompts, or found many of them, is compared with what others took for the
-like of that. Reads no clock.
+A linear fit over all engines gives the expected time for a number of tokens. An engine's slowness is the measured over
+the expected time of its requests. Engines report nothing. Long prompts and long queues are compared with others of
+the same size. Reads no clock.
 
-The numbers are from the simulation (`python -m bench.fleet`, docs/scale.md): with shorter memories, or finer steps, engines that
-are equal are told apart by what they happened to get; with coarser ones half the speed is not seen where there are two engines.
+The constants are from simulation (`python -m bench.fleet`, docs/scale.md). Shorter means or finer steps separate equal
+engines by chance; coarser ones miss a half as fast engine among two.
 """
 
 from __future__ import annotations
 
 import math
 
-USUAL_OVER = 256
-"""Requests that the line is a mean of, about; before a quarter of them there is none."""
-OVER = 24
-"""Requests that an engine's slowness is a mean of, about."""
-DOUBT = 6
-"""Requests that took what is usual, which every engine is taken to have had besides: one slow request is no slow engine."""
-STEPS = 2
-"""To twice as long. Engines are told apart by these steps alone, so that those which differ by little differ by nothing."""
-CERTAIN = 1.0
-"""Of a step, from where an engine is until it is taken to be elsewhere."""
-SURPRISE = 3.0
-"""A request counts as no more than so many times what it should have taken: one that hung says little of the next. So nobody is
-taken to be more than twice as slow, whatever it is."""
-KNOWN_S = 60.0
-"""What was measured last so long ago is not known any more. So who is avoided because it was slow is tried again."""
+FIT_OVER = 256
+"""Requests in the mean of the fit, about; without a quarter of them there is no fit."""
+MEAN_OVER = 24
+"""Requests in the mean of one engine, about."""
+PRIOR_REQUESTS = 6
+"""Prior requests at mean speed for each engine: one slow request makes no slow engine."""
+STEPS_PER_DOUBLING = 2
+"""Steps per factor of two. Slowness is rounded to these steps, so that small differences count as none."""
+HYSTERESIS = 1.0
+"""Hysteresis, in steps."""
+MAX_OUTLIER = 3.0
+"""Bound on one request's time over the expected time: a single stall says little of later requests. So no engine counts as
+more than twice as slow from one request."""
+MEASUREMENT_TTL_S = 60.0
+"""Lifetime of a measurement. After it, an engine that was avoided as slow is tried again."""
 
 
 class LinearFit:
-    """What work takes at any of the engines: a line through what was measured, which fades."""
+    """Linear fit of time over work for all engines, with exponential forgetting."""
 
     def __init__(self) -> None:
         self._count = 0
         self._work = self._took_s = self._variance = self._covariance = 0.0
 
     def __bool__(self) -> bool:
-        """Whether enough was measured."""
-        return self._count >= USUAL_OVER // 4
+        """True if enough requests were measured."""
+        return self._count >= FIT_OVER // 4
 
     @property
     def took_s(self) -> float:
-        """What requests took on average."""
+        """Mean time of a request, in seconds."""
         return self._took_s
 
     def expected_s(self, work: int) -> float:
-        """Return how long so much work takes: never less for more, and nothing for less than nothing."""
+        """Return the expected time for an amount of work: monotonic, and not negative."""
         if not self._work:
             return self._took_s
-        steepest = self._took_s / self._work  # a line through nothing
+        steepest = self._took_s / self._work  # a line through the origin
         slope = self._covariance / self._variance if self._variance > 0 else steepest
         return self._took_s + min(max(slope, 0.0), steepest) * (work - self._work)
 
     def note(self, work: int, took_s: float) -> None:
-        """Take in one more request."""
-        self._count = min(self._count + 1, USUAL_OVER)
+        """Add one request."""
+        self._count = min(self._count + 1, FIT_OVER)
         share = 1 / self._count
         by_work, by_time = work - self._work, took_s - self._took_s
         self._work += share * by_work
@@ -67,18 +65,18 @@ class LinearFit:
 
 
 class EngineSpeeds:
-    """One engine's."""
+    """Measured slowness of one engine."""
 
     def __init__(self, usual: LinearFit) -> None:
         self._usual = usual
         self._num = self._took_s = self._expected_s = 0.0
-        """Sums over its requests that fade."""
+        """Decayed sums over its requests."""
         self._noted_s = -math.inf
         self._step = 0
-        """How slow it is, in so many steps to twice as long."""
+        """Slowness as a power of two, times `STEPS_PER_DOUBLING`."""
 
     def note(self, work: int, took_s: float, now_s: float) -> None:
-        """Learn from a request that began so long after it was sent, with so many tokens before its first: the prompt's too."""
+        """Add a request: its time to first token, and the tokens before that, its own prompt included."""
         usual = self._usual
         if not (0 < took_s < math.inf and work > 0):
             return
@@ -86,27 +84,29 @@ class EngineSpeeds:
             usual.note(work, took_s)
             return
         expected_s = usual.expected_s(work)
-        took_s = min(took_s, SURPRISE * expected_s)
+        took_s = min(took_s, MAX_OUTLIER * expected_s)
         usual.note(work, took_s)
         if not self._is_known(now_s):
             self._num = self._took_s = self._expected_s = 0.0
             self._step = 0
         self._noted_s = now_s
-        self._num += 1 - self._num / OVER
-        self._took_s += took_s - self._took_s / OVER
-        self._expected_s += expected_s - self._expected_s / OVER
-        slowness = (self._num * self._took_s / self._expected_s + DOUBT) / (self._num + DOUBT)
-        at = STEPS * math.log2(slowness)
-        if abs(at - self._step) > CERTAIN:
+        self._num += 1 - self._num / MEAN_OVER
+        self._took_s += took_s - self._took_s / MEAN_OVER
+        self._expected_s += expected_s - self._expected_s / MEAN_OVER
+        slowness = (self._num * self._took_s / self._expected_s + PRIOR_REQUESTS) / (
+            self._num + PRIOR_REQUESTS
+        )
+        at = STEPS_PER_DOUBLING * math.log2(slowness)
+        if abs(at - self._step) > HYSTERESIS:
             self._step = round(at)
 
     def slowness(self, now_s: float) -> float:
-        """Return how many times as long as engines usually do it takes; 1 where nothing is known."""
-        return 2.0 ** (self._step / STEPS) if self._step and self._is_known(now_s) else 1.0
+        """Return the time per token relative to the mean of all engines; 1 if unknown."""
+        return 2.0 ** (self._step / STEPS_PER_DOUBLING) if self._step and self._is_known(now_s) else 1.0
 
     def forget(self) -> None:
-        """It has begun anew, perhaps elsewhere."""
+        """Forget the measurements: the engine restarted, perhaps on other hardware."""
         self._noted_s = -math.inf
 
     def _is_known(self, now_s: float) -> bool:
-        return now_s - self._noted_s < KNOWN_S
+        return now_s - self._noted_s < MEASUREMENT_TTL_S

@@ -1,7 +1,7 @@
-"""Which worker gets the next piece of work, and which workers were lost.
+"""Load balancing: engine choice, and the workers of the newest topology with this process's load on each.
 
-Knows the topology and this process's own outstanding work; knows nothing of requests or HTTP. What a frontend knows of engines
-beyond that is kept in ``engines.py``; here is only the choice among them, a function of nothing but its arguments.
+Knows no requests and no HTTP. `quintet.frontend.load_balancing.engine_load` tracks the load of engines; `choose` here is a pure
+function of its arguments.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 SERVING_ROLES = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
-"""Roles that must all be there for a request to be answered."""
+"""Roles that must all be ready to answer a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What is known of an engine that could take a request."""
+    """Load and cache state of an engine that could take a request."""
 
     index: int
     num_queued: int = 0
-    """Prompt tokens that it has not begun to compute."""
+    """Prompt tokens not yet prefilled."""
     num_open: int = 0
-    """Choices that it is to answer, begun or not."""
+    """Running and queued choices."""
     num_cached: int = 0
-    """Tokens of this request's prompt that it should have computed before, about."""
+    """Estimated prefix cache hit of this request's prompt, in tokens."""
     used: int = 0
-    """When these were last used, by the engine's own count."""
+    """Last use of the cached prefix, in the engine's own count."""
     name: str = ""
-    """What it is called everywhere, where its index is not the same everywhere."""
+    """Name shared by all frontends and routers, if the index is not."""
     slowness: float = 1.0
-    """How many times as long as engines usually do it takes, measured; 1 where nothing is known."""
+    """Measured time per token relative to the mean of all engines; 1 if unknown."""
     kv_free: int | None = None
-    """Tokens that its KV memory has room for; None where nothing is known."""
+    """Free KV cache tokens; None if unknown."""
     is_full: bool = False
-    """Whether what it computes takes the place of beginnings that it has, as far as those are known."""
+    """True if new prefixes evict cached ones, as far as known."""
 
 
 class EngineChoice(msgspec.Struct, frozen=True):
-    """An engine, and why it."""
+    """Chosen engine and the reason."""
 
     index: int
     reason: str
@@ -54,19 +54,18 @@ class EngineChoice(msgspec.Struct, frozen=True):
 
 
 RUNNING_TOKENS = 16
-"""What a choice that is being answered delays a prompt by, in tokens of prompts: each step computes both."""
+"""Delay that a running choice adds to a prefill, in prompt tokens: each step computes both."""
 
-NEXT_WEIGHT = 0.1
-"""What the delay of those who come next counts, where they come as densely as engines that never rest would compute them."""
+LATER_WEIGHT = 0.1
+"""Weight of the delay of later requests, for an arrival rate that keeps the engines busy."""
 LONG = 12
-"""So many times what is usual is long. Both are from a simulation: with more, two long prompts block two engines; with less, long
-prompts wait for each other where they are common."""
-DISPLACED = 0.5
-"""What a token that takes the place of another's counts besides its own: some time somebody has that one computed again. From two
-real cores in virtual time (`python -m bench.routing_shared`): with nothing, engines that could hold all beginnings between them
-drive out each other's."""
-MOST_SLOWNESS = 16.0
-"""Nobody counts as slower than that, or as faster than its inverse: whoever is, is measured again some time."""
+"""A prompt this many times the mean length is long. This and `LATER_WEIGHT` come from simulation: higher values let two long
+prompts block two engines; lower values queue long prompts one after another where they are common."""
+EVICTION_COST = 0.5
+"""Extra cost per token that evicts a cached token, which some request later recomputes. From two cores in virtual time
+(`python -m bench.routing_shared`): at 0, engines that could hold all prefixes between them evict each other's."""
+MAX_SLOWNESS = 16.0
+"""Bound on slowness and its inverse, so that a slow engine still gets requests and is measured again."""
 
 
 def choose(
@@ -80,86 +79,87 @@ def choose(
 ) -> EngineChoice:
     """Choose the engine of one request.
 
-    ``turn`` counts the choices made: who is equal takes turns. ``session``: what the requests of one conversation have in
-    common; "" where nothing does. ``num_tokens``: of its prompt, of which prompts have ``usual`` to compute (0: not known).
-    ``num_kept``: tokens that KV memory has to hold for it, with its answer, where nothing of it is there (0: not known).
+    ``turn``: number of choices made; breaks ties round-robin. ``session``: conversation key, or "". ``num_tokens``: prompt
+    tokens. ``usual``: mean uncached prompt tokens (0: unknown). ``num_kept``: KV cache tokens for prompt and output without a
+    cache hit (0: unknown).
 
-    round-robin  who has the turn
-    load         the least to do, there and then everywhere: see `_delay`; of engines whose KV memory has room, while there are
-    prefix       the same, less what the engine need not compute of this prompt
-    session      always the same for one session (Thaler and Ravishankar, highest random weight, 1998), else by load
+    round-robin  the next engine in turn
+    load         least delay, see `_delay`, among engines with free KV cache, else among all
+    prefix       the same, less the cached tokens of this prompt
+    session      one engine per session (highest random weight, Thaler and Ravishankar, 1998), else by load
     """
     ordered = sorted(engines, key=lambda engine: engine.index)
     start = turn % len(ordered)
     in_turn = ordered[start:] + ordered[:start]
     if policy == "round-robin":
-        best, reason = in_turn[0], "its turn"
+        chosen, reason = in_turn[0], "round-robin"
     elif policy == "session" and session:
-        best, reason = (
+        chosen, reason = (
             max(ordered, key=lambda engine: _weight(session, engine.name or engine.index)),
-            "its session",
+            "session affinity",
         )
     else:
         saves = policy == "prefix"
-        roomy = [e for e in in_turn if has_room(e.kv_free, num_kept, e.num_cached if saves else 0)] or in_turn
+        with_memory = [
+            e for e in in_turn if has_room(e.kv_free, num_kept, e.num_cached if saves else 0)
+        ] or in_turn
         least = sorted(map(_load, in_turn))[:2] if usual and num_tokens >= LONG * usual else []
-        best = min(roomy, key=lambda engine: _delay(engine, least, saves, num_tokens, usual))
-        reason = f"{best.num_queued} queued tokens, {best.num_open} open"
-        reason += f", {best.num_cached} cached" if policy == "prefix" else ""
-        slowness = _slowness(best)
-        reason += f", takes {slowness:.2g} times as long" if slowness != 1 else ""
-        num_full = len(in_turn) - len(roomy)
-        reason += f", has room as {num_full} of {len(in_turn)} have not" if num_full else ""
-    return EngineChoice(best.index, reason, best.num_cached, best.used)
+        chosen = min(with_memory, key=lambda engine: _delay(engine, least, saves, num_tokens, usual))
+        reason = f"{chosen.num_queued} queued tokens, {chosen.num_open} open"
+        reason += f", {chosen.num_cached} cached" if policy == "prefix" else ""
+        slowness = _slowness(chosen)
+        reason += f", {slowness:.2g} times the mean latency" if slowness != 1 else ""
+        num_full = len(in_turn) - len(with_memory)
+        reason += f", {num_full} of {len(in_turn)} lack KV memory" if num_full else ""
+    return EngineChoice(chosen.index, reason, chosen.num_cached, chosen.used)
 
 
 def has_room(kv_free: int | None, num_kept: int, num_shared: int) -> bool:
-    """Whether KV memory holds a request of so many tokens, of which some are there already, or nobody knows (None)."""
+    """True if free KV cache holds a request's tokens less the cached ones, or is unknown (None)."""
     return kv_free is None or kv_free >= num_kept - num_shared
 
 
 def _slowness(engine: Candidate) -> float:
-    """Return how many times as long it takes; 1 where that was measured to be nothing that can be."""
+    """Return the bounded slowness; 1 if the measurement is not a positive finite number."""
     slowness = engine.slowness
     if not (math.isfinite(slowness) and slowness > 0):
         return 1.0
-    return min(max(slowness, 1 / MOST_SLOWNESS), MOST_SLOWNESS)
+    return min(max(slowness, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
 
 
 def _load(engine: Candidate) -> float:
-    """Return what it has to do, in tokens that a usual engine would compute in the same time."""
+    """Return the load of an engine, in tokens that a mean engine computes in the same time."""
     return _slowness(engine) * (engine.num_queued + RUNNING_TOKENS * engine.num_open)
 
 
 def _delay(engine: Candidate, least: Sequence[float], saves: bool, num_tokens: int, usual: float) -> float:
-    """Return what stands before the request's first token, less what is saved, and what it does to those who come next.
+    """Return the request's queueing delay less cached tokens, plus the delay it causes for later requests.
 
-    In tokens of prompts that a usual engine computes: one that takes twice as long has twice as many to do, and twice as many of
-    this prompt. ``least``: what the two engines have to do that have the least, where the prompt may be long. Who
-    comes next finds the engine with the least to do; while none is idle, he waits. So a prompt that would occupy the last idle
-    engine delays, for as long as it does, everybody: of ``usual`` tokens each, the squared time over twice that. That is why a
-    second long prompt stands behind the first where long ones are rare.
+    In prompt tokens of a mean engine: a half as fast engine counts twice. ``least``: loads of the two least loaded engines,
+    if the prompt may be long. A later request waits only while no engine is idle. A prompt that occupies the last idle
+    engine therefore delays requests of ``usual`` tokens by its squared time over twice that. So a second long prompt queues
+    after the first one where long prompts are rare.
     """
     saved = engine.num_cached if saves else 0
     num_new = max(0, num_tokens - saved)
     slowness, load = _slowness(engine), _load(engine)
     own = load - saved + (slowness - 1) * num_new
     if saves and engine.is_full:
-        own += DISPLACED * num_new
+        own += EVICTION_COST * num_new
     if len(least) < 2 or num_new < LONG * usual:
         return own
-    least_elsewhere = least[1] if load == least[0] else least[0]
-    all_busy = min(least_elsewhere, load + slowness * num_new)
-    return own + NEXT_WEIGHT * all_busy * all_busy / (2 * usual)
+    least_other = least[1] if load == least[0] else least[0]
+    all_busy = min(least_other, load + slowness * num_new)
+    return own + LATER_WEIGHT * all_busy * all_busy / (2 * usual)
 
 
 def _weight(session: str, engine: str | int) -> bytes:
-    """Return a number that looks drawn by chance, the same in every process."""
+    """Return a pseudo-random weight that is the same in every process."""
     return blake2b(f"{engine} {session}".encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 class Workers:
-    """The newest topology, and how much this process has outstanding at each worker."""
+    """The newest topology, and this process's outstanding work at each worker."""
 
     def __init__(self, me: WorkerId) -> None:
         self.me = me
@@ -167,18 +167,18 @@ class Workers:
         self._load: dict[tuple[Role, int], int] = {}
         self.topology = Topology(0, [])
         self._engines: list[int] = []
-        self._able: dict[Role, list[int]] = {}
-        """Whom `pick` chooses among."""
+        self._available: dict[Role, list[int]] = {}
+        """Candidates of `pick`."""
         self.num_frontends = 1
-        self.ever_ready: set[Role] = set()
-        """Roles of which a worker was ready at least once: what is missing of them now is being replaced."""
+        self.roles_seen_ready: set[Role] = set()
+        """Roles with a worker that was ready at least once: a missing one is being replaced."""
 
     def follow(self, topology: Topology) -> list[WorkerId]:
-        """Take over a newer topology and return the workers that answer no more; an older one changes nothing."""
+        """Apply a newer topology and return the lost workers; ignore an older one."""
         if topology.version <= self.topology.version:
             return []
         self.topology = topology
-        self.ever_ready |= {
+        self.roles_seen_ready |= {
             slot.worker.role for slot in topology.slots if slot.was_ready or slot.state is SlotState.READY
         }
         alive = {
@@ -192,24 +192,24 @@ class Workers:
         self.num_frontends = sum(
             slot.worker.role is Role.FRONTEND and slot.state is SlotState.READY for slot in topology.slots
         )
-        self._able = {role: self._able_of(role) for role in SERVING_ROLES}
+        self._available = {role: self._available_workers(role) for role in SERVING_ROLES}
         return lost
 
     def pick(self, role: Role) -> int | None:
-        """Return the index of the least loaded worker that can take work, or None when there is none.
+        """Return the index of the least loaded available worker, or None.
 
-        A stalled worker is chosen only when no other is there. Ties are broken differently by each frontend, so that
-        several of them do not all start with worker 0.
+        A stalled worker is chosen only if no other exists. Each frontend breaks ties differently, so that they do not all
+        start with worker 0.
         """
-        indexes = self._able.get(role)
+        indexes = self._available.get(role)
         if not indexes:
             return None
         if len(indexes) == 1:
             return indexes[0]
         return min(indexes, key=lambda index: self._weight(role, index, len(indexes)))
 
-    def _able_of(self, role: Role) -> list[int]:
-        """Return the workers of a role that are ready; where none is, the stalled ones."""
+    def _available_workers(self, role: Role) -> list[int]:
+        """Return the ready workers of a role; without any, the stalled ones."""
         for state in (SlotState.READY, SlotState.STALLED):
             indexes = [
                 s.worker.index for s in self.topology.slots if s.worker.role is role and s.state is state
@@ -218,8 +218,8 @@ class Workers:
                 return indexes
         return []
 
-    def whole_engines(self) -> list[int]:
-        """Return the engines whose core and executor are both well."""
+    def ready_engines(self) -> list[int]:
+        """Return the engines with a ready core and a ready executor."""
         well = {
             (slot.worker.role, slot.worker.index)
             for slot in self.topology.slots
@@ -227,8 +227,8 @@ class Workers:
         }
         return [index for role, index in well if role is Role.CORE and (Role.EXECUTOR, index) in well]
 
-    def engines_without_executor(self) -> frozenset[int]:
-        """Return the engines whose executor is down or not ready yet."""
+    def unready_engines(self) -> frozenset[int]:
+        """Return the engines with an executor that is down or starting."""
         absent = (SlotState.STARTING, SlotState.DOWN)
         return frozenset(
             slot.worker.index
@@ -237,41 +237,41 @@ class Workers:
         )
 
     def engines(self) -> list[int]:
-        """Return the engines that may be given requests: whole ones, else whoever will be whole before others."""
+        """Return the engines that accept requests: ready ones, else those with an available core."""
         return self._engines
 
     def _usable_engines(self) -> list[int]:
-        return self.whole_engines() or self._able_of(Role.CORE)
+        return self.ready_engines() or self._available_workers(Role.CORE)
 
     def cores(self) -> list[int]:
-        """Return the engines whose core lives, whether it takes requests or not."""
+        """Return the engines with a live core, whether it accepts requests or not."""
         return [index for role, index in self._alive if role is Role.CORE]
 
     def _weight(self, role: Role, index: int, count: int) -> tuple[int, int]:
         return self._load.get((role, index), 0), (index - self.me.index) % count
 
     def epoch(self, role: Role, index: int) -> int:
-        """Return the epoch of the worker at this slot; 0 when nobody is there."""
+        """Return the epoch of the worker in this slot; 0 if empty."""
         worker = self._alive.get((role, index))
         return 0 if worker is None else worker.epoch
 
     def add_load(self, role: Role, index: int, amount: int) -> None:
-        """Count work given to a worker (or, negative, taken back from it)."""
+        """Add work given to a worker; negative to remove it."""
         key = (role, index)
         self._load[key] = self._load.get(key, 0) + amount
 
     def load(self, role: Role, index: int) -> int:
-        """Return what this process has outstanding at a worker."""
+        """Return this process's outstanding work at a worker."""
         return self._load.get((role, index), 0)
 
     def missing(self) -> list[Role]:
-        """Return the serving roles of which no worker is ready."""
+        """Return the serving roles without a ready worker."""
         ready = {slot.worker.role for slot in self.topology.slots if slot.state is SlotState.READY}
-        if Role.CORE in ready and not self.whole_engines():
-            ready.discard(Role.EXECUTOR)  # those that are ready belong to other cores
+        if Role.CORE in ready and not self.ready_engines():
+            ready.discard(Role.EXECUTOR)  # the ready executors belong to other cores
         return [role for role in SERVING_ROLES if role not in ready]
 
-    def troubled(self) -> list[ProcessSlot]:
-        """Return the slots that are stalled or down, but for those that nobody shall fill."""
+    def unhealthy(self) -> list[ProcessSlot]:
+        """Return the slots that are stalled or down, except retired ones."""
         troubles = {SlotState.STALLED, SlotState.DOWN}
         return [s for s in self.topology.slots if s.state in troubles and not s.retired]

@@ -1,6 +1,6 @@
-"""Load of the server in the headers of its answers, for load balancers that ask for it (ORCA, as vLLM and Triton speak it).
+"""Server load in response headers for external load balancers (ORCA; same headers as vLLM and Triton).
 
-``endpoint-load-metrics-format: TEXT`` or ``JSON`` in a request is answered by ``endpoint-load-metrics`` in its response.
+A request with ``endpoint-load-metrics-format: TEXT`` or ``JSON`` gets the header ``endpoint-load-metrics``.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from quintet.wire.metrics import GaugeSeries
 FORMAT_HEADER = "endpoint-load-metrics-format"
 LOAD_HEADER = b"endpoint-load-metrics"
 MAX_AGE_S = 0.2
-"""Answers within this time tell the same: each asks all processes otherwise."""
+"""Cache lifetime: each read asks all processes."""
 MAX_WAIT_S = 0.5
-"""For the supervisor; without its answer there is no header."""
+"""Timeout of the supervisor; on timeout the header is omitted."""
 GAUGES = ("kv_cache_usage_perc", "num_requests_waiting")
-"""The first is the fullest engine's, the second the sum of all."""
+"""The first is the maximum over engines, the second the sum."""
 
 
 class LoadReport:
-    """What was told last, and when."""
+    """Cached load metrics."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._gauges: dict[str, float] = {}
         self._read_s = float("-inf")
 
-    async def headers(self, asked: str) -> list[Header]:
-        """Return the header in the format that was asked for; nothing for another format, or while nothing is known."""
-        kind = asked.strip().upper()
+    async def headers(self, format_name: str) -> list[Header]:
+        """Return the header in the requested format; empty for another format or without metrics."""
+        kind = format_name.strip().upper()
         if kind not in {"TEXT", "JSON"}:
             return []
         if time.monotonic() - self._read_s > MAX_AGE_S:
@@ -45,10 +45,10 @@ class LoadReport:
                 return []
             self._read_s = time.monotonic()
         if kind == "JSON":
-            told = json.dumps({"named_metrics": self._gauges})
+            values = json.dumps({"named_metrics": self._gauges})
         else:
-            told = ", ".join(f"named_metrics.{name}={value}" for name, value in self._gauges.items())
-        return [(LOAD_HEADER, f"{kind} {told}".encode())]
+            values = ", ".join(f"named_metrics.{name}={value}" for name, value in self._gauges.items())
+        return [(LOAD_HEADER, f"{kind} {values}".encode())]
 
     async def _read(self) -> dict[str, float]:
         report = await self._service.queries.metrics(MAX_WAIT_S, self._service.metrics.encoded())

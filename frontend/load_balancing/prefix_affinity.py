@@ -1,9 +1,8 @@
-"""Which engine has computed which beginnings of prompts, as far as this frontend has sent them there.
+"""Prefix affinity: approximate index of the prompt prefixes in each engine's KV cache, from this frontend's own dispatches.
 
-A prompt is bytes here, about four for a token: its text, its conversation as the client wrote it, its ids, or the end of each of
-its vectors. They are cut into pieces, and each piece is named by a checksum of all bytes up to its end. So what two prompts begin
-with alike has the same names, a tree of beginnings is a flat table of names, and finding how far an engine knows a prompt is a
-walk along its names. A name that two beginnings share by accident sends one request to an engine that does not know it, no more.
+A prompt is bytes here, about four per token: text, JSON conversation, token ids, or the last bytes of each embedding. It is
+cut into pieces, and each piece is named by the CRC-32 of all bytes up to its end. Equal prefixes thus have equal names,
+and a prefix tree is a flat table. A hash collision only sends one request to an engine without the prefix.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 PIECE_BYTES = 256
 PIECE_TOKENS = PIECE_BYTES // BYTES_PER_TOKEN
-"""Of ids and vectors exactly, of text about."""
+"""Exact for ids and embeddings, approximate for text."""
 MAX_PIECES = 512
-"""Of a prompt. What is longer is told apart, and found, by these."""
+"""Per prompt; longer prompts are compared by these only."""
 MAX_NAMES = 1 << 16
-"""That are remembered of an engine whose memory is not known."""
+"""Entries per engine with a KV cache of unknown size."""
 
 
 def names_of(prompt: Prompt, salt: str = "") -> list[int]:
-    """Return the names of the beginnings of a prompt, shortest first; none of one shorter than a piece."""
+    """Return the prefix hashes of a prompt, shortest first; empty for a prompt shorter than a piece."""
     content = _bytes_of(prompt)
     names, name = [], crc32(salt.encode(errors="surrogatepass"))
     for begin in range(0, min(len(content), MAX_PIECES * PIECE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
@@ -42,14 +41,14 @@ def _bytes_of(prompt: Prompt) -> bytes:
             return prompt.token_ids
         case TextPrompt():
             return prompt.text[: MAX_PIECES * PIECE_BYTES].encode(errors="surrogatepass")
-        case ChatPrompt():  # templates tell tools before messages
+        case ChatPrompt():  # templates put tools before messages
             return prompt.tools + prompt.template_kwargs + prompt.messages
         case EmbedsPrompt():
-            return _marks_of(prompt)
+            return _last_words_of(prompt)
 
 
-def _marks_of(prompt: EmbedsPrompt) -> bytes:
-    """Return the last four bytes of each vector, as many as an id has; none where vectors are no multiple of that."""
+def _last_words_of(prompt: EmbedsPrompt) -> bytes:
+    """Return the last four bytes of each embedding; none where its size is no multiple of four."""
     num_values, rest = divmod(prompt.row_bytes, BYTES_PER_TOKEN)
     if rest:
         return b""
@@ -58,42 +57,42 @@ def _marks_of(prompt: EmbedsPrompt) -> bytes:
 
 
 class Holders:
-    """Who has each name, of many engines: so that finding those that know a prompt asks nobody who does not."""
+    """Owners of each prefix hash over many engines: a lookup touches only engines with a hit."""
 
     def __init__(self) -> None:
         self._of: dict[int, int | set[int]] = {}
-        """Most names are one engine's, and take no set."""
+        """Most hashes have one owner and need no set."""
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def add(self, names: Iterable[int], who: int) -> None:
-        """This engine has them from now on."""
+    def add(self, names: Iterable[int], engine: int) -> None:
+        """Add an owner to hashes."""
         of = self._of
         for name in names:
-            held = of.setdefault(name, who)
-            if held == who:
+            held = of.setdefault(name, engine)
+            if held == engine:
                 continue
             if isinstance(held, set):
-                held.add(who)
+                held.add(engine)
             else:
-                of[name] = {held, who}
+                of[name] = {held, engine}
 
-    def discard(self, name: int, who: int) -> None:
-        """This engine has forgotten it."""
+    def discard(self, name: int, engine: int) -> None:
+        """Remove an owner of a hash: the engine evicted it."""
         held = self._of.get(name)
         if isinstance(held, set):
-            held.discard(who)
+            held.discard(engine)
             if len(held) == 1:
                 self._of[name] = held.pop()
-        elif held == who:
+        elif held == engine:
             del self._of[name]
 
     def of(self, names: Sequence[int]) -> list[tuple[int, Collection[int]]]:
-        """Return how many leading pieces of a prompt who has, those that have most first: an entry for each number of engines.
+        """Return (number of leading pieces, engines that have them), longest first: one entry for each number of engines.
 
-        An engine forgets the end of a prompt before its beginning, so whoever has a piece has those before it, and how many have
-        a piece never grows along a prompt.
+        An engine evicts the end of a prompt before its start. So an engine with a piece has those before it, and the number of
+        owners never grows along a prompt.
         """
         found: list[tuple[int, Collection[int]]] = []
         num_known = 0
@@ -105,32 +104,32 @@ class Holders:
         return found[::-1]
 
     def _minus_number(self, name: int) -> int:
-        """Return how many engines have this name, negative."""
+        """Return the negative number of owners of a hash."""
         held = self._of.get(name)
         return 0 if held is None else -len(held) if isinstance(held, set) else -1
 
 
 class PrefixAffinity:
-    """What one engine has computed, and still has, as far as can be told: it forgets what was not used for longest."""
+    """LRU index of one engine's cached prefixes, as far as known."""
 
     def __init__(self, max_names: int = MAX_NAMES, holders: Holders | None = None, who: int = 0) -> None:
-        """``holders`` is told what the engine that it knows as ``who`` has and forgets."""
+        """``holders`` gets every entry added or removed, under the engine index ``engine``."""
         self.max_names = max_names
         self._used: OrderedDict[int, int] = OrderedDict()
-        """Of each name, the number of its last use."""
+        """Last use of each hash, by use count."""
         self._num_uses = 0
-        self._holders, self._who = holders, who
+        self._holders, self._engine = holders, who
 
     def __len__(self) -> int:
         return len(self._used)
 
     @property
     def is_full(self) -> bool:
-        """Whether more can be had only in the place of what is there."""
+        """True if a new entry evicts an old one."""
         return len(self._used) >= self.max_names
 
     def find(self, names: Sequence[int]) -> tuple[int, int]:
-        """Return how many leading pieces of a prompt the engine has, and when all of them were last used."""
+        """Return the number of leading pieces with a hit, and the oldest use among them."""
         num_known, used = 0, self._num_uses
         for name in names:
             last = self._used.get(name)
@@ -140,14 +139,14 @@ class PrefixAffinity:
         return num_known, used
 
     def note(self, names: Sequence[int]) -> None:
-        """The engine is about to compute a prompt. Its end is forgotten before its beginning."""
+        """Add a prompt that the engine computes. Its end is evicted before its start."""
         self._num_uses += 1
         used = self._used
         num_known = 0
         while num_known < len(names) and names[num_known] in used:
             num_known += 1
         if self._holders is not None:
-            self._holders.add(names[num_known:], self._who)
+            self._holders.add(names[num_known:], self._engine)
         for name in reversed(names[num_known:]):
             used[name] = self._num_uses
         for name in reversed(names[:num_known]):
@@ -157,17 +156,17 @@ class PrefixAffinity:
             self._forget()
 
     def miss(self, used: int) -> None:
-        """The engine turned out not to have what was last used then: what was not used since is gone as well."""
+        """Drop entries last used at ``used`` or before, after a cache miss on them."""
         while self._used and next(iter(self._used.values())) <= used:
             self._forget()
 
     def clear(self) -> None:
-        """The engine has begun anew."""
+        """Drop every entry: the engine restarted."""
         while self._used:
             self._forget()
 
     def _forget(self) -> None:
-        """Forget the name that was not used for longest."""
+        """Evict the least recently used entry."""
         name, _ = self._used.popitem(last=False)
         if self._holders is not None:
-            self._holders.discard(name, self._who)
+            self._holders.discard(name, self._engine)

@@ -1,1 +1,1 @@
-"""Streams that continue after a lost connection, a lost frontend or a lost server."""
+"""Resumable streams: after a lost connection, frontend or server."""

@@ -1,8 +1,7 @@
-"""POST /v1/streams: go on here with a stream that began at another server, which is lost.
+"""POST /v1/streams: continue a stream that another server began before it failed.
 
-Whoever passed the stream on sends the request as it came, the seed, time and name that the response told, where its client is,
-and the tokens of every choice (`relay.py`). The answer goes on behind that as if nothing had happened, with the same text if the
-other server had the same model: tokens are what it is made of.
+The proxy sends the original request, the seed, time and id from the relay header, its client's cursor, and the token ids of
+every choice (`token_relay`). The response continues after the cursor. Its text is the same if both servers have the same model.
 """
 
 from __future__ import annotations
@@ -30,62 +29,63 @@ HANDLERS: dict[str, tuple[Handler, ErrorShape]] = {
     "/inference/v1/generate": (generate, ERRORS),
     "/v1/responses": (responses, ERRORS),
 }
-"""The requests whose streams can go on elsewhere, by path, and how their clients are told of errors."""
+"""Endpoints of continuable streams by path, and their error format."""
 
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 
 
 class ContinueStreamBody(msgspec.Struct):
-    """A request, and what was told of its answer."""
+    """Original request, and the response received so far."""
 
     path: str
-    """Where the request was sent."""
+    """Path of the original request."""
     request: msgspec.Raw
-    """Its body."""
+    """Body of the original request."""
     position: str
-    """What followed the colon in the id of the last event; 0 for none."""
+    """Part after the colon of the last event id; 0 for none."""
     outputs: list[list[int]]
     seeds: list[int]
-    """Of each prompt."""
+    """One per prompt."""
     created: int
     name: str = ""
-    """As the header X-Quintet-Relay had it behind them; empty where it had none."""
+    """From the header X-Quintet-Relay, after the seeds and the time; "" without one."""
 
 
-class _Going(msgspec.Struct):
-    """What of a request says whether its answer can go on."""
+class _StreamFlags(msgspec.Struct):
+    """Fields that decide whether a response can be continued."""
 
     stream: bool | None = None
     use_beam_search: bool | None = None
 
 
 _decoder = msgspec.json.Decoder(ContinueStreamBody)
-_going_decoder = msgspec.json.Decoder(_Going)
+_flags_decoder = msgspec.json.Decoder(_StreamFlags)
 
 
-async def go_on(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+async def continue_stream(service: Service, exchange: HttpRequest) -> None:
+    """Handle POST /v1/streams."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     if body.path not in HANDLERS:
         raise parse.invalid(
-            f"path is {shown(body.path)}; streams of {', '.join(HANDLERS)} can go on.", "path"
+            f"path is {shown(body.path)}; streams of {', '.join(HANDLERS)} can be continued.", "path"
         )
     is_seed = all(MIN_SEED <= seed <= MAX_SEED for seed in body.seeds)
     if not is_seed or not 0 <= body.created <= MAX_SEED:
-        raise parse.invalid("seeds and created must be as the header X-Quintet-Relay had them.", "seeds")
-    going = parse.decode(bytes(body.request), _going_decoder)
-    if not going.stream:
+        raise parse.invalid("seeds and created must equal those of the header X-Quintet-Relay.", "seeds")
+    flags = parse.decode(bytes(body.request), _flags_decoder)
+    if not flags.stream:
         raise parse.invalid(
-            "request is not for a stream, and only streams go on: send it again to its path.", "stream"
+            "request has no `stream: true`, and only streams can be continued; send it again to its path.",
+            "stream",
         )
-    if going.use_beam_search:
+    if flags.use_beam_search:
         raise parse.invalid(
-            "request asks for beam search, whose answer is found anew: send it again to its path.",
+            "request uses beam search, which cannot be continued; send it again to its path.",
             "use_beam_search",
         )
     for ids in body.outputs:
         check_token_ids(ids, service.config.model.vocab_size, "outputs")
-    exchange.take_over(
+    exchange.replace_body(
         bytes(body.request), PartialResponse(body.position, body.outputs, body.seeds, body.created, body.name)
     )
     handler, exchange.errors = HANDLERS[body.path]

@@ -1,7 +1,7 @@
-"""An answer that began at another server, which is lost: what is known of it, and how a stream goes on from there.
+"""Partial response: output that a client received from a failed server, to continue the stream here.
 
-Whoever passed the answer on, such as `quintet route`, has its tokens beside its text. A request is its ids: with those that were
-told it goes on at any server of the same model, and what was told is computed once more as a prompt is.
+A proxy such as `quintet route` keeps each choice's token ids. With them any server of the same model continues the
+response; the ids received so far are prefilled with the prompt.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from dataclasses import dataclass
 
 from quintet.frontend.streams import Stream
 
-Told = tuple[Sequence[int], bool] | None
-"""Of a choice: the tokens that were told, and whether its end was; None before its beginning was."""
+ReceivedOutput = tuple[Sequence[int], bool] | None
+"""Token ids of a choice that the client received, and whether it received the end; None before the choice's first event."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialResponse:
-    """An answer's beginning."""
+    """The part of a response that the client received."""
 
     position: str
-    """Of its reader, as in the id of the last event."""
+    """Reader's cursor, as in the id of the last event."""
     outputs: Sequence[Sequence[int]]
-    """Tokens of every choice, those of the first prompt first; at least as many as the position says."""
+    """Token ids of every choice, in order of prompts; at least as many as the cursor counts."""
     seeds: Sequence[int]
-    """Of each prompt."""
+    """One per prompt."""
     created: int
-    """Seconds since 1970."""
+    """Unix time, in seconds."""
     name: str = ""
-    """What the answer is called, where a server makes names up; else "" as the request says it."""
+    """Response id, in APIs where the server makes one up; else ""."""
 
 
-def go_on_behind(stream: Stream, told: Sequence[Told]) -> None:
-    """Bring a stream that nobody has sent yet to where its reader is; one of which nothing was told elsewhere is there."""
-    if not told:
+def apply_received(stream: Stream, received: Sequence[ReceivedOutput]) -> None:
+    """Advance a stream that has not been sent to its reader's cursor. No-op without received output."""
+    if not received:
         return
-    for choice, known in zip(stream.choices, told, strict=True):
+    for choice, known in zip(stream.choices, received, strict=True):
         ids, has_ended = known or ((), False)
-        choice.go_on(ids, None if known is None else len(ids), has_ended)
+        choice.skip_received(ids, None if known is None else len(ids), has_ended)
     stream.num_open = sum(choice.finish is None for choice in stream.choices)

@@ -1,4 +1,4 @@
-"""A request that was kept for its client, and goes on here: what is known of it, as the submission and stream it becomes."""
+"""Reattach a client to a request that the core retained: build its submission and stream."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from quintet.frontend.streams import Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import Admit, Reclaimed, Started, Submit, TokenPrompt
 
-Seen = tuple[int | None, bool]
-"""Of a choice: how many of its tokens the client has (None: not even its beginning), and whether it has its end."""
+ReceivedCount = tuple[int | None, bool]
+"""Number of a choice's tokens that the client has (None: not even the start), and whether it has the end."""
 
 
-def submission(admit: Admit, first_id: int, seen: Sequence[Seen]) -> Submit:
-    """Return the submission that goes on with a request under new ids, from ``first_id`` on."""
-    changes: dict[str, object] = {"n": len(seen)}
-    if _was_begun(seen):
-        changes["prompt_logprobs"] = None  # came with the beginning
+def submission(admit: Admit, first_id: int, received: Sequence[ReceivedCount]) -> Submit:
+    """Return the submission that resumes a request under ids from ``first_id``."""
+    changes: dict[str, object] = {"n": len(received)}
+    if _was_started(received):
+        changes["prompt_logprobs"] = None  # sent with the start
     return Submit(
         request_id=first_id,
         prompt=TokenPrompt(admit.prompt_ids) if admit.embeds is None else admit.embeds,
@@ -33,21 +33,21 @@ def submission(admit: Admit, first_id: int, seen: Sequence[Seen]) -> Submit:
         ),
         sent_ns=0,
         core=0,
-        limit_gives_way=True,  # whatever it is, it was accepted when the request came
+        limit_gives_way=True,  # the limit was accepted when the request arrived
     )
 
 
-def go_on(stream: Stream, reclaimed: Reclaimed, seen: Sequence[Seen]) -> None:
-    """Bring a new stream to where its client left off."""
+def skip_received(stream: Stream, reclaimed: Reclaimed, received: Sequence[ReceivedCount]) -> None:
+    """Advance a new stream to its client's cursor."""
     submit, outputs = stream.submit, dict(reclaimed.choices)
-    for choice, (count, has_ended) in zip(stream.choices, seen, strict=True):
-        choice.go_on(unpack_i32(outputs.get(choice.index, b"")), count, has_ended)
+    for choice, (count, has_ended) in zip(stream.choices, received, strict=True):
+        choice.skip_received(unpack_i32(outputs.get(choice.index, b"")), count, has_ended)
     stream.num_open = sum(choice.finish is None for choice in stream.choices)
-    if _was_begun(seen) and reclaimed.admit is not None:
+    if _was_started(received) and reclaimed.admit is not None:
         num_prompt_tokens = len(reclaimed.admit.prompt_ids) // 4
         arrival_ns = submit.spec.arrival_ns
         stream.started = Started(submit.request_id, num_prompt_tokens, 0, arrival_ns, arrival_ns)
 
 
-def _was_begun(seen: Sequence[Seen]) -> bool:
-    return any(count is not None for count, _ in seen)
+def _was_started(received: Sequence[ReceivedCount]) -> bool:
+    return any(count is not None for count, _ in received)

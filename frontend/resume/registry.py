@@ -1,4 +1,4 @@
-"""The dialects whose streamed answers can be gone on with: what a claim says of each, and who writes its events."""
+"""Registry of resumable APIs: answer type in the resume token, and its event writer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quintet.frontend.api.openai.chat import ChatAnswer
 from quintet.frontend.api.openai.completions import CompletionAnswer
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import ResponsesAnswer
-from quintet.frontend.api.responses.response_history import keep_end
+from quintet.frontend.api.responses.response_history import store_end
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.resume.resume_token import Answer
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
@@ -31,39 +31,41 @@ from quintet.wire.request import ResumeToken
 
 
 class Writer(AnswerWriter, RelayedWriter, Protocol):
-    """Writes the events of a stream that can be gone on with, here or elsewhere."""
+    """Writer of the events of a resumable stream."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
-    """One of them."""
+class ResumableApi:
+    """One API with resumable streams."""
 
     errors: ErrorShape
     writer: Callable[[Any, StreamId | None, StreamCursor | None], Writer]
-    """Makes the writer of an answer that has ids (or None), and goes on behind a position (None: from its beginning)."""
-    is_retold: bool = False
-    """Whether the writer must be told an answer from its beginning, wherever its reader is."""
+    """Makes the writer of a response that has ids (or None), starting after a cursor (None: at the start)."""
+    needs_replay: bool = False
+    """True if the writer needs the output from its start, wherever the cursor is."""
     before_end: BeforeEnd | None = None
 
 
-DIALECTS: dict[type[Answer], Dialect] = {
-    CompletionAnswer: Dialect(openai_errors.ERRORS, openai_completions.writer),
-    ChatAnswer: Dialect(openai_errors.ERRORS, openai_chat.writer),
-    MessagesAnswer: Dialect(anthropic_errors.ERRORS, MessagesWriter),
-    GenerateAnswer: Dialect(openai_errors.ERRORS, generate.writer),
-    ResponsesAnswer: Dialect(openai_errors.ERRORS, ResponsesWriter, is_retold=True, before_end=keep_end),
+RESUMABLE_APIS: dict[type[Answer], ResumableApi] = {
+    CompletionAnswer: ResumableApi(openai_errors.ERRORS, openai_completions.writer),
+    ChatAnswer: ResumableApi(openai_errors.ERRORS, openai_chat.writer),
+    MessagesAnswer: ResumableApi(anthropic_errors.ERRORS, MessagesWriter),
+    GenerateAnswer: ResumableApi(openai_errors.ERRORS, generate.writer),
+    ResponsesAnswer: ResumableApi(
+        openai_errors.ERRORS, ResponsesWriter, needs_replay=True, before_end=store_end
+    ),
 }
-"""By what its claims hold."""
+"""By answer type of the resume token."""
 
-_KINDS: Any = functools.reduce(operator.or_, DIALECTS)
+_KINDS: Any = functools.reduce(operator.or_, RESUMABLE_APIS)
 _decode: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(_KINDS).decode
 
 
 def answer_of(claim: ResumeToken) -> Answer:
-    """Return what `claims.claim_for` was given."""
+    """Decode the answer given to `resume_token.claim_for`."""
     return _decode(claim.answer)
 
 
-def dialect_of(answer: Answer) -> Dialect:
-    """Return the dialect of an answer."""
-    return DIALECTS[type(answer)]
+def api_of(answer: Answer) -> ResumableApi:
+    """Return the API of an answer."""
+    return RESUMABLE_APIS[type(answer)]

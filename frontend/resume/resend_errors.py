@@ -1,27 +1,27 @@
-"""The errors of requests of which the server lost something: faults of ours."""
+"""Errors of requests that the engine lost: server faults."""
 
 from __future__ import annotations
 
 from quintet.frontend.streams import StreamChoice
 from quintet.wire.errors import ErrorCode, RequestError
 
-MAX_LOST = 3
-"""So often a request that nobody in the engine knows is sent again."""
+MAX_RESENDS = 3
+"""Maximum resends of a request that the engine does not know."""
 
 
-def lost_request() -> RequestError:
-    """Make the error for a request that nobody knows, however often it is sent."""
+def unknown_request_error() -> RequestError:
+    """Build the error for a request that the engine still does not know after `MAX_RESENDS` resends."""
     return RequestError(
         ErrorCode.INTERNAL,
-        f"The request went missing inside the server {MAX_LOST + 1} times and is given up. This is a fault of the server: "
-        "please report it with the server's log.",
+        f"The request was lost inside the server {MAX_RESENDS + 1} times and is aborted. This is a server fault: "
+        "report it with the server's log.",
     )
 
 
-def lost_output(choice: StreamChoice, first_index: int, offset: int) -> RequestError:
-    """Make the error for output that does not follow what was received."""
+def missing_output_error(choice: StreamChoice, first_index: int, offset: int) -> RequestError:
+    """Build the error for output that does not follow the output received so far."""
     return RequestError(
         ErrorCode.INTERNAL,
-        f"Output of choice {choice.index} went missing inside the server: received token {first_index} at character "
+        f"Output of choice {choice.index} was lost inside the server: received token {first_index} at character "
         f"{offset} after {len(choice.output_ids)} tokens and {choice.num_chars} characters.",
     )

@@ -1,4 +1,4 @@
-"""What a streamed request brings along so that any frontend can go on with its answer: a secret, and the answer's shape."""
+"""Resume token: secret and response shape, sent with a streamed request so that any frontend can resume it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ KEY_BYTES = 16
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Inside `ResumeToken.answer`: how the events of a stream are written. Each dialect has its own (`registry.DIALECTS`)."""
+    """Content of `ResumeToken.answer`: event format of a stream. Each API extends it (`registry.RESUMABLE_APIS`)."""
 
     num_prompts: int
-    """Prompts of the HTTP request. Their ids follow each other, each ``num_choices`` after the one before."""
+    """Prompts of the HTTP request. Their ids are consecutive, ``num_choices`` for each."""
     num_choices: int
     """Per prompt."""
     interval: int
-    """Tokens between events."""
+    """Tokens per event."""
 
 
 encode_answer: Callable[[Answer], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def claim_for(answer: Answer, config: EngineConfig) -> ResumeToken | None:
-    """Return what makes a streamed request resumable; None where that is switched off, or there are too many choices."""
+    """Build the resume token; None if resuming is disabled or there are too many choices."""
     if config.scheduler.resume_grace_s <= 0 or answer.num_prompts * answer.num_choices > MAX_CHOICES:
         return None
     return ResumeToken(secrets.token_bytes(KEY_BYTES), encode_answer(answer))

@@ -1,9 +1,9 @@
-"""Where in a streamed answer its client is: what the ids of events say.
+"""Stream cursor: the reader's position in a streamed response, as in event ids.
 
     <first request id>-<key>:<choice>,<choice>,…[.note]
 
-A choice is ``-`` (nothing was told), the number of its tokens that were told, or that number and ``e`` (its end was told
-too). A note is a dialect's own: what else was told.
+A choice is ``-`` (nothing sent), the number of its tokens sent, or that number and ``e`` (end sent). A note is
+API-specific.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from quintet.wire.params import shown
 _STREAM = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{32})")
 _CHOICE = re.compile(r"-|[0-9]{1,9}e?")
 MAX_CHOICES = 32
-"""Streams of more have no ids: each event would name them all, and what a step writes would grow with their square."""
+"""Streams with more choices have no ids: each event would list all choices, so bytes per step would grow quadratically."""
 _NOTE = re.compile(r"[a-z0-9+]{1,32}")
 MAX_CHARS = 16 * MAX_CHOICES + 33
 
 
 @dataclass(frozen=True, slots=True)
 class StreamId:
-    """The request behind a stream, and the secret that lets its client go on with it."""
+    """Request of a stream, and the secret that authorizes resuming it."""
 
     request_id: int
     key: bytes
 
     @classmethod
     def parse(cls, text: str) -> StreamId:
-        """Read an id. Raises `RequestError`."""
+        """Parse an id. Raises `RequestError`."""
         match = _STREAM.fullmatch(text)
         if match is None:
             raise RequestError(
                 ErrorCode.NOT_FOUND,
-                f"The stream is {shown(text)}; it must be as an event's `id:` or the header X-Stream-Id named it.",
+                f"The stream is {shown(text)}; send the stream id of an event's `id:` or of the header X-Stream-Id.",
                 "stream",
             )
         return cls(int(match[1], 16), bytes.fromhex(match[2]))
@@ -46,31 +46,31 @@ class StreamId:
 
 
 class StreamCursor:
-    """How much of each choice was told. Belongs to one `AnswerWriter`."""
+    """Position in each choice. Owned by one `AnswerWriter`."""
 
     __slots__ = ("counts", "ended", "note")
 
     def __init__(self, num_choices: int) -> None:
         self.counts: list[int | None] = [None] * num_choices
-        """Tokens told of each choice; None before anything was."""
+        """Tokens sent of each choice; None before the first event."""
         self.ended = [False] * num_choices
         self.note = ""
-        """Of the dialect: what else was told."""
+        """API-specific state."""
 
     @classmethod
     def parse(cls, text: str, num_choices: int) -> StreamCursor:
-        """Read what `__str__` wrote; ``0`` alone and nothing at all mean the beginning. Raises `RequestError`."""
+        """Parse the text of `__str__`; ``0`` or empty is the start. Raises `RequestError`."""
         position = cls(num_choices)
         if text in ("", "0"):
             return position
-        told, dot, note = text.partition(".") if len(text) <= MAX_CHARS else ("", "", "")
-        choices = told.split(",")
+        counts_text, dot, note = text.partition(".") if len(text) <= MAX_CHARS else ("", "", "")
+        choices = counts_text.split(",")
         is_note = not dot or _NOTE.fullmatch(note)
         if len(choices) != num_choices or not all(map(_CHOICE.fullmatch, choices)) or not is_note:
             raise RequestError(
                 ErrorCode.INVALID,
-                f"The position is {shown(text)}; it must be what follows the colon in the `id:` of an event of this stream, "
-                "or 0 for its beginning.",
+                f"The position is {shown(text)}; send the part after the colon of an event's `id:` of this stream, "
+                "or 0 for the start.",
                 "from",
             )
         position.note = note

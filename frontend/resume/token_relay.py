@@ -1,9 +1,9 @@
-"""Streams that somebody passes on to clients, and goes on with at another server should this one be lost.
+"""Token ids in streams for a proxy, which continues them at another server if this one fails.
 
-The header ``X-Quintet-Relay`` of a request asks for what that takes: the tokens beside the text, in comments before the events
-that tell them (``: ids <choice> [<token>,…]``), and a header of the same name in the response. With both, `go_on.py` goes on. Who
-comes back for a stream, and asks for that, is told those of the events that it has before the first of the rest, by another word
-(``: told <choice> [<token>,…]``), since it may know them already: they take the place of what it knows.
+A request header ``X-Quintet-Relay`` asks for token ids: a comment before each event (``: ids <choice> [<token>,…]``), and a
+response header of the same name. With both, `continue_stream` resumes the response on another server. A resumed
+stream first gets the ids of earlier events in another comment (``: told <choice> [<token>,…]``), which replaces
+those the proxy has.
 """
 
 from __future__ import annotations
@@ -16,62 +16,65 @@ import msgspec
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.openai import parse
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.partial_response import PartialResponse, Told
+from quintet.frontend.resume.partial_response import PartialResponse, ReceivedOutput
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 
 RELAY_HEADER = "x-quintet-relay"
-TOLD_AT_ONCE = 1 << 15
-"""Tokens in a comment: nobody holds what is longer than an event may be."""
+MAX_COMMENT_TOKENS = 1 << 15
+"""Tokens per comment, to stay below the maximum size of an event."""
 WITHDRAWN = b": withdrawn\n"
-"""Before an event that ends a stream with an error, and has no status: another server can go on."""
+"""Comment before an error event without a status: another server can continue the stream."""
 _encode = msgspec.json.Encoder().encode
 
 
 class RelayedWriter(Protocol):
-    """Writes the events of a stream that somebody may pass on."""
+    """Writer of the events of a stream that a proxy may continue elsewhere."""
 
     stream_id: StreamId | None
-    tells_ids: bool
-    """Whether comments before the events tell their tokens."""
-    foretold: list[bytes]
-    """Such comments, of tokens that were told before this writer's first event."""
+    sends_ids: bool
+    """True if a comment with token ids precedes each event."""
+    prior_comments: list[bytes]
+    """Such comments for tokens sent before this writer's first event."""
     created: int | None
-    """When the answer began, in seconds since 1970; None where its events do not say."""
+    """Unix time of the response's start, in seconds; None where the events do not have it."""
     name: str
-    """What the answer is called, where the request does not say; else empty."""
-    can_go_on: bool
-    """Whether its tokens are enough for another server to go on."""
+    """Response id, where the server makes one up; else ""."""
+    can_continue: bool
+    """True if token ids are enough for another server to continue."""
 
 
 WriterT = TypeVar("WriterT", bound=RelayedWriter)
 
 
 def ids_comment(index: int, token_ids: Sequence[int]) -> bytes:
-    """Return the comment that tells whoever passes a stream on more tokens of a choice."""
+    """Return the comment with further token ids of a choice."""
     return b": ids %d %b\n" % (index, _encode(list(token_ids)))
 
 
-def told_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
-    """Return the comments that tell all tokens of a choice that were told before, whatever is known of them, each for itself."""
-    pieces = [token_ids[first : first + TOLD_AT_ONCE] for first in range(0, len(token_ids), TOLD_AT_ONCE)]
+def replayed_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
+    """Return the comments with all token ids of a choice before the cursor, split by `MAX_COMMENT_TOKENS`."""
+    pieces = [
+        token_ids[first : first + MAX_COMMENT_TOKENS]
+        for first in range(0, len(token_ids), MAX_COMMENT_TOKENS)
+    ]
     first = b": told %d %b\n\n" % (index, _encode(list(pieces[0]) if pieces else []))
     return [first, *(ids_comment(index, piece) + b"\n" for piece in pieces[1:])]
 
 
-def relaying(
+def with_relay(
     exchange: HttpRequest,
     writer: WriterT,
     submissions: Submissions,
-    told: Iterable[tuple[int, Sequence[int]]] = (),
+    received: Iterable[tuple[int, Sequence[int]]] = (),
 ) -> WriterT:
-    """Have the events tell their tokens, and the response its ticket, if the client asks and can come back for the stream.
+    """Enable token id comments and the relay header, if the client asks for them and the stream is resumable.
 
-    The ticket is the seed of each prompt, when the answer began, and its name, if the request does not say that.
-    told: choices and their tokens that an earlier connection was told. Who asks for the rest may know them or not.
+    The header has the seed of each prompt, the start time, and the response id if the server made it up.
+    ``received``: choices and their token ids before the cursor.
     """
-    if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None and writer.can_go_on:
-        writer.tells_ids = True
-        writer.foretold = [note for index, ids in told for note in told_comments(index, ids)]
+    if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None and writer.can_continue:
+        writer.sends_ids = True
+        writer.prior_comments = [note for index, ids in received for note in replayed_comments(index, ids)]
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
         name = f".{writer.name}" if writer.name else ""
         ticket = f"{seeds}.{writer.created or 0}{name}"
@@ -79,42 +82,42 @@ def relaying(
     return writer
 
 
-def behind(
-    begun: PartialResponse | None, n: int, num_prompts: int
-) -> tuple[Sequence[int], StreamCursor | None, list[list[Told]]]:
-    """Return with what a request of ``n`` choices goes on: each prompt's seed, where its reader is, what was told of its choices.
+def resume_state(
+    partial: PartialResponse | None, n: int, num_prompts: int
+) -> tuple[Sequence[int], StreamCursor | None, list[list[ReceivedOutput]]]:
+    """Return the state to continue a request of ``n`` choices: each prompt's seed, the cursor, and received output of choices.
 
-    Nothing of a request that begins here. Raises `RequestError`.
+    Empty for a request that starts here. Raises `RequestError`.
     """
-    if begun is None:
+    if partial is None:
         return (), None, []
-    if len(begun.seeds) != num_prompts:
+    if len(partial.seeds) != num_prompts:
         raise parse.invalid(
-            f"seeds has {len(begun.seeds)} numbers; the request has {num_prompts} prompts: send the seed of each.",
+            f"seeds has {len(partial.seeds)} numbers for {num_prompts} prompts; send one seed per prompt.",
             "seeds",
         )
-    position = StreamCursor.parse(begun.position, num_prompts * n)
-    if len(begun.outputs) != num_prompts * n:
+    position = StreamCursor.parse(partial.position, num_prompts * n)
+    if len(partial.outputs) != num_prompts * n:
         raise parse.invalid(
-            f"outputs has {len(begun.outputs)} lists; the request has {num_prompts * n} choices: send the tokens of each.",
+            f"outputs has {len(partial.outputs)} lists for {num_prompts * n} choices; send one list per choice.",
             "outputs",
         )
-    told = [
-        _told(ids, count, ended, index)
+    received = [
+        _received(ids, count, ended, index)
         for index, (ids, count, ended) in enumerate(
-            zip(begun.outputs, position.counts, position.ended, strict=True)
+            zip(partial.outputs, position.counts, position.ended, strict=True)
         )
     ]
-    by_prompt = [told[first : first + n] for first in range(0, len(told), n)]
-    return begun.seeds, position, by_prompt
+    by_prompt = [received[first : first + n] for first in range(0, len(received), n)]
+    return partial.seeds, position, by_prompt
 
 
-def _told(ids: Sequence[int], count: int | None, has_ended: bool, index: int) -> Told:
+def _received(ids: Sequence[int], count: int | None, has_ended: bool, index: int) -> ReceivedOutput:
     if count is None:
         return None
     if count > len(ids):
         raise parse.invalid(
-            f"outputs has {len(ids)} tokens of choice {index}, of which {count} were told by the position: send all of them.",
+            f"outputs has {len(ids)} tokens of choice {index}, but the position counts {count}; send all of them.",
             "outputs",
         )
     return ids[:count], has_ended

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import zmq
 
-from quintet.process.frame_hmac import SEAL_BYTES, FrameHmac, run_key
+from quintet.process.frame_hmac import HMAC_BYTES, FrameHmac, run_key
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision
@@ -197,17 +197,17 @@ class BusFuzz:
         payload = self._frames.message(draw.choice(kinds))
         match draw.randrange(8):
             case 0:
-                frame = draw.randbytes(draw.choice((0, 1, SEAL_BYTES, 200)))
+                frame = draw.randbytes(draw.choice((0, 1, HMAC_BYTES, 200)))
             case 1:
                 frame = payload
             case 2:
                 frame = self._stranger.close(payload)
             case 3:
-                frame = self._seal.close(draw.randbytes(draw.choice((0, 1, 200))))
+                frame = self._seal.sign(draw.randbytes(draw.choice((0, 1, 200))))
             case 4:
-                frame = self._seal.close(self._frames.mutated(payload))
+                frame = self._seal.sign(self._frames.mutated(payload))
             case _:
-                frame = self._seal.close(payload)
+                frame = self._seal.sign(payload)
         outbox.send(frame)
 
     def close(self) -> None:

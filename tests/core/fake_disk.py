@@ -57,7 +57,7 @@ class FakeDisk:
         places = sorted(self.contents)
         keys = [self.contents[place][0] for place in places]
         kept = StoredBlocks(capacity.executor_epoch, capacity.tables, codec.pack_i32(places), keys)
-        engine.disk.hear_kept(kept)
+        engine.tier_client.add_stored(kept)
 
     def obey(
         self,

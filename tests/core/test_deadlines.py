@@ -120,9 +120,9 @@ def test_a_queue_that_is_too_long_is_no_place_for_a_request_with_a_deadline() ->
     forecast = predict(world.state, world.engine._scheduler, world.state.waiting[-1])
     assert forecast.num_ahead == 5
     assert not world.ask(20, within_ns=70 * STEP_NS)
-    assert "6 requests wait before it" in world.failed[20]
+    assert "6 requests are queued before it" in world.failed[20]
     assert world.ask(21, within_ns=120 * STEP_NS)
-    assert world.state.counters.hopeless == 1
+    assert world.state.counters.deadline_rejections == 1
     begun_ns = world.now
     while world.outcomes.get(21) is None or not world.outcomes[21].tokens:
         world.step()

@@ -22,7 +22,7 @@ PROMPT = list(range(10, 50))  # 10 blocks of 4
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(60))
 def test_random_trace_in_groups(seed: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 1 + seed % 9)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 1 + seed % 9)
     monkeypatch.setattr(recurrent_state, "GRAIN", 1 + seed % 5)
     assert_served(*random_trace(seed, 250, depth, in_groups=True))
 
@@ -32,7 +32,7 @@ def test_random_trace_in_groups(seed: int, depth: int, monkeypatch: pytest.Monke
 def test_random_trace_in_groups_with_host_memory(
     seed: int, num_host_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 1 + seed % 9)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 1 + seed % 9)
     monkeypatch.setattr(recurrent_state, "GRAIN", 1 + seed % 5)
     poisonous = 0.05 if seed % 3 == 0 else 0.0
     assert_served(*random_trace(seed, 250, 1 + seed % 3, poisonous, num_host_blocks, in_groups=True))
@@ -97,7 +97,7 @@ def test_a_hit_needs_the_window_alone() -> None:
 
 
 def test_what_a_state_needs_is_kept_every_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 16)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 16)
     world = World(groups=HYBRID, num_blocks=100, max_num_batched_tokens=64)
     world.admit(1, PROMPT, max_tokens=1)
     world.run()
@@ -205,14 +205,14 @@ def test_what_choices_begin_with_is_let_go_of_when_none_waits(cancelled: list[in
     state = world.engine.state
     assert state is not None
     elder = state.live[1]
-    while not elder.for_choices:
+    while not elder.fork_state_blocks:
         world.step()
     world.cancel(*cancelled)
     while any(other.parent is elder for other in state.waiting) and elder.request_id in state.live:
         world.step()
         if state.running[-1] is not elder:
             world.cancel(state.running[-1].request_id)
-    assert elder.request_id in state.live and not elder.for_choices
+    assert elder.request_id in state.live and not elder.fork_state_blocks
     world.run()
     world.assert_idle()
 

@@ -33,10 +33,10 @@ def play(world: World) -> list[bytes]:
 def test_feature_that_abstains_leaves_plans_byte_identical() -> None:
     abstaining = Feature(
         "abstaining",
-        gate=lambda state, request: True,
-        source=lambda state, request: None,
-        clamp=lambda state, request, wanted, budget: wanted,
-        keep=lambda state, request: None,
+        can_schedule=lambda state, request: True,
+        match_prefix=lambda state, request: None,
+        limit_tokens=lambda state, request, wanted, budget: wanted,
+        on_preempt=lambda state, request: None,
     )
     world = World()
     install(world, abstaining)
@@ -80,7 +80,9 @@ def replace_config(config: SchedulerConfig) -> SchedulerConfig:
 def test_gate_holds_one_back_and_lets_others_pass() -> None:
     world = World(max_steps_in_flight=1)
     opened: list[int] = []
-    install(world, Feature("gate", gate=lambda state, request: request.request_id != 1 or bool(opened)))
+    install(
+        world, Feature("gate", can_schedule=lambda state, request: request.request_id != 1 or bool(opened))
+    )
     world.admit(1, PROMPT)
     world.admit(2, PROMPT)
     for _ in range(3):
@@ -93,7 +95,7 @@ def test_gate_holds_one_back_and_lets_others_pass() -> None:
 
 def test_clamp_cuts_a_prompt_into_pieces() -> None:
     world = World(max_steps_in_flight=1)
-    install(world, Feature("clamp", clamp=lambda state, request, wanted, budget: min(wanted, 3)))
+    install(world, Feature("clamp", limit_tokens=lambda state, request, wanted, budget: min(wanted, 3)))
     world.admit(1, PROMPT, max_tokens=1)
     world.run()
     assert len(world.plans) == 4

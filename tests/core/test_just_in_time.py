@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.core.features.prefill_pacing import LEAST_TOKENS
+from quintet.core.features.prefill_pacing import MIN_TOKENS
 from quintet.wire import codec
 
 from .fake import World, expected
@@ -50,8 +50,8 @@ def test_most_outputs_go_first_then_first_come() -> None:
 
 def test_what_has_slack_comes_in_pieces() -> None:
     world = batch([(10, 101), (1000, 21)])
-    assert next_counts(world) == [10, LEAST_TOKENS - 10]  # 1,010 tokens in 80 steps would be fewer
-    assert next_counts(world) == [1, LEAST_TOKENS]
+    assert next_counts(world) == [10, MIN_TOKENS - 10]  # 1,010 tokens in 80 steps would be fewer
+    assert next_counts(world) == [1, MIN_TOKENS]
 
 
 def test_a_step_computes_what_keeps_every_prompt_within_its_slack() -> None:
@@ -61,7 +61,7 @@ def test_a_step_computes_what_keeps_every_prompt_within_its_slack() -> None:
     for _ in range(9):
         counts = next_counts(world)
     assert counts == [1, 91]  # and so the second one draws for the first time when it must
-    assert next_counts(world) == [1, 1, LEAST_TOKENS]
+    assert next_counts(world) == [1, 1, MIN_TOKENS]
 
 
 def test_without_slack_prompts_come_as_fast_as_first_come_first_served() -> None:
@@ -81,9 +81,9 @@ def test_a_batch_takes_few_steps_more_than_its_longest_request() -> None:
 def test_one_that_stops_early_hurries_the_others() -> None:
     world = batch([(10, 1001), (1000, 21), (1000, 21)])
     next_counts(world)
-    assert next_counts(world) == [1, LEAST_TOKENS]
+    assert next_counts(world) == [1, MIN_TOKENS]
     world.cancel(1)
-    assert sum(next_counts(world)) == 2000 - (LEAST_TOKENS - 10) - LEAST_TOKENS
+    assert sum(next_counts(world)) == 2000 - (MIN_TOKENS - 10) - MIN_TOKENS
 
 
 def test_whole_prompts_are_not_cut() -> None:

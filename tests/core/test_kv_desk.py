@@ -40,7 +40,7 @@ def serve(world: World, request_id: int, prompt: list[int], **options: object) -
 def ask(world: World, verb: Verb, prompt: list[int] | None = None, **fields: object) -> KvReport:
     tokens = b"" if prompt is None else pack_i32(prompt)
     query = KvQuery(1, 0, verb, token_ids=tokens, **({"limit": 10} | fields))  # type: ignore[arg-type]
-    desk = world.engine.kv_desk
+    desk = world.engine.kv_admin
     report = desk.answer(world.engine.state, query, 0, world.tick())
     while report is None:  # until the disk has answered
         world.plan()
@@ -114,13 +114,13 @@ def test_a_pin_outlives_executor_and_core(lost: str) -> None:
     world = World(num_blocks=30, max_model_len=40)
     serve(world, 1, PROMPT)
     (pinned,) = done(ask(world, "pin", PROMPT))
-    kept = world.engine.kv_desk.take_news()
-    assert kept is not None and world.engine.kv_desk.take_news() is None, "told once"
+    kept = world.engine.kv_admin.take_changes()
+    assert kept is not None and world.engine.kv_admin.take_changes() is None, "told once"
     if lost == "core":
         world.engine = world._new_engine()
-        world.engine.kv_desk.hear(kept)
+        world.engine.kv_admin.restore_pins(kept)
     world.new_executor()
-    assert world.engine.kv_desk.take_news() == kept, "the executor is new"
+    assert world.engine.kv_admin.take_changes() == kept, "the executor is new"
     (shown,) = done(ask(world, "list"))
     assert (shown.digest, shown.is_pinned, shown.device) == (pinned.digest, True, 0)
     assert serve(world, 5, PROMPT) == 0, "what the executor lost is computed"
@@ -133,12 +133,12 @@ def test_pins_leave_room_for_a_request_of_full_length() -> None:
     done(ask(world, "pin", PROMPT))
     report = ask(world, "pin", list(range(50, 60)))
     assert report.error is not None and report.error.code is ErrorCode.INVALID
-    assert "takes 2 blocks beside 5 that are pinned; of 16 at most 6 may be" in report.error.message
+    assert "needs 2 blocks, and 5 are pinned; of 16 blocks at most 6 may be pinned" in report.error.message
     done(ask(world, "pin", [*PROMPT[:20], 1, 2, 3, 4]))  # shares all but one
     serve(world, 1, PROMPT)
     assert serve(world, 2, list(range(100, 138))) == 0, "of full length"
     world.new_executor(num_blocks=11)
-    assert not world.engine.kv_desk.pins.wanted, "there is room for none beside such a request"
+    assert not world.engine.kv_admin.pins.wanted, "there is room for none beside such a request"
 
 
 def test_an_evicted_prefix_is_gone_and_what_others_begin_with_is_not() -> None:
@@ -202,10 +202,10 @@ def test_pinned_contents_stay_on_disk() -> None:
     ("verb", "fields", "code", "words"),
     [
         ("evict", {"name": "abc"}, ErrorCode.INVALID, "too short"),
-        ("evict", {"name": "0" * 8}, ErrorCode.NOT_FOUND, "no prefix with a name that begins with 00000000"),
-        ("unpin", {"name": "0" * 8}, ErrorCode.NOT_FOUND, "no pinned prefix"),
+        ("evict", {"name": "0" * 8}, ErrorCode.NOT_FOUND, "No prefix has a name that begins with 00000000"),
+        ("unpin", {"name": "0" * 8}, ErrorCode.NOT_FOUND, "No pinned prefix"),
         ("unpin", {"prompt": PROMPT}, ErrorCode.NOT_FOUND, "is not pinned"),
-        ("pin", {"prompt": [5, 6, 7]}, ErrorCode.INVALID, "has 3 tokens; what is kept are full blocks of 4"),
+        ("pin", {"prompt": [5, 6, 7]}, ErrorCode.INVALID, "has 3 tokens; only full blocks of 4 are cached"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -220,7 +220,7 @@ def test_what_is_pinned_is_not_evicted() -> None:
     serve(world, 1, PROMPT)
     done(ask(world, "pin", PROMPT))
     refused = ask(world, "evict", PROMPT[:4]).error
-    assert refused is not None and "is pinned: unpin that first" in refused.message
+    assert refused is not None and "is pinned; unpin it first" in refused.message
 
 
 @pytest.mark.parametrize("with_disk", [False, True])
@@ -230,7 +230,7 @@ def test_random_wishes_among_random_requests(
     seed: int, groups: list[KvGroup], with_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The auditor looks on after each, and every answer is what it would be without them."""
-    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 1 + seed % 9)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 1 + seed % 9)
     rng = random.Random(seed)
     disk = FakeDisk(30) if with_disk else None
     world = World(groups=groups, num_blocks=60, max_model_len=48, max_steps_in_flight=1 + seed % 3, disk=disk)
@@ -256,7 +256,7 @@ def test_what_is_remembered_is_no_more_than_what_is_held() -> None:
     rng = random.Random(1)
     for request_id in range(1, 300):
         serve(world, request_id, [*PROMPT[: rng.randint(1, 20)], *rng.choices(range(3, 200), k=8)])
-        assert len(world.engine.kv_desk.trails) <= 2 * 20 + 2
+        assert len(world.engine.kv_admin.prefix_paths) <= 2 * 20 + 2
     assert len(done(ask(world, "list"))) > 1
 
 
@@ -282,19 +282,19 @@ def test_files_that_cannot_be_are_refused() -> None:
     disk = FakeDisk(40)
     world = World(disk=disk)
     for verb, fields, words in (
-        ("export", {"prompt": PROMPT, "file": "a.kv"}, "Of the prefix's 5 blocks 0 are on disk"),
+        ("export", {"prompt": PROMPT, "file": "a.kv"}, "Only 0 of the prefix's 5 blocks are on disk"),
         ("import", {"file": "a.kv"}, "There is no file a.kv."),
     ):
         refused = ask(world, verb, **fields).error  # type: ignore[arg-type]
         assert refused is not None and words in refused.message
     refused = ask(World(), "import", file="a.kv").error
-    assert refused is not None and "by way of --kv-disk" in refused.message
+    assert refused is not None and "start the server with --kv-disk" in refused.message
 
 
 def test_an_executor_that_goes_takes_its_tasks_along() -> None:
     world = World(disk=FakeDisk(40))
     query = KvQuery(1, 0, "import", file="a.kv")
-    desk = world.engine.kv_desk
+    desk = world.engine.kv_admin
     assert desk.answer(world.engine.state, query, 0, world.tick()) is None and not desk.files.take_done()
     world.new_executor()
     ((_, report),) = desk.files.take_done()
@@ -305,20 +305,20 @@ def test_a_question_is_answered_some_blocks_a_turn_while_there_are_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of hundreds of thousands of blocks a listing takes the core seconds: no step waits for that."""
-    monkeypatch.setattr(kv_admin, "BLOCKS_A_TURN", 6)
+    monkeypatch.setattr(kv_admin, "BLOCKS_PER_ITERATION", 6)
     world = World(num_blocks=200)
     for request_id in range(1, 9):
         serve(world, request_id, [request_id, *PROMPT])
     world.admit(50, OTHER, max_tokens=60, ignore_eos=True)
     world.plan()
     world.commit()
-    desk = world.engine.kv_desk
+    desk = world.engine.kv_admin
     desk.take(KvQuery(1, 0, "list", limit=10, with_tokens=True), 0)
     desk.take(KvQuery(2, 0, "list", limit=10), 0)
     told: list[KvReport] = []
     turns = 0
     while len(told) < 2:
-        desk.go_on(world.engine.state, world.tick())
+        desk.advance(world.engine.state, world.tick())
         told += [report for _, report in desk.files.take_done()]
         turns += 1
         assert turns < 60 and state_of(world).live
@@ -332,7 +332,7 @@ def test_a_question_is_answered_some_blocks_a_turn_while_there_are_requests(
 
     desk.take(KvQuery(3, 0, "list", limit=10), 0)
     world.run()
-    desk.go_on(world.engine.state, world.tick())
+    desk.advance(world.engine.state, world.tick())
     assert len(desk.files.take_done()) == 1, "nobody waits for a step: at once"
 
 
@@ -340,6 +340,6 @@ def test_what_is_remembered_of_a_prompt_is_what_is_held_of_it() -> None:
     world = World(num_blocks=20)
     for request_id in range(1, 40):
         serve(world, request_id, [request_id, *PROMPT])
-    for trail in world.engine.kv_desk.trails._trails:
+    for trail in world.engine.kv_admin.prefix_paths._paths:
         assert trail.tokens is not None
         assert len(trail.tokens) <= max(len(trail.digests) * 4, 24)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quintet.core.kv.disk_pool import DiskPool
-from quintet.core.kv.fetch_cost import MOST_SURPRISE, TRY_EVERY
-from quintet.core.kv.prefetch import PATIENCE_NS
+from quintet.core.kv.fetch_cost import OUTLIER_FACTOR, TRY_EVERY
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvTierRequests, KvTierResults
@@ -93,7 +93,7 @@ def test_a_disk_that_hangs_keeps_nobody() -> None:
     world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
     assert world.plan() is None and disk.answers
     late = disk.answers.popleft()
-    world.now += PATIENCE_NS + 1
+    world.now += FETCH_TIMEOUT_NS + 1
     world.apply(world.engine.expire(world.now))
     world.run()
     assert world.outcomes[2].num_cached == 0
@@ -110,7 +110,7 @@ def test_nor_does_it_keep_who_waits_for_what_another_ordered() -> None:
         world.admit(request_id, PROMPT, max_tokens=5, ignore_eos=True)
         assert world.plan() is None
     disk.answers.clear()
-    world.now += PATIENCE_NS + 2
+    world.now += FETCH_TIMEOUT_NS + 2
     world.apply(world.engine.expire(world.now))
     world.run()
     assert [world.outcomes[request_id].num_endings for request_id in (2, 3)] == [1, 1]
@@ -185,7 +185,7 @@ def orders_of(pool: DiskPool, now_ns: int = 0) -> KvTierRequests:
 
 def store(pool: DiskPool, *keys: bytes) -> None:
     for block, key in enumerate(keys):
-        pool.stand(key, block)
+        pool.queue_store(key, block)
     pool.answer(KvTierResults(1, 0, stored=orders_of(pool).store_keys))
     pool.check(set())
 
@@ -204,13 +204,13 @@ def test_progress_renews_patience_of_those_behind_it_alone() -> None:
     for request_id, key in enumerate((A, B, C)):
         assert pool.ask(request_id, [key], 4, whole=False)
         orders_of(pool)
-    pool.answer(KvTierResults(1, 0, fetched=pack_i32([pool.fetches.room.block_of[B]]), fetch_ns=8))
-    orders_of(pool, PATIENCE_NS)
-    pool.expire(PATIENCE_NS + 1)
-    waits = {request_id for request_id, wish in pool.fetches.wishes.items() if wish.pending}
+    pool.answer(KvTierResults(1, 0, fetched=pack_i32([pool.fetches.host_blocks.block_of[B]]), fetch_ns=8))
+    orders_of(pool, FETCH_TIMEOUT_NS)
+    pool.expire(FETCH_TIMEOUT_NS + 1)
+    waits = {request_id for request_id, wish in pool.fetches.requests.items() if wish.pending}
     assert waits == {2}, "the answer about the first one was lost, since those come in order"
-    pool.expire(2 * PATIENCE_NS + 1)
-    assert not pool.fetches.wishes[2].pending
+    pool.expire(2 * FETCH_TIMEOUT_NS + 1)
+    assert not pool.fetches.requests[2].pending
 
 
 def test_one_slow_read_is_not_the_last() -> None:
@@ -219,7 +219,7 @@ def test_one_slow_read_is_not_the_last() -> None:
     store(pool, A)
     pool.ask(1, [A], 4, whole=False)
     pool.answer(KvTierResults(1, 0, fetched=pack_i32([0]), fetch_ns=10**12))
-    assert pool.cost.each_ns == (3 * 10 + MOST_SURPRISE * 10) / 4
+    assert pool.cost.each_ns == (3 * 10 + OUTLIER_FACTOR * 10) / 4
     assert pool.cost.is_cheaper(1, 28)
     tries = [pool.cost.is_cheaper(1, 20) for _ in range(TRY_EVERY)]
     assert tries == [False] * (TRY_EVERY - 1) + [True] and pool.cost.each_ns is None
@@ -227,7 +227,7 @@ def test_one_slow_read_is_not_the_last() -> None:
 
 def test_what_the_disk_does_not_take_is_not_there() -> None:
     pool = DiskPool(2, 0, 2)
-    pool.stand(A, 0)
+    pool.queue_store(A, 0)
     orders_of(pool)
     pool.answer(KvTierResults(1, 0, unstored=[A]))
     pool.check(set())
@@ -251,5 +251,5 @@ def test_a_block_that_is_written_gets_no_other_content() -> None:
     pool.answer(KvTierResults(1, 0, fetched=pack_i32([6]), fetch_ns=8))
     assert pool.fetch(2, [A]) == [6] and pool.cost.each_ns == 8
     pool.take_copies()
-    assert pool.fetches.room.free == [5]
+    assert pool.fetches.host_blocks.free == [5]
     pool.check({2})

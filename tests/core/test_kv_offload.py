@@ -174,10 +174,10 @@ def test_the_beginning_is_kept_when_there_is_no_room_for_all() -> None:
     assert host.want(1, [b"a", b"b"]) == [b"a", b"b"]
     assert host.want(2, [b"a", b"c", b"d"]) == [b"a", b"c"]
     assert host.want(3, [b"e"]) == []
-    host.leave(b"d", 7)
+    host.on_evict(b"d", 7)
     assert not host.block_of, "nobody wants it"
-    host.leave(b"c", 5)
-    host.leave(b"a", 4)
+    host.on_evict(b"c", 5)
+    host.on_evict(b"a", 4)
     assert host.fetch(1, [b"a", b"c", b"d"]) == [host.block_of[b"a"], host.block_of[b"c"]]
     assert host.fetch(1, [b"b", b"a"]) == []
 
@@ -186,8 +186,8 @@ def test_a_content_stays_as_long_as_anybody_wants_it() -> None:
     host = HostPool(2)
     host.want(1, [b"a", b"b"])
     host.want(2, [b"a"])
-    host.leave(b"a", 4)
-    host.leave(b"b", 5)
+    host.on_evict(b"a", 4)
+    host.on_evict(b"b", 5)
     assert host.take_copies() == [4, host.block_of[b"a"], 5, host.block_of[b"b"]]
     host.forget(1)
     assert list(host.block_of) == [b"a"]
@@ -198,7 +198,7 @@ def test_a_content_stays_as_long_as_anybody_wants_it() -> None:
 def test_a_block_that_a_plan_may_read_gets_no_content_from_that_plan() -> None:
     host = HostPool(1)
     host.want(1, [b"a"])
-    host.leave(b"a", 4)
+    host.on_evict(b"a", 4)
     assert len(host.take_copies()) == 2
     host.forget(1)  # it is resumed: the plan in the making copies the block back
     assert host.want(2, [b"b"]) == []
@@ -209,11 +209,11 @@ def test_a_block_that_a_plan_may_read_gets_no_content_from_that_plan() -> None:
 def test_who_is_resumed_by_the_plan_that_was_to_copy_gets_its_copy() -> None:
     host = HostPool(2)
     host.want(1, [b"a"])
-    host.leave(b"a", 4)
+    host.on_evict(b"a", 4)
     block = host.block_of[b"a"]
     host.forget(1)
     host.want(2, [b"b"])
-    host.leave(b"b", 5)
+    host.on_evict(b"b", 5)
     assert host.take_copies() == [4, block, 5, host.block_of[b"b"]]
     assert host.free == [block]
 

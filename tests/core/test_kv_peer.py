@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from quintet.core import recurrent_state
-from quintet.core.kv.prefetch import MOST_NS, PATIENCE_NS
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, MAX_FETCH_NS
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvTierResults
@@ -86,7 +86,7 @@ def test_windows_are_handed_over_too() -> None:
 @pytest.mark.parametrize("block_size", [4, 32])
 def test_states_are_handed_over_too(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those behind full blocks: near the prompt's end where blocks are small, every so many tokens where they are not."""
-    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 64)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 64)
     groups = [KvGroup("full", [0]), KvGroup("state", [1])]
     world = World(peers=FakePeers(60), groups=groups, block_size=block_size, max_model_len=256)
     prompt = [number % 150 + 10 for number in range(117)]
@@ -127,7 +127,7 @@ def test_a_peer_that_hangs_keeps_nobody_and_others_pass() -> None:
     world.plan()
     assert [request.request_id for request in state_of(world).running] == [3]
     late = peers.answers.popleft()
-    world.now += PATIENCE_NS + 1
+    world.now += FETCH_TIMEOUT_NS + 1
     world.apply(world.engine.expire(world.now))
     world.run()
     assert world.outcomes[2].num_cached == 0
@@ -144,12 +144,12 @@ def test_a_peer_that_brings_a_block_now_and_then_keeps_nobody_for_long() -> None
     whole = peers.answers.popleft()
     begun, blocks = world.now, deque(unpack_i32(whole.pulled))
     while state_of(world).pool.tiers.is_fetching:
-        world.now += PATIENCE_NS // 2
+        world.now += FETCH_TIMEOUT_NS // 2
         world.apply(world.engine.expire(world.now))
         one = pack_i32([blocks.popleft()])
         world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=one))
         world.plan()
-    assert MOST_NS <= world.now - begun <= MOST_NS + PATIENCE_NS
+    assert MAX_FETCH_NS <= world.now - begun <= MAX_FETCH_NS + FETCH_TIMEOUT_NS
     world.run()
     assert world.outcomes[2].num_cached == 0
     world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=pack_i32(blocks)))
@@ -178,7 +178,7 @@ def test_who_wants_little_room_does_not_pass_who_waits_for_much() -> None:
         admit(world, request_id, prompt=prompt)
     world.plan()
     tier = state_of(world).pool.tiers.peers
-    assert tier is not None and [*tier.fetches.wishes] == [11]
+    assert tier is not None and [*tier.fetches.requests] == [11]
     world.run()
     assert [world.outcomes[request_id].num_cached for request_id in prompts] == [12, 20, 8]
     world.assert_idle()

@@ -8,9 +8,9 @@ from quintet.core import recurrent_state
 from quintet.core.kv import store_chunks as runs_module
 from quintet.core.kv import store_pool
 from quintet.core.kv.groups import Groups
-from quintet.core.kv.prefetch import PATIENCE_NS
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
 from quintet.core.kv.store_chunks import StoreChunks
-from quintet.core.kv.store_pool import SILENCE_NS, StorePool
+from quintet.core.kv.store_pool import PAUSE_NS, StorePool
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvGroup, KvSpec
@@ -29,7 +29,7 @@ KEYS = [bytes([letter]) * 32 for letter in b"abcdefgh"]
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "RUN_TOKENS", 8)
-    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 8)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 8)
 
 
 def state_of(world: World) -> SchedulerState:
@@ -137,7 +137,7 @@ def test_a_store_that_hangs_keeps_nobody_and_is_left_alone(what: str) -> None:
         store.answer(world.engine)
         assert world.plan() is None and store.answers
     late = store.answers.popleft()
-    world.now += PATIENCE_NS + 1
+    world.now += FETCH_TIMEOUT_NS + 1
     world.apply(world.engine.expire(world.now))
     world.run()
     assert world.outcomes[2].num_cached == 0
@@ -151,10 +151,10 @@ def test_who_looked_in_vain_does_not_wait_for_what_is_known_besides() -> None:
     store = FakeStore()
     serve(World(store=store))
     world = World(store=store)
-    pool_of(world)._know(next(iter(store.runs)))
+    pool_of(world)._mark_present(next(iter(store.runs)))
     world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
     assert world.plan() is None and store.num_searches == 2
-    world.now += PATIENCE_NS + 1
+    world.now += FETCH_TIMEOUT_NS + 1
     world.apply(world.engine.expire(world.now))
     assert world.plan() is not None and not store.num_fetched
     world.run()
@@ -166,13 +166,13 @@ def test_who_waits_for_long_steps_does_not_blame_the_store() -> None:
     world = World(store=store)
     world.admit(1, [7, 8, 9], max_tokens=50, ignore_eos=True)
     world.step()
-    state_of(world).pace.note_computing(1000, 10**12)
+    state_of(world).throughput.note_computing(1000, 10**12)
     world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
     world.plan()
     assert state_of(world).in_flight and pool_of(world).lookups[2].is_pending
-    world.now += PATIENCE_NS + 1
+    world.now += FETCH_TIMEOUT_NS + 1
     world.apply(world.engine.expire(world.now))
-    assert pool_of(world).lookups[2].is_pending and not pool_of(world).is_silent, "a second for every token"
+    assert pool_of(world).lookups[2].is_pending and not pool_of(world).is_paused, "a second for every token"
     world.run()
     assert world.outcomes[2].num_cached == 16
 
@@ -181,14 +181,14 @@ def test_who_did_not_answer_is_not_asked_for_a_while() -> None:
     pool = StorePool(StoreChunks(Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64), 2, 2), 0, 8, 100)
     pool.look_up(1, KEYS[:2])
     assert pool.orders({}, 0) == StoreRequests(searches=[Search(1, [[KEYS[1]]])])
-    pool.expire(PATIENCE_NS)
-    assert pool.lookups[1].is_pending and not pool.is_silent
-    pool.expire(PATIENCE_NS + 1)
-    assert not pool.lookups[1].is_pending and pool.is_silent
+    pool.expire(FETCH_TIMEOUT_NS)
+    assert pool.lookups[1].is_pending and not pool.is_paused
+    pool.expire(FETCH_TIMEOUT_NS + 1)
+    assert not pool.lookups[1].is_pending and pool.is_paused
     pool.answer(StoreResults(found=[LookupResult(1, pack_i32([1]))], search_ns=5, num_searches=1))
     assert not pool.known, "too late: somebody may have given up for good reason"
-    pool.expire(PATIENCE_NS + 1 + SILENCE_NS)
-    assert not pool.is_silent
+    pool.expire(FETCH_TIMEOUT_NS + 1 + PAUSE_NS)
+    assert not pool.is_paused
 
 
 def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
@@ -245,7 +245,7 @@ def test_looking_that_takes_longer_than_computing_is_left() -> None:
     serve(world)
     pool_of(world).known.clear()
     pool_of(world).search_cost.each_ns = 1e15
-    state_of(world).pace.note_computing(1000, 1000)
+    state_of(world).throughput.note_computing(1000, 1000)
     num_searches = store.num_searches
     serve(world, 2, [*PROMPT[::-1]])
     assert store.num_searches == num_searches

@@ -403,7 +403,7 @@ def test_tokens_too_large_to_be_told_end_their_requests(
 def test_a_capacity_that_cannot_be_ends_the_core(driven: Driven) -> None:
     """It would wait for ever, and everybody for it."""
     driven.neighbours.send(Capacity(1, 0, 4, 8, 128))
-    with pytest.raises(RuntimeError, match="capacity that cannot be"):
+    with pytest.raises(RuntimeError, match="Capacity message is invalid"):
         driven.deliver(1)
 
 

@@ -39,9 +39,9 @@ def test_a_pattern_is_found_when_it_came_often_enough(seed: int) -> None:
         watch = Repetition(params)
         for _ in range(40):
             outputs.append(draw.randint(1, 2))
-            found = watch.has_come(prompt + outputs, len(prompt))
+            found = watch.has_repeated(prompt + outputs, len(prompt))
             assert found == repeats(outputs, params)
-            assert Repetition(params).has_come(prompt + outputs, len(prompt)) == found, (
+            assert Repetition(params).has_repeated(prompt + outputs, len(prompt)) == found, (
                 "another one, all at once"
             )
             num_found += found

@@ -165,7 +165,7 @@ def test_what_nobody_claims_is_dropped_after_the_time_of_grace() -> None:
     assert reclaim(world, 1).admit is not None
     world.engine.expire(world.now + 6 * S)
     assert reclaim(world, 1).admit is None
-    assert len(world.engine.shelf) == 0
+    assert len(world.engine.retained) == 0
 
 
 def test_an_engine_is_needed_while_a_client_that_was_cut_off_may_come_back() -> None:
@@ -173,7 +173,7 @@ def test_an_engine_is_needed_while_a_client_that_was_cut_off_may_come_back() -> 
     world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
     assert world.engine.is_needed
     world.run()
-    assert len(world.engine.shelf) == 1 and not world.engine.is_needed, "its client was told the end"
+    assert len(world.engine.retained) == 1 and not world.engine.is_needed, "its client was told the end"
     world.admit(2, PROMPT, ignore_eos=True, claim=CLAIM)
     world.step()
     world.apply(world.engine.cancel([2], world.tick(), keep=True))
@@ -206,12 +206,12 @@ def test_log_probabilities_are_computed_again_from_where_the_client_is() -> None
 
 def test_what_is_kept_is_bounded() -> None:
     world = World()
-    world.engine.shelf = RetainedRequests(10 * S, max_bytes=5000)
+    world.engine.retained = RetainedRequests(10 * S, max_bytes=5000)
     for request_id in range(1, 9):
         world.admit(request_id, PROMPT, ignore_eos=True, claim=CLAIM)
     world.run()
     known = [request_id for request_id in range(1, 9) if reclaim(world, request_id).admit is not None]
-    assert 1 <= len(known) < 8 and len(known) == len(world.engine.shelf)
+    assert 1 <= len(known) < 8 and len(known) == len(world.engine.retained)
 
 
 def test_all_that_came_with_a_kept_request_counts() -> None:
@@ -219,7 +219,7 @@ def test_all_that_came_with_a_kept_request_counts() -> None:
     options = {"answer": {}, "stop strings": {"stop": ["s" * 4000] * 3}, "salt": {"cache_salt": "s" * 10_000}}
     for what, claim in shapes.items():
         world = World()
-        world.engine.shelf = RetainedRequests(10 * S, max_bytes=10_000)
+        world.engine.retained = RetainedRequests(10 * S, max_bytes=10_000)
         world.admit(1, PROMPT, ignore_eos=True, claim=claim, **options[what])
         world.run()
         assert reclaim(world, 1).admit is None, what
@@ -246,7 +246,7 @@ def test_what_goes_on_at_another_engine_is_forgotten_without_a_word(num_steps: i
     world.admit(2, PROMPT, seed=1, ignore_eos=True)
     for _ in range(num_steps):
         world.step()
-    effects = world.engine.let_go([1, 2, 3], world.tick())
+    effects = world.engine.forget_moved([1, 2, 3], world.tick())
     world.apply(effects)
     assert not effects.failed and not effects.unknown
     assert all(not any(tokens.finishes) for _, tokens in effects.tokens)

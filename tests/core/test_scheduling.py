@@ -201,7 +201,9 @@ def test_no_more_run_than_a_step_has_tokens_for() -> None:
     world = World(max_num_batched_tokens=3, slots=8)
     state = world.engine.state
     assert state is not None
-    stall = Feature("stall", clamp=lambda state, request, wanted, budget: request.status is Status.WAITING)
+    stall = Feature(
+        "stall", limit_tokens=lambda state, request, wanted, budget: request.status is Status.WAITING
+    )
     state.hooks = flatten([stall])  # one token on entering, then nothing: the budget stays free
     for request_id in range(1, 8):
         world.admit(request_id, PROMPT)

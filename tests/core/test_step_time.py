@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from quintet.core.features.latency_target import ALONE, FIRST_TOKENS, LEAST_TOKENS, MANY, WAITING_STEPS
+from quintet.core.features.latency_target import (
+    FIRST_TOKENS,
+    MANY_REQUESTS,
+    MIN_TOKENS,
+    SINGLE_REQUEST_FACTOR,
+    WAITING_STEPS,
+)
 from quintet.core.throughput import Throughput
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
@@ -66,26 +72,28 @@ def test_steps_are_shorter_while_little_waits() -> None:
 
 
 def test_steps_are_not_shorter_beside_many_streams() -> None:
-    world = paced(MS // 2, slots=MANY + 1)
-    admit(world, *range(1, MANY + 1), num_prompt=FIRST_TOKENS // MANY, max_tokens=200)
-    while counts(world) != [1] * MANY:
+    world = paced(MS // 2, slots=MANY_REQUESTS + 1)
+    admit(world, *range(1, MANY_REQUESTS + 1), num_prompt=FIRST_TOKENS // MANY_REQUESTS, max_tokens=200)
+    while counts(world) != [1] * MANY_REQUESTS:
         pass
-    admit(world, MANY + 1, num_prompt=1000)
-    assert counts(world) == [1] * MANY + [200 - MANY]  # beside fewer it would be two thirds of 200
+    admit(world, MANY_REQUESTS + 1, num_prompt=1000)
+    assert counts(world) == [1] * MANY_REQUESTS + [
+        200 - MANY_REQUESTS
+    ]  # beside fewer it would be two thirds of 200
 
 
 def test_alone_a_request_takes_longer_steps() -> None:
     world = paced(MS // 2)
     admit(world, 1, num_prompt=900)
-    assert counts(world) == [ALONE * FIRST_TOKENS]
-    assert counts(world) == [900 - ALONE * FIRST_TOKENS]
+    assert counts(world) == [SINGLE_REQUEST_FACTOR * FIRST_TOKENS]
+    assert counts(world) == [900 - SINGLE_REQUEST_FACTOR * FIRST_TOKENS]
 
 
 def test_prompts_go_on_however_slow_the_steps_are() -> None:
     world = paced(1000 * MS)
     admit(world, 1, 2)
     counts(world)
-    assert counts(world) == [1 + LEAST_TOKENS]
+    assert counts(world) == [1 + MIN_TOKENS]
     world.run()
     for request_id in (1, 2):
         prompt = [100 + request_id, *LONG[:999]]
@@ -98,7 +106,7 @@ def test_those_who_decode_are_always_served() -> None:
     for _ in range(5):
         counts(world)
     admit(world, 61)
-    assert counts(world) == [1] * 60 + [LEAST_TOKENS]
+    assert counts(world) == [1] * 60 + [MIN_TOKENS]
 
 
 def test_a_fast_executor_is_bounded_by_the_budget_alone() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from quintet.core.hooks import FEATURES, Feature, Setup
-from quintet.core.poison_isolation.rejections import MAX_REFUSED, REFUSE_S, Rejections
+from quintet.core.poison_isolation.rejections import MAX_REJECTIONS, REJECTION_TTL_S, Rejections
 from quintet.core.poison_isolation.suspects import DEATHS_ALONE
 from quintet.core.request import Request
 from quintet.core.scheduler_state import SchedulerState
@@ -90,7 +90,7 @@ def test_several_culprits_are_found(dies: bool) -> None:
 def test_the_error_says_what_was_raised() -> None:
     world = crowd(fails_at(0, False, 2), size=3)
     world.run()
-    assert "ValueError: poison" in world.failed[2] and f"{REFUSE_S} s" in world.failed[2]
+    assert "ValueError: poison" in world.failed[2] and f"{REJECTION_TTL_S} s" in world.failed[2]
 
 
 def test_a_culprit_that_ran_alone_needs_no_trial() -> None:
@@ -243,12 +243,12 @@ def test_what_was_convicted_is_refused_for_a_while() -> None:
     world.run()
     num_plans = len(world.plans)
     world.admit(2, prompt_of(1), max_tokens=MAX_TOKENS, ignore_eos=True, seed=77, n=3)
-    assert world.codes[2] is ErrorCode.UNPROCESSABLE and f"in {REFUSE_S} s" in world.failed[2]
+    assert world.codes[2] is ErrorCode.UNPROCESSABLE and f"in {REJECTION_TTL_S} s" in world.failed[2]
     world.run()
     assert len(world.plans) == num_plans
     world.admit(5, prompt_of(1), max_tokens=MAX_TOKENS + 1, ignore_eos=True)
     world.admit(6, prompt_of(6), max_tokens=MAX_TOKENS, ignore_eos=True)
-    world.now += REFUSE_S * 1_000_000_000
+    world.now += REJECTION_TTL_S * 1_000_000_000
     world.admit(7, prompt_of(1), max_tokens=MAX_TOKENS, ignore_eos=True)
     world.run()
     assert sorted(world.failed) == [1, 2]
@@ -257,9 +257,9 @@ def test_what_was_convicted_is_refused_for_a_while() -> None:
 
 def test_refusals_are_bounded() -> None:
     refusals = Rejections()
-    for number in range(MAX_REFUSED + 5):
+    for number in range(MAX_REJECTIONS + 5):
         refusals.add(number.to_bytes(8, "little"), "it broke", 0)
-    assert len(refusals) == MAX_REFUSED
+    assert len(refusals) == MAX_REJECTIONS
     admit = Admit(1, codec.pack_i32([1]), RequestSpec(SamplingParams(), 0, 0), 0)
     assert refusals.answer_to(admit, 0) is None
 
@@ -297,7 +297,7 @@ def test_news_of_tables_that_were_emptied_since_changes_nothing() -> None:
 
 def build(setup: Setup) -> Feature:
     """Be a feature that lets a request in only beside its predecessor."""
-    return Feature("pairs", gate=gate)
+    return Feature("pairs", can_schedule=gate)
 
 
 def gate(state: SchedulerState, request: Request) -> bool:

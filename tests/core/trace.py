@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quintet.core.kv.prefetch import PATIENCE_NS
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
 from quintet.wire import codec
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import Kind, KvGroup
@@ -188,7 +188,7 @@ def _hear_of(world: World, rng: random.Random, peers: FakePeers | FakeStore) -> 
     """Have them answer, seldom too late."""
     peers.act(rng, world.engine)
     if rng.random() < 0.05:
-        world.now += PATIENCE_NS + 1
+        world.now += FETCH_TIMEOUT_NS + 1
         world.apply(world.engine.expire(world.now))
 
 

@@ -27,7 +27,7 @@ def test_a_hybrid_says_what_torch_says(tmp_path: Path, device: Device) -> None:
     family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
     with (
         mock.patch.dict(FAMILIES, {"HybridForTests": family}),
-        mock.patch.object(recurrent_state, "KEEP_EVERY", 32),
+        mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32),
     ):
         loaded = load(tmp_path, compiled=False, load_format="dummy", swap_space=0.05)
         prompts = [PROMPTS[1], *PROMPTS[3:]]

@@ -11,7 +11,7 @@ import pytest
 
 from quintet.deploy.router.events import MAX_EVENT_BYTES, Events
 from quintet.deploy.router.proxy import ProxyTimeouts
-from quintet.frontend.resume.token_relay import told_comments
+from quintet.frontend.resume.token_relay import replayed_comments
 from tests.deploy.test_router import (
     BUSY,
     DONE,
@@ -355,7 +355,7 @@ def test_what_a_server_tells_again_is_not_counted_twice() -> None:
 
 
 def test_a_long_story_told_again_tears_no_stream() -> None:
-    notes = b"".join(told_comments(0, range(100_000, 300_000)))
+    notes = b"".join(replayed_comments(0, range(100_000, 300_000)))
     assert len(notes) > MAX_EVENT_BYTES
     events = Events(True)
     pieces = [notes[first : first + 65_536] for first in range(0, len(notes), 65_536)]

@@ -13,7 +13,7 @@ from quintet.deploy.router.candidate_index import FEW
 from quintet.deploy.router.metrics import read_figures
 from quintet.deploy.router.request_summary import RequestSummary
 from quintet.deploy.router.servers import MAX_ALL_NAMES, HeldPrefixes, Server, Servers
-from quintet.frontend.load_balancing.load_balancer import DISPLACED, RUNNING_TOKENS
+from quintet.frontend.load_balancing.load_balancer import EVICTION_COST, RUNNING_TOKENS
 from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS, Holders
 from quintet.wire.config import Routing
 
@@ -96,7 +96,7 @@ def test_nobody_is_left_out_either_who_is_faster_or_has_room() -> None:
             if server.kv_free is None or server.kv_free >= num_tokens - num_cached:
                 slowness = server.pace.slowness(clock.now_s)
                 num_new = num_tokens - num_cached
-                displaced = DISPLACED * num_new if server.beginnings.is_full else 0
+                displaced = EVICTION_COST * num_new if server.beginnings.is_full else 0
                 costs[server] = slowness * (server.load + num_new) + displaced
                 num_slow += slowness != 1
         num_full += len(costs) < 60

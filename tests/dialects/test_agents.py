@@ -253,7 +253,7 @@ def test_items_that_a_server_wrote_are_left_out(shared: Any, caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "quintet"):
         prompt = prompt_of(shared, R, {"input": items, "store": False})
     assert json.loads(prompt.messages) == [{"role": "user", "content": "hello\ngo on"}]
-    assert "input[1], an item of type web_search_call, is left out" in caplog.text
+    assert "input[1], an item of type web_search_call, was skipped" in caplog.text
 
 
 def test_calls_that_a_server_ran_are_calls_with_their_results(shared: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from quintet.frontend.api.channels import Channels
-from quintet.frontend.streams import Stream, StreamChoice, pieces
+from quintet.frontend.streams import Stream, StreamChoice, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.config import ParsersConfig
 from quintet.wire.messages import Submit
@@ -266,7 +266,7 @@ def test_spans_of_what_was_received_before_are_dropped(server: Any) -> None:
     for seen in range(len(text) + 1):
         choice = StreamChoice(stream, 0, 7)
         choice.note_spans(told, seen)
-        assert [part for _, _, part in pieces(text[seen:], choice.spans)] == [
+        assert [part for _, _, part in text_spans(text[seen:], choice.spans)] == [
             part
             for part in (
                 "thin"[seen:],

@@ -59,7 +59,7 @@ def test_what_is_kept_under_a_name(client: OpenAI) -> None:
         client.conversations.items.retrieve(more.first_id, conversation_id=made.id)
 
     assert client.conversations.delete(made.id).deleted
-    with pytest.raises(openai.NotFoundError, match="not kept here"):
+    with pytest.raises(openai.NotFoundError, match="not stored"):
         client.conversations.retrieve(made.id)
 
 
@@ -122,7 +122,7 @@ def test_a_turn_without_a_place_is_not_gone_on_with(client: OpenAI) -> None:
     client.conversations.delete(conversation)
     (own,) = client.responses.input_items.list(response.id).data
     assert own.content[0].text == "and"  # type: ignore[union-attr]
-    with pytest.raises(openai.BadRequestError, match="does not hold the turn"):
+    with pytest.raises(openai.BadRequestError, match="no longer in it"):
         client.responses.create(**ASK, previous_response_id=response.id, input="x")
 
 
@@ -141,9 +141,9 @@ def test_what_is_not_there(client: OpenAI, serve: Callable[..., Any]) -> None:
         lambda: client.conversations.items.list("conv_1"),
         lambda: client.responses.retrieve(conversation),
     ):
-        with pytest.raises(openai.NotFoundError, match="not kept"):
+        with pytest.raises(openai.NotFoundError, match="not stored"):
             call()
-    with pytest.raises(openai.BadRequestError, match="not keep"):
+    with pytest.raises(openai.BadRequestError, match="not stored"):
         client.responses.create(**ASK, previous_response_id=conversation, input="x")
     image: Any = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
     with pytest.raises(openai.BadRequestError, match=r"items\[0\]"):
@@ -152,7 +152,7 @@ def test_what_is_not_there(client: OpenAI, serve: Callable[..., Any]) -> None:
         OpenAI(
             base_url=f"{serve(response_store_entries=0).url}/v1", api_key="none", max_retries=0
         ) as nothing_kept,
-        pytest.raises(openai.BadRequestError, match="keeps no"),
+        pytest.raises(openai.BadRequestError, match="stores no"),
     ):
         nothing_kept.conversations.create()
 
@@ -161,6 +161,6 @@ def test_one_too_large_to_be_asked_with_is_refused(serve: Callable[..., Any]) ->
     server = serve(max_body_bytes=4096)
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         conversation = client.conversations.create(items=[{**HELLO, "content": "x" * 3000}]).id
-        with pytest.raises(openai.APIStatusError, match="Begin a new one"):
+        with pytest.raises(openai.APIStatusError, match="Start a new one"):
             client.conversations.items.create(conversation, items=[{**HELLO, "content": "y" * 3000}])
         assert len(texts(client, conversation)) == 1

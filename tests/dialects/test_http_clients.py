@@ -83,9 +83,9 @@ def test_a_request_smuggled_behind_an_offer_is_none(shared: Any) -> None:
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"speaks HTTP/1.1"),
-        (b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n", b"no HTTP/1.1 request"),
-        (head(b"transfer-encoding: chunked") + b"zz\r\n", b"no HTTP/1.1 request"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"supports only HTTP/1.1"),
+        (b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n", b"Not an HTTP/1.1 request"),
+        (head(b"transfer-encoding: chunked") + b"zz\r\n", b"Not an HTTP/1.1 request"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_words(shared: Any, sent: bytes, words: bytes) -> None:
@@ -155,9 +155,9 @@ def test_a_compressed_body_may_come_in_pieces(shared: Any) -> None:
     ("coding", "body", "words"),
     [
         ("gzip", BODY, "incorrect header check"),
-        ("gzip", gzipped(BODY)[:-9], "ends too early"),
+        ("gzip", gzipped(BODY)[:-9], "its end is missing"),
         ("gzip", gzipped(BODY) + b"rest", "incorrect header check"),
-        ("deflate", zlib.compress(BODY) + b"rest", "bytes follow its end"),
+        ("deflate", zlib.compress(BODY) + b"rest", "bytes after its end"),
     ],
     ids=["not compressed", "cut off", "more behind gzip", "more behind deflate"],
 )

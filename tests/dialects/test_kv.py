@@ -105,10 +105,10 @@ def test_a_prefix_is_given_by_name_text_or_ids(operator: Operator) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/kv/pin", {}, "Of id, prompt and token_ids 0 were sent"),
-        ("/kv/pin", {"id": NAME, "prompt": "a"}, "Of id, prompt and token_ids 2 were sent"),
-        ("/kv/pin", {"id": "xyz"}, "id is no name of a prefix"),
-        ("/kv/evict", {"token_ids": []}, "The prefix has 0 tokens; give 1 to 256."),
+        ("/kv/pin", {}, "0 of id, prompt and token_ids were sent"),
+        ("/kv/pin", {"id": NAME, "prompt": "a"}, "2 of id, prompt and token_ids were sent"),
+        ("/kv/pin", {"id": "xyz"}, "id must be a hexadecimal prefix id"),
+        ("/kv/evict", {"token_ids": []}, "The prefix has 0 tokens; send 1 to 256."),
         ("/kv/evict", {"token_ids": [1000]}, "token_ids"),
         ("/kv/unpin", {"ids": NAME}, "ids"),
         ("/kv?limit=0", None, "limit must be a number from 1 to 1000"),
@@ -123,7 +123,7 @@ def test_what_makes_no_sense_is_refused(operator: Operator, path: str, body: obj
 def test_files_are_of_a_server_with_a_disk_and_stay_in_their_folder(operator: Operator) -> None:
     for path, body in (("/kv/export", {"id": NAME, "file": "a.kv"}), ("/kv/import", {"file": "a.kv"})):
         answer = operator.ask("POST", path, body)
-        assert answer.status == 400 and "by way of --kv-disk" in answer.json["error"]["message"]
+        assert answer.status == 400 and "require --kv-disk" in answer.json["error"]["message"]
     config = operator.server.config
     disk = KvDiskConfig(folder="/kv", size_bytes=1 << 20, staging_bytes=1 << 20)
     cache = msgspec.structs.replace(config.cache, disk=disk)
@@ -134,7 +134,7 @@ def test_files_are_of_a_server_with_a_disk_and_stay_in_their_folder(operator: Op
     assert [(query.verb, query.file) for query in operator.asked] == [("export", "a.kv"), ("import", "a.kv")]
     for name in ("", "../a.kv", "/etc/passwd", ".hidden", "a" * 101):
         answer = operator.ask("POST", "/kv/import", {"file": name})
-        assert answer.status == 400 and "file is no name" in answer.json["error"]["message"]
+        assert answer.status == 400 and "file must be a name" in answer.json["error"]["message"]
 
 
 def test_a_refusal_of_the_core_is_told(operator: Operator) -> None:

@@ -208,7 +208,7 @@ def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
         ({"messages": block(type="image", source={})}, "messages[0].content[0]: a block of type image"),
         ({"messages": block(type="text")}, "messages[0].content[0].text is missing"),
         ({"messages": block(type="video")}, "a block of type 'video'"),
-        ({"messages": block(type="document", source={"type": "base64"})}, "source is 'base64'"),
+        ({"messages": block(type="document", source={"type": "base64"})}, "source of type 'base64'"),
         (
             {"messages": block(type="tool_result", content="x")},
             "messages[0].content[0].tool_use_id is missing",
@@ -224,7 +224,7 @@ def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
         ({"tools": [WEATHER], "tool_choice": {"type": "maybe"}}, "tool_choice.type is 'maybe'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers was sent"),
-        ({"thread": {"type": "create"}}, "thread was sent"),
+        ({"thread": {"type": "create"}}, "thread is not supported"),
         ({"output_format": {"type": "xml"}}, "output_format.type is 'xml'"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type is 'xml'"),
@@ -263,7 +263,7 @@ def test_errors_have_its_types_before_the_endpoint_too(serve: Callable[..., Any]
     assert server.ask("POST", M, body(), key).status == 200
     with (
         anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as client,
-        pytest.raises(anthropic.AuthenticationError, match="not one this server accepts"),
+        pytest.raises(anthropic.AuthenticationError, match="The API key is invalid"),
     ):
         client.messages.create(**body())
 

@@ -139,11 +139,11 @@ def test_who_comes_back_is_told_the_tokens_of_what_it_has_once(server: Callable[
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"name": "resp_1"}, "name is 'resp_1'; it must be the response's id"),
+        ({"name": "resp_1"}, "name is 'resp_1'; it must be the response id"),
         ({"name": ""}, "X-Quintet-Relay"),
-        ({"request": {**REQUEST, "background": True}}, "in the background"),
+        ({"request": {**REQUEST, "background": True}}, "a background response"),
         ({"request": {**REQUEST, "top_logprobs": 1}}, "log-probabilities"),
-        ({"request": {**REQUEST, "previous_response_id": "resp_1"}}, "does not keep"),
+        ({"request": {**REQUEST, "previous_response_id": "resp_1"}}, "not stored"),
     ],
 )
 def test_what_cannot_be_gone_on_with(server: Callable[[str], Any], change: Any, words: str) -> None:

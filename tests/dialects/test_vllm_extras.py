@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quintet.frontend.main import within_middleware
+from quintet.frontend.main import wrap_middleware
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ConfigError
 from quintet.wire.messages import Submit, TokenPrompt
@@ -154,4 +154,4 @@ def test_middleware_stands_around_the_application(serve: Callable[..., Any]) -> 
 @pytest.mark.parametrize("name", ["nowhere.Thing", "json.Nothing", "plain", f"{__name__}.NOT_CALLABLE"])
 def test_middleware_that_cannot_be_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        within_middleware(Refusing, [name])  # type: ignore[arg-type]
+        wrap_middleware(Refusing, [name])  # type: ignore[arg-type]

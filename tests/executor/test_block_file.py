@@ -158,17 +158,19 @@ def test_links_and_what_belongs_to_others_are_refused(
     secret.write_bytes(b"not to be cut")
     (folder / "blocks.kv").unlink()
     (folder / "blocks.kv").symlink_to(secret)
-    with pytest.raises(ConfigError, match=r"--kv-disk .*: is a link"):
+    with pytest.raises(ConfigError, match=r"--kv-disk .*: is a symbolic link"):
         opened(tmp_path)
     assert secret.read_bytes() == b"not to be cut"
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"--kv-disk .*: is a link"):
+    with pytest.raises(ConfigError, match=r"--kv-disk .*: is a symbolic link"):
         opened(tmp_path)
     folder.unlink()
     monkeypatch.setattr(own_files, "ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(ConfigError, match=r"--kv-disk .* belongs to user \d+, and the server is user \d+"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-disk .* belongs to user \d+, but the server runs as user \d+"
+    ):
         opened(tmp_path)
 
 

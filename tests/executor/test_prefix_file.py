@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty": (lambda path: os.truncate(path, 0), "is no file that"),
     "a key": (lambda path: flip(path, HEAD.size + 5), "its table is not what was written"),
     "gone": (lambda path: path.unlink(), "No such file"),
-    "a link": (link, "is a link, which is not followed"),
+    "a link": (link, "is a symbolic link, which is not followed"),
 }
 
 

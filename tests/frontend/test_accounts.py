@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.frontend.sessions import MAX_LOST
+from quintet.frontend.sessions import MAX_RESENDS
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
@@ -18,7 +18,7 @@ def test_a_request_that_nobody_knows_is_sent_again() -> None:
     async def story() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(n=2))
-        world.sessions.send_again([stream.request_id, stream.request_id + 1, 77])
+        world.sessions.resend([stream.request_id, stream.request_id + 1, 77])
         first, second = world.of(Submit)
         assert (second.request_id, second.spec.attempt, second.spec.params.n) == (first.request_id, 1, 2)
 
@@ -29,14 +29,14 @@ def test_a_request_that_is_lost_again_and_again_ends_with_an_error() -> None:
     async def story() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
-        for _ in range(MAX_LOST):
-            world.sessions.send_again([stream.request_id])
-        assert len(world.of(Submit)) == 1 + MAX_LOST
-        world.sessions.send_again([stream.request_id])
-        with pytest.raises(RequestError, match="went missing inside the server 4 times") as caught:
+        for _ in range(MAX_RESENDS):
+            world.sessions.resend([stream.request_id])
+        assert len(world.of(Submit)) == 1 + MAX_RESENDS
+        world.sessions.resend([stream.request_id])
+        with pytest.raises(RequestError, match="was lost inside the server 4 times") as caught:
             await stream.next_batch()
         assert caught.value.code is ErrorCode.INTERNAL
-        assert len(world.of(Submit)) == 1 + MAX_LOST and len(world.of(Cancel)) == 1
+        assert len(world.of(Submit)) == 1 + MAX_RESENDS and len(world.of(Cancel)) == 1
         assert world.sessions.num_live == 0
 
     run(story())
@@ -48,10 +48,10 @@ def test_a_choice_that_is_lost_again_and_again_ends_whoever_has_ended_before() -
         stream = world.sessions.submit(PROMPT, params(n=2))
         first, second = stream.request_id, stream.request_id + 1
         world.text([], started=[first], finished=[(first, FinishReason.STOP)])
-        for _ in range(MAX_LOST + 1):
-            world.sessions.send_again([second])
+        for _ in range(MAX_RESENDS + 1):
+            world.sessions.resend([second])
         assert stream.ended and world.sessions.num_live == 0
-        with pytest.raises(RequestError, match="went missing inside the server"):
+        with pytest.raises(RequestError, match="was lost inside the server"):
             [batch async for batch in stream]
 
     run(story())
@@ -66,10 +66,10 @@ def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
         started = first.request_id
         world.text([(started, "a", 0, 0, [1])], started=[started])
         world.text([], finished=[(started + 1, FinishReason.STOP)])
-        world.sessions.send_again([second.request_id])
+        world.sessions.resend([second.request_id])
         world.deaf = True
         world.sessions.submit(PROMPT, params())  # nobody has it yet
-        accounts = {(role, index): account for role, index, account in world.sessions.accounts()}
+        accounts = {(role, index): account for role, index, account in world.sessions.in_flight_reports()}
         live = accounts.pop((Role.CORE, 0))
         assert isinstance(live, Live)
         parked = second.request_id + 2

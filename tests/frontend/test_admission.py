@@ -26,7 +26,7 @@ class Occupancy:
     num_open_choices: int = 0
     num_ended: int = 0
     num_tokens: int = 0
-    backlog: QueuedTokens = field(default_factory=lambda: QueuedTokens(1000))
+    queued_tokens: QueuedTokens = field(default_factory=lambda: QueuedTokens(1000))
     slots: Workers = field(default_factory=lambda: Workers(WorkerId(Role.FRONTEND, 0, 1)))
 
 
@@ -74,7 +74,7 @@ def live(load: Occupancy, num_prompt: int, max_tokens: int) -> Stream:
     """Let a request live that owes so much."""
     submit = Submit(1, prompt(num_prompt), RequestSpec(SamplingParams(max_tokens=max_tokens), 0, 0), 0, 0)
     stream = Stream(submit, Mailbox(), lambda _: None)
-    load.backlog.add(stream)
+    load.queued_tokens.add(stream)
     return stream
 
 
@@ -85,7 +85,7 @@ def test_the_bound_is_exact() -> None:
     enter(admission)
     refused = refusal(admission, 2)
     assert refused.code is ErrorCode.OVERLOADED
-    assert "at most 3" in refused.message
+    assert "the limit is 3" in refused.message
     load.num_open_choices = 3
     assert refusal(admission).code is ErrorCode.OVERLOADED
 
@@ -151,9 +151,9 @@ def test_the_bound_of_tokens_counts_prompts_and_outputs() -> None:
     refused = refusal(admission, num_tokens=8, max_tokens=3)
     assert refused.code is ErrorCode.OVERLOADED
     assert (
-        "owe 90 tokens" in refused.message
+        "90 prompt and output tokens are pending" in refused.message
         and "add about 11" in refused.message
-        and "at most 100" in refused.message
+        and "the limit is 100" in refused.message
     )
 
 
@@ -162,15 +162,15 @@ def test_what_was_begun_received_or_released_is_owed_no_more() -> None:
     admission = door(load, max_tokens=100)
     stream = live(load, num_prompt=60, max_tokens=40)
     refusal(admission)
-    load.backlog.begin(stream)
+    load.queued_tokens.begin(stream)
     enter(admission, num_tokens=50, max_tokens=10)
     refusal(admission, num_tokens=50, max_tokens=11)
     stream.choices[0].output_ids.extend(range(30))
     load.num_tokens = 30
     enter(admission, num_tokens=80, max_tokens=10)
     refusal(admission, num_tokens=80, max_tokens=11)
-    load.backlog.release(stream)
-    assert load.backlog.num_owed(load.num_tokens) == 0
+    load.queued_tokens.release(stream)
+    assert load.queued_tokens.num_pending(load.num_tokens) == 0
 
 
 def test_an_empty_house_takes_a_request_of_any_size() -> None:
@@ -181,10 +181,10 @@ def test_retry_after_follows_the_rate_at_which_tokens_leave() -> None:
     load, clock = ready_load(), Clock()
     admission = door(load, max_tokens=1000, clock=clock)
     stream = live(load, num_prompt=500, max_tokens=500)
-    load.backlog.begin(stream)
+    load.queued_tokens.begin(stream)
     load.num_tokens = 100
     clock.now = 2.0  # 600 tokens left in two seconds
-    assert load.backlog.num_owed(load.num_tokens) == 400
+    assert load.queued_tokens.num_pending(load.num_tokens) == 400
     assert (
         refusal(admission, num_tokens=1000, max_tokens=500).retry_s == 2
     )  # 400 owed are all there is to wait for
@@ -192,11 +192,11 @@ def test_retry_after_follows_the_rate_at_which_tokens_leave() -> None:
 
 
 def test_answers_without_a_limit_are_expected_to_be_as_long_as_others() -> None:
-    backlog = QueuedTokens(1000)
+    queued_tokens = QueuedTokens(1000)
     open_ended = SamplingParams(max_tokens=None, n=2)
-    assert backlog.cost(prompt(5), open_ended) == 5
-    load = Occupancy(backlog=backlog)
+    assert queued_tokens.cost(prompt(5), open_ended) == 5
+    load = Occupancy(queued_tokens=queued_tokens)
     stream = live(load, 5, 400)
     stream.choices[0].output_ids.extend(range(40))
-    backlog.release(stream)
-    assert backlog.cost(prompt(5), open_ended) == 5 + 2 * 40
+    queued_tokens.release(stream)
+    assert queued_tokens.cost(prompt(5), open_ended) == 5 + 2 * 40

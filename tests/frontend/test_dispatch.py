@@ -72,13 +72,13 @@ def test_what_is_too_large_to_be_sent_is_refused_at_once() -> None:
         def send(role: Role, index: int, message: msgspec.Struct) -> bool:
             raise FrameTooLarge(900, role, 100)
 
-        for part in (world.dispatch.sessions._placement, world.dispatch.queries):
+        for part in (world.dispatch.sessions._dispatcher, world.dispatch.queries):
             part._send = send  # type: ignore[attr-defined]
         for ask in (
             lambda: world.dispatch.sessions.submit(PROMPT, SamplingParams()).next_batch(),
             lambda: world.dispatch.queries.tokenize(PROMPT),
         ):
-            with pytest.raises(RequestError, match=r"has 900 bytes .* at most 100") as caught:
+            with pytest.raises(RequestError, match=r"takes 900 bytes .* the limit is 100") as caught:
                 await ask()
             assert caught.value.code is ErrorCode.TOO_LARGE
         assert world.dispatch.sessions.num_live == 0 and not world.dispatch.queries._waiting
@@ -97,7 +97,7 @@ def test_a_question_that_waited_for_somebody_and_is_too_large_is_refused() -> No
 
         world.dispatch.queries._send = send
         world.publish(2, 2)
-        with pytest.raises(RequestError, match=r"has 900 bytes .* at most 100"):
+        with pytest.raises(RequestError, match=r"takes 900 bytes .* the limit is 100"):
             await asked
 
     run(story())
@@ -117,7 +117,7 @@ def test_a_message_that_was_dropped_ends_its_requests_and_questions() -> None:
         world.dispatch.handle(Dropped("text_out", [*ids, 77]))
         world.dispatch.handle(Dropped("tokenized", query_id=world.of(TokenizeQuery)[0].query_id))
         world.dispatch.handle(Dropped("tokenized", query_id=77))
-        with pytest.raises(RequestError, match="fault of the server") as caught:
+        with pytest.raises(RequestError, match="bug of the server") as caught:
             await streams[0].next_batch()
         assert caught.value.code is ErrorCode.INTERNAL
         batch = await streams[1].next_batch()

@@ -183,7 +183,7 @@ def test_a_lost_detokenizer_does_not_take_a_request_from_its_engine() -> None:
         world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
         assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
-        world.sessions.send_again(list(before))
+        world.sessions.resend(list(before))
         assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
 
     run(story())
@@ -213,7 +213,7 @@ def test_a_reclaimed_request_goes_on_at_the_core_that_keeps_it() -> None:
         for core in (2, 0):
             first = world.sessions.take_ids(1)
             reclaimed = Reclaimed(1, Admit(7, pack_i32([5]), spec, 0), [(0, b"")], core)
-            world.sessions.adopt(
+            world.sessions.reattach(
                 reclaimed, first, [(None, False)], world.sessions.submit(PROMPT, params()).mailbox, 1
             )
             assert world.of(Submit)[-1].core == core
@@ -230,7 +230,7 @@ def test_a_reclaimed_request_is_one_that_lives() -> None:
         world = engines(1)
         reclaimed = Reclaimed(1, Admit(7, pack_i32([5]), RequestSpec(params(), 0, 0), 0), [(0, b"")], 0)
         other = world.sessions.submit(PROMPT, params())
-        world.sessions.adopt(reclaimed, world.sessions.take_ids(1), [(None, False)], other.mailbox, 1)
+        world.sessions.reattach(reclaimed, world.sessions.take_ids(1), [(None, False)], other.mailbox, 1)
         assert world.sessions.metrics.live.value == 2
 
     run(story())
@@ -242,7 +242,7 @@ def test_each_core_hears_which_of_its_requests_are_waited_for() -> None:
         streams = [world.sessions.submit(PROMPT, params()) for _ in range(4)]
         world.deaf = True
         parked = world.sessions.submit(PROMPT, params())
-        accounts = list(world.sessions.accounts())
+        accounts = list(world.sessions.in_flight_reports())
         for core in (0, 1):
             ours = [stream.request_id for stream in streams if stream.submit.core == core]
             (live,) = [a for role, index, a in accounts if (role, index) == (Role.CORE, core)]
@@ -258,7 +258,7 @@ LONG = TokenPrompt(pack_i32(list(range(640))))
 
 
 def queued(world: World, index: int) -> int:
-    return world.sessions._placement._engines._account(index).num_queued
+    return world.sessions._dispatcher._engines._load_of(index).num_queued
 
 
 def test_who_may_not_read_the_cache_says_nothing_about_it() -> None:
@@ -276,8 +276,8 @@ def test_who_may_not_read_the_cache_says_nothing_about_it() -> None:
                 assert stream.num_queued == 640
                 rid = stream.request_id
                 world.text([], started=[rid], finished=[(rid, FinishReason.STOP)])
-        engine = world.sessions._placement._engines._account(at)
-        assert engine.beginnings.find(names_of(LONG))[0] == 10
+        engine = world.sessions._dispatcher._engines._load_of(at)
+        assert engine.prefixes.find(names_of(LONG))[0] == 10
 
     run(story())
 
@@ -370,7 +370,7 @@ def test_outputs_that_are_told_are_to_be_computed_and_say_nothing_of_an_engine()
         world = engines(2)
         told = pack_i32(list(range(100)))
         for _ in range(300):
-            stream = world.sessions.submit(LONG, params(skip_reading_prefix_cache=True), told=told)
+            stream = world.sessions.submit(LONG, params(skip_reading_prefix_cache=True), replayed_ids=told)
             assert queued(world, stream.submit.core) == 740
             stream.submit.sent_ns -= 1_000_000_000 if stream.submit.core else 100_000_000
             world.text([], started=[stream.request_id], finished=[(stream.request_id, FinishReason.STOP)])

@@ -19,7 +19,7 @@ def test_memory_is_given_back_behind_what_is_large(
     monkeypatch.setattr(malloc_trim, "give_back_memory", lambda: given_back.append(None))
 
     async def end_one() -> None:
-        malloc_trim.leave_behind(num_bytes)
+        malloc_trim.schedule_trim(num_bytes)
         passed = asyncio.Event()
         asyncio.get_running_loop().call_later(0, passed.set)  # fires behind a timer that was set before
         await passed.wait()

@@ -33,40 +33,40 @@ def record(name: str, previous: str | None = None, owner: str = "run/0.1", **fie
 
 
 def end(file: ResponseFile, name: str) -> None:
-    assert file.tell(name, "run/0.1", "completed", response=b"{}")
+    assert file.write_progress(name, "run/0.1", "completed", response=b"{}")
 
 
 def test_the_oldest_makes_room_but_not_before_its_end(tmp_path: Path) -> None:
     file = opened(tmp_path, response_store_entries=2)
     for name in ("a", "b", "c"):
-        file.begin(record(name))
+        file.insert(record(name))
     assert all(file.find(name) for name in "abc")  # nobody may lose what is being answered
     for name in ("a", "c"):
         end(file, name)
-    file.begin(record("d"))
+    file.insert(record("d"))
     assert [file.find(name) is None for name in "abcd"] == [True, False, True, False]
 
 
 def test_bytes_are_bounded_with_events_and_answers(tmp_path: Path) -> None:
     file = opened(tmp_path, response_store_bytes=1000)
-    file.begin(record("a", items=b"[" + b" " * 150 + b"]"))
+    file.insert(record("a", items=b"[" + b" " * 150 + b"]"))
     file.note_request("a", "s", b"x" * 20)
     file.note_request("a", "s", b"x" * 150)
-    file.tell("a", "run/0.1", "in_progress", Events(0, "", b"x" * 300))
-    file.tell("a", "run/0.1", "completed", response=b"{" + b" " * 450 + b"}")
-    file.begin(record("b"))
+    file.write_progress("a", "run/0.1", "in_progress", Events(0, "", b"x" * 300))
+    file.write_progress("a", "run/0.1", "completed", response=b"{" + b" " * 450 + b"}")
+    file.insert(record("b"))
     assert file.find("a") is not None
-    file.begin(record("c", items=b"[" + b" " * 100 + b"]"))
-    assert file.find("a") is None and file.news("a", 0) == ("", [])
+    file.insert(record("c", items=b"[" + b" " * 100 + b"]"))
+    assert file.find("a") is None and file.read_events("a", 0) == ("", [])
     assert file.find("b") is not None
 
 
 def test_what_ends_twice_takes_the_room_of_one(tmp_path: Path) -> None:
     file = opened(tmp_path, response_store_bytes=1000)
-    file.begin(record("a"))
+    file.insert(record("a"))
     for _ in range(3):  # lost here, gone on with elsewhere, and here again
         assert file.finish("a", "completed", b"{" + b" " * 450 + b"}", is_open=False)
-    file.begin(record("b"))
+    file.insert(record("b"))
     assert file.find("a") is not None
 
 
@@ -75,18 +75,18 @@ def test_turns_make_room_and_only_one_of_them_goes_beyond_what_can_be_asked_with
         held.items += asked.items
 
     file = opened(tmp_path, response_store_bytes=4000, max_body_bytes=1000)
-    file.begin(record("old"))
+    file.insert(record("old"))
     end(file, "old")
-    file.begin(record("c", status=CONVERSATION, items=b"x" * 700))
+    file.insert(record("c", status=CONVERSATION, items=b"x" * 700))
     for name in ("a", "b"):
-        file.begin(record(name, items=b"y" * 600))
-        file.tell(name, "run/0.1", "completed", response=b"{}", turn=ConversationTurn("c", join))
+        file.insert(record(name, items=b"y" * 600))
+        file.write_progress(name, "run/0.1", "completed", response=b"{}", turn=ConversationTurn("c", join))
     assert file.find("old") is not None
     held = file.find("c")
     assert held is not None and len(held.items) == 1300
-    file.begin(record("d", items=b"z" * 900))
+    file.insert(record("d", items=b"z" * 900))
     file.rewrite("c", lambda held: setattr(held, "items", b""))
-    file.tell("d", "run/0.1", "completed", response=b" " * 1800, turn=ConversationTurn("c", join))
+    file.write_progress("d", "run/0.1", "completed", response=b" " * 1800, turn=ConversationTurn("c", join))
     assert file.find("old") is None and file.find("a") is None, "the longest not used"
     held = file.find("c")
     assert held is not None and len(held.items) == 900
@@ -99,38 +99,41 @@ def test_age_counts_from_when_it_was_last_gone_on_with(
     monkeypatch.setattr(time, "time", lambda: now)
     file = opened(tmp_path, response_store_hours=1)
     for name in ("a", "b"):
-        file.begin(record(name))
+        file.insert(record(name))
         end(file, name)
     now += 3000
     assert [each.id for each in file.conversation("a")] == ["a"]
     now += 3000
-    file.begin(record("c"))
+    file.insert(record("c"))
     assert file.find("a") is not None and file.find("b") is None
 
 
 def test_a_conversation_is_in_order_and_ends_where_it_is_broken(tmp_path: Path) -> None:
     file = opened(tmp_path)
     for name, previous in (("a", None), ("b", "a"), ("c", "b")):
-        file.begin(record(name, previous, items=b"[ ]" if name == "b" else b"[]"))
+        file.insert(record(name, previous, items=b"[ ]" if name == "b" else b"[]"))
     assert [each.id for each in file.conversation("c")] == ["a", "b", "c"]
     assert file.delete("a") and not file.delete("a")
     assert [(each.id, each.previous) for each in file.conversation("c")] == [("b", "a"), ("c", "b")]
     assert file.conversation("nobody") == []
-    with pytest.raises(RequestError, match="5 bytes; this server takes at most 4"):
+    with pytest.raises(RequestError, match="5 bytes; the limit is 4"):
         opened(tmp_path, max_body_bytes=4).conversation("c")
 
 
 def test_only_who_answers_is_heard(tmp_path: Path) -> None:
     file = opened(tmp_path)
-    file.begin(record("a"))
-    assert file.tell("a", "run/0.1", "in_progress", Events(3, "p", b"one"))
+    file.insert(record("a"))
+    assert file.write_progress("a", "run/0.1", "in_progress", Events(3, "p", b"one"))
     taken = file.take_over("run/1.1", ["run/0.1"])[0]
     assert (taken.owner, taken.num_owners) == ("run/1.1", 2)
     assert file.take_over("run/2.1", ["run/0.1"]) == []
-    assert not file.tell("a", "run/0.1", "completed", Events(4, "q", b"two"), b"{}")
-    assert file.last_position("a") == "p" and file.news("a", 3) == ("in_progress", [Events(3, "p", b"one")])
+    assert not file.write_progress("a", "run/0.1", "completed", Events(4, "q", b"two"), b"{}")
+    assert file.last_position("a") == "p" and file.read_events("a", 3) == (
+        "in_progress",
+        [Events(3, "p", b"one")],
+    )
     assert file.finish("a", "cancelled", b"{1}", is_open=True)
-    assert not file.tell("a", "run/1.1", "completed", None, b"{}")
+    assert not file.write_progress("a", "run/1.1", "completed", None, b"{}")
     assert not file.finish("a", "cancelled", b"{2}", is_open=True)
     assert file.finish("a", "completed", b"{3}", is_open=False)
     assert file.find("a").response == b"{3}"  # type: ignore[union-attr]
@@ -156,8 +159,8 @@ def test_who_is_gone_is_gone_for_sure(
 ) -> None:
     store = ResponseStore(make_config("run-a"))
     owner = store.owner(WorkerId(Role.FRONTEND, *worker))
-    assert store.is_gone(owner, Topology(1, slots)) is is_gone
-    assert ResponseStore(make_config("run-b")).is_gone(owner, Topology(1, slots))
+    assert store.is_lost(owner, Topology(1, slots)) is is_gone
+    assert ResponseStore(make_config("run-b")).is_lost(owner, Topology(1, slots))
 
 
 def test_frontends_that_open_it_at_once_share_it(tmp_path: Path) -> None:
@@ -167,7 +170,7 @@ def test_frontends_that_open_it_at_once_share_it(tmp_path: Path) -> None:
         try:
             file = opened(tmp_path)
             for number in range(20):
-                file.begin(record(f"{index}-{number}", owner=f"run/{index}.1"))
+                file.insert(record(f"{index}-{number}", owner=f"run/{index}.1"))
         except BaseException as error:  # noqa: BLE001
             failures.append(error)
 

@@ -116,7 +116,7 @@ def test_however_slow_an_engine_is_said_to_be_it_is_better_than_waiting_for_ever
 def test_whose_memory_cannot_hold_a_request_gets_it_only_where_nobody_can(policy: Routing) -> None:
     full, busy = Candidate(0, kv_free=900), Candidate(1, num_queued=50_000, kv_free=1000)
     choice = choose([full, busy], policy, 0, "", 800, num_kept=1000)
-    assert choice.index == 1 and choice.reason.endswith("has room as 1 of 2 have not")
+    assert choice.index == 1 and choice.reason.endswith("1 of 2 lack KV memory")
     assert choose([full, busy], policy, 0, "", 800, num_kept=900).index == 0
     assert choose([full, busy], policy, 0, "", 800, num_kept=1001).index == 0, "who waits least"
     assert choose([full, replace(busy, kv_free=None)], policy, 0, "", 800, num_kept=1001).index == 1, (

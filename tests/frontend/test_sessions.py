@@ -210,7 +210,7 @@ def test_missing_output_is_an_error_not_a_gap(row: tuple[str, int, int]) -> None
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         world.text([(stream.request_id, *row, [1])])
-        with pytest.raises(RequestError, match="went missing"):
+        with pytest.raises(RequestError, match="was lost"):
             await stream.next_batch()
         assert world.sessions.num_live == 0
 
@@ -271,7 +271,7 @@ def test_a_cancelled_request_ends_as_aborted_whatever_the_answer(answer: str) ->
         if answer == "failed":
             world.sessions.handle(Failed(first, ErrorCode.TOO_LONG, "too long", "prompt"))
         else:
-            world.sessions.send_again([first, first + 1])
+            world.sessions.resend([first, first + 1])
         (batch,) = await rest(stream)
         assert [d.finish.reason for d in batch.deltas if d.finish is not None] == [FinishReason.ABORT] * 2
         assert world.sessions.num_live == 0
@@ -424,7 +424,7 @@ def test_what_a_lost_core_or_detokenizer_held_goes_on_elsewhere(role: Role, down
 def test_outputs_that_came_with_a_request_are_told_until_they_were(has_text: bool) -> None:
     async def story() -> None:
         world = World().follow()
-        rid = world.sessions.submit(PROMPT, params(), told=pack_i32([1, 2])).request_id
+        rid = world.sessions.submit(PROMPT, params(), replayed_ids=pack_i32([1, 2])).request_id
         if has_text:
             world.text([(rid, "abc", 0, 0, [1, 2, 3])], started=[rid])
         world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
@@ -536,8 +536,8 @@ def test_fail_all_ends_everything_and_idle_is_told() -> None:
 def test_what_cannot_be_encoded_is_refused_and_leaves_nothing(late: bool, salt: Any) -> None:
     async def story() -> None:
         world = World() if late else World().follow()
-        send = world.sessions._placement._send
-        world.sessions._placement._send = lambda role, index, message: (
+        send = world.sessions._dispatcher._send
+        world.sessions._dispatcher._send = lambda role, index, message: (
             bool(codec.encode(message)) and send(role, index, message)
         )
         good = world.sessions.submit(PROMPT, params())

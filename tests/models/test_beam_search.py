@@ -131,7 +131,7 @@ def test_log_probabilities_are_of_the_answers_own_tokens() -> None:
         ({"length_penalty": math.nan}, "length_penalty is nan"),
         ({"length_penalty": 11.0}, "length_penalty is 11"),
         ({"early_stopping": "always"}, "early_stopping is 'always'"),
-        ({"width": 32, "ends": frozenset(range(9))}, "stop_token_ids names so many"),
+        ({"width": 32, "ends": frozenset(range(9))}, "stop_token_ids has so many"),
     ],
 )
 def test_what_cannot_be_is_named(options: dict[str, object], words: str) -> None:

@@ -98,7 +98,7 @@ class House:
         capacity.num_disk_blocks, capacity.num_staging_blocks = disk.num_places, disk.num_staging_blocks
         kept = disk.kept()
         places = pack_i32(place for place, _ in kept)
-        self.engine.disk.hear_kept(StoredBlocks(1, 0, places, [key for _, key in kept]))
+        self.engine.tier_client.add_stored(StoredBlocks(1, 0, places, [key for _, key in kept]))
 
     def _order(self, plans: list[StepPlan]) -> None:
         """Have the worker's disk do what it is to do, behind the plans before."""

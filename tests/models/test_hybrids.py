@@ -73,7 +73,7 @@ def of_tests(folder: Path) -> Iterator[None]:
 @pytest.fixture(params=[False, True], ids=["eager", "compiled"])
 def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Loaded]:
     """The model, with a state kept every 32 tokens."""
-    with of_tests(tmp_path), mock.patch.object(recurrent_state, "KEEP_EVERY", 32):
+    with of_tests(tmp_path), mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
         loaded = load(tmp_path, compiled=request.param, load_format="dummy", swap_space=0.05)
         kinds = {group.kind for group in loaded.config.model.kv.groups}
         assert kinds == {"full", "sliding", "state"}

@@ -126,7 +126,7 @@ def test_windows_come_back(family: str, serve: Callable[..., Any], tmp_path: Pat
 
 def test_states_come_back(tmp_path: Path) -> None:
     """Those that are kept behind full blocks: of tests, every 32 tokens."""
-    with of_tests(tmp_path), mock.patch.object(recurrent_state, "KEEP_EVERY", 32):
+    with of_tests(tmp_path), mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
         loaded = load(tmp_path, compiled=True, load_format="dummy")
         config = changed(loaded.config)
         without, _ = answer(config)

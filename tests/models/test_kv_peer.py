@@ -73,7 +73,7 @@ def test_windows_too(family: str, serve: Callable[..., Any]) -> None:
 
 
 def test_states_too(tmp_path: Path) -> None:
-    with of_tests(tmp_path), mock.patch.object(recurrent_state, "KEEP_EVERY", 32):
+    with of_tests(tmp_path), mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
         config = changed(load(tmp_path, compiled=True, load_format="dummy").config)
         computed, fetched, num_cached = answers(config)
         assert fetched == computed and num_cached

@@ -117,7 +117,7 @@ def test_windows_latents_and_states_come_back(name: str, layout: Layout, tmp_pat
     model, disk = tmp_path / "model", tmp_path / "disk"
     model.mkdir()
     made(ROWS[name], model)
-    with mock.patch.object(recurrent_state, "KEEP_EVERY", 32):
+    with mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
         without, _ = answer(model, layout)
         for is_warm in (False, True):
             tokens, num_cached = answer(model, layout, lambda config: with_disk(config, disk, NUM_PLACES))

@@ -32,7 +32,7 @@ IN_RUNS = (len(PROMPT) - 1) // RUN * RUN
 def short_runs() -> Iterator[None]:
     with (
         mock.patch.object(store_chunks, "RUN_TOKENS", RUN),
-        mock.patch.object(recurrent_state, "KEEP_EVERY", RUN),
+        mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", RUN),
     ):
         yield
 

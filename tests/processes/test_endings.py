@@ -115,11 +115,11 @@ def test_a_request_whose_message_is_dropped_ends_with_an_error(server: Server, v
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outbox = context.socket(zmq.PUSH)
     outbox.connect(f"ipc://{inbox}")
-    outbox.send(FrameHmac(run_key(inbox.parent)).close(codec.encode(nonsense)))
+    outbox.send(FrameHmac(run_key(inbox.parent)).sign(codec.encode(nonsense)))
     events = [line for line in response.read().decode().splitlines() if line.startswith("data: ")]
     error = json.loads(events[-2].removeprefix("data: "))["error"]
     assert events[-1] == "data: [DONE]" and error["code"] == 500
-    assert "the core was sent a message (admit)" in error["message"]
+    assert "the core received a message (admit)" in error["message"]
     outbox.close()
     context.term()
     connection.close()

@@ -51,7 +51,7 @@ def test_an_operator_lists_pins_and_evicts(server: Server) -> None:
     pinned = admin(server, "kv", "pin", "--prompt", PROMPT)
     assert pinned.returncode == 0 and pinned.stdout.startswith("pinned: "), pinned.stderr
     refused = admin(server, "kv", "evict", name)
-    assert refused.returncode == 1 and "is pinned: unpin that first" in refused.stderr
+    assert refused.returncode == 1 and "is pinned; unpin it first" in refused.stderr
     assert admin(server, "kv", "unpin", pinned.stdout.split()[1][:8]).returncode == 0
     evicted = admin(server, "kv", "evict", "--prompt", PROMPT)
     assert evicted.stdout.startswith("evicted: "), evicted.stderr

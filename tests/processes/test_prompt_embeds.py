@@ -134,13 +134,13 @@ def test_what_cannot_be_is_refused_by_name(server: Server, table: torch.Tensor) 
     holed[1, 7] = torch.nan
     for body, param, words in (
         ({"prompt_embeds": "!!!!"}, "prompt_embeds", "not base64"),
-        ({"prompt_embeds": "AAAAAAAAAAAA"}, "prompt_embeds", "no safetensors file"),
+        ({"prompt_embeds": "AAAAAAAAAAAA"}, "prompt_embeds", "not a safetensors file"),
         (
             {"prompt_embeds": base64.b64encode(pickled.getvalue()).decode()},
             "prompt_embeds",
-            "torch.save, a pickle",
+            "torch.save file",
         ),
-        ({"prompt_embeds": cut_off}, "prompt_embeds", "its header says"),
+        ({"prompt_embeds": cut_off}, "prompt_embeds", "its header requires"),
         ({"prompt_embeds": sent(table[:3, :-1])}, "prompt_embeds", f"[tokens, {width}]"),
         ({"prompt_embeds": sent(table[:3].to(torch.int8))}, "prompt_embeds", "'I8'"),
         ({"prompt_embeds": sent(table[:1].repeat(512, 1))}, "prompt_embeds", "512 vectors"),

@@ -89,7 +89,7 @@ def test_worker_ids_read_like_addresses() -> None:
         ({"max_tokens": 1 << 31}, "max_tokens", "at most 2147483647"),
         ({"max_tokens": None, "min_tokens": 1 << 64}, "min_tokens", "at most 2147483647"),
         ({"top_k": 1 << 64}, "top_k", "at most 2147483647"),
-        ({"top_k": 10**5000}, "top_k", "more digits than can be shown"),
+        ({"top_k": 10**5000}, "top_k", "too many digits to show"),
         ({"truncate_prompt_tokens": 1 << 64}, "truncate_prompt_tokens", "at most 2147483647"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
         ({"stop": ["x" * 4097]}, "stop", "at most 4096 characters"),
@@ -111,9 +111,9 @@ def test_bad_parameters_are_named_with_their_range(change: dict[str, Any], param
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_no_more_log_probabilities_than_the_model_has_tokens(field: str) -> None:
     """Whatever --max-logprobs allows: the tokenizer's inbox would drop the request."""
-    with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the tokens that"):
+    with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the vocabulary size"):
         SamplingParams(**{field: 9}).checked(max_logprobs=20, vocab_size=8)
-    with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the tokens that"):
+    with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the vocabulary size"):
         SamplingParams(**{field: 9}).checked(max_logprobs=None, vocab_size=8)
     SamplingParams(**{field: 8}).checked(max_logprobs=20, vocab_size=8)
     for most in (8, 20, None):

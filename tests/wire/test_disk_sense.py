@@ -7,7 +7,7 @@ import pytest
 
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults, StoredBlocks
-from quintet.wire.kv_disk_validate import disk_checks, fits_elsewhere
+from quintet.wire.kv_disk_validate import disk_checks, fits_tiers
 from quintet.wire.kv_store import Get, LookupResult, Put, Search, StoreRequests, StoreResults
 from quintet.wire.step import Capacity
 
@@ -115,4 +115,4 @@ def test_an_executor_has_no_more_than_it_may(
         1, 8, 16, 4, 64,
         num_host_blocks=num_host_blocks, num_staging_blocks=num_staging_blocks, num_disk_blocks=num_disk_blocks,
     )  # fmt: skip
-    assert fits_elsewhere(capacity, 6, 4) == fits
+    assert fits_tiers(capacity, 6, 4) == fits

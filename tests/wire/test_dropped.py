@@ -134,14 +134,14 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
     peers.send(Role.CORE, 0, after)
     stranger = bus.context.socket(zmq.PUSH)
     stranger.connect(inbox.address)
-    stranger.send(FrameHmac(bytes(32)).close(untyped))
+    stranger.send(FrameHmac(bytes(32)).sign(untyped))
     messages: list[Any] = []
     while after not in messages or not inbox.rejected[Rejection.FORGED]:
         messages += inbox.wait(1.0)
     wanted = [before, Dropped("admit", [5]), Dropped("admit", [6]), after]
     assert messages == wanted
     assert seen == [codec.encode(message) for message in wanted]
-    assert inbox.rejected == {Rejection.FORGED: 1, Rejection.UNREADABLE: 2, Rejection.SENSELESS: 1}
+    assert inbox.rejected == {Rejection.FORGED: 1, Rejection.UNREADABLE: 2, Rejection.INVALID: 1}
     stranger.close(linger=0)
     peers.close()
     inbox.close()
@@ -150,4 +150,4 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
 def test_its_error_says_whose_fault_it_is() -> None:
     error = Dropped("admit", [5]).error(Role.CORE)
     assert (error.code, error.param) == (m.ErrorCode.INTERNAL, None)
-    assert "the core was sent a message (admit)" in error.message and "fault of the server" in error.message
+    assert "the core received a message (admit)" in error.message and "bug of the server" in error.message

@@ -81,7 +81,7 @@ def test_a_layer_may_have_both() -> None:
     spec = group_layers(needs, 16)
     assert (spec.place(0), spec.place(0, state=True)) == ((0, 0), (1, 0))
     assert spec.layer_bytes == 5056  # 79 lines of 64 bytes
-    with pytest.raises(KeyError, match="layer 1 keeps no state"):
+    with pytest.raises(KeyError, match="layer 1 has no state"):
         spec.place(1, state=True)
 
 

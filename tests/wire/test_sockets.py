@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from quintet.process.frame_hmac import KEY_BYTES, KEY_FILE, SEAL_BYTES, FrameHmac, run_key
+from quintet.process.frame_hmac import HMAC_BYTES, KEY_BYTES, KEY_FILE, FrameHmac, run_key
 from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of, make_run_dir
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
@@ -75,12 +75,12 @@ def test_a_frame_of_someone_without_the_key_is_not_even_decoded(bus: Bus, tmp_pa
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel)
     stranger = frames_to(bus, inbox.address)
     payload, key = codec.encode(Cancel([7], 0)), run_key(tmp_path)
-    sealed = FrameHmac(key).close(payload)
+    sealed = FrameHmac(key).sign(payload)
     forged = [
         b"",
         payload,
-        payload + bytes(SEAL_BYTES),
-        FrameHmac(os.urandom(KEY_BYTES)).close(payload),
+        payload + bytes(HMAC_BYTES),
+        FrameHmac(os.urandom(KEY_BYTES)).sign(payload),
         *(sealed[:i] + bytes([sealed[i] ^ 1]) + sealed[i + 1 :] for i in range(len(sealed))),
         sealed[:-1],
         sealed + b"\0",
@@ -99,8 +99,8 @@ def test_a_frame_that_is_too_long_never_arrives(bus: Bus, tmp_path: Path) -> Non
     seal = FrameHmac(run_key(tmp_path))
     long_one, short_one = codec.encode(Cancel([1 << 40] * 20, 0)), codec.encode(Cancel([1], 0))
     first, second = frames_to(bus, inbox.address), frames_to(bus, inbox.address)
-    first.send(seal.close(long_one))
-    second.send(seal.close(short_one))
+    first.send(seal.sign(long_one))
+    second.send(seal.sign(short_one))
     assert receive(inbox, 1) == [Cancel([1], 0)]
     assert inbox.wait(0.05) == []
     first.close(linger=0)
@@ -113,7 +113,7 @@ def test_what_the_receiver_would_not_take_is_not_sent(bus: Bus, tmp_path: Path) 
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel, max_bytes=100)
     peers = Peers(bus, {Role.CORE: 100})
     peers.connect(CORE, inbox.address)
-    with pytest.raises(FrameTooLarge, match="for the core, which takes at most 100") as caught:
+    with pytest.raises(FrameTooLarge, match="for the core, which accepts at most 100") as caught:
         peers.send(Role.CORE, 0, Cancel([1 << 40] * 20, 0))
     assert caught.value.num_bytes > caught.value.most == 100
     assert peers.send(Role.CORE, 0, Cancel([1], 0))
@@ -170,11 +170,11 @@ def test_the_run_dir_and_the_key_are_private(tmp_path: Path) -> None:
 def test_the_seal_is_hmac_as_the_library_makes_it() -> None:
     key = os.urandom(KEY_BYTES)
     for payload in (b"", b"a", os.urandom(64), os.urandom(5000)):
-        frame = FrameHmac(key).close(payload)
-        assert frame == payload + hmac.digest(key, payload, "sha256")[:SEAL_BYTES]
-        assert FrameHmac(key).open(frame) == payload
+        frame = FrameHmac(key).sign(payload)
+        assert frame == payload + hmac.digest(key, payload, "sha256")[:HMAC_BYTES]
+        assert FrameHmac(key).verify(frame) == payload
 
 
 def test_a_damaged_key_is_named() -> None:
-    with pytest.raises(ValueError, match="5 bytes, not 32"):
+    with pytest.raises(ValueError, match="5 bytes, but 32 are expected"):
         FrameHmac(b"short")

@@ -132,4 +132,4 @@ def test_a_trace_that_cannot_be_written_is_said_and_ends_nothing(
     folder.write_text("no folder")
     with caplog.at_level("WARNING", "quintet"):
         Tracer(ME, folder).try_to_write()
-    assert "the trace of this process cannot be written" in caplog.text
+    assert "cannot write the trace of this process" in caplog.text

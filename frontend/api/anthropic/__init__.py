@@ -1,1 +1,1 @@
-"""Anthropic's dialect: messages."""
+"""Anthropic Messages API."""

@@ -1,4 +1,4 @@
-"""How each error looks to a client of Anthropic's dialect."""
+"""Error format of the Anthropic API."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TYPES = {
 }
 OTHER = "invalid_request_error"
 TOO_LONG = "prompt is too long: "
-"""How Anthropic's own message begins; agents that see it make their conversation shorter and try again."""
+"""Prefix of Anthropic's own message; agents compact the conversation and retry when they see it."""
 _DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
-"""By the field that was wrong: packages that hear this send the whole conversation again, without a thread."""
+"""By wrong field. Clients that read this code resend the whole conversation, without a thread."""
 
 
 def error_body(error: RequestError, request_id: str) -> bytes:

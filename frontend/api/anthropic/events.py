@@ -1,10 +1,10 @@
-"""The events of an answer in Anthropic's dialect, and the content blocks that they spell.
+"""Events of the Anthropic API, and the content blocks in them.
 
     message_start  ping  { content_block_start  content_block_delta…  content_block_stop }…  message_delta  message_stop
 
-A block is text, thinking or one call of a tool; it ends where the next begins. An event's id says where its reader is:
-tokens, characters told of the text behind them, and what the blocks were until there. Text that follows some tokens is a
-function of the tokens, so any frontend can go on in the middle of a block.
+A block is text, thinking or one tool call; it ends where the next one starts. The cursor in an event id has: tokens sent,
+characters sent of the text after them, and the blocks so far. Text after a token is a function of the tokens, so any
+frontend can resume within a block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quintet.frontend.http.http_request import Header
 from quintet.frontend.resume.resume_token import Answer
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import ids_comment
-from quintet.frontend.streams import Batch, Delta, Stream, pieces
+from quintet.frontend.streams import Batch, Delta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, FinishReason, Started
@@ -34,27 +34,27 @@ _NOTE = re.compile(r"(\d{1,6})([trscn])(?:\+(\d{1,9}))?")
 SIGNATURE_CHARS = 24
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 NO_BLOCK, SIGNED = "n", "s"
-"""Kinds beside those of text: nothing is open; thinking is, and its signature was told."""
+"""Block states in addition to the text kinds: no open block; thinking block with its signature sent."""
 KINDS: dict[int, str] = {
     Channel.CONTENT: "t",
     Channel.REASONING: "r",
     Channel.NAME: "c",
     Channel.ARGUMENTS: "c",
 }
-"""Letters of blocks in notes of positions."""
+"""Letters of block kinds in cursors."""
 DELTAS = {
     "t": b'{"type":"text_delta","text":',
     "r": b'{"type":"thinking_delta","thinking":',
     "c": b'{"type":"input_json_delta","partial_json":',
 }
 PLAIN = {kind: DELTAS[kind] for kind in ("t", "r")}
-"""Blocks of which there may be more without anything else to look at."""
+"""Kinds with text deltas that need no other state."""
 UNREADABLE_INPUT = "INVALID_JSON"
-"""Key under which a whole answer shows arguments that are no JSON object: the model erred."""
+"""Key for invalid JSON arguments in an unstreamed response."""
 
 
 class MessagesAnswer(Answer, tag="messages"):
-    """How the events of an answer are written."""
+    """Event format of a response."""
 
     request_id: str
     model: str
@@ -63,7 +63,7 @@ class MessagesAnswer(Answer, tag="messages"):
 
 
 def usage_of(started: Started | None, num_output_tokens: int) -> dict[str, int]:
-    """Return the ``usage`` object: what was read from the prefix cache is no input."""
+    """Return the ``usage`` object; cached prompt tokens are not input tokens."""
     prompt = 0 if started is None else started.num_prompt_tokens
     cached = 0 if started is None else started.num_cached_tokens
     return {
@@ -75,14 +75,14 @@ def usage_of(started: Started | None, num_output_tokens: int) -> dict[str, int]:
 
 
 def message_of(answer: MessagesAnswer, output: Output) -> dict[str, object]:
-    """Return a whole answer. Raises `RequestError` for one that was cut off."""
+    """Return an unstreamed response. Raises `RequestError` for an aborted one."""
     finish, num_tokens = output.finish, len(output.token_ids)
     is_cut = finish.reason is not FinishReason.STOP
     return {
         **_head(answer),
-        "content": list(_blocks(answer, pieces(output.text, output.spans), is_cut=is_cut)),
+        "content": list(_blocks(answer, text_spans(output.text, output.spans), is_cut=is_cut)),
         **_ending(answer, finish, num_tokens),
-        "usage": {**usage_of(output.stream.started, num_tokens), **_thinking(finish)},
+        "usage": {**usage_of(output.stream.started, num_tokens), **_thinking_usage(finish)},
     }
 
 
@@ -90,22 +90,24 @@ def _head(answer: MessagesAnswer) -> dict[str, object]:
     return {"id": f"msg_{answer.request_id}", "type": "message", "role": "assistant", "model": answer.model}
 
 
-def _thinking(finish: Finish) -> dict[str, object]:
-    """Return what the usage says of reasoning; nothing where there was none."""
+def _thinking_usage(finish: Finish) -> dict[str, object]:
+    """Return the reasoning usage; empty without reasoning tokens."""
     thinking = finish.num_reasoning_tokens
     return {"output_tokens_details": {"thinking_tokens": thinking}} if thinking else {}
 
 
 def _ending(answer: MessagesAnswer, finish: Finish, num_tokens: int) -> dict[str, object]:
-    """Return stop reason and sequence. Raises `RequestError` where no reason of this dialect says what happened."""
+    """Return stop reason and stop sequence. Raises `RequestError` for an aborted response."""
     reason, sequence = "end_turn", None
     match finish.reason:
         case FinishReason.LENGTH:
             is_whole = num_tokens >= answer.max_tokens
             reason = "max_tokens" if is_whole else "model_context_window_exceeded"
         case FinishReason.ABORT | FinishReason.ERROR:
-            raise RequestError(ErrorCode.INTERNAL, "The answer was cut off inside the server; ask again.")
-        case _ if finish.num_calls:  # however it stopped: the client has something to do
+            raise RequestError(
+                ErrorCode.INTERNAL, "The response was aborted inside the server; send the request again."
+            )
+        case _ if finish.num_calls:  # takes precedence: the client has to run the tools
             reason = "tool_use"
         case _ if isinstance(finish.stop_reason, str):
             reason, sequence = "stop_sequence", finish.stop_reason
@@ -113,22 +115,22 @@ def _ending(answer: MessagesAnswer, finish: Finish, num_tokens: int) -> dict[str
 
 
 def _signature(answer: MessagesAnswer, block: int) -> str:
-    """Name a block of thinking: clients send it back with the block, and nobody checks it."""
+    """Return the signature of a thinking block; clients send it back, and it is not checked."""
     return sha256(f"{answer.request_id}:{block}".encode()).hexdigest()[:SIGNATURE_CHARS]
 
 
-def _is_told(answer: MessagesAnswer, channel: int, call: int) -> bool:
-    """Whether a piece is told: of calls only the first, where the client wants no more."""
+def _is_sent(answer: MessagesAnswer, channel: int, call: int) -> bool:
+    """True if a piece is sent. Without parallel calls only the first call is."""
     return KINDS[channel] != "c" or call == 0 or answer.channels.parallel_calls
 
 
 def _blocks(
-    answer: MessagesAnswer, told: Iterator[tuple[int, int, str]], *, is_cut: bool
+    answer: MessagesAnswer, output_pieces: Iterator[tuple[int, int, str]], *, is_cut: bool
 ) -> Iterator[dict[str, object]]:
-    """Yield the content blocks of a whole answer; of one that ``is_cut`` not the call that was not finished."""
+    """Yield the content blocks of an unstreamed response; if it ``is_cut``, without an incomplete last call."""
     found: list[tuple[str, int, list[str]]] = []
-    for channel, call, text in told:
-        if not _is_told(answer, channel, call):
+    for channel, call, text in output_pieces:
+        if not _is_sent(answer, channel, call):
             continue
         kind = KINDS[channel]
         if channel == Channel.NAME or not found or found[-1][0] != kind:
@@ -159,41 +161,41 @@ def _input_of(arguments: str) -> dict[str, object] | None:
 
 
 class MessagesWriter:
-    """Writes the events of one streamed answer (an `AnswerWriter`)."""
+    """Writer of the events of one response (an `AnswerWriter`)."""
 
-    name, can_go_on = "", True
+    name, can_continue = "", True
     """See `quintet.frontend.resume.token_relay.RelayedWriter`."""
 
     def __init__(
         self, answer: MessagesAnswer, stream_id: StreamId | None = None, position: StreamCursor | None = None
     ) -> None:
-        """``stream_id``: events carry ids and go on after ``position``. Raises `RequestError` for one of another dialect."""
+        """``stream_id``: events have ids and start after ``position``. Raises `RequestError` for a cursor of another API."""
         self.stream_id = stream_id
-        self.tells_ids = False
-        """Whether comments before the events tell their tokens: see `quintet.frontend.resume.token_relay`."""
-        self.foretold: list[bytes] = []
-        """Such comments, of tokens that were told before this writer's first event."""
+        self.sends_ids = False
+        """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
+        self.prior_comments: list[bytes] = []
+        """Such comments for tokens sent before this writer's first event."""
         self.created: int | None = None
-        """No event says when the answer began."""
+        """No event has the start time."""
         self._answer = answer
         self._position = position or StreamCursor(1)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         num_blocks, kind, self._num_skipped = _state_of(self._position.note)
         self._set_open(num_blocks, kind)
-        self._num_beyond = self._num_skipped
-        """Characters told of what follows the tokens of the position."""
+        self._num_ahead = self._num_skipped
+        """Characters sent of the text after the cursor's tokens."""
         self._has_failed = False
 
-    # --- what an answer is made of ----------------------------------------------------------------------------
+    # --- output -----------------------------------------------------------------------------------------------
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
-        """See `AnswerWriter.write`. There is one prompt, with one choice."""
-        told = self._position
-        if self.foretold:
-            frames += self.foretold
-            self.foretold = []
-        if batch.started is not None and told.counts[0] is None:
-            told.counts[0] = 0
+        """See `AnswerWriter.write`. There is one prompt with one choice."""
+        cursor = self._position
+        if self.prior_comments:
+            frames += self.prior_comments
+            self.prior_comments = []
+        if batch.started is not None and cursor.counts[0] is None:
+            cursor.counts[0] = 0
             usage = usage_of(batch.started, 0)
             ending = {"stop_reason": None, "stop_sequence": None}
             message = {**_head(self._answer), "content": [], **ending, "usage": usage}
@@ -201,17 +203,17 @@ class MessagesWriter:
             frames.append(PING)
         num_taken = stream.choices[0].num_taken
         for delta in batch.deltas:
-            if self.tells_ids and delta.token_ids:
+            if self.sends_ids and delta.token_ids:
                 frames.append(ids_comment(0, delta.token_ids))
             if not self._is_more(delta):
                 self._write_delta(frames, delta, num_taken)
             elif delta.text:
-                told.counts[0] = num_taken
+                cursor.counts[0] = num_taken
                 head = self._event_id and b"%b%d%b" % (self._event_id, num_taken, self._note)
                 frames.append(b"%b%b%b}}\n\n" % (head, self._more, encode_json(delta.text)))
 
     def _is_more(self, delta: Delta) -> bool:
-        """Whether a delta is nothing but more of the text, or of the thinking, that is being told: most are."""
+        """True if a delta only continues the open text or thinking block: the common case."""
         if not self._more or self._num_skipped or delta.finish is not None:
             return False
         spans = delta.spans
@@ -220,16 +222,16 @@ class MessagesWriter:
         return len(spans) == 1 and KINDS[spans[0][0]] == self._kind and spans[0][2] == len(delta.text)
 
     def _write_delta(self, frames: list[bytes], delta: Delta, num_taken: int) -> None:
-        """Write what is new. The last piece of text brings the reader to the delta's last token.
+        """Write a delta. The cursor of its last text event is after the delta's last token.
 
-        Not so at the end: then comes text, too, that was held back behind these tokens until it was known that no more follow.
+        The last delta is different: its text may include characters held back for earlier tokens until the end.
         """
         unseen = list(self._unseen(delta))
-        told = (i for i, (channel, call, _) in enumerate(unseen) if _is_told(self._answer, channel, call))
-        last = max(told, default=-1) if delta.finish is None else -1
+        sent = (i for i, (channel, call, _) in enumerate(unseen) if _is_sent(self._answer, channel, call))
+        last = max(sent, default=-1) if delta.finish is None else -1
         for index, (channel, call, text) in enumerate(unseen):
-            if not _is_told(self._answer, channel, call):
-                self._num_beyond += len(text)
+            if not _is_sent(self._answer, channel, call):
+                self._num_ahead += len(text)
                 continue
             kind = KINDS[channel]
             is_name = channel == Channel.NAME
@@ -237,9 +239,9 @@ class MessagesWriter:
                 self._close_block(frames)
             if not is_name and self._kind == NO_BLOCK:
                 self._open_block(frames, kind, call, "")
-            self._num_beyond += len(text)
+            self._num_ahead += len(text)
             if index == last:
-                self._be_at(num_taken)
+                self._set_cursor(num_taken)
             if is_name:
                 self._open_block(frames, kind, call, text)
             else:
@@ -248,32 +250,32 @@ class MessagesWriter:
                     self._block_event("content_block_delta", self._num_blocks - 1, b'"delta":' + new)
                 )
         if delta.finish is None:
-            self._be_at(num_taken)
+            self._set_cursor(num_taken)
         else:
             self._close_block(frames)
             frames.append(self._finish(delta.finish, num_taken))
 
     def _finish(self, finish: Finish, num_taken: int) -> bytes:
-        """Return the event that says how the answer ended."""
+        """Return the event with the stop reason."""
         try:
             ending = _ending(self._answer, finish, num_taken)
         except RequestError as error:
             return self.failed(error)
-        self._be_at(num_taken)
+        self._set_cursor(num_taken)
         self._position.ended[0] = True
-        usage = {"output_tokens": num_taken, **_thinking(finish)}
+        usage = {"output_tokens": num_taken, **_thinking_usage(finish)}
         return self._event(
             "message_delta", b'"delta":' + encode_json(ending) + b',"usage":' + encode_json(usage)
         )
 
-    def _be_at(self, num_taken: int) -> None:
-        """Note that all text of so many tokens was told, but for what is to be skipped still."""
+    def _set_cursor(self, num_taken: int) -> None:
+        """Set the cursor after this many tokens, apart from characters still to skip."""
         self._position.counts[0] = num_taken
-        self._num_beyond = self._num_skipped
+        self._num_ahead = self._num_skipped
 
     def _unseen(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
-        """Yield the pieces of a delta, without characters that the client has from before."""
-        for channel, call, text in pieces(delta.text, delta.spans):
+        """Yield the pieces of a delta, without the characters that the client has."""
+        for channel, call, text in text_spans(delta.text, delta.spans):
             seen = min(self._num_skipped, len(text))
             self._num_skipped -= seen
             if seen < len(text):
@@ -307,7 +309,7 @@ class MessagesWriter:
         frames.append(self._block_event("content_block_stop", index))
 
     def _set_open(self, num_blocks: int, kind: str) -> None:
-        """Note what is open, and how events begin that have more of it."""
+        """Set the open block, and precompute the head of its text events."""
         self._num_blocks, self._kind = num_blocks, kind
         self._note = b".%d%b\n" % (num_blocks, kind.encode())
         self._more = b""
@@ -317,7 +319,7 @@ class MessagesWriter:
                 % (num_blocks - 1, PLAIN[kind])
             )
 
-    # --- how it begins and ends -------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------------------
 
     def tail(self, _streams: Sequence[Stream]) -> bytes:
         """See `AnswerWriter.tail`."""
@@ -329,7 +331,7 @@ class MessagesWriter:
         return b"event: error\ndata: " + error_body(error, self._answer.request_id) + b"\n\n"
 
     def silence(self) -> bytes:
-        """See `AnswerWriter.silence`. Nothing is sent before an answer's first event but a comment."""
+        """See `AnswerWriter.silence`. Before the first event only a comment is sent."""
         return PING if self._position.counts[0] is not None else sse.KEEP_ALIVE
 
     def headers(self) -> tuple[Header, ...]:
@@ -344,18 +346,18 @@ class MessagesWriter:
         return self._event(name, b'"index":%d' % index + (b"," + fields if fields else b""))
 
     def _event(self, name: str, fields: bytes = b"") -> bytes:
-        """Return an event with the id of where its reader is after it. ``fields`` is JSON besides its type."""
+        """Return an event with its cursor as id. ``fields`` is JSON, without the type."""
         data = b'{"type":"%b"%b}' % (name.encode(), b"," + fields if fields else b"")
         event = b"event: %b\ndata: %b\n\n" % (name.encode(), data)
         if not self._event_id:
             return event
-        beyond = f"+{self._num_beyond}" if self._num_beyond else ""
+        beyond = f"+{self._num_ahead}" if self._num_ahead else ""
         self._position.note = f"{self._num_blocks}{self._kind}{beyond}"
         return b"%b%b\n%b" % (self._event_id, str(self._position).encode(), event)
 
 
 def _state_of(note: str) -> tuple[int, str, int]:
-    """Return what a position's note says: blocks begun, kind of the open one, characters told beyond the tokens."""
+    """Parse a cursor's note: number of blocks, kind of the open block, characters sent after the tokens."""
     if not note:
         return 0, NO_BLOCK, 0
     match = _NOTE.fullmatch(note)

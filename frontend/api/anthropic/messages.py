@@ -1,12 +1,12 @@
-"""POST /v1/messages, and what is asked of such a request: /v1/messages/render and /v1/messages/count_tokens."""
+"""POST /v1/messages, /v1/messages/render and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter, message_of
-from quintet.frontend.api.anthropic.parse import THEIR_NAMES, chat_body
+from quintet.frontend.api.anthropic.parse import CLIENT_NAMES, chat_body
 from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat import (
@@ -20,7 +20,7 @@ from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import claim_for
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
@@ -33,7 +33,7 @@ _count_decoder = msgspec.json.Decoder(CountTokensBody)
 
 
 async def messages(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /v1/messages."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     chat, conversation, params, reading = _checked(body, config)
@@ -42,7 +42,7 @@ async def messages(service: Service, exchange: HttpRequest) -> None:
     answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(chat, exchange)
-    seeds, position, begun = behind(exchange.begun, 1, 1)
+    seeds, position, received = resume_state(exchange.partial_response, 1, 1)
     submissions = submit_all(
         service,
         body,
@@ -50,23 +50,23 @@ async def messages(service: Service, exchange: HttpRequest) -> None:
         params,
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
-        limit_gives_way=True,  # required by the dialect, so it says little: the context is a limit too
+        limit_gives_way=True,  # max_tokens is required by the API; the context length limits too
         claim=claim,
         reading=reading,
         session=session_of(exchange),
-        begun=begun,
+        received=received,
         seeds=seeds,
     )
     if body.stream:
         writer = MessagesWriter(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, writer, submissions))
+        await stream_answer(service, exchange, submissions, with_relay(exchange, writer, submissions))
     else:
-        (output,) = await whole_answer(exchange, submissions)
+        (output,) = await collect_outputs(exchange, submissions)
         await exchange.respond_json(message_of(answer, output))
 
 
 async def render_messages(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the conversation's request in ids."""
+    """Handle POST /v1/messages/render: return the request in token ids."""
     body = await parse.read_body(service, exchange, _decoder)
     chat, conversation, params, _ = _checked(body, service.config)
     await respond_rendered(service, exchange, chat, conversation.prompt, params, "messages")
@@ -75,18 +75,18 @@ async def render_messages(service: Service, exchange: HttpRequest) -> None:
 def _checked(
     body: MessagesBody, config: EngineConfig
 ) -> tuple[ChatBody, Conversation, SamplingParams, OutputParsing | None]:
-    """Return the request as the chat dialect spells it, and what that comes to."""
+    """Return the request as a chat body, and its conversation, parameters and output parsing."""
     chat, translation = chat_body(body)
     if body.thinking is not None and config.model.parsers.thinks is not None:
         chat.thinking_token_budget = body.thinking.budget_tokens
     try:
         return chat, *checked_chat(chat, config, translation)
     except RequestError as error:
-        raise parse.renamed(error, THEIR_NAMES) from None
+        raise parse.renamed(error, CLIENT_NAMES) from None
 
 
 async def count_tokens(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the tokens of the prompt that a request would have."""
+    """Handle POST /v1/messages/count_tokens."""
     config = service.config
     body = await parse.read_body(service, exchange, _count_decoder)
     chat, translation = chat_body(body)

@@ -1,7 +1,7 @@
-"""From the bodies of Anthropic's dialect to what chat templates and parameters are made of: a `ChatBody`.
+"""Translates bodies of the Anthropic API to a `ChatBody`.
 
-Chat templates are written for OpenAI's messages: a turn of blocks becomes one message, or several where it holds results of
-tools. What a model without images or servers of its own cannot do is refused here, by the name it has in this dialect.
+Chat templates expect OpenAI's messages: a turn of content blocks becomes one message, or several with tool results.
+Unsupported features are rejected here, under their Anthropic names.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ ROLES = ("user", "assistant", "system")
 MIN_THINKING = 1024
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 THINKING_KWARGS = ("enable_thinking", "thinking")
-"""The names by which chat templates read whether the model shall reason."""
-THEIR_NAMES = {
+"""Template variables that turn reasoning on and off."""
+CLIENT_NAMES = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
 }
-"""Of fields, by those of the chat dialect."""
+"""Anthropic field names, by chat field name."""
 
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "_tool_result", "container_upload", "fallback")
-"""Ends of the types of blocks that tools of Anthropic's servers wrote."""
+"""Suffixes of block types that tools of Anthropic's servers write."""
 
 Message = dict[str, Any]
 FieldT = TypeVar("FieldT")
@@ -67,16 +67,16 @@ _output_format = msgspec.json.Decoder(_OutputFormat)
 
 @dataclass(slots=True)
 class _Reader:
-    """What is known of a conversation while its turns are read."""
+    """State while reading a conversation's turns."""
 
     tools: Mapping[str, OfferedTool]
     names: dict[str, str] = field(default_factory=dict)
-    """Of the tools that were called, by the id of the call."""
+    """Names of called tools, by call id."""
 
 
 def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
-    """Return the same request as the chat dialect spells it. Raises `RequestError`."""
-    _refuse_unsupported(body)
+    """Translate a request to a chat body. Raises `RequestError`."""
+    _reject_unsupported(body)
     tools = _tools(body.tools or ())
     shown_tools = [tool for tool in tools if not tool.is_deferred]
     messages, places = messages_of(body.system, body.messages, tools)
@@ -85,7 +85,7 @@ def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
         model=body.model,
         chat_template_kwargs=_template_kwargs(body),
     )
-    if messages[-1]["role"] == "assistant":  # the answer goes on with it
+    if messages[-1]["role"] == "assistant":  # assistant prefill: the response continues it
         chat.continue_final_message = True
     choice = None if body.tool_choice is None else _choice(body.tool_choice)
     if shown_tools:
@@ -112,9 +112,9 @@ def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
 def messages_of(
     system: str | Sequence[Block] | None, turns: Sequence[Turn], tools: Sequence[OfferedTool] = ()
 ) -> tuple[list[Message], list[str]]:
-    """Return the messages of a conversation as chat templates know them, and where each stands in the body.
+    """Return a conversation as chat messages, and each one's place in the body.
 
-    Neighbours of one role become one, but for system messages, which chat templates take in different ways.
+    Adjacent messages of one role are merged, except system messages, which templates treat differently.
     """
     if not turns:
         raise parse.invalid("messages is []; it must hold at least one message.", "messages")
@@ -140,15 +140,15 @@ def messages_of(
     last = found[-1]
     if last["role"] == "assistant" and ("tool_calls" in last or not last["content"]):
         raise parse.invalid(
-            "messages ends with an assistant's message that is no text; send the result of each tool_use as a "
-            "tool_result in a user's message after it.",
+            "messages ends with an assistant message without text; append the result of each tool_use as a "
+            "tool_result block of a user message.",
             "messages",
         )
     return found, places
 
 
 def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
-    """Return what one turn becomes."""
+    """Return the chat messages of one turn."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     if turn.role == "assistant":
@@ -179,7 +179,7 @@ def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
 
 
 def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
-    """Return one message: its text, reasoning and calls."""
+    """Return one message with text, reasoning and calls."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Message] = []
@@ -189,7 +189,7 @@ def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
             case "thinking":
                 thoughts.append(_given(block.thinking, f"{at}.thinking"))
             case "redacted_thinking":
-                pass  # nobody but who wrote it can read it
+                pass  # encrypted for Anthropic's models
             case "tool_use":
                 call = _given(block.id, f"{at}.id")
                 name = reader.names[call] = _given(block.name, f"{at}.name")
@@ -207,7 +207,7 @@ def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
 
 
 def _join(message: Message, more: Message) -> None:
-    """Append a message of the same role."""
+    """Merge a message of the same role."""
     message["content"] = "\n".join(filter(None, (message["content"], more["content"])))
     if "reasoning_content" in more:
         before = message.get("reasoning_content")
@@ -226,7 +226,7 @@ def _text(content: str | Sequence[Block] | Block, where: str, reader: _Reader) -
 
 
 def _text_of(block: Block, where: str, reader: _Reader) -> list[str]:
-    """Return the text of a block; none of one that a server's tool wrote. Raises `RequestError` for other blocks."""
+    """Return a block's texts; empty for server tools' blocks. Raises `RequestError` for unsupported blocks."""
     match block.type:
         case "text":
             return [_given(block.text, f"{where}.text")]
@@ -245,30 +245,30 @@ def _text_of(block: Block, where: str, reader: _Reader) -> list[str]:
         case "compaction":
             return [_text(block.content or "", f"{where}.content", reader)]
         case "image":
-            raise parse.not_implemented(f"{where}: a block of type image", "models that see", "Send text.")
+            raise parse.not_implemented(f"{where}: a block of type image", "image input", "Send text.")
     if block.type.endswith(SERVER_BLOCKS):
-        _log.info("%s, a block of type %s, is left out: another server's tools wrote it", where, block.type)
+        _log.info("%s, a block of type %s, was skipped: it is of another server's tool", where, block.type)
         return []
     raise parse.not_implemented(
         f"{where}: a block of type {shown(block.type)}",
-        "blocks of that type here",
-        "It takes text; in an assistant's message also thinking and tool_use, in a user's also tool_result.",
+        "content blocks of that type",
+        "Send text; in assistant messages also thinking and tool_use, in user messages also tool_result.",
     )
 
 
 def _reference(name: str, reader: _Reader) -> str:
-    """Return the text that tells the model of a tool: its definition, where the template does not show it."""
+    """Return the text that announces a tool: its definition, if the template does not show it."""
     tool = reader.tools.get(name)
     return f"Tool available: {name if tool is None or not tool.is_deferred else tool.definition()}"
 
 
 def _document(block: Block, where: str) -> str:
-    """Return a document that is plain text, under its title."""
+    """Return a plain-text document with its title."""
     source = decode_part(block.source, _source, f"{where}.source")
     if source.type != "text" or source.data is None:
         raise parse.not_implemented(
-            f"{where}: a document whose source is {shown(source.type)}",
-            "a reader of files",
+            f"{where}: a document with a source of type {shown(source.type)}",
+            "file input",
             "Send its text: a source of type text, with media_type text/plain.",
         )
     return f"{block.title}\n{source.data}" if block.title else source.data
@@ -306,29 +306,29 @@ def _choice(choice: ToolChoice) -> str | dict[str, msgspec.Raw]:
 
 
 def _format(raw: RawField, name: str) -> ResponseFormat | None:
-    """Return the form of the output as the chat dialect spells it."""
+    """Translate the output format."""
     if not parse.json_of(raw):
         return None
-    asked = decode_part(raw, _output_format, name)
-    if asked.type != "json_schema":
-        raise parse.invalid(f"{name}.type is {shown(asked.type)}; it must be 'json_schema'.", name)
-    schema: dict[str, msgspec.Raw] = decode_part(asked.schema, _mapping, f"{name}.schema")
+    sent_format = decode_part(raw, _output_format, name)
+    if sent_format.type != "json_schema":
+        raise parse.invalid(f"{name}.type is {shown(sent_format.type)}; it must be 'json_schema'.", name)
+    schema: dict[str, msgspec.Raw] = decode_part(sent_format.schema, _mapping, f"{name}.schema")
     named = {"name": "output", "schema": schema, "strict": True}
-    return ResponseFormat(type=asked.type, json_schema=msgspec.Raw(encode_json(named)))
+    return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
 
 
 def _check_thinking(thinking: ThinkingChoice | None, max_tokens: int) -> None:
     budget = None if thinking is None else thinking.budget_tokens
     if budget is not None and not MIN_THINKING <= budget < max_tokens:
         raise parse.invalid(
-            f"thinking.budget_tokens is {shown(budget)}; it must be at least {MIN_THINKING} and less than max_tokens, which "
-            f"is {shown(max_tokens)}.",
+            f"thinking.budget_tokens is {shown(budget)}; it must be at least {MIN_THINKING} and less than max_tokens "
+            f"({shown(max_tokens)}).",
             "thinking",
         )
 
 
 def _template_kwargs(body: ConversationBody) -> msgspec.Raw:
-    """Return the arguments of the chat template: the request's own, and whether the model shall reason."""
+    """Return the chat template arguments: the request's own, and the reasoning switch."""
     kwargs: dict[str, Any] = {}
     if body.thinking is not None:
         if body.thinking.type not in THINKING:
@@ -343,17 +343,18 @@ def _template_kwargs(body: ConversationBody) -> msgspec.Raw:
     return msgspec.Raw(encode_json(kwargs))
 
 
-def _refuse_unsupported(body: ConversationBody) -> None:
+def _reject_unsupported(body: ConversationBody) -> None:
     if body.response_format is not None and body.response_format.type != "text":
         raise parse.invalid(
-            "response_format is of chat completions; send output_config.format here.", "response_format"
+            "response_format is a field of chat completions; send output_config.format instead.",
+            "response_format",
         )
-    if parse.json_of(body.thread):  # without it, the next request would hold nothing but its last turn
+    if parse.json_of(body.thread):  # the client's next request would contain only the last turn
         raise parse.invalid(
-            "thread was sent, but this server keeps no conversations; send the whole conversation each time, without "
+            "thread is not supported, because this server stores no threads; send the whole conversation without "
             "thread.",
             "thread",
         )
     for name, raw in (("mcp_servers", body.mcp_servers), ("container", body.container)):
         if parse.json_of(raw) not in {b"", b"[]"}:
-            raise parse.not_implemented(name, "servers of tools", "Run the tools, and send their results.")
+            raise parse.not_implemented(name, "server-side tools", "Run the tools, and send their results.")

@@ -1,6 +1,6 @@
-"""The bodies of Anthropic's dialect, as clients send them: names, types and (in docstrings) ranges.
+"""Bodies of the Anthropic API: fields, types and (in docstrings) ranges.
 
-Unknown fields are ignored; known ones that are not implemented are refused by `quintet.frontend.api.anthropic.parse`.
+Unknown fields are ignored; unsupported ones are rejected by `quintet.frontend.api.anthropic.parse`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quintet.frontend.api.openai.types import FormFields, RawField
 
 
 class ReferencedTool(msgspec.Struct, kw_only=True):
-    """The tool of a tool_addition: a reference by name."""
+    """Tool reference of a tool_addition."""
 
     type: str | None = None
     name: str | None = None
@@ -20,12 +20,11 @@ class ReferencedTool(msgspec.Struct, kw_only=True):
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A content block: ``type`` says which of the other fields it has. ``cache_control`` is accepted and says nothing here:
-    beginnings are cached by themselves."""
+    """A content block; ``type`` selects the other fields. ``cache_control`` is accepted and ignored: all prefixes are cached."""
 
     type: str
     """text, thinking, redacted_thinking, tool_use, tool_result, tool_reference, tool_addition, search_result, or document with a
-    source of plain text. Blocks of tools that Anthropic's servers ran are skipped."""
+    plain text source. Blocks of Anthropic's server tools are skipped."""
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
@@ -49,33 +48,33 @@ class Turn(msgspec.Struct, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """Whether tools are called."""
+    """Tool choice."""
 
     type: str
     """auto, any, tool or none."""
     name: str | None = None
-    """Of the tool, with ``type`` tool."""
+    """Tool name, for ``type`` tool."""
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingChoice(msgspec.Struct, kw_only=True):
-    """Whether the model reasons before it answers, where its template lets one choose."""
+    """Reasoning switch, for templates that have one."""
 
     type: str
     """enabled, adaptive, between_tools or disabled."""
     budget_tokens: int | None = None
-    """At least 1024, and less than ``max_tokens``."""
+    """At least 1024 and less than ``max_tokens``."""
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """How much effort an answer is worth, and its form."""
+    """Reasoning effort and output format."""
 
     effort: str | None = None
     format: RawField = msgspec.UNSET
 
 
 class ConversationBody(FormFields, kw_only=True):
-    """Fields that POST /v1/messages and /v1/messages/count_tokens share."""
+    """Fields shared by POST /v1/messages and /v1/messages/count_tokens."""
 
     model: str | None = None
     messages: list[Turn]
@@ -85,7 +84,7 @@ class ConversationBody(FormFields, kw_only=True):
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
     output_format: RawField = msgspec.UNSET
-    """As ``output_config.format``: its older name."""
+    """Older name of ``output_config.format``."""
     chat_template_kwargs: RawField = msgspec.UNSET
     mcp_servers: RawField = msgspec.UNSET
     container: RawField = msgspec.UNSET
@@ -96,7 +95,7 @@ class MessagesBody(ConversationBody, kw_only=True):
     """POST /v1/messages."""
 
     max_tokens: int
-    """An upper bound: an answer ends at the end of the model's context too."""
+    """Upper bound; the context length limits too."""
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -106,7 +105,7 @@ class MessagesBody(ConversationBody, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
-    """Seconds after which the answer is of no use any more: more than 0."""
+    """Deadline in seconds; more than 0."""
 
 
 class CountTokensBody(ConversationBody, kw_only=True):
@@ -114,16 +113,16 @@ class CountTokensBody(ConversationBody, kw_only=True):
 
 
 class MessagesErrorDetail(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What went wrong: what was sent, what is allowed, how to fix it."""
+    """Error message and type."""
 
     type: str
     message: str
     details: dict[str, str] | None = None
-    """What packages act upon."""
+    """Codes that client libraries act on."""
 
 
 class MessagesErrorBody(msgspec.Struct, kw_only=True):
-    """The body of every error of this dialect."""
+    """Body of every error of this API."""
 
     type: str
     error: MessagesErrorDetail

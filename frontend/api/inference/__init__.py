@@ -1,1 +1,1 @@
-"""Ids in, ids out."""
+"""Token-in, token-out API."""

@@ -1,16 +1,16 @@
-"""POST /inference/v1/generate: token ids in, token ids out, for those who bring a tokenizer of their own."""
+"""POST /inference/v1/generate: token ids in, token ids out, for clients with their own tokenizer."""
 
 from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.inference.types import GenerateBody
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
     AnswerOptions,
+    ChunkFormat,
     ChunkWriter,
-    Shape,
     encode_json,
     finish_name,
     options_of,
@@ -23,7 +23,7 @@ from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import Answer, claim_for
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
@@ -33,13 +33,13 @@ _fields_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 class GenerateAnswer(Answer, tag="generate"):
-    """How the events of an answer in ids are written."""
+    """Event format of a response in token ids."""
 
     options: AnswerOptions
 
 
 async def generate(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /inference/v1/generate."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     fields = sampling_fields(body)
@@ -55,8 +55,8 @@ async def generate(service: Service, exchange: HttpRequest) -> None:
     answer = GenerateAnswer(1, params.n, interval, options)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(fields, exchange)
-    _refuse_missing(body, fields)
-    seeds, position, begun = behind(exchange.begun, params.n, 1)
+    _reject_unsupported(body, fields)
+    seeds, position, received = resume_state(exchange.partial_response, params.n, 1)
     submissions = submit_all(
         service,
         body,
@@ -68,26 +68,28 @@ async def generate(service: Service, exchange: HttpRequest) -> None:
         claim=claim,
         interval=interval,
         session=session_of(exchange),
-        begun=begun,
+        received=received,
         seeds=seeds,
     )
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
+        await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
-        outputs = await whole_answer(exchange, submissions)
-        await exchange.respond_json(_whole(outputs, submissions, options))
+        outputs = await collect_outputs(exchange, submissions)
+        await exchange.respond_json(_response_json(outputs, submissions, options))
 
 
 def sampling_fields(body: GenerateBody) -> CompletionBody:
-    """Return the body's sampling parameters, and what of it concerns them, as another endpoint takes them."""
+    """Return the body's sampling parameters as fields of a completion request."""
     fields = CompletionBody()
     given = parse.json_of(body.sampling_params)
     if given:
         if not given.startswith(b"{"):
-            raise parse.invalid("sampling_params is no object; send one, or leave it out.", "sampling_params")
+            raise parse.invalid(
+                "sampling_params must be an object; send one, or leave it out.", "sampling_params"
+            )
         fields = parse.decode(given, _fields_decoder)
-    fields.echo = fields.detokenize = None  # ids are all there is
+    fields.echo = fields.detokenize = None  # the response has no text
     for name in GenerateBody.__struct_fields__:
         if name in CompletionBody.__struct_fields__:
             setattr(fields, name, getattr(body, name))
@@ -95,22 +97,22 @@ def sampling_fields(body: GenerateBody) -> CompletionBody:
 
 
 def _params(fields: CompletionBody, config: EngineConfig) -> SamplingParams:
-    """Return the checked parameters. Text is made only where stop strings are looked for in it."""
+    """Return the checked parameters. Output is detokenized only for stop strings."""
     model = config.model
     params = parse.sampling_params(fields, model, max_tokens=fields.max_tokens, logprobs=fields.logprobs)
     params.detokenize = bool(params.stop)
     return parse.checked(params, config.frontend.max_logprobs, model, {})
 
 
-def _refuse_missing(body: GenerateBody, fields: CompletionBody) -> None:
+def _reject_unsupported(body: GenerateBody, fields: CompletionBody) -> None:
     for name, raw in (("features", body.features), ("content_parts", body.content_parts)):
         if parse.json_of(raw) not in {b"", b"{}", b"[]"}:
             raise parse.not_implemented(name, "input other than text", "Leave it out.")
-    parse.refuse_missing(fields)
-    parse.refuse_search(fields)
+    parse.reject_unsupported(fields)
+    parse.reject_search(fields)
 
 
-SHAPE = Shape(
+SHAPE = ChunkFormat(
     head=lambda options: {"request_id": options.response_id},
     open=b'"token_ids":',
     close=b"",
@@ -125,11 +127,13 @@ SHAPE = Shape(
 def writer(
     answer: GenerateAnswer, stream_id: StreamId | None, position: StreamCursor | None = None
 ) -> ChunkWriter:
-    """Return who writes the events of an answer."""
+    """Return the event writer of a response."""
     return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
 
 
-def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptions) -> dict[str, object]:
+def _response_json(
+    outputs: list[Output], submissions: Submissions, options: AnswerOptions
+) -> dict[str, object]:
     started = submissions.streams[0].started
     return {
         "request_id": options.response_id,

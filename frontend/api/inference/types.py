@@ -1,4 +1,4 @@
-"""The body of a request in token ids, as clients send it."""
+"""Request and response bodies of the token-in, token-out API."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     """POST /inference/v1/generate."""
 
     token_ids: list[int]
-    """The prompt."""
+    """Prompt."""
     sampling_params: RawField = msgspec.UNSET
-    """An object with the fields of completions that say how to choose the output, and when to end it."""
+    """Object with the sampling and stop fields of completions."""
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -29,7 +29,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 
 class GeneratedChoice(msgspec.Struct, kw_only=True):
-    """One choice of an answer in ids."""
+    """One choice of a response in token ids."""
 
     index: int = 0
     token_ids: list[int] | None = None
@@ -39,13 +39,13 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
 
 
 class GeneratedUsage(msgspec.Struct):
-    """What of an answer's usage its tokens do not tell."""
+    """Usage that cannot be counted from the output."""
 
     prompt_tokens: int = 0
 
 
 class Generated(msgspec.Struct, kw_only=True):
-    """A whole answer of `/inference/v1/generate`."""
+    """Unstreamed response of `/inference/v1/generate`."""
 
     choices: list[GeneratedChoice]
     request_id: str | None = None
@@ -58,7 +58,7 @@ class DerenderChatBody(msgspec.Struct, kw_only=True):
 
     generate_response: Generated
     chat_request: RawField = msgspec.UNSET
-    """The request that was rendered. Without it the text is content, whatever it holds."""
+    """The rendered chat request. Without it all output is content."""
     prompt_tokens: int | None = None
     model: str | None = None
     stream: bool | None = None
@@ -68,9 +68,9 @@ class DerenderCompletionBody(msgspec.Struct, kw_only=True):
     """POST /v1/completions/derender."""
 
     generate_responses: list[Generated]
-    """One for each prompt."""
+    """One per prompt."""
     completion_request: RawField = msgspec.UNSET
     prompt_tokens: list[int] | None = None
-    """Of each prompt."""
+    """One per prompt."""
     model: str | None = None
     stream: bool | None = None

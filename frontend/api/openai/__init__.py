@@ -1,1 +1,1 @@
-"""OpenAI's dialect: completions, chats, and what vLLM adds to them."""
+"""OpenAI completions and chat APIs, with vLLM's extensions."""

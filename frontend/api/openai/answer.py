@@ -1,6 +1,6 @@
-"""What answers of the OpenAI dialect are made of: the part completions and chat have in common.
+"""Response parts shared by completions and chat of the OpenAI API.
 
-The hot path is `ChunkWriter.write`: an event is a prefix made once per choice, the text as JSON, and a suffix.
+`ChunkWriter.write` is the hot path: an event is a prefix made once per choice, the text as JSON, and a suffix.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
 from quintet.wire.params import SamplingParams
 
-USAGE_TOLD = "u"
-"""`StreamCursor.note` once the usage was told."""
+USAGE_SENT = "u"
+"""`StreamCursor.note` after the usage event."""
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -39,20 +39,20 @@ _FINISH_NAMES = {
 
 
 def reason_named(name: str | None) -> FinishReason | None:
-    """Return the reason that is told by this name; None where there is none."""
+    """Return the finish reason of this name, or None."""
     if name == "tool_calls":
         return FinishReason.STOP
     return next((reason for reason, known in _FINISH_NAMES.items() if known == name), None)
 
 
 def finish_name(finish: Finish) -> str:
-    """Return why a choice ended, in this dialect's words."""
+    """Return the finish reason's name in the OpenAI API."""
     has_called = finish.num_calls > 0 and finish.reason is FinishReason.STOP
     return "tool_calls" if has_called else _FINISH_NAMES[finish.reason]
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer carries besides text."""
+    """Fields of a response in addition to text."""
 
     response_id: str
     created: int
@@ -63,24 +63,24 @@ class AnswerOptions(msgspec.Struct, frozen=True, array_like=True):
     continuous_usage: bool = False
     logprobs: int | None = None
     max_alternatives: int = 0
-    """Tokens shown at each position besides the chosen one."""
+    """Alternatives per position, without the chosen token."""
     tokens_as_ids: bool = False
-    """Spell tokens as ``token_id:7`` in log-probabilities."""
+    """Format tokens in log-probabilities as ``token_id:7``."""
     return_token_ids: bool = False
     echo: bool = False
     echo_only: bool = False
-    """The prompt was asked for and nothing else (``max_tokens: 0``): what was generated is not shown."""
+    """Only the prompt is returned (``max_tokens: 0``); generated tokens are dropped."""
 
 
 def options_of(
     id_prefix: str, body: GenerationBody, params: SamplingParams, exchange: HttpRequest, config: EngineConfig
 ) -> AnswerOptions:
-    """Return what the client asked for besides text, or the server adds; its id begins with ``id_prefix``."""
+    """Return the response options of a request; the response id starts with ``id_prefix``."""
     wanted, as_ids = body.stream_options, body.return_tokens_as_token_ids
     include_usage = config.frontend.force_include_usage or (wanted is not None and bool(wanted.include_usage))
     return AnswerOptions(
         response_id=f"{id_prefix}-{parse.request_id(body, exchange)}",
-        created=int(time.time()) if exchange.begun is None else exchange.begun.created,
+        created=int(time.time()) if exchange.partial_response is None else exchange.partial_response.created,
         model=config.model.served_names[0],
         num_choices=params.n,
         include_usage=include_usage,
@@ -95,7 +95,7 @@ def options_of(
 
 
 def running_usage(started: Started, num_outputs: int) -> dict[str, object]:
-    """Return the ``usage`` object of an event in the middle of a stream."""
+    """Return the ``usage`` object of an event within a stream."""
     prompt = started.num_prompt_tokens
     return {"prompt_tokens": prompt, "total_tokens": prompt + num_outputs, "completion_tokens": num_outputs}
 
@@ -103,7 +103,7 @@ def running_usage(started: Started, num_outputs: int) -> dict[str, object]:
 def usage_of(
     streams: Sequence[Stream], echo_only: bool = False, streams_per_prompt: int = 1
 ) -> dict[str, object]:
-    """Return the ``usage`` object of an answer. streams_per_prompt: as in `quintet.frontend.api.answer.Submissions`."""
+    """Return the ``usage`` object. ``streams_per_prompt``: see `quintet.frontend.api.answer.Submissions`."""
     prompt = completion = cached = 0
     is_read = False
     for number, stream in enumerate(streams):
@@ -126,7 +126,7 @@ def usage_of(
 
 
 def head_of(object_name: str) -> Callable[[AnswerOptions], dict[str, object]]:
-    """Return how events of this kind begin in OpenAI's own streams."""
+    """Return the function for the head fields of events."""
     return lambda options: {
         "id": options.response_id,
         "object": object_name,
@@ -136,55 +136,55 @@ def head_of(object_name: str) -> Callable[[AnswerOptions], dict[str, object]]:
 
 
 def token_ids_json(token_ids: Sequence[int] | None) -> bytes:
-    """Return a choice's ``token_ids`` as JSON that goes on."""
+    """Return the JSON field ``token_ids`` of a choice, with a leading comma."""
     return b',"token_ids":' + (b"null" if token_ids is None else encode_json(list(token_ids)))
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How a dialect spells one choice of a streamed chunk."""
+class ChunkFormat:
+    """JSON format of one choice of a streamed chunk."""
 
     head: Callable[[AnswerOptions], dict[str, object]]
-    """What every event begins with, before its choices."""
+    """Head fields of every event, before its choices."""
     open: bytes
-    """Before the text."""
+    """JSON before the text."""
     close: bytes
-    """After the text."""
+    """JSON after the text."""
     plain_end: bytes
-    """The rest of a choice that has neither log-probabilities nor a finish."""
+    """Rest of a choice without log-probabilities and finish."""
     logprobs: Callable[[Sequence[PositionLogprobs], AnswerOptions], object]
     ids: Callable[[Sequence[int] | None, bytes], bytes]
-    """What an event's choice says of ids at its end, as JSON that goes on: of its tokens (None: not asked for), and its
-    prompt's (int32; empty: nothing to tell)."""
+    """Id fields at the end of a choice, with a leading comma: its tokens (None: not requested), and its prompt's (int32;
+    empty: none)."""
     on_start: Callable[[ChunkWriter, int, Started], list[bytes]]
-    """The events that come before the text of a choice, given its index."""
+    """Events before the text of a choice, given its index."""
     channels: Callable[[int, Delta], bytes] | None = None
-    """What stands in the place of ``open``, text and ``close`` where text is told by channels, given the choice's index;
-    nothing when there is nothing to tell."""
+    """Replaces ``open``, text and ``close`` if the text has channels, given the choice's index; empty if there is nothing to
+    send."""
 
 
 class ChunkWriter:
-    """Writes the events of one streamed answer."""
+    """Writer of the events of one response."""
 
-    name, can_go_on = "", True
+    name, can_continue = "", True
     """See `quintet.frontend.resume.token_relay.RelayedWriter`."""
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ChunkFormat,
         options: AnswerOptions,
         num_prompts: int,
         stream_id: StreamId | None = None,
         position: StreamCursor | None = None,
     ) -> None:
-        """``stream_id``: events carry ids and go on after ``position`` (default: from the beginning)."""
+        """``stream_id``: events have ids and start after ``position`` (default: at the start)."""
         self.stream_id = stream_id
         self.streams_per_prompt = 1
-        """As in `Submissions`."""
-        self.tells_ids = False
-        """Whether comments before the events tell their tokens: see `quintet.frontend.resume.token_relay`."""
-        self.foretold: list[bytes] = []
-        """Such comments, of tokens that were told before this writer's first event."""
+        """See `Submissions`."""
+        self.sends_ids = False
+        """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
+        self.prior_comments: list[bytes] = []
+        """Such comments for tokens sent before this writer's first event."""
         self.created: int | None = options.created
         self._position = position or StreamCursor(num_prompts * options.num_choices)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
@@ -198,67 +198,67 @@ class ChunkWriter:
         no_usage = b',"usage":null' if options.include_usage else b""
         self._end = b"]" + no_usage + b"}\n\n"
         self._plain_tail = shape.close + shape.plain_end + b"}" + self._end
-        self._tells_tokens = (
+        self._has_token_fields = (
             options.logprobs is not None
             or options.return_token_ids
             or options.continuous_usage
             or options.echo_only
         )
-        self._is_plain = not self._tells_tokens and shape.channels is None
+        self._is_plain = not self._has_token_fields and shape.channels is None
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`."""
         n = self.options.num_choices
         base = position * n
-        told = self._position
-        if self.foretold:
-            frames += self.foretold
-            self.foretold = []
+        cursor = self._position
+        if self.prior_comments:
+            frames += self.prior_comments
+            self.prior_comments = []
         if batch.started is not None:
             for index in range(base, base + n):
-                if told.counts[index] is None:
+                if cursor.counts[index] is None:
                     frames += self._start(index, batch.started)
         is_plain, prefixes, tail = self._is_plain, self._prefixes, self._plain_tail
         for delta in batch.deltas:
             index = base + delta.choice
-            told.counts[index] = stream.choices[delta.choice].num_taken
-            if self.tells_ids and delta.token_ids:
+            cursor.counts[index] = stream.choices[delta.choice].num_taken
+            if self.sends_ids and delta.token_ids:
                 frames.append(ids_comment(index, delta.token_ids))
             if is_plain and delta.finish is None:
                 if delta.text:
                     frame = prefixes[index] + encode_json(delta.text) + tail
                     frames.append(self._identified(frame) if self._event_id else frame)
             else:
-                told.ended[index] = delta.finish is not None
+                cursor.ended[index] = delta.finish is not None
                 full = self._full(base, stream, delta)
                 if full is not None:
                     frames.append(self._identified(full))
 
     def _start(self, index: int, started: Started) -> list[bytes]:
-        """Return the events that come before the text of a choice; its beginning is told with the last of them."""
+        """Return the events before a choice's text; the cursor passes its start with the last of them."""
         *first, last = self.shape.on_start(self, index, started) or [b""]
         frames = [self._identified(frame) for frame in first]
         self._position.counts[index] = 0
         return [*frames, self._identified(last)] if last else frames
 
     def _identified(self, frame: bytes) -> bytes:
-        """Return an event with the id of where its reader is after it."""
+        """Return an event with its cursor as id."""
         if not self._event_id:
             return frame
-        told = self._position
-        if len(told.counts) == 1 and not told.ended[0] and told.counts[0] is not None:
-            return b"%b%d\n%b" % (self._event_id, told.counts[0], frame)
-        return b"%b%b\n%b" % (self._event_id, str(told).encode(), frame)
+        cursor = self._position
+        if len(cursor.counts) == 1 and not cursor.ended[0] and cursor.counts[0] is not None:
+            return b"%b%d\n%b" % (self._event_id, cursor.counts[0], frame)
+        return b"%b%b\n%b" % (self._event_id, str(cursor).encode(), frame)
 
     def _full(self, base: int, stream: Stream, delta: Delta) -> bytes | None:
-        """Return an event with everything the client asked for, or None when there is nothing to tell."""
+        """Return an event with every requested field, or None if there is nothing to send."""
         options = self.options
         text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs
         if options.echo_only:
             text, token_ids, positions = "", (), []
         body = None if self.shape.channels is None else self.shape.channels(base + delta.choice, delta)
         is_empty = not text if body is None else not body
-        if delta.finish is None and is_empty and not (token_ids and self._tells_tokens):
+        if delta.finish is None and is_empty and not (token_ids and self._has_token_fields):
             return None
         usage, started = None, stream.started
         num_taken = stream.choices[delta.choice].num_taken
@@ -277,7 +277,7 @@ class ChunkWriter:
         )
 
     def usage_at_start(self, started: Started) -> object:
-        """Return the usage that the events before any text tell, or None where they tell none."""
+        """Return the usage of events before any text, or None."""
         return running_usage(started, 0) if self.options.continuous_usage else None
 
     def chunk(
@@ -310,7 +310,7 @@ class ChunkWriter:
         )
 
     def raw_choice(self, choice: bytes, after: bytes = b"", usage: object = None) -> bytes:
-        """Return an event with one choice spelled by the dialect; ``after`` is JSON added to the chunk."""
+        """Return an event with one choice in API-specific JSON; ``after`` is JSON added to the chunk."""
         return self._head + choice + b"]" + after + self._end_with(usage)[1:]
 
     def _end_with(self, usage: object) -> bytes:
@@ -331,9 +331,9 @@ class ChunkWriter:
         return sse.KEEP_ALIVE
 
     def tail(self, streams: Sequence[Stream]) -> bytes:
-        """Return what ends the stream: usage when asked for, and ``[DONE]``."""
-        if not self.options.include_usage or self._position.note == USAGE_TOLD:
+        """Return the end of the stream: usage if requested, and ``[DONE]``."""
+        if not self.options.include_usage or self._position.note == USAGE_SENT:
             return sse.DONE
-        self._position.note = USAGE_TOLD
+        self._position.note = USAGE_SENT
         usage = encode_json(usage_of(streams, self.options.echo_only, self.streams_per_prompt))
         return self._identified(self._head + b'],"usage":' + usage + b"}\n\n") + sse.DONE

@@ -1,10 +1,10 @@
-"""POST /v1/chat/completions/batch: several conversations in one request, all with its parameters, answered together."""
+"""POST /v1/chat/completions/batch: several conversations in one request, with shared parameters."""
 
 from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, submit_all, whole_answer
+from quintet.frontend.api.answer import Output, collect_outputs, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import options_of, usage_of
 from quintet.frontend.api.openai.chat import (
@@ -15,7 +15,7 @@ from quintet.frontend.api.openai.chat import (
     choice_of,
     decode_part,
     parse_conversation,
-    refuse_missing,
+    reject_unsupported,
 )
 from quintet.frontend.api.openai.chat_params import params_and_reading
 from quintet.frontend.api.openai.logprobs import prompt_logprobs
@@ -31,20 +31,20 @@ _conversations_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 async def batch(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request. Its choices are numbered through, those of the first conversation first."""
+    """Handle a batch. Choices are numbered consecutively, those of the first conversation first."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     check_chat(body, config)
     if body.prompt_token_ids is not None:
         raise parse.invalid(
-            "prompt_token_ids is one prompt, and a batch has several; leave it out.", "prompt_token_ids"
+            "prompt_token_ids is a single prompt, but a batch has several; leave it out.", "prompt_token_ids"
         )
     conversations = _conversations(body, config)
     params, reading = params_and_reading(body, conversations[0].tools, config)
     options = options_of("chatcmpl", body, params, exchange, config)
     deadline_ns = parse.deadline_ns(body, exchange)
-    refuse_missing(body)
-    parse.refuse_search(body)
+    reject_unsupported(body)
+    parse.reject_search(body)
     submissions = submit_all(
         service,
         body,
@@ -57,7 +57,7 @@ async def batch(service: Service, exchange: HttpRequest) -> None:
         return_prompt_ids=options.return_token_ids,
         session=session_of(exchange, body.user),
     )
-    outputs = await whole_answer(exchange, submissions)
+    outputs = await collect_outputs(exchange, submissions)
     answers = [
         ChatAnswer(
             1,
@@ -85,8 +85,7 @@ async def batch(service: Service, exchange: HttpRequest) -> None:
 def _conversations(body: ChatBody, config: EngineConfig) -> list[Conversation]:
     if body.stream:
         raise parse.invalid(
-            "stream is true; conversations that are answered together cannot be streamed: send each to "
-            "/v1/chat/completions.",
+            "stream is true, but a batch cannot be streamed; send each conversation to /v1/chat/completions.",
             "stream",
         )
     given = decode_part(body.messages, _conversations_decoder, "messages")
@@ -96,9 +95,9 @@ def _conversations(body: ChatBody, config: EngineConfig) -> list[Conversation]:
 
 
 def _choice(output: Output, how: ChatAnswer) -> dict[str, object]:
-    """Return a choice, with what a single conversation's answer says beside its choices."""
+    """Return a choice, with the response fields that depend on its conversation."""
     started, options = output.stream.started, how.options
-    assert started is not None, f"choice {output.index} has ended and never begun"
+    assert started is not None, f"choice {output.index} has ended but not started"
     return {
         **choice_of(output, how),
         "prompt_logprobs": prompt_logprobs(started, options),

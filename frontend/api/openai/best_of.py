@@ -1,7 +1,7 @@
-"""Answers that are the best of more than are shown: beam search, and ``best_of``.
+"""Beam search and ``best_of``: the best of more choices than are returned.
 
-Beam search takes rounds of one-token requests (`quintet.frontend.beam_rounds`); what it found is then told by the engine like
-outputs that were just drawn, so that text, parsers and usage are those of any other answer.
+Beam search runs rounds of single-token requests (`quintet.frontend.beam_rounds`). The engine then replays the found beams as
+ordinary output, so that text, parsers and usage are the same as for sampled output.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Literal
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, stream_answer, whole_answer
+from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, ChunkWriter
 from quintet.frontend.api.openai.structured import form_field
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
-from quintet.frontend.beam_rounds import fitting, search, telling
+from quintet.frontend.beam_rounds import fitting, replay_params, search
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
@@ -29,7 +29,7 @@ from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import OutputParsing
 
-NO_BEAMS: Mapping[str, object] = {
+NEUTRAL_VALUES: Mapping[str, object] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "repetition_penalty": 1,
@@ -43,22 +43,22 @@ NO_BEAMS: Mapping[str, object] = {
     "truncate_prompt_tokens": None,
     "thinking_token_budget": -1,
 }
-"""Fields that beam search does not heed, and the values that say nothing."""
+"""Fields without effect in beam search, and their neutral values."""
 
 _early_stopping: msgspec.json.Decoder[EarlyStopping] = msgspec.json.Decoder(bool | Literal["never"])
 
 
 @dataclass(frozen=True, slots=True)
 class BeamRequest:
-    """A request for beam search whose body and parameters were checked."""
+    """A checked request for beam search."""
 
     prompts: Sequence[Prompt]
     body: GenerationBody
     params: SamplingParams
     field: str
-    """What the prompt is called."""
+    """Name of the prompt field."""
     limit_gives_way: bool
-    """Whether ``max_tokens`` is a default."""
+    """True if ``max_tokens`` is a default."""
     answer: AnswerOptions
     deadline_ns: int
     session: str
@@ -66,26 +66,26 @@ class BeamRequest:
 
     @property
     def num_shown(self) -> int:
-        """Alternatives of each position that are shown; none where no log-probabilities are."""
+        """Alternatives returned per position; 0 without log-probabilities."""
         return 0 if self.answer.logprobs is None else self.answer.max_alternatives
 
 
-def ranked(params: SamplingParams, body: GenerationBody) -> SamplingParams:
-    """Return parameters with which `best` can tell choices apart, where more are drawn than shown. Raises `RequestError`."""
-    if not _hides_choices(body):
+def rankable(params: SamplingParams, body: GenerationBody) -> SamplingParams:
+    """Return parameters with log-probabilities if `best_choices` needs them. Raises `RequestError`."""
+    if not _drops_choices(body):
         return params
     if body.stream:
         raise parse.invalid(
-            f"best_of is {body.best_of} and stream is true; which choices are the best is known at their end: set stream to "
+            f"best_of is {body.best_of} and stream is true; the best choices are known only at the end. Set stream to "
             "false, or best_of to n.",
             "best_of",
         )
     return params if params.logprobs is not None else msgspec.structs.replace(params, logprobs=0)
 
 
-def best(outputs: Sequence[Output], body: GenerationBody) -> list[Output]:
-    """Return the ``n`` likeliest of each prompt's ``best_of`` choices, by all their tokens together, the likeliest first."""
-    if not _hides_choices(body):
+def best_choices(outputs: Sequence[Output], body: GenerationBody) -> list[Output]:
+    """Return the ``n`` of each prompt's ``best_of`` choices with the highest total log-probability, best first."""
+    if not _drops_choices(body):
         return list(outputs)
     n, best_of = body.n or 1, body.best_of or 1
     chosen: list[Output] = []
@@ -97,16 +97,16 @@ def best(outputs: Sequence[Output], body: GenerationBody) -> list[Output]:
     return chosen
 
 
-def _hides_choices(body: GenerationBody) -> bool:
+def _drops_choices(body: GenerationBody) -> bool:
     return body.best_of is not None and not body.use_beam_search and body.best_of > _num_shown(body)
 
 
 async def beam_answer(
     service: Service, exchange: HttpRequest, request: BeamRequest
 ) -> tuple[list[Output], Submissions]:
-    """Search, and return the choices of each prompt, the best first, with the submissions that told them."""
-    submissions, beams = await _found(service, exchange, request)
-    outputs = await whole_answer(exchange, submissions)
+    """Search, and return the choices of each prompt, best first, with their submissions."""
+    submissions, beams = await _search_beams(service, exchange, request)
+    outputs = await collect_outputs(exchange, submissions)
     for output, beam in zip(outputs, beams, strict=True):
         output.logprobs = beam.positions
     return outputs, submissions
@@ -118,18 +118,18 @@ async def stream_beams(
     request: BeamRequest,
     writer: Callable[[AnswerOptions, int], ChunkWriter],
 ) -> None:
-    """Search, then write what was found as events: which beam wins is known at the end.
+    """Search, then stream the found beams; the winners are known only at the end.
 
-    writer: makes who writes them, given how answers look and how many there are, each as if it were a prompt's only one.
+    ``writer``: makes the event writer from options and number of choices; each choice is formatted as the only one of a prompt.
     """
-    submissions, beams = await _found(service, exchange, request)
+    submissions, beams = await _search_beams(service, exchange, request)
     chunks = writer(msgspec.structs.replace(request.answer, num_choices=1), len(beams))
     chunks.streams_per_prompt = submissions.streams_per_prompt
     await stream_answer(service, exchange, submissions, BeamsWriter(chunks, beams))
 
 
 class BeamsWriter:
-    """Writes beams as the answers they were told as, with the log-probabilities that the search has of them."""
+    """Writer of found beams, with the log-probabilities of the search."""
 
     def __init__(self, chunks: ChunkWriter, beams: Sequence[Beam]) -> None:
         self._chunks = chunks
@@ -138,17 +138,17 @@ class BeamsWriter:
         self.silence, self.headers = chunks.silence, chunks.headers
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
-        """See `AnswerWriter`. A beam comes whole."""
+        """See `AnswerWriter`. A beam arrives in one batch."""
         for delta in batch.deltas:
             if self._chunks.options.logprobs is not None:
                 delta.logprobs = self._beams[position].positions
         self._chunks.write(frames, position, stream, batch)
 
 
-async def _found(
+async def _search_beams(
     service: Service, exchange: HttpRequest, request: BeamRequest
 ) -> tuple[Submissions, list[Beam]]:
-    """Search, and return the beams of each prompt, the best first, with the submissions that are about to tell them."""
+    """Search, and return the submissions that replay the found beams, and the beams of each prompt, best first."""
     body, params = request.body, request.params
     _check_beams(body)
     n = _num_shown(body)
@@ -156,29 +156,29 @@ async def _found(
     options = [_options(request, len(prompt), service.config.model) for prompt in prompts]
     service.admission.enter(request.prompts, msgspec.structs.replace(params, n=options[0].width))
 
-    async def ask(behind: Sequence[TokenPrompt], step: SamplingParams) -> list[PositionLogprobs]:
+    async def ask(extended: Sequence[TokenPrompt], step: SamplingParams) -> list[PositionLogprobs]:
         submissions = Submissions()
-        _submit(service, submissions, request, [(prompt, step, b"") for prompt in behind])
-        return [output.logprobs[0] for output in await whole_answer(exchange, submissions)]
+        _submit(service, submissions, request, [(prompt, step, b"") for prompt in extended])
+        return [output.logprobs[0] for output in await collect_outputs(exchange, submissions)]
 
     found = [beams[:n] for beams in await search(prompts, options, ask)]
     submissions = Submissions(streams_per_prompt=n)
-    told = [
-        (TokenPrompt(pack_i32(ids)), telling(beam, params), pack_i32(beam.token_ids))
+    replayed_ids = [
+        (TokenPrompt(pack_i32(ids)), replay_params(beam, params), pack_i32(beam.token_ids))
         for ids, beams in zip(prompts, found, strict=True)
         for beam in beams
     ]
-    _submit(service, submissions, request, told)
+    _submit(service, submissions, request, replayed_ids)
     return submissions, [beam for beams in found for beam in beams]
 
 
 def _options(request: BeamRequest, num_prompt: int, model: ModelConfig) -> BeamOptions:
     body, params = request.body, request.params
-    asked = None if request.limit_gives_way else params.max_tokens
-    room = fitting(num_prompt, asked, model.max_model_len, request.field)
+    max_tokens = None if request.limit_gives_way else params.max_tokens
+    num_left = fitting(num_prompt, max_tokens, model.max_model_len, request.field)
     return BeamOptions(
         body.best_of or _num_shown(body),
-        min(room, params.max_tokens or room),
+        min(num_left, params.max_tokens or num_left),
         1.0 if body.length_penalty is None else body.length_penalty,
         _early_stopping_of(body),
         frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else model.eos_token_ids),
@@ -194,21 +194,23 @@ def _submit(
     each: Sequence[tuple[TokenPrompt, SamplingParams, bytes]],
 ) -> None:
     try:
-        for prompt, params, told in each:
+        for prompt, params, replayed_ids in each:
             submissions.add(
                 service.sessions.submit(
                     prompt,
                     params,
                     priority=request.body.priority or 0,
                     cache_salt=request.body.cache_salt or "",
-                    echo=request.answer.echo and isinstance(request.body, CompletionBody) and bool(told),
-                    return_prompt_ids=request.answer.return_token_ids and bool(told),
+                    echo=request.answer.echo
+                    and isinstance(request.body, CompletionBody)
+                    and bool(replayed_ids),
+                    return_prompt_ids=request.answer.return_token_ids and bool(replayed_ids),
                     mailbox=submissions.mailbox,
                     final_only=True,
                     are_checked=True,
                     deadline_ns=request.deadline_ns,
-                    reading=request.reading if told else None,
-                    told=told,
+                    reading=request.reading if replayed_ids else None,
+                    replayed_ids=replayed_ids,
                     session=request.session,
                 )
             )
@@ -218,7 +220,7 @@ def _submit(
 
 
 async def _ids_of(service: Service, prompt: Prompt, field: str) -> list[int]:
-    assert not isinstance(prompt, EmbedsPrompt), "refused when it was read"
+    assert not isinstance(prompt, EmbedsPrompt), "embeds_prompts rejects use_beam_search"
     if isinstance(prompt, TokenPrompt):
         return list(unpack_i32(prompt.token_ids))
     ids = list(unpack_i32((await service.queries.tokenize(prompt)).token_ids))
@@ -230,9 +232,7 @@ async def _ids_of(service: Service, prompt: Prompt, field: str) -> list[int]:
 def _num_shown(body: GenerationBody) -> int:
     n = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of < n:
-        raise parse.invalid(
-            f"best_of is {shown(body.best_of)}; it must be at least n, which is {n}.", "best_of"
-        )
+        raise parse.invalid(f"best_of is {shown(body.best_of)}; it must be at least n ({n}).", "best_of")
     return n
 
 
@@ -249,18 +249,16 @@ def _early_stopping_of(body: GenerationBody) -> EarlyStopping:
 
 
 def _check_beams(body: GenerationBody) -> None:
-    """Refuse, by name, what goes with draws and not with beams."""
-    for name, nothing in NO_BEAMS.items():
+    """Reject fields that have no effect in beam search."""
+    for name, nothing in NEUTRAL_VALUES.items():
         value = getattr(body, name)
         if value is not None and value != nothing:
-            raise _not_with_beams(name)
+            raise _no_effect_with_beams(name)
     if isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto"):
-        raise _not_with_beams("tool_choice")
+        raise _no_effect_with_beams("tool_choice")
     if (field := form_field(body)) is not None:
-        raise _not_with_beams(field)
+        raise _no_effect_with_beams(field)
 
 
-def _not_with_beams(name: str) -> Exception:
-    return parse.invalid(
-        f"{name} was sent with use_beam_search, which does not heed it: leave one of them out.", name
-    )
+def _no_effect_with_beams(name: str) -> Exception:
+    return parse.invalid(f"{name} has no effect with use_beam_search; leave one of them out.", name)

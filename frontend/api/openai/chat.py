@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
     AnswerOptions,
+    ChunkFormat,
     ChunkWriter,
-    Shape,
     encode_json,
     finish_name,
     head_of,
@@ -22,10 +22,10 @@ from quintet.frontend.api.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best, ranked, stream_beams
+from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, rankable, stream_beams
 from quintet.frontend.api.openai.chat_params import params_and_reading
 from quintet.frontend.api.openai.completions import token_prompt
-from quintet.frontend.api.openai.kv_transfer_params import take_handover, with_params
+from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.offered_tools import shown_tools, with_deferred
 from quintet.frontend.api.openai.tools import check_tool_choice
@@ -37,12 +37,12 @@ from quintet.frontend.api.openai.types import (
     TextPart,
     TokenizeBody,
 )
-from quintet.frontend.api.openai.usage_replay import recall
+from quintet.frontend.api.openai.usage_replay import replay_usage
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import Answer, claim_for
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Delta
 from quintet.wire.channels import Span
@@ -61,34 +61,34 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatAnswer(Answer, tag="chat"):
-    """How the events of a chat answer are written."""
+    """Event format of a chat response."""
 
     options: AnswerOptions
     role: str
-    """Who speaks."""
+    """Role of the response's message."""
     prefix: str
-    """What is echoed before the answer."""
+    """Text echoed before the output."""
     channels: Channels | None = None
-    """Set where the output is read by parsers."""
+    """Set if parsers read the output."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A checked prompt, and what its messages say of the answer."""
+    """A checked prompt, and properties of its messages that the response needs."""
 
     prompt: ChatPrompt
     role: str
-    """Who speaks in the answer."""
+    """Role of the response's message."""
     last_text: str
-    """Text of the last message, when the answer's role wrote it."""
+    """Text of the last message, if it has the response's role."""
     num_calls: int
-    """Calls of tools in its messages."""
+    """Tool calls in the messages."""
     tools: bytes
-    """All tools that the model may call, as JSON; the prompt has those that the template shows."""
+    """JSON of all tools that the model may call; the prompt has those that the template shows."""
 
 
 async def chat_completions(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /v1/chat/completions."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     conversation, params, reading = checked_chat(body, config)
@@ -99,8 +99,8 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
-    handover = take_handover(body, 1, config)
-    refuse_missing(body)
+    kv_transfer = take_kv_transfer(body, 1, config)
+    reject_unsupported(body)
     session = session_of(exchange, body.user)
     if body.use_beam_search:
         prompts, gives_way = [prompt], parse.chat_max_tokens(body) is None
@@ -112,14 +112,14 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
             await stream_beams(service, exchange, request, functools.partial(ChunkWriter, shape))
             return
         outputs, submissions = await beam_answer(service, exchange, request)
-        await exchange.respond_json(_whole(outputs, submissions, answer))
+        await exchange.respond_json(_response_json(outputs, submissions, answer))
         return
-    seeds, position, begun = behind(exchange.begun, params.n, 1)
+    seeds, position, received = resume_state(exchange.partial_response, params.n, 1)
     submissions = submit_all(
         service,
         body,
         [prompt],
-        ranked(params, body),
+        rankable(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
         limit_gives_way=parse.chat_max_tokens(body) is None,
@@ -128,18 +128,18 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         interval=interval,
         return_prompt_ids=options.return_token_ids,
         session=session,
-        begun=begun,
+        received=received,
         seeds=seeds,
-        handover=handover,
+        kv_transfer=kv_transfer,
     )
-    if exchange.begun is not None and options.include_usage:
-        await recall(service, submissions)
+    if exchange.partial_response is not None and options.include_usage:
+        await replay_usage(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
+        await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
-        outputs = best(await whole_answer(exchange, submissions), body)
-        whole = _whole(outputs, submissions, answer)
+        outputs = best_choices(await collect_outputs(exchange, submissions), body)
+        whole = _response_json(outputs, submissions, answer)
         await exchange.respond_json(with_params(whole, submissions.streams, config))
 
 
@@ -153,7 +153,7 @@ def checked_chat(
 
 
 def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
-    """Return what is sent to the tokenizer: the conversation, or the ids that the client made of it. Raises `RequestError`."""
+    """Return the tokenizer's input: the conversation, or the client's ids for it. Raises `RequestError`."""
     ids = body.prompt_token_ids
     if ids is None:
         return conversation.prompt
@@ -163,7 +163,7 @@ def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) 
 def parse_conversation(
     body: ChatBody | TokenizeBody, config: EngineConfig, translation: Translation = AS_SENT
 ) -> Conversation:
-    """Check messages, tools and template arguments, and return the prompt they make."""
+    """Check messages, tools and template arguments; return the prompt."""
     _check_template(body.chat_template, config)
     messages = decode_part(body.messages, _messages_decoder, "messages")
     if not messages:
@@ -198,7 +198,7 @@ def parse_conversation(
 def channels_of(
     body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig
 ) -> Channels:
-    """Return how an answer tells what was read."""
+    """Return the output channels of a response."""
     return Channels(
         response_id,
         config.model.parsers.call_ids,
@@ -208,23 +208,23 @@ def channels_of(
     )
 
 
-def _check_template(asked: str | None, config: EngineConfig) -> None:
-    """Refuse a template that is not the model's, unless those of requests are trusted."""
+def _check_template(template: str | None, config: EngineConfig) -> None:
+    """Reject a template that is not the model's, unless requests' templates are trusted."""
     names = config.model.chat_templates
-    if asked is None or asked in names or config.frontend.trust_request_chat_template:
+    if template is None or template in names or config.frontend.trust_request_chat_template:
         return
     what = f"one of the model's templates ({', '.join(names)})" if names else "left out: the model has none"
     raise parse.invalid(
-        f"chat_template is {shown(asked)}; it must be {what}. This server does not run templates of a request's own "
-        "(the operator can allow it with --trust-request-chat-template).",
+        f"chat_template is {shown(template)}; it must be {what}. Templates from requests are disabled "
+        "(--trust-request-chat-template enables them).",
         "chat_template",
     )
 
 
 def decode_part(raw: RawField, decoder: msgspec.json.Decoder[parse.PartT], name: str) -> parse.PartT:
-    """Decode a field that was kept as it came. Raises `RequestError` naming the field.
+    """Decode a raw field. Raises `RequestError` with the field's name.
 
-    All of it is decoded, also what the struct skips: the chat template will see it.
+    Also decodes members that the struct skips: the chat template reads them.
     """
     encoded = parse.json_of(raw)
     if not encoded:
@@ -247,7 +247,7 @@ def _text_of(message: ChatMessage) -> str:
 
 
 def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, object]) -> bytes:
-    """Return the arguments of the chat template as a JSON object; empty when there are none. defaults: where none are given."""
+    """Return the chat template arguments as JSON object; empty if there are none. ``defaults`` fill absent ones."""
     kwargs: dict[str, msgspec.Raw] = {}
     if parse.json_of(body.chat_template_kwargs):
         kwargs = decode_part(body.chat_template_kwargs, _mapping_decoder, "chat_template_kwargs")
@@ -263,7 +263,7 @@ def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, objec
 
 
 def check_chat(body: ChatBody, config: EngineConfig) -> None:
-    """Refuse what makes no sense, together or with this server."""
+    """Reject fields that contradict each other or the server's configuration."""
     parse.check_combinations(body, config)
     if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
         allowed = ", ".join(REASONING_EFFORTS)
@@ -280,13 +280,13 @@ def check_chat(body: ChatBody, config: EngineConfig) -> None:
         )
 
 
-def refuse_missing(body: ChatBody) -> None:
-    """Refuse what this server does not have."""
+def reject_unsupported(body: ChatBody) -> None:
+    """Reject unsupported fields."""
     for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
         if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
             raise parse.not_implemented(
                 name,
-                "this older form of tools",
+                "the older form of tools",
                 "Send `tools`, which the model's template shows to the model.",
             )
     for name, raw in (
@@ -296,36 +296,33 @@ def refuse_missing(body: ChatBody) -> None:
     ):
         if parse.json_of(raw) not in {b"", b"{}"}:
             raise parse.not_implemented(name, "input other than text", "Leave it out.")
-    parse.refuse_missing(body)
+    parse.reject_unsupported(body)
 
 
-def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shape:
-    """Return how chunks of this answer are spelled; its first events name the role and repeat the echoed text."""
+def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> ChunkFormat:
+    """Return the chunk format; the first events have the role and the echoed text."""
 
-    def by_channel(told: Channels, index: int, delta: Delta) -> bytes:
-        found = told.told(index, delta.text, delta.spans).delta()
+    def by_channel(answer_channels: Channels, index: int, delta: Delta) -> bytes:
+        found = answer_channels.split(index, delta.text, delta.spans).delta()
         return b'"delta":' + encode_json(found) if found else b""
 
     def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
-        first += (
-            b',"content":""},"logprobs":null,"finish_reason":null}'  # no ids: clients extend a list by them
-        )
-        asked = writer.options.return_token_ids
-        ids = encode_json(list(unpack_i32(started.prompt_ids)) if asked else None)
+        # No token_ids here: clients concatenate id lists.
+        first += b',"content":""},"logprobs":null,"finish_reason":null}'
+        with_ids = writer.options.return_token_ids
+        ids = encode_json(list(unpack_i32(started.prompt_ids)) if with_ids else None)
         usage = writer.usage_at_start(started)
         frames = [writer.raw_choice(first % index, b',"prompt_token_ids":' + ids, usage)]
         return [*frames, writer.chunk(index, prefix, usage=usage)] if prefix else frames
 
-    return Shape(
+    return ChunkFormat(
         head=head_of("chat.completion.chunk"),
         open=b'"delta":{"content":',
         close=b"}",
         plain_end=b',"logprobs":null,"finish_reason":null,"token_ids":null',
         logprobs=chat_logprobs,
-        ids=lambda token_ids, _: token_ids_json(
-            token_ids
-        ),  # the first event has the prompt's, beside its choice
+        ids=lambda token_ids, _: token_ids_json(token_ids),  # the first event has the prompt's ids
         on_start=on_start,
         channels=None if channels is None else functools.partial(by_channel, channels),
     )
@@ -334,12 +331,12 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
 def writer(
     answer: ChatAnswer, stream_id: StreamId | None, position: StreamCursor | None = None
 ) -> ChunkWriter:
-    """Return who writes the events of a chat answer."""
+    """Return the event writer of a chat response."""
     shape = chat_shape(answer.role, answer.prefix, answer.channels)
     return ChunkWriter(shape, answer.options, answer.num_prompts, stream_id, position)
 
 
-def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> dict[str, object]:
+def _response_json(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> dict[str, object]:
     options = how.options
     started = submissions.streams[0].started
     answer: dict[str, object] = {
@@ -351,22 +348,22 @@ def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> 
         "usage": usage_of(submissions.streams, streams_per_prompt=submissions.streams_per_prompt),
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
-    asked = options.return_token_ids and started is not None
+    with_ids = options.return_token_ids and started is not None
     answer["prompt_token_ids"] = (
-        list(unpack_i32(started.prompt_ids)) if started is not None and asked else None
+        list(unpack_i32(started.prompt_ids)) if started is not None and with_ids else None
     )
     return answer
 
 
 def message_of(index: int, text: str, spans: Sequence[Span], how: ChatAnswer) -> dict[str, object]:
-    """Return the message of a whole answer's choice."""
+    """Return the message of an unstreamed choice."""
     if how.channels is None:
         return {"role": how.role, "content": how.prefix + text, "refusal": None}
-    return how.channels.told(index, text, spans).message(how.role, how.prefix)
+    return how.channels.split(index, text, spans).message(how.role, how.prefix)
 
 
 def choice_of(output: Output, how: ChatAnswer) -> dict[str, object]:
-    """Return one choice of a whole answer."""
+    """Return one unstreamed choice."""
     options = how.options
     choice: dict[str, object] = {
         "index": output.index,

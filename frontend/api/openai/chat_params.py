@@ -36,7 +36,7 @@ def _chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
     is_format = body.response_format is not None and body.response_format.type != "text"
     if form is not None and params.structured_outputs is not None and not is_format:
         raise parse.invalid(
-            "tool_choice insists on calls, and the request asks for an answer of another form; send one of them.",
+            "tool_choice requires calls, but the request also asks for another output format; send one of them.",
             "tool_choice",
         )
     params.structured_outputs = form or form_or_calls(params.structured_outputs, body, model.parsers)

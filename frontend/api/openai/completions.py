@@ -7,12 +7,12 @@ from functools import partial
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
     AnswerOptions,
+    ChunkFormat,
     ChunkWriter,
-    Shape,
     encode_json,
     finish_name,
     head_of,
@@ -20,9 +20,9 @@ from quintet.frontend.api.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best, ranked, stream_beams
+from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, rankable, stream_beams
 from quintet.frontend.api.openai.embeds import embeds_prompts
-from quintet.frontend.api.openai.kv_transfer_params import take_handover, with_params
+from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import (
     completion_logprobs,
     echoed_logprobs,
@@ -30,12 +30,12 @@ from quintet.frontend.api.openai.logprobs import (
     prompt_logprobs,
 )
 from quintet.frontend.api.openai.types import CompletionBody
-from quintet.frontend.api.openai.usage_replay import recall
+from quintet.frontend.api.openai.usage_replay import replay_usage
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import Answer, claim_for
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -48,13 +48,13 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 
 
 class CompletionAnswer(Answer, tag="completion"):
-    """How the events of a completion are written."""
+    """Event format of a completion."""
 
     options: AnswerOptions
 
 
 async def completions(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /v1/completions."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     parse.check_combinations(body, config)
@@ -66,8 +66,8 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
     answer = CompletionAnswer(len(prompts), params.n, interval, options)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
-    handover = take_handover(body, len(prompts), config)
-    parse.refuse_missing(body)
+    kv_transfer = take_kv_transfer(body, len(prompts), config)
+    parse.reject_unsupported(body)
     session = session_of(exchange, body.user)
     if body.use_beam_search:
         gives_way = body.max_tokens is None
@@ -76,14 +76,14 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
             await stream_beams(service, exchange, request, partial(ChunkWriter, SHAPE))
             return
         outputs, submissions = await beam_answer(service, exchange, request)
-        await exchange.respond_json(_whole(outputs, submissions, options))
+        await exchange.respond_json(_response_json(outputs, submissions, options))
         return
-    seeds, position, begun = behind(exchange.begun, params.n, len(prompts))
+    seeds, position, received = resume_state(exchange.partial_response, params.n, len(prompts))
     submissions = submit_all(
         service,
         body,
         prompts,
-        ranked(params, body),
+        rankable(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
         limit_gives_way=body.max_tokens is None,
@@ -92,26 +92,26 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         echo=options.echo,
         return_prompt_ids=options.return_token_ids,
         session=session,
-        begun=begun,
+        received=received,
         seeds=seeds,
-        handover=handover,
+        kv_transfer=kv_transfer,
     )
-    if exchange.begun is not None and options.include_usage:
-        await recall(service, submissions)
+    if exchange.partial_response is not None and options.include_usage:
+        await replay_usage(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
+        await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
-        outputs = best(await whole_answer(exchange, submissions), body)
+        outputs = best_choices(await collect_outputs(exchange, submissions), body)
         if options.echo_only:
             for output in outputs:
                 output.text, output.token_ids, output.logprobs = "", (), []
-        whole = _whole(outputs, submissions, options)
+        whole = _response_json(outputs, submissions, options)
         await exchange.respond_json(with_params(whole, submissions.streams, config))
 
 
 async def _prompts(body: CompletionBody, config: EngineConfig) -> list[Prompt]:
-    """Return those that are vectors, then the others: clients that send vectors may leave ``prompt`` empty."""
+    """Return the prompts: embeddings first. With embeddings, ``prompt`` may be empty."""
     prompts: list[Prompt] = [*await embeds_prompts(body, config)]
     if not prompts or body.prompt:
         others = parse_prompts(body, config.model)
@@ -125,19 +125,17 @@ def _check_suffix(body: CompletionBody, prompts: Sequence[TextPrompt | TokenProm
         return
     if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
         raise parse.invalid(
-            "suffix was sent with a prompt of token ids; send the prompt as text, so that it can be put between the model's "
-            "marks, or put the ids of the marks between the ids yourself and leave suffix out.",
+            "suffix was sent with a prompt of token ids; send the prompt as text, or put the model's infill tokens between "
+            "the ids yourself and leave suffix out.",
             "suffix",
         )
     for name in ("echo", "truncate_prompt_tokens", "use_beam_search"):
         if getattr(body, name) not in (None, False):
-            raise parse.invalid(
-                f"suffix was sent with {name}, which it does not go with: leave one of them out.", name
-            )
+            raise parse.invalid(f"suffix cannot be combined with {name}; leave one of them out.", name)
 
 
 def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt | TokenPrompt]:
-    """Return the prompts of a body: one, or one per element of a list of texts or of lists of ids."""
+    """Return the prompts of a body: one, or one per element of a list of texts or id lists."""
     given = body.prompt
     if given is None:
         raise parse.invalid("prompt is missing; send text, token ids, or a list of either.", "prompt")
@@ -151,8 +149,8 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
         return [token_prompt(ids, body.truncate_prompt_tokens, model)]
     if ids:
         raise parse.invalid(
-            "prompt mixes token ids with prompts; send one list of ids, or a list whose elements are all texts or "
-            "lists of ids.",
+            "prompt mixes token ids with prompts; send one list of ids, a list of texts, or a list of lists of "
+            "ids.",
             "prompt",
         )
     return [
@@ -167,7 +165,7 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
 def token_prompt(
     ids: Sequence[int], truncate_prompt_tokens: int | None, model: ModelConfig, field: str = "prompt"
 ) -> TokenPrompt:
-    """Return checked ids as a prompt. Raises `RequestError` naming the ``field``."""
+    """Return checked ids as a prompt. Raises `RequestError` for ``field``."""
     if len(ids) > model.max_model_len and truncate_prompt_tokens is None:
         raise RequestError(
             ErrorCode.TOO_LONG,
@@ -195,7 +193,7 @@ def completion_params(body: CompletionBody, config: EngineConfig) -> SamplingPar
 
 
 def _on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
-    """Return the events of an echoed prompt."""
+    """Return the event of an echoed prompt."""
     options = writer.options
     if not options.echo:
         return []
@@ -217,7 +215,7 @@ def _ids(token_ids: Sequence[int] | None, prompt_ids: bytes) -> bytes:
     return token_ids_json(token_ids) + b',"prompt_token_ids":' + prompt
 
 
-SHAPE = Shape(
+SHAPE = ChunkFormat(
     head=head_of("text_completion"),
     open=b'"text":',
     close=b"",
@@ -231,11 +229,13 @@ SHAPE = Shape(
 def writer(
     answer: CompletionAnswer, stream_id: StreamId | None, position: StreamCursor | None = None
 ) -> ChunkWriter:
-    """Return who writes the events of a completion."""
+    """Return the event writer of a completion."""
     return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
 
 
-def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptions) -> dict[str, object]:
+def _response_json(
+    outputs: list[Output], submissions: Submissions, options: AnswerOptions
+) -> dict[str, object]:
     return {
         "id": options.response_id,
         "object": "text_completion",
@@ -262,9 +262,11 @@ def _choice(output: Output, options: AnswerOptions) -> dict[str, object]:
         "stop_reason": output.finish.stop_reason,
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
-    asked = options.return_token_ids
-    choice["token_ids"] = list(output.token_ids) if asked else None
+    with_ids = options.return_token_ids
+    choice["token_ids"] = list(output.token_ids) if with_ids else None
     choice["prompt_token_ids"] = (
-        list(unpack_i32(started.prompt_ids)) if started is not None and started.prompt_ids and asked else None
+        list(unpack_i32(started.prompt_ids))
+        if started is not None and started.prompt_ids and with_ids
+        else None
     )
     return choice

@@ -1,4 +1,4 @@
-"""POST …/derender: an answer of `/inference/v1/generate` as the one that the rendered request would have got."""
+"""POST …/derender: translate a response of `/inference/v1/generate` to that of the rendered request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quintet.frontend.api.openai.chat import (
     message_of,
 )
 from quintet.frontend.api.openai.completions import completion_params
-from quintet.frontend.api.openai.redetokenize import reread
+from quintet.frontend.api.openai.redetokenize import redetokenize
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
@@ -33,7 +33,7 @@ from quintet.wire.params import SamplingParams, check_token_ids, shown
 from quintet.wire.request import OutputParsing
 
 MAX_CHOICES = 256
-"""Of one request: they are read one after the other."""
+"""Maximum choices per request: they are detokenized sequentially."""
 
 _chat_decoder = msgspec.json.Decoder(DerenderChatBody)
 _completion_decoder = msgspec.json.Decoder(DerenderCompletionBody)
@@ -42,7 +42,7 @@ _completion_request_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 async def derender_chat(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the conversation's next message."""
+    """Handle POST /v1/chat/completions/derender."""
     config = service.config
     body = await parse.read_body(service, exchange, _chat_decoder)
     generated = body.generate_response
@@ -70,23 +70,23 @@ async def derender_chat(service: Service, exchange: HttpRequest) -> None:
         num_reasoning += answer.num_reasoning_tokens
         message = message_of(choice.index, answer.text, answer.spans, how)
         choices.append(_choice(choice, answer, {"message": message}))
-    told = None if body.prompt_tokens is None else [body.prompt_tokens]
-    usage = _usage([generated], [len(unpack_i32(prompt_ids))] if given else told)
+    given_counts = None if body.prompt_tokens is None else [body.prompt_tokens]
+    usage = _usage([generated], [len(unpack_i32(prompt_ids))] if given else given_counts)
     if reading is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     answer_body = {**_head(options, "chat.completion"), "choices": choices, "usage": usage}
-    await exchange.respond_json({**answer_body, "prompt_logprobs": _as_it_came(generated.prompt_logprobs)})
+    await exchange.respond_json({**answer_body, "prompt_logprobs": _raw_json(generated.prompt_logprobs)})
 
 
 async def derender_completions(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the texts behind the prompts."""
+    """Handle POST /v1/completions/derender."""
     config = service.config
     body = await parse.read_body(service, exchange, _completion_decoder)
     answers = body.generate_responses
     if not answers or len(body.prompt_tokens or answers) != len(answers):
         raise parse.invalid(
-            f"generate_responses has {len(answers)} answers and prompt_tokens {len(body.prompt_tokens or ())} numbers; send "
-            "one answer or more, and as many numbers, or none.",
+            f"generate_responses has {len(answers)} responses and prompt_tokens {len(body.prompt_tokens or ())} numbers; send "
+            "at least one response, and one number for each or none.",
             "prompt_tokens",
         )
     _check(answers, body.stream, config)
@@ -95,15 +95,15 @@ async def derender_completions(service: Service, exchange: HttpRequest) -> None:
         request = parse.decode(given, _completion_request_decoder)
         params = completion_params(request, config)
         if request.echo:
-            raise parse.not_implemented("echo", "prompts in answers that are derendered", "Leave it out.")
+            raise parse.not_implemented("echo", "echo in derendered responses", "Leave it out.")
     options = _options("cmpl", answers[0], exchange, config)
     choices: list[dict[str, object]] = []
     for generated in answers:
         for choice in generated.choices:
             answer = await _read(service, choice, params, b"", None)
-            told = _choice(choice, answer, {"text": answer.text})
+            fields = _choice(choice, answer, {"text": answer.text})
             choices.append(
-                {**told, "index": len(choices), "prompt_logprobs": _as_it_came(generated.prompt_logprobs)}
+                {**fields, "index": len(choices), "prompt_logprobs": _raw_json(generated.prompt_logprobs)}
             )
     usage = _usage(answers, body.prompt_tokens)
     await exchange.respond_json({**_head(options, "text_completion"), "choices": choices, "usage": usage})
@@ -111,23 +111,23 @@ async def derender_completions(service: Service, exchange: HttpRequest) -> None:
 
 def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConfig) -> None:
     if stream:
-        raise parse.invalid("stream is true; what is derendered is whole: set stream to false.", "stream")
+        raise parse.invalid(
+            "stream is true, but derendered responses are not streamed; set stream to false.", "stream"
+        )
     choices = [choice for generated in answers for choice in generated.choices]
     if len(choices) > MAX_CHOICES:
-        raise parse.invalid(
-            f"There are {len(choices)} choices; send {MAX_CHOICES} at most at a time.", "choices"
-        )
+        raise parse.invalid(f"{len(choices)} choices were sent; send at most {MAX_CHOICES}.", "choices")
     for choice in choices:
         ids = choice.token_ids or ()
         if len(ids) > config.model.max_model_len:
             raise parse.invalid(
-                f"token_ids holds {len(ids)} ids; no answer of this model has more than {config.model.max_model_len}.",
+                f"token_ids has {len(ids)} ids; the maximum for this model is {config.model.max_model_len}.",
                 "token_ids",
             )
         check_token_ids(ids, config.model.vocab_size, "token_ids")
         if choice.finish_reason is not None and reason_named(choice.finish_reason) is None:
             raise parse.invalid(
-                f"finish_reason is {shown(choice.finish_reason)}; it must be as /inference/v1/generate said it.",
+                f"finish_reason is {shown(choice.finish_reason)}; it must be a value of /inference/v1/generate.",
                 "finish_reason",
             )
 
@@ -146,26 +146,26 @@ async def _read(
     prompt_ids: bytes,
     reading: OutputParsing | None,
 ) -> Detokenized:
-    """Return a choice's text."""
+    """Detokenize a choice."""
     ends_with_stop = choice.finish_reason in ("stop", "tool_calls")
     is_cut = choice.finish_reason is not None and not ends_with_stop
     ids = choice.token_ids or ()
-    return await reread(service, ids, ends_with_stop, params, prompt_ids, reading, is_cut=is_cut)
+    return await redetokenize(service, ids, ends_with_stop, params, prompt_ids, reading, is_cut=is_cut)
 
 
-def _choice(choice: GeneratedChoice, answer: Detokenized, told: dict[str, object]) -> dict[str, object]:
+def _choice(choice: GeneratedChoice, answer: Detokenized, fields: dict[str, object]) -> dict[str, object]:
     reason = reason_named(choice.finish_reason) or FinishReason.STOP
     finish = Finish(0, reason, choice.stop_reason, 0, answer.num_reasoning_tokens, answer.num_calls)
     return {
         "index": choice.index,
-        **told,
-        "logprobs": _as_it_came(choice.logprobs),
+        **fields,
+        "logprobs": _raw_json(choice.logprobs),
         "finish_reason": finish_name(finish),
         "stop_reason": choice.stop_reason,
     }
 
 
-def _as_it_came(raw: msgspec.Raw | msgspec.UnsetType) -> object:
+def _raw_json(raw: msgspec.Raw | msgspec.UnsetType) -> object:
     return msgspec.Raw(parse.json_of(raw) or b"null")
 
 
@@ -179,7 +179,7 @@ def _head(options: AnswerOptions, object_name: str) -> dict[str, object]:
 
 
 def _usage(answers: Sequence[Generated], prompt_tokens: Sequence[int] | None) -> dict[str, object]:
-    """Count; of the prompts the answers tell it where nobody else does."""
+    """Return the usage; prompt tokens come from the responses unless given."""
     num_prompt = sum(
         [generated.usage.prompt_tokens for generated in answers if generated.usage]
         if prompt_tokens is None

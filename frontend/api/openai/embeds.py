@@ -1,7 +1,7 @@
-"""``prompt_embeds`` of completions: from base64 of a safetensors file to vectors.
+"""``prompt_embeds`` of completions: prompts as base64-encoded safetensors files.
 
-A file's header is read, and every size compared, before the rest is decoded. Whether the numbers are finite the tokenizer
-looks at, in a thread.
+The header is read and all sizes are checked before the rest is decoded. The tokenizer checks for non-finite numbers, in a
+thread.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
 FIELD = "prompt_embeds"
-HOW = "base64.b64encode(safetensors.torch.save({'prompt_embeds': tensor}))"
+EXAMPLE = "base64.b64encode(safetensors.torch.save({'prompt_embeds': tensor}))"
 MAX_HEADER_BYTES = 1 << 14
 PIECE_CHARS = 4 << 20
-"""Decoded at once: a few milliseconds. Others have their turn in between."""
+"""Characters decoded at once: a few milliseconds, so that other requests run in between."""
 
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-"""What files of torch.save begin with, the zipped ones and the older ones."""
+"""Magic bytes of torch.save files, zipped and older."""
 
 
-class Tensor(msgspec.Struct):
-    """What a header says of a tensor."""
+class TensorHeader(msgspec.Struct):
+    """Header entry of a tensor."""
 
     dtype: str
     shape: list[int]
@@ -37,25 +37,24 @@ class Tensor(msgspec.Struct):
 
 
 _header = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_tensor = msgspec.json.Decoder(Tensor)
+_tensor = msgspec.json.Decoder(TensorHeader)
 
 
 async def embeds_prompts(body: CompletionBody, config: EngineConfig) -> list[EmbedsPrompt]:
-    """Return the prompts that a body brings as vectors, none where it brings none. Raises `RequestError`."""
+    """Return the prompts given as embeddings. Raises `RequestError`."""
     given = body.prompt_embeds
     if given is None or given == []:
         return []
     if not config.frontend.prompt_embeds:
         raise parse.invalid(
-            f"{FIELD} was sent, and this server takes text and token ids only; send `prompt`, or start the server with "
-            "--enable-prompt-embeds.",
+            f"{FIELD} is disabled; send `prompt`, or start the server with --enable-prompt-embeds.",
             FIELD,
         )
-    refused = ("suffix", "echo", "use_beam_search")
-    for name in refused:
+    rejected = ("suffix", "echo", "use_beam_search")
+    for name in rejected:
         if getattr(body, name):
             raise parse.invalid(
-                f"{name} was sent with {FIELD}, and it needs a prompt's text or tokens, which vectors do not have: leave one of "
+                f"{name} cannot be combined with {FIELD}, because it needs the prompt's text or tokens; leave one of "
                 "them out.",
                 name,
             )
@@ -68,18 +67,16 @@ async def _decoded(text: str, model: ModelConfig) -> EmbedsPrompt:
         raise RequestError(
             ErrorCode.TOO_LONG,
             f"This model's maximum context length is {model.max_model_len} tokens. However, {FIELD} holds {len(text)} "
-            f"characters of base64, and so many vectors of {model.embedding_width} numbers are at most {most} bytes. Send "
+            f"characters of base64, and the limit for vectors of {model.embedding_width} numbers is {most} bytes. Send "
             "fewer vectors.",
             FIELD,
         )
     head = _base64(text[: 4 * (8 // 3 + 1)])
     if head.startswith(_PICKLES):
-        raise _bad(
-            "is a file of torch.save, a pickle: a program that would run where it is read. Only safetensors are taken"
-        )
+        raise _bad("is a torch.save file, which may run code when it is loaded; only safetensors is allowed")
     header_bytes = int.from_bytes(head[:8], "little")
     if len(head) < 8 or not 2 <= header_bytes <= MAX_HEADER_BYTES:
-        raise _bad("is no safetensors file")
+        raise _bad("is not a safetensors file")
     begin = 8 + header_bytes
     header = _base64(text[: 4 * -(-begin // 3)])[8:begin]
     tensor = _tensor_of(header)
@@ -90,7 +87,7 @@ async def _decoded(text: str, model: ModelConfig) -> EmbedsPrompt:
     num_bytes = 3 * (len(text) // 4) - text[-2:].count("=")
     if tensor.data_offsets != (0, size) or num_bytes != begin + size:
         raise _bad(
-            f"has {num_bytes} bytes; its header says {begin + size}, of which {size} are numbers at {list(tensor.data_offsets)}"
+            f"has {num_bytes} bytes; its header requires {begin + size}, with {size} of numbers at {list(tensor.data_offsets)}"
         )
     pieces = bytearray()
     for at in range(0, len(text), PIECE_CHARS):
@@ -99,34 +96,32 @@ async def _decoded(text: str, model: ModelConfig) -> EmbedsPrompt:
     return EmbedsPrompt(tensor.dtype, model.embedding_width, bytes(memoryview(pieces)[begin:]))
 
 
-def _tensor_of(header: bytes) -> Tensor:
+def _tensor_of(header: bytes) -> TensorHeader:
     try:
         named = _header.decode(header)
         named.pop("__metadata__", None)
         tensors = [_tensor.decode(raw) for raw in named.values()]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(f"is no safetensors file: its header is not as it should be ({error})") from None
+        raise _bad(f"is not a safetensors file: invalid header ({error})") from None
     if len(tensors) != 1:
-        raise _bad(f"holds {len(tensors)} tensors; it must hold one")
+        raise _bad(f"has {len(tensors)} tensors; it must have one")
     return tensors[0]
 
 
-def _check_shape(tensor: Tensor, model: ModelConfig) -> None:
+def _check_shape(tensor: TensorHeader, model: ModelConfig) -> None:
     if tensor.dtype not in FLOAT_BYTES:
-        raise _bad(
-            f"holds numbers of the format {shown(tensor.dtype)}; it must be one of {', '.join(FLOAT_BYTES)}"
-        )
+        raise _bad(f"has the dtype {shown(tensor.dtype)}; it must be one of {', '.join(FLOAT_BYTES)}")
     shape = tensor.shape[1:] if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor.shape
     if len(shape) != 2 or shape[0] < 1 or shape[1] != model.embedding_width:
         raise _bad(
-            f"has the shape {shown(tensor.shape)}; it must be [tokens, {model.embedding_width}], one vector of the model's "
-            "embedding for each token"
+            f"has the shape {shown(tensor.shape)}; it must be [tokens, {model.embedding_width}], one embedding of the model "
+            "per token"
         )
     if shape[0] >= model.max_model_len:
         raise RequestError(
             ErrorCode.TOO_LONG,
             f"This model's maximum context length is {model.max_model_len} tokens. However, {FIELD} holds {shape[0]} vectors, "
-            "and one output token needs room too. Send fewer.",
+            "and at least one output token must fit too. Send fewer.",
             FIELD,
         )
 
@@ -139,4 +134,4 @@ def _base64(text: str) -> bytes:
 
 
 def _bad(what: str) -> RequestError:
-    return parse.invalid(f"{FIELD} {what}. Send {HOW}.", FIELD)
+    return parse.invalid(f"{FIELD} {what}. Send {EXAMPLE}.", FIELD)

@@ -1,4 +1,4 @@
-"""How each error looks to a client of the OpenAI dialect, and to whoever asks for what belongs to no dialect."""
+"""Error format of the OpenAI API, also used by API-independent paths."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _TYPES = {
 def error_body(error: RequestError, _request_id: str = "") -> bytes:
     """Return ``{"error": {message, type, param, code}}``.
 
-    ``code`` is the status, as vLLM has it; but where the context is too short for a request it is OpenAI's word, by which
-    clients know that they have to shorten the conversation.
+    ``code`` is the status, as in vLLM. For a request above the context length it is OpenAI's code, on which clients shorten
+    the conversation.
     """
     status = status_of(error)
     return msgspec.json.encode(

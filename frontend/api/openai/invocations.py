@@ -1,4 +1,4 @@
-"""POST /invocations: one door for what has doors of its own, as SageMaker calls a container. The body's fields say which."""
+"""POST /invocations: SageMaker's single path; forwards to chat or completions by the body's fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quintet.frontend.service import Service
 
 
 class _Kind(msgspec.Struct):
-    """The fields that tell the kinds of requests apart."""
+    """Fields that determine the request type."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -22,7 +22,7 @@ _decoder = msgspec.json.Decoder(_Kind)
 
 
 async def invocations(service: Service, exchange: HttpRequest) -> None:
-    """Answer a conversation (``messages``) or complete a text (``prompt``)."""
+    """Forward to chat completions (``messages``) or completions (``prompt``)."""
     kind = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     if kind.messages is not msgspec.UNSET:
         await chat_completions(service, exchange)
@@ -30,6 +30,6 @@ async def invocations(service: Service, exchange: HttpRequest) -> None:
         await completions(service, exchange)
     else:
         raise parse.invalid(
-            "messages and prompt are both missing; send one of them: a conversation to answer or a text to complete.",
+            "messages and prompt are both missing; send one of them.",
             "messages",
         )

@@ -1,12 +1,12 @@
-"""``kv_transfer_params``: a request that two servers compute, one its prompt, the other its answer.
+"""``kv_transfer_params``: prefill and decode of one request on two servers (disaggregation).
 
-The names are those that proxies before vLLM's servers use. Who computes the prompt is sent ``do_remote_decode`` and answers with
-the params that the other one is to be sent, opaque to whoever passes them on::
+Field names are those of proxies for vLLM. The prefill server receives ``do_remote_decode`` and answers with the params for
+the decode server, which the proxy forwards unchanged::
 
     {"do_remote_prefill": true, "do_remote_decode": false, "remote_host": "10.0.0.5", "remote_port": 5600,
      "remote_engine_id": "10.0.0.5:5600", "remote_block_ids": [0, 1, …]}
 
-Blocks are found by what is in them; their ids only say how many of the prompt's there are.
+Blocks are looked up by content hash; only the number of ids is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class TransferParams(msgspec.Struct, kw_only=True):
-    """What of them matters here."""
+    """The fields that this server reads."""
 
     do_remote_prefill: bool | None = None
     do_remote_decode: bool | None = None
@@ -43,8 +43,8 @@ class TransferParams(msgspec.Struct, kw_only=True):
 _decoder = msgspec.json.Decoder(TransferParams)
 
 
-def take_handover(body: GenerationBody, num_prompts: int, config: EngineConfig) -> KvTransfer | None:
-    """Take the field out of a body; return what it means, None where nothing. Raises `RequestError`."""
+def take_kv_transfer(body: GenerationBody, num_prompts: int, config: EngineConfig) -> KvTransfer | None:
+    """Remove the field from a body and decode it; None if empty. Raises `RequestError`."""
     encoded = parse.json_of(body.kv_transfer_params)
     if encoded in {b"", b"{}"}:
         return None
@@ -55,45 +55,41 @@ def take_handover(body: GenerationBody, num_prompts: int, config: EngineConfig) 
     except parse.INVALID_JSON as error:
         raise parse.not_json(error, encoded, FIELD) from None
     if params.do_remote_prefill is None and params.do_remote_decode is None:
-        raise _wrong("says neither do_remote_prefill nor do_remote_decode; send one of them, or leave it out")
+        raise _wrong("has neither do_remote_prefill nor do_remote_decode; send one of them, or leave it out")
     body.kv_transfer_params = msgspec.UNSET
     if not (params.do_remote_prefill or params.do_remote_decode):
         return None
     if params.do_remote_prefill and params.do_remote_decode:
-        raise _wrong(
-            "do_remote_prefill and do_remote_decode are both true; a server computes the prompt or the answer"
-        )
+        raise _wrong("do_remote_prefill and do_remote_decode are both true; set one of them to false")
     if num_prompts > 1 or body.use_beam_search:
-        raise _wrong(
-            "goes with one prompt, and without beam search; send each prompt as a request of its own"
-        )
+        raise _wrong("requires one prompt and no beam search; send each prompt as a separate request")
     peers = config.cache.peers
     if params.do_remote_decode:
-        return _offering(body, peers)
-    return _fetching(params, peers)
+        return _prefill_transfer(body, peers)
+    return _decode_transfer(params, peers)
 
 
-def _offering(body: GenerationBody, peers: KvPeersConfig | None) -> KvTransfer:
+def _prefill_transfer(body: GenerationBody, peers: KvPeersConfig | None) -> KvTransfer:
     if peers is None or not peers.listen:
         raise _role_missing("do_remote_decode", "offers no KV", "prefill", peers)
     if body.stream:
-        raise _wrong("do_remote_decode is true, and whole answers alone say where KV is; set stream to false")
+        raise _wrong("do_remote_decode requires an unstreamed response; set stream to false")
     return KvTransfer(offers=True)
 
 
-def _fetching(params: TransferParams, peers: KvPeersConfig | None) -> KvTransfer:
+def _decode_transfer(params: TransferParams, peers: KvPeersConfig | None) -> KvTransfer:
     if peers is None or not peers.allowed:
         raise _role_missing("do_remote_prefill", "fetches no KV", "decode", peers)
     host, port = (params.remote_host or "").strip("[]"), params.remote_port or 0
     if not 0 < len(host) < MAX_PEER_CHARS - 10 or not 0 < port < 1 << 16:
         raise _wrong(
-            f"remote_host is {shown(params.remote_host)} and remote_port {shown(params.remote_port)}; send what the server said"
-            " that computed the prompt"
+            f"remote_host is {shown(params.remote_host)} and remote_port {shown(params.remote_port)}; send the values that the "
+            "prefill server returned"
         )
     if not _is_allowed(host, peers.allowed):
         raise _wrong(
-            f"remote_host is {shown(host)}, and this server fetches KV from {', '.join(peers.allowed)} alone; the operator can"
-            " allow it with --kv-peers"
+            f"remote_host is {shown(host)}, but KV is fetched only from {', '.join(peers.allowed)}; the operator can "
+            "allow it with --kv-peers"
         )
     ids = params.remote_block_ids
     most = 1 << 30
@@ -108,7 +104,7 @@ def _is_allowed(host: str, allowed: Sequence[str]) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host.lower() in allowed
-    if "%" in host:  # behind a zone anything may stand, which ZeroMQ would read
+    if "%" in host:  # ZeroMQ would parse any text after a zone
         return False
     return any(address in network for network in map(_network, allowed) if network is not None)
 
@@ -127,22 +123,22 @@ def _wrong(words: str) -> RequestError:
 def _role_missing(sent: str, what: str, role: str, peers: KvPeersConfig | None) -> RequestError:
     mine = "no --role" if peers is None else f"--role {peers.role}"
     return _wrong(
-        f"{sent} is true, and this server, with {mine}, {what}; leave it out, or start the server with --role {role} or both"
+        f"{sent} is true, but this server, with {mine}, {what}; leave it out, or start the server with --role {role} or both"
     )
 
 
 def with_params(
     answer: dict[str, object], streams: Sequence[Stream], config: EngineConfig
 ) -> dict[str, object]:
-    """Return a whole answer with what the server is to be sent that goes on, where the request asks for that."""
-    handover, peers = streams[0].submit.spec.handover, config.cache.peers
-    if peers is None or handover is None or not handover.offers:
+    """Add the params for the decode server to an unstreamed response, if the request asks for them."""
+    kv_transfer, peers = streams[0].submit.spec.handover, config.cache.peers
+    if peers is None or kv_transfer is None or not kv_transfer.offers:
         return answer
     return answer | {FIELD: _params_of(streams[0], peers, config.model.kv.block_size)}
 
 
 def _params_of(stream: Stream, peers: KvPeersConfig, block_size: int) -> dict[str, object] | None:
-    """Return the params; None where no block is offered."""
+    """Return the params; None if no block is offered."""
     started = stream.started
     if started is None:
         return None

@@ -1,4 +1,4 @@
-"""The three shapes log-probabilities take: completions, chat, and of the prompt."""
+"""Formats of log-probabilities: completions, chat, and prompt."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FLOOR = -9999.0
 """JSON has no minus infinity."""
 
 
-def spell(alternative: Alternative, options: AnswerOptions) -> str:
-    """Return a token's text, or its id when the client asked for ids."""
+def token_text(alternative: Alternative, options: AnswerOptions) -> str:
+    """Return a token's text, or ``token_id:<id>`` if requested."""
     return f"token_id:{alternative.token_id}" if options.tokens_as_ids else alternative.token
 
 
 def _distinct(position: PositionLogprobs, limit: int) -> Iterator[Alternative]:
-    """Yield the chosen token, then the most likely others, ``limit`` of them at most."""
+    """Yield the chosen token, then at most ``limit`` of the most likely others."""
     yield position.chosen
     others = (a for a in position.top if a.token_id != position.chosen.token_id)
     for _, alternative in zip(range(limit), others, strict=False):
@@ -27,7 +27,7 @@ def _distinct(position: PositionLogprobs, limit: int) -> Iterator[Alternative]:
 def completion_logprobs(
     positions: Sequence[PositionLogprobs], options: AnswerOptions
 ) -> dict[str, list[object]]:
-    """Return the parallel lists of the completions shape."""
+    """Return the parallel lists of the completions format."""
     shape: dict[str, list[object]] = {
         "text_offset": [],
         "token_logprobs": [],
@@ -37,33 +37,36 @@ def completion_logprobs(
     for position in positions:
         shape["text_offset"].append(position.text_offset)
         shape["token_logprobs"].append(max(position.chosen.logprob, FLOOR))
-        shape["tokens"].append(spell(position.chosen, options))
+        shape["tokens"].append(token_text(position.chosen, options))
         shape["top_logprobs"].append(
-            {spell(a, options): max(a.logprob, FLOOR) for a in _distinct(position, options.max_alternatives)}
+            {
+                token_text(a, options): max(a.logprob, FLOOR)
+                for a in _distinct(position, options.max_alternatives)
+            }
         )
     return shape
 
 
 def echoed_logprobs(started: Started, options: AnswerOptions) -> dict[str, list[object]]:
-    """Return the completions shape for the prompt's own tokens; what begins the prompt has no probability."""
+    """Return the completions format for the prompt's tokens; the first token has no log-probability."""
     positions = started.prompt_logprobs or []
     known = [position for position in positions if position is not None]
     shape = completion_logprobs(known, options)
     if started.first_token is not None:
         shape["text_offset"].insert(0, 0)
         shape["token_logprobs"].insert(0, None)
-        shape["tokens"].insert(0, spell(started.first_token, options))
+        shape["tokens"].insert(0, token_text(started.first_token, options))
         shape["top_logprobs"].insert(0, None)
     return shape
 
 
 def joined(first: dict[str, list[object]], second: dict[str, list[object]]) -> dict[str, list[object]]:
-    """Return one completions shape that continues with another."""
+    """Append one completions format to another."""
     return {name: first[name] + second[name] for name in first}
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], options: AnswerOptions) -> dict[str, object]:
-    """Return the chat shape."""
+    """Return the chat format."""
     limit = options.max_alternatives
     return {
         "content": [
@@ -78,7 +81,7 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], options: AnswerOptions)
 
 def _chat_token(alternative: Alternative, options: AnswerOptions) -> dict[str, object]:
     return {
-        "token": spell(alternative, options),
+        "token": token_text(alternative, options),
         "logprob": max(alternative.logprob, FLOOR),
         "bytes": list(alternative.token_bytes),
     }
@@ -95,7 +98,7 @@ def prompt_logprobs(started: Started, options: AnswerOptions) -> list[dict[str, 
             str(a.token_id): {
                 "logprob": max(a.logprob, FLOOR),
                 "rank": a.rank,
-                "decoded_token": spell(a, options),
+                "decoded_token": token_text(a, options),
             }
             for a in _distinct(position, len(position.top))
         }

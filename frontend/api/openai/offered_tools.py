@@ -1,7 +1,7 @@
-"""Tools of every dialect as the functions that chat templates show to the model.
+"""Tools of every API, translated to the functions that chat templates show to the model.
 
-Agents send more than functions: freeform tools, shells, namespaces, searches of tools, and tools that the API's own servers
-run. What the client runs is offered as a function; what only a server could run is skipped, with a line of log.
+Agents also send freeform tools, shells, namespaces, tool searches and server-side tools. A tool that the client runs is
+offered as a function; a server-side tool is skipped and logged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quintet.frontend.api.openai.types import RawField
 from quintet.wire.params import shown
 
 CallKind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
-"""Of a call, by the type of its tool in the Responses dialect."""
+"""Kind of a call, by its tool's type in the Responses API."""
 
 SERVER_TOOLS = (
     "web_search",
@@ -33,7 +33,7 @@ SERVER_TOOLS = (
     "x_search",
     "advisor",
 )
-"""Beginnings of the types of tools that a server would run."""
+"""Type prefixes of server-side tools."""
 SEARCH = "tool_search"
 NO_ARGUMENTS = {"type": "object", "properties": {}}
 TEXT: dict[str, Any] = {"type": "string"}
@@ -77,7 +77,7 @@ PREDEFINED_TOOLS: dict[CallKind, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Tools of the Responses API that the client runs and that have a type instead of a schema: description and parameters."""
+"""Client-side tools of the Responses API with a type but no schema: description and parameters."""
 _COMMANDS = ["view", "create", "str_replace", "insert"]
 CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "bash_": (
@@ -127,13 +127,13 @@ CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Anthropic's tools that the client runs and that come without a schema, by the beginning of their type."""
+"""Anthropic's client-side tools without a schema, by type prefix."""
 
 _log = logging.getLogger("quintet")
 
 
 class SentFunction(msgspec.Struct, kw_only=True):
-    """The function of a tool in the form of chat completions."""
+    """Function of a tool, in chat completions format."""
 
     name: str
     description: str | None = None
@@ -142,7 +142,7 @@ class SentFunction(msgspec.Struct, kw_only=True):
 
 
 class SentCustom(msgspec.Struct, kw_only=True):
-    """The freeform tool of chat completions."""
+    """Freeform tool, in chat completions format."""
 
     name: str
     description: str | None = None
@@ -150,7 +150,7 @@ class SentCustom(msgspec.Struct, kw_only=True):
 
 
 class SentTool(msgspec.Struct, kw_only=True):
-    """A tool in any form: nested in ``function``, flat, or Anthropic's."""
+    """A tool in any format: nested in ``function``, flat, or Anthropic's."""
 
     type: str | None = None
     name: str | None = None
@@ -162,29 +162,29 @@ class SentTool(msgspec.Struct, kw_only=True):
     custom: SentCustom | None = None
     format: RawField = msgspec.UNSET
     tools: list[SentTool] | None = None
-    """Of a namespace."""
+    """Members of a namespace."""
     defer_loading: bool | None = None
     execution: str | None = None
-    """``client`` for a search that the client runs."""
+    """``client`` for a tool search that the client runs."""
 
 
 class OfferedTool(msgspec.Struct, kw_only=True):
     """A function that the model may call."""
 
     name: str
-    """As the model is shown it."""
+    """Name that the model sees."""
     description: str | None = None
     parameters: Any = None
     strict: bool | None = None
     kind: CallKind = "function"
     own_name: str
-    """As the client calls it."""
+    """The client's name."""
     namespace: str | None = None
     is_deferred: bool = False
-    """Whether the model shall see it only once a search has found it."""
+    """True if the model sees it only after a tool search found it."""
 
     def nested(self) -> dict[str, Any]:
-        """Return the tool in the form of chat completions."""
+        """Return the tool in chat completions format."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -194,7 +194,7 @@ class OfferedTool(msgspec.Struct, kw_only=True):
         return {"type": "function", "function": function}
 
     def definition(self) -> str:
-        """Return the tool as text, for a conversation in which a search found it."""
+        """Return the tool as JSON text, for a message after a tool search."""
         return encode_json(self.nested()).decode()
 
 
@@ -219,9 +219,9 @@ def sent_tools(raw: RawField, where: str) -> list[SentTool]:
 
 
 def offered_tools(tools: Sequence[SentTool], where: str = "tools") -> list[OfferedTool]:
-    """Return the functions that the model is offered for a request's tools. Raises `RequestError`.
+    """Return the functions to offer for a request's tools. Raises `RequestError`.
 
-    Where a server's search would load deferred tools, all of them are offered: this server has no search.
+    With a server-side tool search all deferred tools are offered, because this server has no search.
     """
     found = [each for i, tool in enumerate(tools) for each in _offered(tool, f"{where}[{i}]")]
     if any(_is_servers_search(tool) for tool in tools):
@@ -231,7 +231,7 @@ def offered_tools(tools: Sequence[SentTool], where: str = "tools") -> list[Offer
 
 
 def shown_tools(raw: RawField) -> bytes:
-    """Return the tools that a template shows, each nested in ``function``, as JSON; empty where there are none."""
+    """Return the tools that a template shows, nested in ``function``, as JSON; empty without tools."""
     sent = sent_tools(raw, "tools")
     if all(tool.function is not None and tool.type == "function" for tool in sent):
         return parse.json_of(raw) if sent else b""
@@ -240,7 +240,7 @@ def shown_tools(raw: RawField) -> bytes:
 
 
 def with_deferred(tools: bytes, deferred: Sequence[OfferedTool]) -> bytes:
-    """Return tools as JSON together with those that the template does not show."""
+    """Return JSON tools together with deferred ones."""
     if not deferred:
         return tools
     shown_ones = _list_decoder.decode(tools) if tools else []
@@ -280,12 +280,12 @@ def _offered(tool: SentTool, where: str, namespace: str | None = None) -> Iterat
         name = tool.name or known.rstrip("_")
         yield OfferedTool(name=name, own_name=name, description=description, parameters=parameters)
     elif kind.startswith(SERVER_TOOLS):
-        _log.info("%s, of type %s, is not offered to the model: this server runs no tools", where, kind)
+        _log.info("%s, of type %s, was skipped: this server runs no tools", where, kind)
     else:
         raise parse.not_implemented(
             f"{where}, of type {shown(kind)},",
             "tools of that type",
-            "Describe it as one of yours: type function, with name, description and parameters.",
+            "Describe it as a function, with name, description and parameters.",
         )
 
 
@@ -310,7 +310,7 @@ def _function(
 
 
 def _freeform(tool: SentTool, where: str, namespace: str | None) -> OfferedTool:
-    """Return a function of one text for a tool whose input is no JSON."""
+    """Return a function with one text parameter, for a freeform tool."""
     sent = tool.custom or SentCustom(
         name=_given(tool.name, f"{where}.name"), description=tool.description, format=tool.format
     )
@@ -332,7 +332,7 @@ def _freeform(tool: SentTool, where: str, namespace: str | None) -> OfferedTool:
 
 
 def joined_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a tool of a namespace."""
+    """Return the name that the model sees for a tool of a namespace."""
     if not namespace:
         return name
     return namespace + ("" if namespace.endswith("_") or name.startswith("_") else "__") + name

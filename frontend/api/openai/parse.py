@@ -1,4 +1,4 @@
-"""From the bytes of a body to checked sampling parameters, or an error that names field, value and what is allowed."""
+"""Parsing and checking of request bodies. Errors name the field, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_CACHE_SALT = 1024
 MAX_ID_DIGITS = 10
 MAX_TIMEOUT_S = 1_000_000
 DEADLINE_HEADER = "x-request-deadline-ms"
-"""Milliseconds from the request's arrival to its deadline."""
+"""Milliseconds from arrival to deadline."""
 INVALID_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
@@ -42,7 +42,7 @@ _NOTHING_MISSING = (*[msgspec.UNSET] * len(_MISSING_FIELDS), *[None] * len(_MISS
 
 
 class NamesModel(Protocol):
-    """A body that says which model is to answer."""
+    """A body with a model name."""
 
     model: str | None
 
@@ -50,7 +50,7 @@ class NamesModel(Protocol):
 async def read_body(
     service: Service, exchange: HttpRequest, decoder: msgspec.json.Decoder[NamingT]
 ) -> NamingT:
-    """Return the body of a request to the model that is served. Raises `RequestError`."""
+    """Return the body of a request for a served model. Raises `RequestError`."""
     body = decode(await exchange.read_json_body(service.bodies), decoder)
     check_model(body.model, service.config.model)
     return body
@@ -59,7 +59,7 @@ async def read_body(
 def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     """Decode a body into its struct. Raises `RequestError` for bad JSON, wrong types and missing fields.
 
-    Where nothing else can be meant, numbers and truth values may be strings (``"5"``, ``"true"``): clients send them.
+    Numbers and booleans may also be strings (``"5"``, ``"true"``), as some clients send them.
     """
     try:
         return decoder.decode(body)
@@ -76,7 +76,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
 
 
 def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestError:
-    """Make the error for what no JSON parser takes: the body, or the field of this name."""
+    """Build the error for invalid JSON in the body, or in the named field."""
     what = f"The request body's {name}" if name else "The request body"
     hint = ""
     if _SURROGATE.search(body):
@@ -85,7 +85,7 @@ def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestE
 
 
 def explain(error: msgspec.ValidationError, body: bytes, prefix: str = "") -> RequestError:
-    """Turn msgspec's complaint about ``body`` into one that names the field and the value that was sent."""
+    """Translate a validation error of msgspec into one with the field and its value."""
     match = _PATH.match(str(error))
     assert match is not None, str(error)
     what, path = match["what"], match["path"] or ""
@@ -122,13 +122,13 @@ def _value_at(value: Json, path: str) -> Json:
 
 
 def json_of(raw: RawField) -> bytes:
-    """Return a raw field as JSON; empty when it was not sent or null."""
+    """Return a raw field as JSON; empty if absent or null."""
     encoded = b"" if raw is msgspec.UNSET else bytes(raw)
     return b"" if encoded == b"null" else encoded
 
 
 def check_model(model: str | None, config: ModelConfig) -> None:
-    """Refuse a model that is not served. No name means the first one."""
+    """Reject a model that is not served. An empty name selects the first one."""
     if model and model not in config.served_names:
         names = ", ".join(f"`{name}`" for name in config.served_names)
         raise RequestError(
@@ -141,7 +141,7 @@ def check_model(model: str | None, config: ModelConfig) -> None:
 def sampling_params(
     body: GenerationBody, config: ModelConfig, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """Return the sampling parameters a body asks for, over the model's own defaults; not yet checked."""
+    """Return the body's sampling parameters over the model's defaults, unchecked."""
     values: dict[str, Any] = {n: value for n, value in config.generation_defaults.items() if n in _SHARED}
     sent = zip(SHARED_SAMPLING_FIELDS, _shared_of(body), strict=True)
     values.update([item for item in sent if item[1] is not None])
@@ -150,7 +150,7 @@ def sampling_params(
     if body.logit_bias is not None:
         values["logit_bias"] = _logit_bias(body.logit_bias)
     if body.use_beam_search:
-        values["n"] = 1  # beams are requests of their own
+        values["n"] = 1  # each beam is a request
     elif body.best_of is not None:
         values["n"] = body.best_of
     values["max_tokens"] = max_tokens
@@ -174,9 +174,9 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     return bias
 
 
-def refuse_missing(body: GenerationBody) -> None:
-    """Refuse, by name, what would change the output and is not built yet. What is wrong in itself is told before."""
-    if _missing_of(body) == _NOTHING_MISSING:  # as a rule, and every request comes by
+def reject_unsupported(body: GenerationBody) -> None:
+    """Reject unsupported fields that would change the output. Call after the checks of supported ones."""
+    if _missing_of(body) == _NOTHING_MISSING:  # fast path of almost every request
         return
     for name in _MISSING_FIELDS:
         if json_of(getattr(body, name)) not in {b"", b"{}", b"false"}:
@@ -186,18 +186,18 @@ def refuse_missing(body: GenerationBody) -> None:
             raise not_implemented(name, f"`{name}`", "Leave it out.")
     if body.detokenize is False:
         raise not_implemented(
-            "detokenize", "answers without text", "Use `return_token_ids` to get ids as well."
+            "detokenize", "responses without text", "Use `return_token_ids` to get ids as well."
         )
 
 
 def check_logprob_token_ids(body: GenerationBody, *, has_logprobs: bool) -> None:
-    """Refuse tokens to show where no log-probabilities are shown."""
+    """Reject logprob_token_ids without log-probabilities."""
     if body.logprob_token_ids is not None and not has_logprobs:
         raise invalid("logprob_token_ids was sent without logprobs; send both.", "logprob_token_ids")
 
 
-def refuse_search(body: GenerationBody) -> None:
-    """Refuse a search for the best outputs, where what was found could not be told."""
+def reject_search(body: GenerationBody) -> None:
+    """Reject beam search, best_of and suffix at endpoints without them."""
     for name in ("use_beam_search", "suffix"):
         if getattr(body, name, None):
             raise not_implemented(
@@ -208,10 +208,10 @@ def refuse_search(body: GenerationBody) -> None:
 
 
 def check_combinations(body: GenerationBody, config: EngineConfig) -> None:
-    """Refuse what makes no sense together, or with this server."""
+    """Reject fields that contradict each other or the server's configuration."""
     if body.priority and config.scheduler.policy != "priority":
         raise invalid(
-            f"priority is {shown(body.priority)}, but this server runs requests first come, first served; leave it "
+            f"priority is {shown(body.priority)}, but the scheduling policy is first come, first served; leave priority "
             "out, or start the server with --scheduling-policy priority.",
             "priority",
         )
@@ -224,7 +224,7 @@ def check_combinations(body: GenerationBody, config: EngineConfig) -> None:
         )
     if body.logprob_token_ids == []:
         raise invalid(
-            "logprob_token_ids is []; name at least one token, or leave it out.", "logprob_token_ids"
+            "logprob_token_ids is []; send at least one token id, or leave it out.", "logprob_token_ids"
         )
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_CACHE_SALT:
         raise invalid(
@@ -238,7 +238,7 @@ def check_combinations(body: GenerationBody, config: EngineConfig) -> None:
 def checked(
     params: SamplingParams, max_logprobs: int | None, model: ModelConfig, names: Mapping[str, str]
 ) -> SamplingParams:
-    """Return the parameters' normal form; errors name a field as this body spells it (``names``: ours to theirs)."""
+    """Check and normalize the parameters; errors use the body's field names (``names``: internal to client name)."""
     try:
         return params.checked(max_logprobs, model.vocab_size)
     except RequestError as error:
@@ -249,17 +249,17 @@ def checked(
 
 
 def names_of(body: GenerationBody) -> dict[str, str]:
-    """Return the fields of sampling parameters that this body has under other names."""
+    """Return the sampling parameters that have another name in this body."""
     return {} if body.best_of is None else {"n": "best_of"}
 
 
 def max_alternatives(params: SamplingParams) -> int:
-    """Return how many tokens each position's log-probabilities show besides the chosen one."""
+    """Return the number of alternatives per position, without the chosen token."""
     return max(params.logprobs or 0, len(params.logprob_token_ids or ()))
 
 
 def deadline_ns(body: GenerationBody, exchange: HttpRequest) -> int:
-    """Return the moment after which the answer is of no use (monotonic): the earlier of body's and header's; 0 for none."""
+    """Return the deadline (monotonic ns): the earlier one of body and header; 0 for none."""
     waits_s: list[float] = []
     if body.timeout is not None:
         if not 0 < body.timeout <= MAX_TIMEOUT_S:
@@ -280,7 +280,7 @@ def deadline_ns(body: GenerationBody, exchange: HttpRequest) -> int:
 
 
 def request_id(body: GenerationBody, exchange: HttpRequest) -> str:
-    """Return the id that the answer's own begins with: the body's, else the header's, else the one that was made."""
+    """Return the id for the response: from the body, else the header, else generated."""
     if body.request_id:
         _check_request_id("request_id", "request_id", body.request_id)
     if exchange.given_id:
@@ -297,17 +297,17 @@ def _check_request_id(name: str, param: str | None, given: str) -> None:
 
 
 def chat_max_tokens(body: ChatBody) -> int | None:
-    """Return the limit of a chat answer: the newer field's name wins."""
+    """Return the output limit of a chat request; the newer field takes precedence."""
     return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
 
 
 def invalid(message: str, param: str | None = None) -> RequestError:
-    """Make a 400."""
+    """Build a 400 error."""
     return RequestError(ErrorCode.INVALID, message, param)
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return an error that names a field as another dialect does (``names``: ours to theirs)."""
+    """Rename the field of an error to another API's (``names``: internal to client name)."""
     ours = error.param or ""
     if ours not in names or not error.message.startswith(ours):
         return error
@@ -315,13 +315,13 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
 
 
 def not_implemented(sent: str, what: str, advice: str) -> RequestError:
-    """Make a 400 that names what is missing: SDKs would send the request again after a 5xx.
+    """Build a 400 error for an unsupported feature; SDKs would retry a 5xx.
 
-    ``sent`` begins with the field's name.
+    ``sent`` starts with the field's name.
     """
     field = re.match(r"[\w.]+", sent)
     return RequestError(
         ErrorCode.NOT_IMPLEMENTED,
-        f"{sent} was sent, but this server does not have {what} yet. {advice}",
+        f"{sent} was sent, but this server does not support {what}. {advice}",
         field[0] if field is not None else sent,
     )

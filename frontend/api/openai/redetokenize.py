@@ -1,4 +1,4 @@
-"""The text of an output that is known already, as it would have been told while it was generated."""
+"""Detokenize known output as if it were generated: stop strings, parsers and special tokens apply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quintet.wire.params import SamplingParams
 from quintet.wire.request import Echo, OutputParsing
 
 
-async def reread(
+async def redetokenize(
     service: Service,
     ids: Sequence[int],
     ends_with_stop: bool,
@@ -20,9 +20,9 @@ async def reread(
     *,
     is_cut: bool = False,
 ) -> Detokenized:
-    """Read an output again, behind its prompt (int32). ``is_cut``: a limit ended it, not the model.
+    """Decode output ids after their prompt (int32). ``is_cut``: a limit ended it, not the model.
 
-    As while it is generated, the token that ended it shows only when asked for.
+    The stop token is dropped unless include_stop_str_in_output.
     """
     stops = {*params.stop_token_ids, *service.config.model.eos_token_ids}
     if ends_with_stop and ids and ids[-1] in stops and not params.include_stop_str_in_output:

@@ -1,4 +1,4 @@
-"""POST …/render: what a request is to the engine, which `/inference/v1/generate` takes: its prompt as ids, its parameters."""
+"""POST …/render: translate a request to the body of `/inference/v1/generate`, with token ids and parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat import checked_chat, prompt_of
-from quintet.frontend.api.openai.chat import refuse_missing as refuse_missing_in_chat
+from quintet.frontend.api.openai.chat import reject_unsupported as reject_unsupported_in_chat
 from quintet.frontend.api.openai.completions import completion_params, parse_prompts
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
 from quintet.frontend.http.http_request import HttpRequest
@@ -24,18 +24,18 @@ from quintet.wire.structured import StructuredOutputsParams
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
-NOT_TOLD = frozenset({"output_kind", "detokenize", "structured_outputs", "truncate_prompt_tokens"})
-"""Parameters that say nothing to the endpoint that generates, or are told in a form of their own."""
+NOT_SENT = frozenset({"output_kind", "detokenize", "structured_outputs", "truncate_prompt_tokens"})
+"""Parameters that `/inference/v1/generate` does not take, or that are sent in another form."""
 
 
 async def render_chat(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the conversation's request in ids."""
+    """Handle POST /v1/chat/completions/render."""
     config = service.config
     body = await parse.read_body(service, exchange, _chat_decoder)
     conversation, params, _ = checked_chat(body, config)
     prompt = prompt_of(body, conversation, config)
-    refuse_missing_in_chat(body)
-    parse.refuse_search(body)
+    reject_unsupported_in_chat(body)
+    parse.reject_search(body)
     limit = params.max_tokens if parse.chat_max_tokens(body) is not None else None
     ids = await _ids_of(prompt, limit, service, "messages")
     await exchange.respond_json(_rendered(ids, body, params, exchange, config))
@@ -49,9 +49,9 @@ async def respond_rendered(
     params: SamplingParams,
     field: str,
 ) -> None:
-    """Answer with the request of a dialect whose limit on the output gives way to the context.
+    """Answer with the rendered request, for an API with an output limit that is only an upper bound.
 
-    ``field``: where its conversation stands. ``params.max_tokens`` becomes no more than there is room for.
+    ``field``: the body's conversation field. ``params.max_tokens`` is reduced to the rest of the context.
     """
     ids = await _ids_of(prompt, None, service, field)
     if params.max_tokens is not None:
@@ -60,17 +60,17 @@ async def respond_rendered(
 
 
 async def render_completions(service: Service, exchange: HttpRequest) -> None:
-    """Answer with a list of requests in ids, one per prompt."""
+    """Handle POST /v1/completions/render: one rendered request per prompt."""
     config = service.config
     body = await parse.read_body(service, exchange, _completion_decoder)
     parse.check_combinations(body, config)
     parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
     if body.prompt_embeds:
-        raise parse.invalid("prompt_embeds was sent, and vectors have no ids; leave it out.", "prompt_embeds")
+        raise parse.invalid("prompt_embeds cannot be rendered to token ids; leave it out.", "prompt_embeds")
     prompts = parse_prompts(body, config.model)
     params = completion_params(body, config)
-    parse.refuse_missing(body)
-    parse.refuse_search(body)
+    parse.reject_unsupported(body)
+    parse.reject_search(body)
     rendered = []
     for prompt in prompts:
         ids = await _ids_of(prompt, body.max_tokens, service, "prompt")
@@ -81,19 +81,19 @@ async def render_completions(service: Service, exchange: HttpRequest) -> None:
 async def _ids_of(
     prompt: TextPrompt | TokenPrompt | ChatPrompt, max_tokens: int | None, service: Service, field: str
 ) -> Sequence[int]:
-    """Return a prompt's ids. Raises `RequestError` where they leave no room for the output."""
+    """Return a prompt's ids. Raises `RequestError` if prompt and output exceed the context length."""
     if isinstance(prompt, TokenPrompt):
         ids: Sequence[int] = unpack_i32(prompt.token_ids)
     else:
         ids = unpack_i32((await service.queries.tokenize(prompt)).token_ids)
-    limit, room = service.config.model.max_model_len, max_tokens or 1
+    limit, num_new = service.config.model.max_model_len, max_tokens or 1
     if not ids:
         raise parse.invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
-    if len(ids) + room > limit:
+    if len(ids) + num_new > limit:
         raise RequestError(
             ErrorCode.TOO_LONG,
-            f"This model's maximum context length is {limit} tokens. However, you requested {len(ids) + room} tokens "
-            f"({len(ids)} in the {field}, {room} in the completion). Please reduce the length of the {field} or completion.",
+            f"This model's maximum context length is {limit} tokens. However, you requested {len(ids) + num_new} tokens "
+            f"({len(ids)} in the {field}, {num_new} in the completion). Please reduce the length of the {field} or completion.",
             field,
         )
     return ids
@@ -109,13 +109,13 @@ def _rendered(
     if params.truncate_prompt_tokens is not None:
         raise parse.not_implemented(
             "truncate_prompt_tokens",
-            "prompts that are truncated before they are rendered",
+            "truncation of rendered prompts",
             "Truncate the ids.",
         )
     return {
         "request_id": parse.request_id(body, exchange),
         "token_ids": list(ids),
-        "sampling_params": _told(params),
+        "sampling_params": _params_json(params),
         "model": config.model.served_names[0],
         "stream": bool(body.stream),
         "stream_options": None if body.stream_options is None else msgspec.to_builtins(body.stream_options),
@@ -124,19 +124,21 @@ def _rendered(
     }
 
 
-def _told(params: SamplingParams) -> dict[str, object]:
-    """Return what is not a parameter's default, by name."""
-    told = {name: value for name, value in _changed(params, SamplingParams()).items() if name not in NOT_TOLD}
-    told["max_tokens"] = params.max_tokens
+def _params_json(params: SamplingParams) -> dict[str, object]:
+    """Return the parameters that differ from their defaults, by name."""
+    params_json = {
+        name: value for name, value in _changed(params, SamplingParams()).items() if name not in NOT_SENT
+    }
+    params_json["max_tokens"] = params.max_tokens
     form = params.structured_outputs
     if params.repetition_detection is not None:
-        told["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
+        params_json["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
     if form is not None:
-        told["structured_outputs"] = _changed(form, StructuredOutputsParams())
-    return told
+        params_json["structured_outputs"] = _changed(form, StructuredOutputsParams())
+    return params_json
 
 
 def _changed(given: msgspec.Struct, default: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of one struct that are not as in another of its kind."""
+    """Return the fields of a struct that differ from a default."""
     as_default = msgspec.structs.asdict(default)
     return {name: value for name, value in msgspec.structs.asdict(given).items() if value != as_default[name]}

@@ -1,6 +1,6 @@
-"""The form that a body asks its answer to have: ``response_format``, ``structured_outputs``, and what other servers call it.
+"""Structured output: ``response_format``, ``structured_outputs``, and their names in other servers.
 
-Each is enforced or refused; none is dropped.
+Each is enforced or rejected; none is dropped.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "regex": ("regex", "pattern", "value"),
     "grammar": ("grammar", "value"),
 }
-"""Types of ``response_format``, and the fields that may hold what they speak of."""
+"""Types of ``response_format``, and the fields that may hold their content."""
 ALIASES = {"json": "json_object"}
-"""Types that TGI calls otherwise."""
+"""TGI's names of types."""
 FIELDS = ("json_schema", "schema", "value", "regex", "pattern", "grammar", "structures", "triggers", "format")
-"""Of ``response_format``, besides its type."""
+"""Fields of ``response_format``, without its type."""
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -38,7 +38,7 @@ GUIDED = {
     "ebnf": "grammar",
     "grammar_string": "grammar",
 }
-"""Names that older clients send, or clients of other servers, and what they are called now."""
+"""Field names of older clients and other servers, and the current ones."""
 SCHEMA_WORDS = frozenset(
     {
         "type",
@@ -54,13 +54,13 @@ SCHEMA_WORDS = frozenset(
         "definitions",
     }
 )
-"""Keys by which a schema is told from an object that has one in ``schema``."""
+"""Keys that distinguish a schema from an object with a schema in ``schema``."""
 _forms_of = attrgetter("response_format", *FORM_FIELDS)
 _NO_FORM = _forms_of(FormFields())
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """``structured_outputs``: exactly one of the first six."""
+    """``structured_outputs``: exactly one of the first six fields."""
 
     json: str | bool | dict[str, Any] | None = None
     regex: str | None = None
@@ -76,7 +76,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """``response_format.json_schema``. Enforced, ``strict`` or not; an object that names properties has no others."""
+    """``response_format.json_schema``. Enforced regardless of ``strict``; declared properties exclude others."""
 
     schema: dict[str, Any] | bool
     name: str | None = None
@@ -85,8 +85,8 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 def form_of(body: FormFields) -> StructuredOutputsParams | None:
-    """Return the form in its normal form; None where any text will do. Raises `RequestError` naming the body's field."""
-    for name, form in _asked(body).items():
+    """Return the normalized constraint; None for free text. Raises `RequestError` with the body's field."""
+    for name, form in _requested(body).items():
         try:
             return form.checked()
         except RequestError as error:
@@ -95,41 +95,47 @@ def form_of(body: FormFields) -> StructuredOutputsParams | None:
 
 
 def form_field(body: FormFields) -> str | None:
-    """Return the field in which a body asks for a form; None where any text will do. Raises `RequestError`."""
-    return next(iter(_asked(body)), None)
+    """Return the field with the constraint; None for free text. Raises `RequestError`."""
+    return next(iter(_requested(body)), None)
 
 
-def _asked(body: FormFields) -> dict[str, StructuredOutputsParams]:
-    """Return the form by the field that asks for it: one at most. Raises `RequestError`."""
-    asked: dict[str, StructuredOutputsParams] = {}
-    if _forms_of(body) == _NO_FORM:  # as a rule, and every request comes by
-        return asked
+def _requested(body: FormFields) -> dict[str, StructuredOutputsParams]:
+    """Return the constraint by its field; one at most. Raises `RequestError`."""
+    requested: dict[str, StructuredOutputsParams] = {}
+    if _forms_of(body) == _NO_FORM:  # fast path of almost every request
+        return requested
     if body.response_format is not None and (form := _of_format(body.response_format)) is not None:
-        asked["response_format"] = form
+        requested["response_format"] = form
     if _was_sent(body.structured_outputs):
         given = _decoded(body.structured_outputs, StructuredOutputs, FIELD)
-        asked[FIELD] = StructuredOutputsParams(**msgspec.structs.asdict(given) | {"calls": given.calls or ""})
+        requested[FIELD] = StructuredOutputsParams(
+            **msgspec.structs.asdict(given) | {"calls": given.calls or ""}
+        )
     if body.grammar_lazy:
         raise _bad(
-            "grammar_lazy is true; leave it out: a grammar counts from the first token here.", "grammar_lazy"
+            "grammar_lazy is true, but grammars always apply from the first token; leave it out.",
+            "grammar_lazy",
         )
     for name, kind in GUIDED.items():
         raw = getattr(body, name)
         if _was_sent(raw):
             value = _decoded(raw, Any, name)
             pattern = body.guided_whitespace_pattern
-            asked[name] = StructuredOutputsParams(**{kind: value}, whitespace_pattern=pattern)
+            requested[name] = StructuredOutputsParams(**{kind: value}, whitespace_pattern=pattern)
     if _was_sent(body.json_schema):
-        asked["json_schema"] = _of_schema(body.json_schema, "json_schema")
+        requested["json_schema"] = _of_schema(body.json_schema, "json_schema")
     if _was_sent(body.grammar) and (form := _of_grammar(body.grammar)) is not None:
-        asked["grammar"] = form
-    if len(asked) > 1:
-        raise _bad(f"{' and '.join(asked)} were sent; an answer has one form: send one of them.", FIELD)
-    return asked
+        requested["grammar"] = form
+    if len(requested) > 1:
+        raise _bad(
+            f"{' and '.join(requested)} were sent; only one output format is allowed, so send one of them.",
+            FIELD,
+        )
+    return requested
 
 
 def _of_grammar(raw: RawField) -> StructuredOutputsParams | None:
-    """Return what ``grammar`` says: llama.cpp's is a grammar, TGI's names what it is."""
+    """Parse ``grammar``: a grammar as in llama.cpp, or TGI's object with a type."""
     given = _decoded(raw, str | dict[str, msgspec.Raw], "grammar")
     if isinstance(given, str):
         return StructuredOutputsParams(grammar=given) if given else None
@@ -141,11 +147,11 @@ def _of_format(given: ResponseFormat, name: str = "response_format") -> Structur
     if kind not in FORMATS:
         raise _bad(f"{name}.type is {shown(given.type)}; it must be one of {', '.join(FORMATS)}.", name)
     sent = [field for field in FIELDS if _was_sent(getattr(given, field))]
-    strange = [field for field in sent if field not in FORMATS[kind]]
-    if strange or (kind != "structural_tag" and len(sent) > 1):
+    unexpected = [field for field in sent if field not in FORMATS[kind]]
+    if unexpected or (kind != "structural_tag" and len(sent) > 1):
         allowed = " or ".join(FORMATS[kind]) or "nothing"
         raise _bad(
-            f"{name} has {' and '.join(sent)} with the type {given.type}, which takes {allowed} besides it.",
+            f"{name} has {' and '.join(sent)} with the type {given.type}; allowed with it: {allowed}.",
             name,
         )
     if kind == "text":
@@ -170,7 +176,7 @@ def _of_format(given: ResponseFormat, name: str = "response_format") -> Structur
 
 
 def _of_schema(raw: RawField, name: str) -> StructuredOutputsParams:
-    """Return what a schema says: as an object or as text, or in an object that also names it."""
+    """Parse a schema: an object, text, or an object with a name and a schema."""
     given = _decoded(raw, dict[str, Any] | bool | str, name)
     if isinstance(given, str):
         given = _decoded(msgspec.Raw(given.encode()), dict[str, Any] | bool, name)
@@ -187,7 +193,7 @@ def _decoded(raw: RawField, kind: Any, name: str) -> Any:
     try:
         return msgspec.json.decode(bytes(raw), type=kind)  # type: ignore[arg-type]
     except msgspec.ValidationError as error:
-        raise _not_as_it_must_be(error, name) from None
+        raise _invalid_value(error, name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _bad(f"{name} is not valid JSON: {error}.", name.split(".", maxsplit=1)[0]) from None
 
@@ -196,13 +202,11 @@ def _convert(value: dict[str, Any], kind: type[JsonSchemaFormat], name: str) -> 
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _not_as_it_must_be(error, name) from None
+        raise _invalid_value(error, name) from None
 
 
-def _not_as_it_must_be(error: msgspec.ValidationError, name: str) -> RequestError:
-    return _bad(
-        f"{name} is not as it must be: {str(error).replace('`', '')}.", name.split(".", maxsplit=1)[0]
-    )
+def _invalid_value(error: msgspec.ValidationError, name: str) -> RequestError:
+    return _bad(f"{name} is invalid: {str(error).replace('`', '')}.", name.split(".", maxsplit=1)[0])
 
 
 def _bad(message: str, param: str) -> RequestError:

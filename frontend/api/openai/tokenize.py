@@ -19,14 +19,14 @@ from quintet.wire.messages import ChatPrompt, TextPrompt
 from quintet.wire.params import check_token_ids
 
 PART_IDS = 1 << 16
-"""Ids that are written at a time."""
+"""Ids per JSON part."""
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def tokenize(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the ids of a text, or of a conversation as the chat template renders it."""
+    """Handle POST /tokenize: return the ids of a text, or of a conversation rendered by the chat template."""
     config = service.config
     body = await parse.read_body(service, exchange, _tokenize_decoder)
     prompt: TextPrompt | ChatPrompt
@@ -48,9 +48,9 @@ async def tokenize(service: Service, exchange: HttpRequest) -> None:
 
 
 async def _as_json(column: bytes) -> msgspec.Raw:
-    """Return ids as a list in JSON, made a part at a time: millions of Python's numbers would take ten times as much memory.
+    """Return ids as a JSON list, encoded in parts: a Python list of millions of ints would take ten times the memory.
 
-    Of twenty million it takes more than a second, in which everybody else's events are written too.
+    Twenty million ids take more than a second; other requests' events are written between the parts.
     """
     ids, parts = unpack_i32(column), list[bytes]()
     for at in range(0, len(ids), PART_IDS):
@@ -60,21 +60,25 @@ async def _as_json(column: bytes) -> msgspec.Raw:
 
 
 async def tokenizer_info(service: Service, exchange: HttpRequest) -> None:
-    """Answer with what the model's files say of its tokenizer, and with its chat template."""
+    """Handle GET /tokenizer_info: return the tokenizer's configuration and chat template."""
     config = service.config
     if not config.frontend.tokenizer_info:
         raise RequestError(
             ErrorCode.NOT_FOUND,
-            "This server does not tell its tokenizer's configuration; it does with --enable-tokenizer-info-endpoint.",
+            "The tokenizer's configuration is not public; start the server with --enable-tokenizer-info-endpoint.",
         )
     path = Path(config.model.tokenizer_path) / "tokenizer_config.json"
-    told: dict[str, object] = msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
+    config_json: dict[str, object] = (
+        msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
+    )
     template = config.model.chat_templates.get("default")
-    await exchange.respond_json(told if template is None else {**told, "chat_template": template})
+    await exchange.respond_json(
+        config_json if template is None else {**config_json, "chat_template": template}
+    )
 
 
 async def detokenize(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the text of some ids."""
+    """Handle POST /detokenize: return the text of token ids."""
     config = service.config
     body = await parse.read_body(service, exchange, _detokenize_decoder)
     check_token_ids(body.tokens, config.model.vocab_size, "tokens")

@@ -1,6 +1,6 @@
-"""``tools`` and ``tool_choice``: how an answer's calls are read, and the form of an answer that must have some.
+"""``tools`` and ``tool_choice``: parsing of calls in the output, and constraints for required calls.
 
-Calls that are insisted on are enforced, so that they are there and their arguments are what the tools' schemas allow.
+Required calls are enforced by structured output, with arguments that match the tools' schemas.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from quintet.wire.params import shown
 from quintet.wire.request import MAX_SCHEMAS_BYTES, OutputParsing
 from quintet.wire.structured import StructuredOutputsParams
 
-WORDS = {b'"auto"': "auto", b'"none"': "none", b'"required"': "required", b'"any"': "required"}
-"""Choices, by the type of an object that holds nothing else."""
+TOOL_CHOICE_TYPES = {b'"auto"': "auto", b'"none"': "none", b'"required"': "required", b'"any"': "required"}
+"""Choices, by ``type`` of an object without other fields."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,256}")
 _COMBINED = {"allOf", "anyOf", "oneOf", "$ref"}
 _tools_decoder = msgspec.json.Decoder(list[Tool])
 
 
 def check_tool_choice(body: ChatBody) -> None:
-    """Refuse a choice that makes no sense. The tools have not been looked at yet.
+    """Reject an invalid tool_choice. Does not parse the tools.
 
-    Some agents send Anthropic's objects, ``{"type": "auto"}``: they become the words of this dialect.
+    Some agents send Anthropic's objects, ``{"type": "auto"}``; they are translated to OpenAI's strings.
     """
     choice = body.tool_choice
     if isinstance(choice, dict) and len(choice) == 1:
-        choice = body.tool_choice = WORDS.get(bytes(choice.get("type", msgspec.Raw(b""))), choice)
+        choice = body.tool_choice = TOOL_CHOICE_TYPES.get(bytes(choice.get("type", msgspec.Raw(b""))), choice)
     if choice is None or choice == "none":
         return
     if isinstance(choice, str) and choice not in {"auto", "required"}:
@@ -44,10 +44,10 @@ def check_tool_choice(body: ChatBody) -> None:
         raise parse.invalid("tool_choice is set but tools is not; send the tools as well.", "tool_choice")
 
 
-def insisted_functions(body: ChatBody) -> list[FunctionTool]:
-    """Return the functions of which the answer must call one: none unless it must. The tools were checked.
+def required_functions(body: ChatBody) -> list[FunctionTool]:
+    """Return the functions of which the output must call one; empty if a call is optional. The tools were checked.
 
-    Where no tool of the request can be offered to the model, nothing is insisted on.
+    Also empty if no tool of the request can be offered to the model.
     """
     choice = body.tool_choice
     if choice is None or choice in ("none", "auto"):
@@ -62,13 +62,13 @@ def insisted_functions(body: ChatBody) -> list[FunctionTool]:
         functions = [function for function in functions if function.name == name][:1]
         if not functions:
             raise parse.invalid(
-                f"tool_choice names {shown(name)}, which is none of the tools ({', '.join(known)}).",
+                f"tool_choice names {shown(name)}; it must name one of the tools ({', '.join(known)}).",
                 "tool_choice",
             )
     for function in functions:
         if _NAME.fullmatch(function.name) is None:
             raise parse.invalid(
-                f"tools has a function named {shown(function.name)}; calls of it can only be insisted on if its name is "
+                f"tools has a function named {shown(function.name)}; a call can be required only if the name consists of "
                 "letters, digits, _, ., :, / and -.",
                 "tools",
             )
@@ -90,11 +90,11 @@ def _named(choice: Mapping[str, msgspec.Raw]) -> str:
 
 
 def form_of_calls(body: ChatBody, how: ForcedCalls) -> StructuredOutputsParams | None:
-    """Return the form of an answer that must have calls; None where it need not.
+    """Return the constraint for required calls; None if a call is optional.
 
-    Without ``parallel_tool_calls``, for a named function, or where the format has one call at most, it is one call.
+    It allows one call without ``parallel_tool_calls``, for a named function, or if the model's format has one call at most.
     """
-    functions = insisted_functions(body)
+    functions = required_functions(body)
     if not functions:
         return None
     is_one = how.is_single or body.parallel_tool_calls is False or body.tool_choice != "required"
@@ -107,9 +107,9 @@ def form_of_calls(body: ChatBody, how: ForcedCalls) -> StructuredOutputsParams |
 def form_or_calls(
     form: StructuredOutputsParams | None, body: ChatBody, parsers: ParsersConfig
 ) -> StructuredOutputsParams | None:
-    """Return a form of JSON that leaves room for calls, where the model may call tools: it is of the final text.
+    """Extend a JSON constraint by optional calls, if the model may call tools.
 
-    Arguments are any object, as in answers without a form: a schema that cannot be enforced does not refuse the request.
+    Arguments are any object, as without a constraint: a schema that cannot be enforced does not reject the request.
     """
     is_json = form is not None and form.kind in ("json", "json_object")
     tools = parse.json_of(body.tools)
@@ -127,13 +127,15 @@ def form_or_calls(
         return form
     how = parsers.forced
     is_bare = (how.begin + how.call_begin).lstrip("[").startswith("{")
-    tags = [_described(names, how)] if is_bare else [_tag(name, {"type": "object"}, how) for name in names]
+    tags = (
+        [_bare_call_tag(names, how)] if is_bare else [_tag(name, {"type": "object"}, how) for name in names]
+    )
     tag = _structural_tag(tags, how, is_one=how.is_single or body.parallel_tool_calls is False)
     return msgspec.structs.replace(form, calls=tag)
 
 
 def _tag(name: str, schema: Mapping[str, object], how: ForcedCalls) -> dict[str, object]:
-    """Return the tag of one call. schema: of its arguments."""
+    """Return the tag of one call. ``schema``: of its arguments."""
     content = {"type": "json_schema", "json_schema": schema}
     return {
         "type": "tag",
@@ -143,8 +145,8 @@ def _tag(name: str, schema: Mapping[str, object], how: ForcedCalls) -> dict[str,
     }
 
 
-def _described(names: Sequence[str], how: ForcedCalls) -> dict[str, object]:
-    """Return the tag of a call that is JSON alone: beside other JSON, a text that begins it could not be told apart."""
+def _bare_call_tag(names: Sequence[str], how: ForcedCalls) -> dict[str, object]:
+    """Return the tag of a call in bare JSON: the schema distinguishes it from the final JSON."""
     key = "parameters" if "parameters" in how.name_end else "arguments"
     properties = {"name": {"enum": names}, key: {"type": "object"}}
     schema = {
@@ -162,7 +164,7 @@ def _described(names: Sequence[str], how: ForcedCalls) -> dict[str, object]:
 
 
 def _structural_tag(tags: Sequence[Mapping[str, object]], how: ForcedCalls, *, is_one: bool) -> str:
-    """Return the tag of one or more calls, of which each is one of these."""
+    """Return the tag of one or more calls."""
     calls: dict[str, object] = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -176,7 +178,7 @@ def _structural_tag(tags: Sequence[Mapping[str, object]], how: ForcedCalls, *, i
 
 
 def _object_schema(function: FunctionTool) -> dict[str, object]:
-    """Return the schema of a function's arguments, which are an object; one that names its properties has no others."""
+    """Return the schema of a function's arguments: an object; declared properties exclude others."""
     encoded = parse.json_of(function.parameters)
     schema = msgspec.json.decode(encoded) if encoded else None
     if not isinstance(schema, dict):
@@ -184,7 +186,7 @@ def _object_schema(function: FunctionTool) -> dict[str, object]:
     found = {"type": "object", **schema}
     if (
         "properties" in found and not found.keys() & _COMBINED
-    ):  # else those of one are additional ones of the other
+    ):  # in a combination, properties of one branch would be additional ones of another
         found.setdefault("additionalProperties", False)
     return found
 
@@ -192,9 +194,9 @@ def _object_schema(function: FunctionTool) -> dict[str, object]:
 def reading_of(
     body: ChatBody, tools: bytes, parsers: ParsersConfig, form: StructuredOutputsParams | None = None
 ) -> OutputParsing | None:
-    """Return how the output is read; calls are only looked for where the model was shown ``tools`` that it may call.
+    """Return the parsing of the output. Calls are parsed only if the model sees ``tools`` and may call them.
 
-    form: that the answer must have. Calls beside it are written as those that are insisted on.
+    ``form``: constraint of the output. Optional calls in it have the format of required ones.
     """
     tools = tools if body.tool_choice != "none" else b""
     if tools and body.tool_choice not in (None, "auto"):
@@ -207,8 +209,8 @@ def reading_of(
     schemas = tools if name and parsers.needs_schemas else b""
     if len(schemas) > MAX_SCHEMAS_BYTES:
         raise parse.invalid(
-            f"tools has {len(schemas)} bytes; at most {MAX_SCHEMAS_BYTES} can be read with this model, whose calls have no "
-            "types of their own. Send fewer tools, or shorter descriptions.",
+            f"tools has {len(schemas)} bytes; the limit is {MAX_SCHEMAS_BYTES} for a model without argument types in its call "
+            "format. Send fewer tools, or shorter descriptions.",
             "tools",
         )
     return OutputParsing(parsers.reasoning, name, schemas)

@@ -1,4 +1,4 @@
-"""What a conversation of another API adds to a `ChatBody`: places for error messages, and deferred tools."""
+"""Additions to a `ChatBody` translated from another API: error locations and deferred tools."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from quintet.frontend.api.openai.offered_tools import OfferedTool
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What a conversation of another API would lose as a `ChatBody`."""
+    """Information of another API's conversation that a `ChatBody` cannot hold."""
 
     message_names: Sequence[str] = ()
-    """Of each message: where it stands in the client's body."""
+    """Location of each message in the client's body."""
     deferred: Sequence[OfferedTool] = ()
-    """Tools that the model may call, and that the template does not show: a search has found them, or will."""
+    """Tools that the model may call but the template does not show: found by a tool search."""
 
 
 AS_SENT = Translation()

@@ -1,7 +1,7 @@
-"""The bodies of the OpenAI dialect, as clients send them: names, types and (in docstrings) ranges.
+"""Bodies of the OpenAI API: fields, types and (in docstrings) ranges.
 
-An absent or null field takes the server's default. Unknown fields are ignored, as this dialect's servers do; known
-fields that are not implemented are refused by `quintet.frontend.api.openai.parse`, never silently dropped.
+An absent or null field takes the server's default. Unknown fields are ignored, as in OpenAI's API. Unsupported fields are
+rejected by `quintet.frontend.api.openai.parse`, never dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from quintet.wire.params import SamplingParams
 
 RawField = msgspec.Raw | msgspec.UnsetType
-"""JSON that is kept as it came, or was not sent."""
+"""Raw JSON, or absent."""
 ExtraArgument = str | int | float | bool | list[str | int | float]
 
 
@@ -22,27 +22,27 @@ MAX_ROLE = 256
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream carries besides text."""
+    """Additions to a stream."""
 
     include_usage: bool | None = None
-    """End with a chunk that holds ``usage`` and no choices."""
+    """End with a chunk with ``usage`` and no choices."""
     continuous_usage_stats: bool | None = None
-    """Put ``usage`` on every chunk (with ``include_usage``)."""
+    """Add ``usage`` to every chunk (with ``include_usage``)."""
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """The form the output must take."""
+    """Output format."""
 
     type: str
     """text, json_object, json_schema, structural_tag, regex or grammar."""
     json_schema: RawField = msgspec.UNSET
     schema: RawField = msgspec.UNSET
-    """A schema without a name around it, as llama.cpp and Together have it; also with the type json_object."""
+    """A schema without a name, as in llama.cpp and Together; also for json_object."""
     value: RawField = msgspec.UNSET
-    """Schema, expression or grammar, as TGI has it."""
+    """Schema, expression or grammar (TGI)."""
     regex: RawField = msgspec.UNSET
     pattern: RawField = msgspec.UNSET
-    """As ``regex``."""
+    """Alias of ``regex``."""
     grammar: RawField = msgspec.UNSET
     structures: RawField = msgspec.UNSET
     triggers: RawField = msgspec.UNSET
@@ -50,17 +50,17 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class RepetitionDetection(msgspec.Struct, kw_only=True):
-    """End an answer that repeats a pattern of tokens."""
+    """End a choice that repeats a token pattern."""
 
     max_pattern_size: int = 0
-    """0 looks for none."""
+    """0 disables it."""
     min_pattern_size: int = 0
     min_count: int = 0
-    """How often the pattern must come, at least 2."""
+    """Number of repetitions; at least 2."""
 
 
 class FormFields(msgspec.Struct, kw_only=True):
-    """The form that the output must take, under the names that servers of this dialect have for it: at most one of them."""
+    """Output format, under the names of several OpenAI-compatible servers; at most one may be sent."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: RawField = msgspec.UNSET
@@ -70,22 +70,22 @@ class FormFields(msgspec.Struct, kw_only=True):
     guided_grammar: RawField = msgspec.UNSET
     guided_whitespace_pattern: str | None = None
     json_schema: RawField = msgspec.UNSET
-    """A schema, as an object or as text (llama.cpp, SGLang)."""
+    """A schema, as object or text (llama.cpp, SGLang)."""
     regex: RawField = msgspec.UNSET
     ebnf: RawField = msgspec.UNSET
     """A grammar (SGLang)."""
     grammar: RawField = msgspec.UNSET
     """A grammar (llama.cpp), or an object with ``type`` and ``value`` (TGI)."""
     regex_pattern: RawField = msgspec.UNSET
-    """As ``regex`` (TabbyAPI)."""
+    """Alias of ``regex`` (TabbyAPI)."""
     grammar_string: RawField = msgspec.UNSET
-    """As ``grammar`` (TabbyAPI, text-generation-webui)."""
+    """Alias of ``grammar`` (TabbyAPI, text-generation-webui)."""
     grammar_lazy: bool | None = None
-    """Not implemented: a grammar that begins to count at a trigger."""
+    """Not implemented: a grammar that starts at a trigger."""
 
 
 class GenerationBody(FormFields, kw_only=True):
-    """Fields that completions and chat completions share."""
+    """Fields shared by completions and chat completions."""
 
     model: str | None = None
     frequency_penalty: float | None = None
@@ -125,20 +125,20 @@ class GenerationBody(FormFields, kw_only=True):
     detokenize: bool | None = None
     length_penalty: float | None = None
     early_stopping: RawField = msgspec.UNSET
-    """True, false or ``never``."""
+    """true, false or ``never``."""
     return_token_offsets: bool | None = None
     return_prompt_text: bool | None = None
     return_weight_versions: bool | None = None
     kv_transfer_params: RawField = msgspec.UNSET
     ec_transfer_params: RawField = msgspec.UNSET
     vllm_xargs: dict[str, ExtraArgument] | None = None
-    """Arguments of a server's plugins; there are none here that take any."""
+    """Arguments of plugins; no plugin takes any."""
     repetition_detection: RepetitionDetection | None = None
     watermarking: RawField = msgspec.UNSET
     thinking_token_budget: int | None = None
     stream_interval: int | None = None
     timeout: float | None = None
-    """Seconds after which the answer is of no use any more: more than 0."""
+    """Deadline in seconds; more than 0."""
     session_id: str | None = None
     service_tier: str | None = None
     user: str | None = None
@@ -150,7 +150,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     """Text, token ids, or a list of either."""
     prompt_embeds: str | list[str] | None = None
-    """Prompts as vectors: base64 of a safetensors file each. They come before those of ``prompt``."""
+    """Prompts as embeddings: each a base64-encoded safetensors file. They precede those of ``prompt``."""
     suffix: str | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -164,16 +164,16 @@ class TextPart(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One turn of a conversation. Further fields (``name``, ``tool_calls``, …) reach the chat template unchanged."""
+    """One message. Other fields (``name``, ``tool_calls``, …) are passed to the chat template."""
 
     role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)]
-    """Every choice of an answer may repeat the last one."""
+    """Bounded because every choice may repeat the last message's role."""
     content: str | list[TextPart | str] | None = None
     tool_calls: list[msgspec.Raw] | None = None
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """A function the model may call."""
+    """A function that the model may call."""
 
     name: str
     description: str | None = None
@@ -182,7 +182,7 @@ class FunctionTool(msgspec.Struct, kw_only=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """One of the tools the chat template shows to the model."""
+    """A tool in the format that chat templates read."""
 
     type: str
     function: FunctionTool
@@ -192,14 +192,14 @@ class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: msgspec.Raw
-    """A list of `ChatMessage`; passed on to the chat template as it is."""
+    """A list of `ChatMessage`, passed to the chat template unchanged."""
     prompt_token_ids: list[int] | None = None
-    """The conversation as ids, for clients that rendered it: what ``messages`` says else counts as ever."""
+    """The conversation as token ids, for clients that rendered it. ``messages`` still determines the rest."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     tools: RawField = msgspec.UNSET
-    """A list of `Tool`; flat ones and those of other APIs become such (`offered_tools`)."""
+    """A list of `Tool`; other formats are translated (`offered_tools`)."""
     tool_choice: str | dict[str, msgspec.Raw] | None = None
     functions: RawField = msgspec.UNSET
     function_call: RawField = msgspec.UNSET
@@ -240,7 +240,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What went wrong: what was sent, what is allowed, how to fix it."""
+    """Error message, type, field and code."""
 
     message: str
     type: str
@@ -250,7 +250,7 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """The body of every error."""
+    """Body of every error."""
 
     error: ErrorDetail
 
@@ -261,4 +261,4 @@ SHARED_SAMPLING_FIELDS = tuple(
     for name in SamplingParams.__struct_fields__
     if name in GenerationBody.__struct_fields__ and name not in {"structured_outputs", "repetition_detection"}
 )
-"""Fields of a body that are fields of `SamplingParams` by the same name, and of the same type."""
+"""Body fields with the same name and type in `SamplingParams`."""

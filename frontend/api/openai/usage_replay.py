@@ -1,13 +1,13 @@
-"""What usage tells of an answer that began elsewhere, where nothing is computed here that would say it.
+"""Usage of a continued response, for choices that had ended on the other server.
 
-A prompt all of whose choices had ended is not sent to the engine any more, and of a choice that had ended nobody here has read
-the reasoning. Both are made of what is known: the prompt is encoded again, the output read again.
+A prompt without running choices is not sent to the engine, and the reasoning of ended choices was not parsed here. So the
+prompt is tokenized again, and the output parsed again.
 """
 
 from __future__ import annotations
 
 from quintet.frontend.api.answer import Submissions
-from quintet.frontend.api.openai.redetokenize import reread
+from quintet.frontend.api.openai.redetokenize import redetokenize
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Stream, StreamChoice
 from quintet.wire.embeds import EmbedsPrompt
@@ -15,8 +15,8 @@ from quintet.wire.messages import Finish, Started, TokenPrompt
 from quintet.wire.request import room_for_output
 
 
-async def recall(service: Service, submissions: Submissions) -> None:
-    """Count what had ended when the request came here. Call right after it was sent. Raises `RequestError`."""
+async def replay_usage(service: Service, submissions: Submissions) -> None:
+    """Count the choices that ended before the request arrived here. Call right after submit. Raises `RequestError`."""
     ended = [
         [(choice, choice.finish) for choice in stream.choices if choice.finish is not None]
         for stream in submissions.streams
@@ -34,7 +34,7 @@ async def _count(service: Service, stream: Stream, ended: list[tuple[StreamChoic
     submit, is_over = stream.submit, len(ended) == len(stream.choices)
     params, reading, arrival_ns = submit.spec.params, submit.spec.reading, submit.spec.arrival_ns
     if reading is None and not is_over:
-        return  # its prompt is computed here, which says how long it is
+        return  # the engine prefills its prompt and reports the length
     prompt = submit.prompt
     if isinstance(prompt, EmbedsPrompt):
         prompt_ids, num_prompt_tokens = b"", prompt.num_tokens
@@ -46,12 +46,12 @@ async def _count(service: Service, stream: Stream, ended: list[tuple[StreamChoic
         stream.started = Started(submit.request_id, num_prompt_tokens, 0, arrival_ns, arrival_ns)
     if reading is not None:
         for choice, finish in ended:
-            read = await reread(service, choice.output_ids.tolist(), True, params, prompt_ids, reading)
+            read = await redetokenize(service, choice.output_ids.tolist(), True, params, prompt_ids, reading)
             finish.num_reasoning_tokens = read.num_reasoning_tokens
 
 
 def _most_tokens(service: Service, stream: Stream) -> int:
-    """Return how many tokens a prompt has at most, as it asked to be truncated."""
+    """Return the maximum prompt length under the request's truncation."""
     limit, params = service.config.model.max_model_len, stream.submit.spec.params
     keep = params.truncate_prompt_tokens
     if keep is None:

@@ -1,1 +1,1 @@
-"""Responses, as OpenAI names them: items, events, and what is kept of both."""
+"""OpenAI Responses API: items, events, stored and background responses."""

@@ -1,7 +1,7 @@
-"""Responses that are answered in the background: nobody waits at a connection, and the store is told what comes.
+"""Background responses: answered without a waiting client, with progress written to the store.
 
-A run is a reader like any other. Should its frontend be lost, the core keeps the request as it does for a client that was cut
-off, and another frontend, or the next one in its slot, goes on behind what the store was told.
+If the frontend is lost, the core retains the request as for a disconnected client. Another frontend, or the slot's
+next process, resumes it after the last stored event.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import CANCELLED, FAILED, ResponsesAnswer, response_json
-from quintet.frontend.api.responses.response_history import answer_of, turn_of
+from quintet.frontend.api.responses.response_history import answer_of, conversation_turn
 from quintet.frontend.response_store import Events, Record, ResponseFile
 from quintet.frontend.resume.resume_token import claim_for
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
@@ -25,17 +25,17 @@ from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Submit
 
-NOTHING_SEEN = [(None, False)]
+NOTHING_RECEIVED = [(None, False)]
 PAUSE_S = 0.5
 MAX_OWNERS = 6
-"""So many frontends may answer one response in turn: one that ends them all must not go on for ever."""
+"""Maximum frontends that answer one response in turn: a response that crashes frontends must not be retried forever."""
 _decode_request = msgspec.msgpack.Decoder(Submit).decode
 SEARCH = "search"
 _log = logging.getLogger("quintet")
 
 
 def start(service: Service, name: str, work: Coroutine[None, None, None]) -> None:
-    """Do something that no client waits for; the server does not drain before it is done."""
+    """Start a background task; the server does not finish draining before its end."""
     service.num_exchanges += 1
     task = service.background[name] = asyncio.get_running_loop().create_task(work)
     task.add_done_callback(functools.partial(_done, service, name))
@@ -46,105 +46,107 @@ def _done(service: Service, name: str, task: asyncio.Task[None]) -> None:
         del service.background[name]
     service.num_exchanges -= 1
     if not task.cancelled() and task.exception() is not None:
-        _log.error("in the background: %s failed", name, exc_info=task.exception())
+        _log.error("background task %s failed", name, exc_info=task.exception())
     service.check_drained()
 
 
 async def run(service: Service, record: Record, submissions: Submissions, writer: ResponsesWriter) -> None:
-    """Tell the store what comes of a response, until it has ended or nobody wants to know any more."""
+    """Write a response's progress to the store until it ends, is cancelled or deleted."""
     store, owner = service.responses, service.responses.owner(service.me)
-    untold = True
+    is_new = True
     try:
         if submissions.streams[0].started is not None and not submissions.streams[0].is_posted:
-            submissions.mailbox.nudge()  # what was adopted has begun
+            submissions.mailbox.wake()  # a resumed request has already started
         while not writer.response:
             frames: list[bytes] = []
             for stream in await submissions.mailbox.wait():
                 batch = submissions.take(stream)
                 writer.write(frames, 0, stream, batch)
                 if batch.error is not None and service.draining:
-                    return  # the next server goes on with it, if its file outlives this one
+                    return  # the next server resumes it, if the store outlives this one
                 if batch.error is not None:
                     frames.append(writer.failed(batch.error))
             events = None
             if record.streams and frames:
                 events = Events(writer.last_number, writer.position, b"".join(frames))
-            if untold or events is not None or writer.response:
-                tell = functools.partial(_tell, record.id, owner, writer, events)
-                if not await store.do(tell):
+            if is_new or events is not None or writer.response:
+                write = functools.partial(_write_progress, record.id, owner, writer, events)
+                if not await store.do(write):
                     return
-                untold = False
+                is_new = False
     finally:
         submissions.close()
 
 
-def tell_start(submissions: Submissions) -> Submissions:
-    """Have a run hear when its request begins, so that a response is in progress before it has ended."""
+def wake_on_start(submissions: Submissions) -> Submissions:
+    """Wake the run also at its request's start, so that the response becomes in_progress then."""
     for stream in submissions.streams:
-        stream.tells_start = True
+        stream.wakes_on_start = True
     return submissions
 
 
-def _tell(
+def _write_progress(
     response_id: str, owner: str, writer: ResponsesWriter, events: Events | None, file: ResponseFile
 ) -> bool:
-    turn = turn_of(writer.answer, writer.status, writer.response)
-    return file.tell(response_id, owner, writer.status, events, writer.response, turn)
+    turn = conversation_turn(writer.answer, writer.status, writer.response)
+    return file.write_progress(response_id, owner, writer.status, events, writer.response, turn)
 
 
-def look_for_lost(service: Service) -> None:
-    """Go on with what frontends were answering that are gone. To be called whenever somebody came or went."""
+def take_over_lost(service: Service) -> None:
+    """Take over background responses of lost frontends. Call on every new topology."""
     store = service.responses
-    if store.keeps and SEARCH not in service.background and store.path.exists():
+    if store.is_enabled and SEARCH not in service.background and store.path.exists():
         start(service, SEARCH, _take_over(service))
 
 
 async def _take_over(service: Service) -> None:
     store, mine = service.responses, service.responses.owner(service.me)
     topology = None
-    while topology is not service.sessions.slots.topology:  # somebody else may have come or gone meanwhile
+    while topology is not service.sessions.slots.topology:  # repeat if the topology changed meanwhile
         topology = service.sessions.slots.topology
         owners = await store.do(lambda file: file.owners())
-        gone = [owner for owner in owners if store.is_gone(owner, topology)]
+        gone = [owner for owner in owners if store.is_lost(owner, topology)]
         if gone:
             for record in await store.do(functools.partial(_take, mine, gone)):
-                start(service, record.id, _go_on(service, record))
+                start(service, record.id, _resume(service, record))
 
 
 def _take(owner: str, former: list[str], file: ResponseFile) -> list[Record]:
     return file.take_over(owner, former)
 
 
-async def _go_on(service: Service, record: Record) -> None:
-    """Answer what another frontend began to."""
+async def _resume(service: Service, record: Record) -> None:
+    """Resume a response that another frontend began."""
     answer = answer_of(record)
-    if not record.background:  # who reads it may still come back, and then it ends otherwise
+    if not record.background:  # its client may still resume the stream, and then it ends normally
         await _end(service, record, CANCELLED, None)
         return
-    why = ""
+    reason = ""
     if record.num_owners > MAX_OWNERS:
-        why = f"{MAX_OWNERS} processes that answered it were lost"
+        reason = f"the {MAX_OWNERS} processes that answered it were lost"
     elif not record.request:
-        why = "the process that was to answer it was lost before it began"
+        reason = "the process that was to answer it was lost before it started"
     elif answer.options.model not in service.config.model.served_names:
-        why = f"the server that answered it ended, and {answer.options.model} is served no more"
-    if why:
-        await _end(service, record, FAILED, RequestError(ErrorCode.INTERNAL, f"{why}; ask again."))
+        reason = f"the server that answered it stopped, and {answer.options.model} is no longer served"
+    if reason:
+        await _end(
+            service, record, FAILED, RequestError(ErrorCode.INTERNAL, f"{reason}; send the request again.")
+        )
         return
-    await _until_open(service)
-    submissions = await _adopted(service, record) or tell_start(_sent_again(service, record, answer))
+    await _wait_for_admission(service)
+    submissions = await _reattached(service, record) or wake_on_start(_resubmitted(service, record, answer))
     try:
         await note_request(service, record, submissions)
-        told = await service.responses.do(lambda file: file.last_position(record.id))
-        writer = ResponsesWriter(answer, None, StreamCursor.parse(told, 1))
+        position = await service.responses.do(lambda file: file.last_position(record.id))
+        writer = ResponsesWriter(answer, None, StreamCursor.parse(position, 1))
     except BaseException:
         submissions.close()
         raise
     await run(service, record, submissions, writer)
 
 
-async def _until_open(service: Service) -> None:
-    """Wait until a request may enter: at the end of the boot, or when others have left."""
+async def _wait_for_admission(service: Service) -> None:
+    """Wait until admission accepts a request."""
     while True:
         try:
             service.admission.reenter(1)
@@ -155,8 +157,8 @@ async def _until_open(service: Service) -> None:
             await asyncio.sleep(PAUSE_S)
 
 
-async def _adopted(service: Service, record: Record) -> Submissions | None:
-    """Go on with the request that the core keeps, if it does."""
+async def _reattached(service: Service, record: Record) -> Submissions | None:
+    """Resume the request from the core, if the core retained it."""
     if not record.stream:
         return None
     stream, first_id = StreamId.parse(record.stream), service.sessions.take_ids(1)
@@ -167,12 +169,12 @@ async def _adopted(service: Service, record: Record) -> Submissions | None:
     if reclaimed.admit is None:
         return None
     submissions = Submissions()
-    submissions.add(service.sessions.adopt(reclaimed, first_id, NOTHING_SEEN, submissions.mailbox, 1))
+    submissions.add(service.sessions.reattach(reclaimed, first_id, NOTHING_RECEIVED, submissions.mailbox, 1))
     return submissions
 
 
-def _sent_again(service: Service, record: Record, answer: ResponsesAnswer) -> Submissions:
-    """Have it all computed again: with its seed, the same comes of it."""
+def _resubmitted(service: Service, record: Record, answer: ResponsesAnswer) -> Submissions:
+    """Send the request again from its start; the same seed gives the same output."""
     submit = _decode_request(record.request)
     spec, submissions = submit.spec, Submissions()
     submissions.add(
@@ -194,7 +196,7 @@ def _sent_again(service: Service, record: Record, answer: ResponsesAnswer) -> Su
 
 
 async def note_request(service: Service, record: Record, submissions: Submissions) -> None:
-    """Note what is computed for a response, so that whoever takes it over can go on with it, or begin again."""
+    """Store the request and its stream id, so that another frontend can resume or repeat it."""
     stream_id = submissions.stream_id
     stream = "" if stream_id is None else str(stream_id)
     request = record.request or msgspec.msgpack.encode(submissions.streams[0].submit)
@@ -208,17 +210,17 @@ async def _end(service: Service, record: Record, status: str, error: RequestErro
 
 
 async def cancel(service: Service, record: Record) -> None:
-    """End a response that is answered in the background, wherever that is, and note it."""
+    """Cancel a background response on any frontend, and store its end."""
     await _end(service, record, CANCELLED, None)
     await stop(service, record)
 
 
 async def stop(service: Service, record: Record) -> None:
-    """Compute no more for a response. Who answers it elsewhere finds that out."""
+    """Stop generating a response. A frontend that answers it notices at its next write."""
     task = service.background.get(record.id)
     if task is not None:
         task.cancel()
     elif record.stream and record.is_open:
         stream = StreamId.parse(record.stream)
-        with contextlib.suppress(RequestError):  # there is no core now, so none computes it either
+        with contextlib.suppress(RequestError):  # without a core no request runs
             await service.queries.reclaim(stream.request_id, stream.key)

@@ -1,7 +1,7 @@
-"""/v1/conversations: items that are kept under a name, which responses read and add their turns to.
+"""/v1/conversations: stored items under an id, to which responses append their turns.
 
-A conversation lies where responses lie, and makes room as they do. A turn is added in the write that notes how its response
-ended, so there is never one without the other.
+Conversations are stored and evicted together with responses. A turn is appended in the transaction that stores the
+response's end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.responses.items import messages_of
 from quintet.frontend.api.responses.parse import check_metadata
-from quintet.frontend.api.responses.response_history import add_items, asked_of, id_of, kept_items
+from quintet.frontend.api.responses.response_history import add_items, id_of, input_of, stored_items
 from quintet.frontend.api.responses.stored import page_of
 from quintet.frontend.api.responses.types import (
     ConversationBody,
@@ -43,8 +43,8 @@ async def conversations(service: Service, exchange: HttpRequest) -> None:
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     check_metadata(body.metadata or {})
     items = encode_json(_named(body.items or []))
-    if not service.responses.keeps:
-        raise parse.invalid("This server keeps no conversations (--response-store-entries 0).")
+    if not service.responses.is_enabled:
+        raise parse.invalid("This server stores no conversations (--response-store-entries 0).")
     head = {
         "id": f"conv_{secrets.token_hex(ID_BYTES)}",
         "object": "conversation",
@@ -52,12 +52,12 @@ async def conversations(service: Service, exchange: HttpRequest) -> None:
         "metadata": body.metadata or {},
     }
     record = Record(str(head["id"]), "", CONVERSATION, False, False, None, items, encode_json(head))
-    await service.responses.do(lambda file: file.begin(record))
+    await service.responses.do(lambda file: file.insert(record))
     await exchange.respond(200, record.answer)
 
 
 async def conversation(service: Service, exchange: HttpRequest) -> None:
-    """GET, POST (other metadata) or DELETE /v1/conversations/{id}."""
+    """GET, POST (new metadata) or DELETE /v1/conversations/{id}."""
     record = await _find(service.responses, exchange.path_params["id"])
     if exchange.method == "DELETE":
         await service.responses.do(lambda file: file.delete(record.id))
@@ -71,12 +71,14 @@ async def conversation(service: Service, exchange: HttpRequest) -> None:
         def change(record: Record) -> None:
             record.answer = encode_json({**msgspec.json.decode(record.answer), "metadata": metadata})
 
-        record = _there(await service.responses.do(lambda file: file.rewrite(record.id, change)), record.id)
+        record = _existing(
+            await service.responses.do(lambda file: file.rewrite(record.id, change)), record.id
+        )
     await exchange.respond(200, record.answer)
 
 
 async def items(service: Service, exchange: HttpRequest) -> None:
-    """GET or POST /v1/conversations/{id}/items: a page of them, or more of them."""
+    """GET (one page) or POST (append) /v1/conversations/{id}/items."""
     record = await _find(service.responses, exchange.path_params["id"])
     if exchange.method != "POST":
         await exchange.respond_json(page_of(exchange, msgspec.json.decode(record.items)))
@@ -84,7 +86,7 @@ async def items(service: Service, exchange: HttpRequest) -> None:
     body = parse.decode(await exchange.read_json_body(service.bodies), _items_decoder)
     new = _named(body.items)
     raw = _raw_items_decoder.decode(encode_json(new))
-    _there(
+    _existing(
         await service.responses.do(lambda file: file.rewrite(record.id, lambda held: add_items(held, raw))),
         record.id,
     )
@@ -114,40 +116,40 @@ async def item(service: Service, exchange: HttpRequest) -> None:
         record.items = encode_json([each for each in held if id_of(each) != item_id])
 
     changed = await service.responses.do(lambda file: file.rewrite(record.id, change))
-    await exchange.respond(200, _there(changed, record.id).answer)
+    await exchange.respond(200, _existing(changed, record.id).answer)
 
 
 async def items_so_far(store: ResponseStore, conversation_id: str) -> list[InputItem]:
-    """Return the items of a conversation, which counts as used. Raises `RequestError` where there is none of this id."""
-    if not store.keeps:
-        return asked_of(_there(None, conversation_id))
+    """Return the items of a conversation and mark it as used. Raises `RequestError` if it does not exist."""
+    if not store.is_enabled:
+        return input_of(_existing(None, conversation_id))
     try:
         records = await store.do(lambda file: file.conversation(conversation_id))
     except RequestError as error:
         raise RequestError(error.code, error.message, "conversation") from None
-    return asked_of(_there(records[0] if records else None, conversation_id))
+    return input_of(_existing(records[0] if records else None, conversation_id))
 
 
 def _named(given: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """Return items as they are kept, each with an id. Raises `RequestError` for what no response could be asked with."""
+    """Return items in stored form, with ids. Raises `RequestError` for items that no request may have."""
     try:
         messages_of(None, given)
     except RequestError as error:
         message = error.message.replace("input[", "items[")
         raise RequestError(error.code, message, "items") from None
-    return kept_items(given, f"item_{secrets.token_hex(ID_BYTES)}")
+    return stored_items(given, f"item_{secrets.token_hex(ID_BYTES)}")
 
 
 async def _find(store: ResponseStore, conversation_id: str) -> Record:
-    record = await store.do(lambda file: file.find(conversation_id)) if store.keeps else None
-    return _there(record, conversation_id)
+    record = await store.do(lambda file: file.find(conversation_id)) if store.is_enabled else None
+    return _existing(record, conversation_id)
 
 
-def _there(record: Record | None, conversation_id: str) -> Record:
+def _existing(record: Record | None, conversation_id: str) -> Record:
     if record is None or record.status != CONVERSATION:
         raise RequestError(
             ErrorCode.NOT_FOUND,
-            f"The conversation {shown(conversation_id)} is not kept here: it was deleted, or made room for others "
+            f"The conversation {shown(conversation_id)} is not stored: it was deleted or evicted "
             "(--response-store-entries, --response-store-size, --response-store-hours).",
             "conversation",
         )

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what such a request is to the engine: /v1/responses/render."""
+"""POST /v1/responses and /v1/responses/render."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from quintet.frontend.api.answer import Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import Submissions, collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.api.openai.chat import channels_of, checked_chat
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.translation import Translation
-from quintet.frontend.api.responses.background import note_request, run, start, tell_start
+from quintet.frontend.api.responses.background import note_request, run, start, wake_on_start
 from quintet.frontend.api.responses.conversations import items_so_far
 from quintet.frontend.api.responses.events import ResponsesWriter, response_of_output
 from quintet.frontend.api.responses.output import CANCELLED, ResponsesAnswer, response_json
 from quintet.frontend.api.responses.parse import (
+    CLIENT_NAMES,
     LOGPROBS,
-    THEIR_NAMES,
     chat_body,
     conversation_of,
     echo_of,
@@ -31,20 +31,20 @@ from quintet.frontend.api.responses.parse import (
 )
 from quintet.frontend.api.responses.response_history import (
     conversation,
-    keep_end,
+    conversation_turn,
     record_of,
     resolved,
     response_of,
-    turn_of,
+    store_end,
 )
-from quintet.frontend.api.responses.stored import tell_events
+from quintet.frontend.api.responses.stored import write_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
 from quintet.frontend.resume.partial_response import PartialResponse
 from quintet.frontend.resume.resume_token import claim_for
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import RequestError
@@ -64,7 +64,7 @@ class CheckedRequest:
 
     body: ResponsesBody
     items: list[InputItem]
-    """Its own."""
+    """Input items of the request itself."""
     prompt: ChatPrompt
     params: SamplingParams
     reading: OutputParsing | None
@@ -73,81 +73,83 @@ class CheckedRequest:
 
     @property
     def response_id(self) -> str:
-        """The id of the response."""
+        """Id of the response."""
         return self.answer.options.response_id
 
 
 async def responses(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /v1/responses."""
     body = await parse.read_body(service, exchange, _decoder)
-    asked = await _read(service, exchange, body)
-    if not asked.answer.is_kept:
-        await _answer(service, exchange, asked)
+    checked = await _read(service, exchange, body)
+    if not checked.answer.is_stored:
+        await _answer(service, exchange, checked)
         return
-    service.admission.enter([asked.prompt], asked.params)  # before anything is written for it
+    service.admission.enter([checked.prompt], checked.params)  # before the first write to the store
     record = record_of(
-        asked.answer,
+        checked.answer,
         service.responses.owner(service.me),
         QUEUED if body.background else IN_PROGRESS,
-        asked.items,
+        checked.items,
         body.previous_response_id,
         background=bool(body.background),
         streams=bool(body.background and body.stream),
     )
-    is_new = await service.responses.do(functools.partial(_keep, record, exchange.begun))
-    is_told = False
+    is_new = await service.responses.do(functools.partial(_store_new, record, exchange.partial_response))
+    is_answered = False
     try:
         if body.background:
-            is_told = await _answer_later(service, exchange, asked, record)
+            is_answered = await _answer_later(service, exchange, checked, record)
         else:
-            is_told = await _answer(service, exchange, asked)
+            is_answered = await _answer(service, exchange, checked)
     finally:
-        if not is_told:
-            await _forget(service, exchange, asked, is_new)
+        if not is_answered:
+            await _discard(service, exchange, checked, is_new)
     if body.background and body.stream:
-        await tell_events(service, exchange, record, 0)
+        await write_events(service, exchange, record, 0)
     elif body.background:
         await exchange.respond(200, response_of(record))
 
 
-def _keep(record: Record, begun: PartialResponse | None, file: ResponseFile) -> bool:
-    """Keep a response; return whether it was not kept yet: this server may be the one that was lost with it, and has its file."""
-    if begun is not None and file.find(record.id) is not None:
+def _store_new(record: Record, partial: PartialResponse | None, file: ResponseFile) -> bool:
+    """Store a response; return False if it exists: this server may be the one that failed, with its store intact."""
+    if partial is not None and file.find(record.id) is not None:
         return False
-    file.begin(record)
+    file.insert(record)
     return True
 
 
 async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) -> CheckedRequest:
-    """Check a request, with the conversation that it goes on with."""
+    """Check a request, and read the conversation before it."""
     config, store = service.config, service.responses
-    if exchange.begun is not None:
-        _check_begun(exchange.begun, body)
-    is_kept = store.keeps and body.store is not False
-    if body.background and not is_kept:
-        why = "store is false" if store.keeps else "this server keeps none (--response-store-entries 0)"
+    if exchange.partial_response is not None:
+        _check_partial(exchange.partial_response, body)
+    is_stored = store.is_enabled and body.store is not False
+    if body.background and not is_stored:
+        reason = (
+            "store is false" if store.is_enabled else "this server stores none (--response-store-entries 0)"
+        )
         raise parse.invalid(
-            f"background is true, but nobody could read the response: {why}. Leave one of them out.",
+            f"background is true, but the response would not be stored: {reason}. Leave background out.",
             "background",
         )
     try:
         named = conversation_of(body)
-        if named and not is_kept:
+        if named and not is_stored:
             raise parse.invalid(
-                "conversation was sent, and nothing is kept of this response: leave out store: false, or send the items "
-                "themselves.",
+                "conversation was sent, but the response is not stored; leave out store: false, or send the items "
+                "as input.",
                 "conversation",
             )
         items, former = await _items_of(store, body, named)
         chat, translation, forms = chat_body(body, [*former, *items])
-        read, params, reading = checked_chat(chat, config, _own_places(translation, len(former)))
-        parse.refuse_missing(chat)
+        read, params, reading = checked_chat(chat, config, _own_locations(translation, len(former)))
+        parse.reject_unsupported(chat)
     except RequestError as error:
-        raise parse.renamed(error, THEIR_NAMES) from None
-    begun = exchange.begun
+        raise parse.renamed(error, CLIENT_NAMES) from None
+    partial = exchange.partial_response
     options = AnswerOptions(
-        response_id=f"resp_{secrets.token_hex(ID_BYTES)}" if begun is None else begun.name,
-        created=int(time.time()) if begun is None else begun.created,
+        response_id=f"resp_{secrets.token_hex(ID_BYTES)}" if partial is None else partial.name,
+        created=int(time.time()) if partial is None else partial.created,
         model=config.model.served_names[0],
         num_choices=1,
         logprobs=params.logprobs,
@@ -159,31 +161,31 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
         "created_at": options.created,
         "model": options.model,
         "background": bool(body.background),
-        "store": is_kept,
+        "store": is_stored,
         **({"conversation": {"id": named}} if named else {}),
         **echo_of(body, params.temperature, params.top_p),
     }
     channels = channels_of(chat, read, options.response_id, config)
-    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named, forms)
+    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_stored, named, forms)
     deadline_ns = parse.deadline_ns(chat, exchange)
     return CheckedRequest(body, items, read.prompt, params, reading, answer, deadline_ns)
 
 
-def _check_begun(begun: PartialResponse, body: ResponsesBody) -> None:
-    """Refuse to go on with what cannot be. Raises `RequestError`."""
-    if RESPONSE_ID.fullmatch(begun.name) is None:
+def _check_partial(partial: PartialResponse, body: ResponsesBody) -> None:
+    """Reject a response that cannot be continued. Raises `RequestError`."""
+    if RESPONSE_ID.fullmatch(partial.name) is None:
         raise parse.invalid(
-            f"name is {shown(begun.name)}; it must be the response's id, as the header X-Quintet-Relay had it.",
+            f"name is {shown(partial.name)}; it must be the response id of the header X-Quintet-Relay.",
             "name",
         )
     if body.background:
         raise parse.invalid(
-            "request is answered in the background, where that is: read its events by the response's id.",
+            "request is a background response; read its events by the response id.",
             "background",
         )
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         raise parse.invalid(
-            "request asks for log-probabilities, which nobody has of tokens that were told: send it again to its path.",
+            "request asks for log-probabilities, which cannot be continued; send it again to its path.",
             "top_logprobs",
         )
 
@@ -191,13 +193,13 @@ def _check_begun(begun: PartialResponse, body: ResponsesBody) -> None:
 async def _items_of(
     store: ResponseStore, body: ResponsesBody, named: str | None
 ) -> tuple[list[InputItem], list[InputItem]]:
-    """Return a request's own items, and those of the conversation that it goes on with."""
+    """Return a request's own items, and those of the conversation before it."""
     former = await (items_so_far(store, named) if named else conversation(store, body.previous_response_id))
     return await resolved(store, items_of(body), former), former
 
 
-def _own_places(translation: Translation, num_former: int) -> Translation:
-    """Return a translation whose places count the request's own items; former ones stand in no body."""
+def _own_locations(translation: Translation, num_former: int) -> Translation:
+    """Renumber the item locations in error messages to the request's own items."""
 
     def own(place: str) -> str:
         match = PLACE.fullmatch(place)
@@ -210,86 +212,88 @@ def _own_places(translation: Translation, num_former: int) -> Translation:
 
 
 async def render_responses(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the request in ids; nothing is kept of it."""
+    """Handle POST /v1/responses/render: return the request in token ids; stores nothing."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     try:
         items, former = await _items_of(service.responses, body, conversation_of(body))
         chat, translation, _ = chat_body(body, [*former, *items])
-        read, params, _ = checked_chat(chat, config, _own_places(translation, len(former)))
-        parse.refuse_missing(chat)
+        read, params, _ = checked_chat(chat, config, _own_locations(translation, len(former)))
+        parse.reject_unsupported(chat)
         await respond_rendered(service, exchange, chat, read.prompt, params, "messages")
     except RequestError as error:
-        raise parse.renamed(error, THEIR_NAMES) from None
+        raise parse.renamed(error, CLIENT_NAMES) from None
 
 
 def _submit(
     service: Service,
-    asked: CheckedRequest,
+    checked: CheckedRequest,
     exchange: HttpRequest,
     claim: ResumeToken | None,
-    told: bytes = b"",
+    replayed_ids: bytes = b"",
     seeds: Sequence[int] = (),
 ) -> Submissions:
-    body = asked.body
+    body = checked.body
     return submit_all(
         service,
         body,
-        [asked.prompt],
-        asked.params,
+        [checked.prompt],
+        checked.params,
         arrival_ns=exchange.arrival_ns,
-        deadline_ns=asked.deadline_ns,
-        limit_gives_way=True,  # what is asked for is an upper bound
+        deadline_ns=checked.deadline_ns,
+        limit_gives_way=True,  # max_output_tokens is an upper bound
         claim=claim,
-        reading=asked.reading,
+        reading=checked.reading,
         session=session_of(exchange, body.prompt_cache_key, body.user),
-        told=told,
+        replayed_ids=replayed_ids,
         seeds=seeds,
     )
 
 
-async def _answer(service: Service, exchange: HttpRequest, asked: CheckedRequest) -> bool:
-    """Answer a client that waits; return True: its answer has ended."""
-    answer = asked.answer
-    claim = claim_for(answer, service.config) if asked.body.stream else None
-    seeds, position, begun = behind(exchange.begun, 1, 1)
-    told = begun[0][0] if begun else None
-    submissions = _submit(service, asked, exchange, claim, pack_i32(told[0]) if told else b"", seeds)
-    if asked.body.stream:
+async def _answer(service: Service, exchange: HttpRequest, checked: CheckedRequest) -> bool:
+    """Answer a waiting client; return True after the end."""
+    answer = checked.answer
+    claim = claim_for(answer, service.config) if checked.body.stream else None
+    seeds, position, received = resume_state(exchange.partial_response, 1, 1)
+    output = received[0][0] if received else None
+    submissions = _submit(service, checked, exchange, claim, pack_i32(output[0]) if output else b"", seeds)
+    if checked.body.stream:
         writer = ResponsesWriter(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, writer, submissions), keep_end)
+        await stream_answer(
+            service, exchange, submissions, with_relay(exchange, writer, submissions), store_end
+        )
         return True
-    (output,) = await whole_answer(exchange, submissions)
-    status, response = response_of_output(answer, output)
-    if answer.is_kept:
-        turn = turn_of(answer, status, response)
+    (whole,) = await collect_outputs(exchange, submissions)
+    status, response = response_of_output(answer, whole)
+    if answer.is_stored:
+        turn = conversation_turn(answer, status, response)
         await service.responses.do(
-            lambda file: file.finish(asked.response_id, status, response, is_open=True, turn=turn)
+            lambda file: file.finish(checked.response_id, status, response, is_open=True, turn=turn)
         )
     await exchange.respond(200, response)
     return True
 
 
 async def _answer_later(
-    service: Service, exchange: HttpRequest, asked: CheckedRequest, record: Record
+    service: Service, exchange: HttpRequest, checked: CheckedRequest, record: Record
 ) -> bool:
-    """Have a response answered in the background; return True: it will be."""
-    claim = claim_for(asked.answer, service.config)
-    submissions = tell_start(_submit(service, asked, exchange, claim))
+    """Start a background response; return True."""
+    claim = claim_for(checked.answer, service.config)
+    submissions = wake_on_start(_submit(service, checked, exchange, claim))
     try:
         await note_request(service, record, submissions)
     except BaseException:
         submissions.close()
         raise
-    start(service, record.id, run(service, record, submissions, ResponsesWriter(asked.answer)))
+    start(service, record.id, run(service, record, submissions, ResponsesWriter(checked.answer)))
     return True
 
 
-async def _forget(service: Service, exchange: HttpRequest, asked: CheckedRequest, is_new: bool) -> None:
-    """Keep nothing of a response that nobody heard of; one whose client hung up is cancelled, unless it comes back."""
-    response_id = asked.response_id
+async def _discard(service: Service, exchange: HttpRequest, checked: CheckedRequest, is_new: bool) -> None:
+    """Delete a response that no client received; cancel it after a disconnect, unless the client resumes."""
+    response_id = checked.response_id
     if not exchange.started and is_new:
         await service.responses.do(lambda file: file.delete(response_id))
         return
-    response = response_json(asked.answer.head, CANCELLED, [])
+    response = response_json(checked.answer.head, CANCELLED, [])
     await service.responses.do(lambda file: file.finish(response_id, CANCELLED, response, is_open=True))

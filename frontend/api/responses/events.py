@@ -1,9 +1,9 @@
-"""The events of a streamed answer in the Responses dialect, in order and numbered.
+"""Events of a streamed Responses API response, ordered and numbered.
 
     response.created  response.in_progress  { the events of an item }…  response.completed | incomplete | failed
 
-Later events repeat what was told before, so a stream that goes on is told from its beginning, and what its reader has is
-left out. An event's id says what that is: the number of the next event, characters told, and events behind them.
+Later events repeat earlier content. So a resumed stream is rebuilt from its start, without the part that the client has. The
+cursor in an event id has: number of the next event, characters sent, and events after them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from quintet.frontend.http.http_request import Header
 from quintet.frontend.response_store import IN_PROGRESS
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import WITHDRAWN, ids_comment
-from quintet.frontend.streams import Batch, Delta, Stream, pieces
+from quintet.frontend.streams import Batch, Delta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Started
@@ -64,7 +64,7 @@ class _EndedItem(msgspec.Struct):
     operation: dict[str, Any] | None = None
 
     def call(self, forms: Mapping[str, CallForm]) -> tuple[str, str] | None:
-        """Return a call's name and arguments as the model wrote them; None for an item that is none."""
+        """Return a call's name and arguments as the model wrote them; None if the item is no call."""
         kind = CALL_KINDS.get(self.type)
         if kind is None:
             return None
@@ -88,19 +88,19 @@ class _EndedItem(msgspec.Struct):
 
 
 class _Ended(msgspec.Struct):
-    """What is read of a response that has ended."""
+    """Fields read of an ended response."""
 
     status: str
     output: list[_EndedItem]
 
 
 def response_of_output(answer: ResponsesAnswer, output: Output) -> tuple[str, bytes]:
-    """Return status and JSON of a whole answer. Raises `RequestError` for one that was cut off."""
+    """Return status and JSON of an unstreamed response. Raises `RequestError` for an aborted one."""
     status, num_tokens = status_of(output.finish), len(output.token_ids)
     items = Items(answer, lambda _name, _fields: None)
     logprobs = _logprobs(answer, output.logprobs)
-    for channel, call, text in pieces(output.text, output.spans):
-        if (text or channel == Channel.NAME) and items.is_told(channel, call):
+    for channel, call, text in text_spans(output.text, output.spans):
+        if (text or channel == Channel.NAME) and items.is_sent(channel, call):
             item = items.begin(channel, call, text)
             if channel != Channel.NAME:
                 item.texts.append(text)
@@ -117,7 +117,7 @@ def _completed_at(status: str) -> int | None:
 
 
 def _logprobs(answer: ResponsesAnswer, positions: Sequence[PositionLogprobs]) -> list[object]:
-    """Return log-probabilities as parts of messages tell them."""
+    """Return log-probabilities in the format of message parts."""
     if answer.options.logprobs is None or not positions:
         return []
     content: Any = chat_logprobs(positions, answer.options)["content"]
@@ -125,74 +125,74 @@ def _logprobs(answer: ResponsesAnswer, positions: Sequence[PositionLogprobs]) ->
 
 
 class ResponsesWriter:
-    """Writes the events of one streamed answer (an `AnswerWriter`)."""
+    """Writer of the events of one response (an `AnswerWriter`)."""
 
     def __init__(
         self, answer: ResponsesAnswer, stream_id: StreamId | None = None, position: StreamCursor | None = None
     ) -> None:
-        """``stream_id``: events carry ids. What a reader has who is at ``position`` is left out; the writer must be told
-        the answer from its beginning all the same. Raises `RequestError` for a position of another dialect."""
+        """``stream_id``: events have ids. Events up to ``position`` are skipped, but the writer needs the output from its
+        start. Raises `RequestError` for a cursor of another API."""
         self.stream_id = stream_id
-        self.tells_ids = False
-        """Whether comments before the events tell their tokens: see `quintet.frontend.resume.token_relay`."""
-        self.foretold: list[bytes] = []
-        """Such comments, of tokens that were told before this writer's first event."""
+        self.sends_ids = False
+        """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
+        self.prior_comments: list[bytes] = []
+        """Such comments for tokens sent before this writer's first event."""
         self.created: int | None = answer.options.created
         self.name = answer.options.response_id
-        self.can_go_on = answer.options.logprobs is None
-        """The last event has the log-probabilities of all tokens, and nobody keeps them."""
+        self.can_continue = answer.options.logprobs is None
+        """False with log-probabilities: the last event repeats those of all tokens, and the relay does not store them."""
         self._answer = answer
         self._position = position or StreamCursor(1)
         self._num_known = self._position.counts[0] or 0
-        """Tokens whose comments the reader needs no more."""
+        """Tokens for which the client needs no comment."""
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self._number, *seen = _state_of(self._position.note)
         self._seen = (seen[0], seen[1])
-        self._num_chars = self._num_behind = 0
-        """Characters of the answer so far, and events behind the last of them."""
-        self._items = Items(answer, self._tell)
+        self._num_chars = self._num_events_after = 0
+        """Characters so far, and events after the last of them."""
+        self._items = Items(answer, self._emit)
         self._frames: list[bytes] = []
         self._more = b""
-        """How an event begins that has more of the message that is open; empty where none is, or more is to be told."""
+        """Head of a delta event for the open message; empty without one, or if the event needs other fields."""
         self._logprobs: list[object] = []
-        """Of tokens whose text has not been told."""
+        """Log-probabilities of tokens that were not sent yet."""
         self._started: Started | None = None
         self.status = IN_PROGRESS
         self.response = b""
-        """The whole response as JSON, once the answer has ended."""
+        """The whole response as JSON, after its end."""
 
     @property
     def answer(self) -> ResponsesAnswer:
-        """How its events are written."""
+        """Event format of the response."""
         return self._answer
 
     @property
     def last_number(self) -> int:
-        """The number of the last event."""
+        """Number of the last event."""
         return self._number - 1
 
     @property
     def position(self) -> str:
-        """Where a reader of all events is."""
-        self._position.note = f"{self._number}+{self._num_chars}+{self._num_behind}"
+        """Cursor after the last event."""
+        self._position.note = f"{self._number}+{self._num_chars}+{self._num_events_after}"
         return str(self._position)
 
-    # --- what an answer is made of ----------------------------------------------------------------------------
+    # --- output -----------------------------------------------------------------------------------------------
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
-        """See `AnswerWriter.write`. There is one prompt, with one choice."""
+        """See `AnswerWriter.write`. There is one prompt with one choice."""
         self._frames = frames
-        if self.foretold:
-            frames += self.foretold
-            self.foretold = []
+        if self.prior_comments:
+            frames += self.prior_comments
+            self.prior_comments = []
         if batch.started is not None and self._started is None:
             self._started = batch.started
             self._position.counts[0] = self._position.counts[0] or 0
             self._begin()
         for delta in batch.deltas:
             self._position.counts[0] = num_taken = stream.choices[0].num_taken
-            if self.tells_ids:
-                self._tell_ids(delta.token_ids, num_taken)
+            if self.sends_ids:
+                self._emit_ids(delta.token_ids, num_taken)
             if self._more and _is_more(delta):
                 if delta.text:
                     self._write_more(delta.text, num_taken)
@@ -201,19 +201,19 @@ class ResponsesWriter:
             if delta.finish is not None:
                 self._finish(delta.finish, stream.num_output_tokens)
 
-    def _tell_ids(self, token_ids: Sequence[int], num_taken: int) -> None:
-        """Tell tokens, the last of which are ``num_taken``, but for those that the reader knows."""
+    def _emit_ids(self, token_ids: Sequence[int], num_taken: int) -> None:
+        """Send the ids of new tokens, the last of which has number ``num_taken``, except those that the client has."""
         num_new = min(len(token_ids), num_taken - self._num_known)
         if num_new > 0:
             self._frames.append(ids_comment(0, token_ids[-num_new:]))
 
     def _begin(self) -> None:
-        begun = msgspec.Raw(response_json(self._answer.head, IN_PROGRESS, []))
-        self._tell("response.created", {"response": begun})
-        self._tell("response.in_progress", {"response": begun})
+        started_json = msgspec.Raw(response_json(self._answer.head, IN_PROGRESS, []))
+        self._emit("response.created", {"response": started_json})
+        self._emit("response.in_progress", {"response": started_json})
 
-    def retell(self, response: bytes) -> Iterator[bytes]:
-        """Yield the events of a response that has ended, each text of it at once."""
+    def replay(self, response: bytes) -> Iterator[bytes]:
+        """Yield the events of an ended response, with each text in a single delta."""
         frames = self._frames
         self._begin()
         ended = msgspec.json.decode(response, type=_Ended)
@@ -235,16 +235,16 @@ class ResponsesWriter:
             self._write_delta(Delta(0, name + text, (), [], None, spans))
         self._items.close(ended.output[-1].status if ended.output else ended.status)
         if ended.status != CANCELLED:
-            self._tell(f"response.{ended.status}", {"response": msgspec.Raw(response)})
+            self._emit(f"response.{ended.status}", {"response": msgspec.Raw(response)})
         yield from frames
 
     def _write_more(self, text: str, num_taken: int) -> None:
-        """Write more of the message that is open: the hot path."""
+        """Write a delta of the open message. Hot path."""
         item = self._items.open
-        assert item is not None, "more of nothing"
+        assert item is not None, "delta without an open item"
         item.texts.append(text)
         self._num_chars += len(text)
-        self._num_behind = 0
+        self._num_events_after = 0
         number, self._number = self._number, self._number + 1
         head = self._event_id and b"%b%d.%d+%d+0\n" % (
             self._event_id,
@@ -257,40 +257,42 @@ class ResponsesWriter:
     def _write_delta(self, delta: Delta) -> None:
         self._more = b""
         self._logprobs += _logprobs(self._answer, delta.logprobs)
-        for channel, call, text in self._told(delta):
-            if self._items.is_told(channel, call):
+        for channel, call, text in self._pieces(delta):
+            if self._items.is_sent(channel, call):
                 item = self._items.begin(channel, call, text)
                 if channel != Channel.NAME:
                     item.texts.append(text)
                     if item.has_deltas:
-                        self._tell_text(item, text)
+                        self._emit_text(item, text)
                         continue
             self._num_chars += len(text)
-            self._num_behind = 0
+            self._num_events_after = 0
         item_open = self._items.open
         if item_open is None or item_open.kind != MESSAGE:
             if delta.text:
-                self._logprobs = []  # they were of another channel
+                self._logprobs = []  # they belong to another channel
         elif self._num_chars >= self._seen[0] and self._answer.options.logprobs is None:
-            self._more = _beginning(item_open)
+            self._more = _delta_head(item_open)
 
-    def _told(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
-        return ((c, n, text) for c, n, text in pieces(delta.text, delta.spans) if text or c == Channel.NAME)
+    def _pieces(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
+        return (
+            (c, n, text) for c, n, text in text_spans(delta.text, delta.spans) if text or c == Channel.NAME
+        )
 
-    def _tell_text(self, item: Item, text: str) -> None:
-        """Tell more of an item's text, but for characters that the reader has."""
+    def _emit_text(self, item: Item, text: str) -> None:
+        """Send a piece of an item's text, without the characters that the client has."""
         fields: dict[str, Any] = item.place()
         if item.kind == MESSAGE:
             fields["logprobs"], self._logprobs = self._logprobs, []
             item.logprobs += fields["logprobs"]
         num_seen = max(0, self._seen[0] - self._num_chars)
         self._num_chars += len(text)
-        self._num_behind = 0
+        self._num_events_after = 0
         if num_seen < len(text):
             self._event(f"{TEXTS[item.kind]}.delta", {**fields, "delta": text[num_seen:]})
 
     def _finish(self, finish: Finish, num_tokens: int) -> None:
-        """Tell how the answer ended."""
+        """Send the final events."""
         try:
             status = status_of(finish)
         except RequestError as error:
@@ -309,22 +311,22 @@ class ResponsesWriter:
             usage=usage_of(self._started, finish, num_tokens),
             completed_at=_completed_at(status),
         )
-        self._tell(f"response.{status}", {"response": msgspec.Raw(self.response)})
+        self._emit(f"response.{status}", {"response": msgspec.Raw(self.response)})
 
-    # --- how it begins and ends -------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------------------
 
     def tail(self, _streams: Sequence[Stream]) -> bytes:
-        """See `AnswerWriter.tail`. The last event was told with the last text."""
+        """See `AnswerWriter.tail`. The final event was sent with the last text."""
         return b""
 
     def failed(self, error: RequestError) -> bytes:
-        """See `AnswerWriter.failed`. The event has no id: behind it there is nothing to go on with."""
+        """See `AnswerWriter.failed`. The event has no id: the stream cannot be resumed after it."""
         self._more = b""
         self.status = FAILED
         self.response = response_json(self._answer.head, FAILED, self._items.done, error=error)
         number, self._number = self._number, self._number + 1
         fields = {"sequence_number": number, "response": msgspec.Raw(self.response)}
-        is_withdrawn = self.tells_ids and error.code is ErrorCode.UNAVAILABLE
+        is_withdrawn = self.sends_ids and error.code is ErrorCode.UNAVAILABLE
         return (WITHDRAWN if is_withdrawn else b"") + _frame("response.failed", fields)
 
     def silence(self) -> bytes:
@@ -339,23 +341,23 @@ class ResponsesWriter:
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
-    def _tell(self, name: str, fields: dict[str, Any]) -> None:
-        """Write an event that is no more of a text, unless the reader has it."""
-        self._num_behind += 1
-        if (self._num_chars, self._num_behind) > self._seen:
+    def _emit(self, name: str, fields: dict[str, Any]) -> None:
+        """Write an event that is no text delta, unless the client has it."""
+        self._num_events_after += 1
+        if (self._num_chars, self._num_events_after) > self._seen:
             self._event(name, fields)
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
-        """Write an event with the id of where its reader is after it."""
+        """Write an event with its cursor as id."""
         frame = _frame(name, {"sequence_number": self._number, **fields})
         self._number += 1
-        self._position.note = f"{self._number}+{self._num_chars}+{self._num_behind}"
+        self._position.note = f"{self._number}+{self._num_chars}+{self._num_events_after}"
         head = self._event_id and b"%b%b\n" % (self._event_id, str(self._position).encode())
         self._frames.append(head + frame)
 
 
 def _is_more(delta: Delta) -> bool:
-    """Whether a delta is nothing but more of a message: most are."""
+    """True if a delta only continues the message: the common case."""
     if delta.finish is not None:
         return False
     spans = delta.spans
@@ -368,15 +370,15 @@ def _frame(name: str, fields: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json({"type": name, **fields}))
 
 
-def _beginning(item: Item) -> bytes:
-    """Return how an event begins that has more of a message's text; its number follows."""
+def _delta_head(item: Item) -> bytes:
+    """Return the head of a message's delta event, up to its number."""
     name = f"{TEXTS[MESSAGE]}.delta"
     fields = encode_json({"type": name, **item.place(), "logprobs": []})
     return b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), fields[:-1])
 
 
 def _state_of(note: str) -> tuple[int, int, int]:
-    """Return what a position's note says: number of the next event, characters told, events behind them."""
+    """Parse a cursor's note: number of the next event, characters sent, events after them."""
     if not note:
         return 0, 0, 0
     match = _NOTE.fullmatch(note)

@@ -1,6 +1,6 @@
-"""Items of a conversation in the Responses dialect, as the messages that chat templates are written for.
+"""Translates conversation items of the Responses API to chat messages.
 
-What one turn of the assistant thought, said and called is one message; a result of a call is a message of the tool.
+Reasoning, text and calls of one assistant turn are merged into one message; a call's result is a tool message.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from quintet.wire.params import shown
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
-UNSEEN_PARTS = {
-    "input_image": "models that see",
-    "input_audio": "models that hear",
-    "input_file": "a reader of files",
+UNSUPPORTED_PARTS = {
+    "input_image": "image input",
+    "input_audio": "audio input",
+    "input_file": "file input",
 }
 TYPES = (
     "message",
@@ -64,27 +64,27 @@ SERVER_ITEMS = (
     "compaction_trigger",
     "ghost_snapshot",
 )
-"""Types of items that tools of another server wrote, or that nobody but it can read."""
+"""Item types of another server's tools, or that only their author can read."""
 PREDEFINED_CALLS = {
     "local_shell_call": "local_shell",
     "shell_call": "shell",
     "apply_patch_call": "apply_patch",
 }
-"""Names of the tools that calls of these types call."""
+"""Tool names, by the item type of their calls."""
 ADDED_TOOLS = "additional_tools"
 
 Message = dict[str, Any]
-NO_THOUGHT: Message = {"role": "assistant", "content": ""}
-"""What an item of reasoning is whose text nobody told."""
+EMPTY_REASONING: Message = {"role": "assistant", "content": ""}
+"""Message of a reasoning item without text."""
 
 _log = logging.getLogger("quintet")
 
 
 def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[list[Message], list[str]]:
-    """Return the messages that these items are, and where each stands in the body. Raises `RequestError`.
+    """Return the chat messages of these items, and each one's location in the body. Raises `RequestError`.
 
-    References were resolved. Neighbours of one role become one, but for system messages, which chat templates take in
-    different ways.
+    Item references were resolved before. Adjacent messages of one role are merged, except system messages, which
+    templates treat differently.
     """
     found: list[Message] = []
     places: list[str] = []
@@ -96,7 +96,7 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
         if index < _num_leading(items):
             continue
         for message in _messages_of(item, f"input[{index}]", names):
-            if message == NO_THOUGHT:
+            if message == EMPTY_REASONING:
                 continue
             if found and found[-1]["role"] == message["role"] in ("user", "assistant"):
                 _join(found[-1], message)
@@ -107,12 +107,12 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
 
 
 def leading_tools(items: Sequence[InputItem]) -> list[OfferedTool]:
-    """Return the tools of the items that begin the conversation: the template shows them beside the request's own."""
+    """Return the tools of the leading items: the template shows them with the request's own."""
     return _tools_of(items, range(_num_leading(items)))
 
 
 def found_tools(items: Sequence[InputItem]) -> list[OfferedTool]:
-    """Return the tools that searches of the conversation have found, or that were added in its course."""
+    """Return the tools that later items add or that tool searches found."""
     later = range(_num_leading(items), len(items))
     return _tools_of(items, [i for i in later if items[i].type in ("tool_search_output", ADDED_TOOLS)])
 
@@ -132,7 +132,7 @@ def _tools_of(items: Sequence[InputItem], indices: Iterable[int]) -> list[Offere
 
 
 def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Message]:
-    """Return the messages of one item. ``names``: of the functions that were called, by the id of the call; grows."""
+    """Return the messages of one item. ``names``: called functions, by call id; updated."""
     match item.type:
         case None | "message":
             role = _given(item.role, f"{where}.role")
@@ -170,7 +170,7 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
             text = _definitions(item, where)
             return [{"role": "system", "content": f"Tools available:\n{text}"}] if text else []
     if item.type in (*SERVER_ITEMS, "mcp_call", "tool_search_call", "tool_search_output"):
-        _log.info("%s, an item of type %s, is left out: another server's tools wrote it", where, item.type)
+        _log.info("%s, an item of type %s, was skipped: it is of another server's tool", where, item.type)
         return []
     raise parse.not_implemented(
         f"{where}, an item of type {shown(item.type)},",
@@ -186,7 +186,7 @@ def _definitions(item: InputItem, where: str) -> str:
 
 
 def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:
-    """Return a message that calls a function."""
+    """Return a message with a function call."""
     call_id = _given(item.call_id or item.id, f"{where}.call_id")
     match item.type:
         case "custom_tool_call":
@@ -209,7 +209,7 @@ def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:
 
 
 def _predefined_arguments(item: InputItem, where: str) -> dict[str, Any]:
-    """Return the arguments of a call of a shell or of apply_patch."""
+    """Return the arguments of a shell or apply_patch call."""
     name, field = (
         ("operation", item.operation) if item.type == "apply_patch_call" else ("action", item.action)
     )
@@ -232,7 +232,7 @@ def _result(item: InputItem, text: str, where: str, names: dict[str, str]) -> Me
 
 
 def _join(message: Message, more: Message) -> None:
-    """Append a message of the same role."""
+    """Merge a message of the same role."""
     message["content"] = "\n".join(filter(None, (message["content"], more["content"])))
     if "reasoning_content" in more:
         before = message.get("reasoning_content")
@@ -256,12 +256,12 @@ def _text_of(part: ContentPart, where: str) -> str:
         return _given(part.refusal, f"{where}.refusal")
     if part.type == "" and (part.stdout is not None or part.outcome is not None):
         return _command_text(part)
-    missing = UNSEEN_PARTS.get(part.type, "parts of that type")
+    missing = UNSUPPORTED_PARTS.get(part.type, "parts of that type")
     raise parse.not_implemented(f"{where}, of type {shown(part.type)},", missing, "Send text.")
 
 
 def _command_text(part: ContentPart) -> str:
-    """Return a command's output: standard output, standard error, and how it ended unless it succeeded."""
+    """Return a command's stdout, stderr, and how it ended unless it succeeded."""
     lines = [part.stdout, part.stderr]
     if part.outcome is not None and part.outcome.type == "timeout":
         lines.append("[timed out]")

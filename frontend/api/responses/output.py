@@ -1,12 +1,11 @@
-"""The items that an answer in the Responses dialect is made of, put together piece by piece, whole and streamed alike.
+"""Output items of a Responses API response, built incrementally for streamed and unstreamed responses.
 
     message        output_item.added  content_part.added  output_text.delta…     .done  content_part.done  output_item.done
     reasoning      output_item.added  content_part.added  reasoning_text.delta…  .done  content_part.done  output_item.done
     function_call  output_item.added  function_call_arguments.delta…             .done                     output_item.done
 
-Calls of other tools than functions (`CallForm`) are told with their end: their input is read from the whole JSON.
-
-An item ends where the next one begins. What is told depends on the text alone, but for where its deltas are cut.
+An item ends where the next one starts. Calls of other tools (`CallForm`) are sent at their end, from the whole JSON.
+The events depend on the text alone, except for the boundaries of deltas.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ KINDS: dict[int, str] = {
     Channel.ARGUMENTS: CALL,
 }
 PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
-"""Of the ids of items."""
+"""Prefixes of item ids."""
 CUSTOM_INPUT = "response.custom_tool_call_input"
 TEXTS = {
     MESSAGE: "response.output_text",
     REASONING: "response.reasoning_text",
     CALL: "response.function_call_arguments",
 }
-"""What the events of an item's text are called."""
+"""Event name prefixes of an item's text."""
 COMPLETED, INCOMPLETE, FAILED, CANCELLED = "completed", "incomplete", "failed", "cancelled"
 
-Tell = Callable[[str, dict[str, Any]], None]
-"""Takes an event: its type, and its fields."""
+Emit = Callable[[str, dict[str, Any]], None]
+"""Receives an event: type and fields."""
 
 
 CALL_KINDS: dict[str, CallKind] = {
@@ -56,15 +55,15 @@ CALL_KINDS: dict[str, CallKind] = {
     "apply_patch_call": "apply_patch",
     "tool_search_call": "tool_search",
 }
-"""Kinds of tools by the type of their calls' items."""
+"""Tool kinds, by item type of their calls."""
 
 
 class CallForm(msgspec.Struct, array_like=True, frozen=True):
-    """How calls of a tool are told that the model knows as a function."""
+    """Output format of the calls of a tool that the model sees as a function."""
 
     kind: CallKind
     name: str
-    """The client's own."""
+    """The client's tool name."""
     namespace: str | None = None
 
     def item(self, call_id: str, arguments: str) -> dict[str, Any]:
@@ -96,7 +95,7 @@ class CallForm(msgspec.Struct, array_like=True, frozen=True):
 
 
 def _decoded(arguments: str) -> dict[str, Any] | None:
-    """Return arguments as an object; None for those that are cut off or none."""
+    """Return arguments as an object; None if they are cut off or no object."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
@@ -104,14 +103,14 @@ def _decoded(arguments: str) -> dict[str, Any] | None:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the text that a freeform tool is called with; arguments that are cut off are shown as they are."""
+    """Return a freeform tool's input text; arguments that are cut off are returned unchanged."""
     found = _decoded(arguments)
     text = None if found is None else found.get("input")
     return text if isinstance(text, str) else arguments
 
 
 def _commands(sent: object) -> list[Any]:
-    """Return a list of commands; models write one as a string, too."""
+    """Return a list of commands; models also write a single string."""
     return sent if isinstance(sent, list) else [str(sent or "")]
 
 
@@ -137,23 +136,23 @@ def _local_shell_action(arguments: str) -> dict[str, Any]:
 
 
 class ResponsesAnswer(Answer, tag="responses"):
-    """How the events of an answer are written."""
+    """Event format of a response."""
 
     options: AnswerOptions
     channels: Channels
     head: bytes
-    """JSON object: the fields of the response that are known when its request is."""
-    is_kept: bool = False
-    """Whether the store shall know how it ends."""
+    """JSON object: the response fields known from the request."""
+    is_stored: bool = False
+    """True if its end is stored."""
     conversation: str = ""
-    """The conversation that it is a turn of."""
+    """Id of its conversation, or ""."""
     calls: dict[str, CallForm] = msgspec.field(default_factory=dict)
-    """By the name that the model knows the tool by."""
+    """By the function name that the model sees."""
 
 
 @dataclass(slots=True)
 class Item:
-    """An item of the output."""
+    """An output item."""
 
     kind: str
     id: str
@@ -161,29 +160,29 @@ class Item:
     name: str = ""
     call_id: str = ""
     form: CallForm | None = None
-    """Of a call that is not one of a plain function."""
+    """Set for calls that are no plain function calls."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
 
     def place(self) -> dict[str, Any]:
-        """Return the fields that say in an event which text it is about."""
+        """Return the fields that locate the item's text in an event."""
         place = {"item_id": self.id, "output_index": self.index}
         return place if self.kind == CALL else {**place, "content_index": 0}
 
     @property
     def has_deltas(self) -> bool:
-        """Whether its text is told as it comes."""
+        """True if its text is sent in deltas."""
         return self.form is None or self.form.kind == "function"
 
     def part(self) -> dict[str, Any]:
-        """Return the content so far."""
+        """Return the content part so far."""
         text = "".join(self.texts)
         if self.kind == REASONING:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "annotations": [], "logprobs": self.logprobs, "text": text}
 
     def whole(self, status: str, *, is_empty: bool = False) -> dict[str, Any]:
-        """Return the item; ``is_empty``: as it begins."""
+        """Return the item; ``is_empty``: without content, as at its start."""
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.form is not None:
             return {**item, **self.form.item(self.call_id, "".join(self.texts))}
@@ -196,25 +195,25 @@ class Item:
 
 
 class Items:
-    """The items of one answer so far. Everything that is new is told as events."""
+    """Items of one response so far; emits an event for every change."""
 
-    def __init__(self, answer: ResponsesAnswer, tell: Tell) -> None:
+    def __init__(self, answer: ResponsesAnswer, emit: Emit) -> None:
         self._channels = answer.channels
         self._forms = answer.calls
         self._response_id = answer.options.response_id
-        self._tell = tell
+        self._emit = emit
         self.open: Item | None = None
         self.done: list[dict[str, Any]] = []
 
-    def is_told(self, channel: int, call: int) -> bool:
-        """Whether a piece is told: not reasoning that nobody wants, and of calls only the first, if no more are wanted."""
+    def is_sent(self, channel: int, call: int) -> bool:
+        """True if a piece is sent: no reasoning unless requested, and only the first call without parallel calls."""
         kind = KINDS[channel]
         if kind == CALL:
             return call == 0 or self._channels.parallel_calls
         return kind == MESSAGE or self._channels.include_reasoning
 
     def begin(self, channel: int, call: int, text: str) -> Item:
-        """Return the item that a piece belongs to. The item before it ends; of a call ``text`` is the name."""
+        """Return the item of a piece, and close the one before. For a call ``text`` is its name."""
         kind = KINDS[channel]
         if self.open is not None and self.open.kind == kind and channel != Channel.NAME:
             return self.open
@@ -226,13 +225,13 @@ class Items:
             item.form = self._forms.get(text)
         self.open = item
         added = {"output_index": index, "item": item.whole(IN_PROGRESS, is_empty=True)}
-        self._tell("response.output_item.added", added)
+        self._emit("response.output_item.added", added)
         if kind != CALL:
-            self._tell("response.content_part.added", {**item.place(), "part": item.part()})
+            self._emit("response.content_part.added", {**item.place(), "part": item.part()})
         return item
 
     def close(self, status: str) -> None:
-        """End the item that is open, if one is."""
+        """Close the open item, if any."""
         item, self.open = self.open, None
         if item is None:
             return
@@ -245,31 +244,33 @@ class Items:
             ending: dict[str, Any] = {"name": whole["name"], "arguments": text}
         else:
             ending = {"text": text, **({"logprobs": item.logprobs} if item.kind == MESSAGE else {})}
-        self._tell(f"{TEXTS[item.kind]}.done", {**place, **ending})
+        self._emit(f"{TEXTS[item.kind]}.done", {**place, **ending})
         if item.kind != CALL:
-            self._tell("response.content_part.done", {**place, "part": item.part()})
+            self._emit("response.content_part.done", {**place, "part": item.part()})
         self.done.append(whole)
-        self._tell("response.output_item.done", {"output_index": item.index, "item": whole})
+        self._emit("response.output_item.done", {"output_index": item.index, "item": whole})
 
     def _end_call(self, item: Item, whole: dict[str, Any]) -> None:
-        """End a call whose input is told at once."""
+        """Close a call that sends its input at once."""
         if "input" in whole:
-            self._tell(f"{CUSTOM_INPUT}.delta", {**item.place(), "delta": whole["input"]})
-            self._tell(f"{CUSTOM_INPUT}.done", {**item.place(), "input": whole["input"]})
+            self._emit(f"{CUSTOM_INPUT}.delta", {**item.place(), "delta": whole["input"]})
+            self._emit(f"{CUSTOM_INPUT}.done", {**item.place(), "input": whole["input"]})
         self.done.append(whole)
-        self._tell("response.output_item.done", {"output_index": item.index, "item": whole})
+        self._emit("response.output_item.done", {"output_index": item.index, "item": whole})
 
     def finish(self, status: str) -> None:
-        """End the answer: one that says nothing is an empty message."""
+        """Close the response; an empty one has one empty message."""
         if self.open is None and not self.done:
             self.begin(Channel.CONTENT, 0, "")
         self.close(status)
 
 
 def status_of(finish: Finish) -> str:
-    """Return how an answer ended. Raises `RequestError` for one that was cut off."""
+    """Return the final status. Raises `RequestError` for an aborted response."""
     if finish.reason in (FinishReason.ABORT, FinishReason.ERROR):
-        raise RequestError(ErrorCode.INTERNAL, "The answer was cut off inside the server; ask again.")
+        raise RequestError(
+            ErrorCode.INTERNAL, "The response was aborted inside the server; send the request again."
+        )
     return INCOMPLETE if finish.reason is FinishReason.LENGTH else COMPLETED
 
 
@@ -295,7 +296,7 @@ def response_json(
     completed_at: int | None = None,
     error: RequestError | None = None,
 ) -> bytes:
-    """Return a response as JSON: ``head``, and what it has become."""
+    """Return a response as JSON: ``head`` and its current state."""
     return b"%b,%b" % (
         head[:-1],
         encode_json(

@@ -1,6 +1,6 @@
-"""From the bodies of the Responses dialect to what chat templates and parameters are made of: a `ChatBody`.
+"""Translates bodies of the Responses API to a `ChatBody`.
 
-What a server without tools of its own cannot do is refused here, by the name it has in this dialect.
+Unsupported features are rejected here, under their names in this API.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ INCLUDABLE = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""What a client may ask to be included: of what there never is here, nothing is."""
+"""Allowed values of ``include``. Those for features that this server lacks are accepted and have no effect."""
 MAX_TOP_LOGPROBS = 20
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 MAX_LABEL_CHARS = 512
-"""Of each field that only says whose request it is."""
-THEIR_NAMES = {
+"""Limit of each field that only labels the requester."""
+CLIENT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -59,8 +59,8 @@ THEIR_NAMES = {
     "logprobs": "top_logprobs",
     "truncate_prompt_tokens": "truncation",
 }
-"""Of fields, by those of the chat dialect."""
-SAME = (
+"""Field names of this API, by chat field name."""
+SHARED_FIELDS = (
     "model",
     "stream",
     "temperature",
@@ -90,9 +90,9 @@ SAME = (
     "ec_transfer_params",
     "vllm_xargs",
 )
-"""Fields that the chat dialect has too, by the same name and type."""
+"""Fields with the same name and type in the chat API."""
 NO_FIELDS = {"description": None, "parameters": None, "strict": None}
-"""Of a function in a response, where its tool was sent without them."""
+"""Defaults of a function tool in a response."""
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
 
 _items_decoder: msgspec.json.Decoder[str | list[InputItem]] = msgspec.json.Decoder(str | list[InputItem])
@@ -103,7 +103,7 @@ _mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
-    """Return the items of the request's own input; text is one message of the user."""
+    """Return the items of the request's input; text is one user message."""
     given = decode_part(body.input, _items_decoder, "input")
     if isinstance(given, str):
         return [InputItem(type="message", role="user", content=given)]
@@ -115,15 +115,15 @@ def items_of(body: ResponsesBody) -> list[InputItem]:
 def chat_body(
     body: ResponsesBody, items: Sequence[InputItem]
 ) -> tuple[ChatBody, Translation, dict[str, CallForm]]:
-    """Return the same request as the chat dialect spells it, with ``items`` for its conversation.
+    """Translate a request, with ``items`` as its conversation, to a chat body. Raises `RequestError`.
 
-    The forms are of calls that are told as other items than calls of plain functions. Raises `RequestError`.
+    The third result is the format of calls that are no plain function calls, by function name.
     """
-    _refuse_unsupported(body)
+    _reject_unsupported(body)
     _check_values(body)
     messages, places = messages_of(body.instructions, items)
     chat = ChatBody(messages=msgspec.Raw(encode_json(messages)))
-    for name in SAME:
+    for name in SHARED_FIELDS:
         setattr(chat, name, getattr(body, name))
     chat.max_completion_tokens = body.max_output_tokens
     if body.truncation == "auto":
@@ -137,14 +137,14 @@ def chat_body(
     forms = _call_forms([*tools, *deferred])
     tools = [tool for tool in tools if not tool.is_deferred]
     if isinstance(body.tool_choice, NamedTool) and not (tools or parse.json_of(body.tools)):
-        chat.tool_choice = "required"  # refused below, as for any choice among nothing
+        chat.tool_choice = "required"  # rejected below, as any choice without tools
     elif isinstance(body.tool_choice, NamedTool):
         tools, chat.tool_choice = _choice(body.tool_choice, tools)
     else:
         chat.tool_choice = body.tool_choice
     if tools:
         chat.tools = msgspec.Raw(encode_json([tool.nested() for tool in tools]))
-    elif chat.tool_choice == "auto" or parse.json_of(body.tools):  # there is nothing to choose among
+    elif chat.tool_choice == "auto" or parse.json_of(body.tools):  # no tool is offered
         chat.tool_choice = None
     return chat, Translation(places, deferred), forms
 
@@ -160,7 +160,7 @@ def _call_forms(tools: Sequence[OfferedTool]) -> dict[str, CallForm]:
 def _choice(
     choice: NamedTool, tools: Sequence[OfferedTool]
 ) -> tuple[list[OfferedTool], str | dict[str, msgspec.Raw] | None]:
-    """Return the tools that the model is shown, and the choice among them."""
+    """Return the offered tools, and the choice among them."""
     if choice.type in ("function", "custom"):
         if choice.name is None:
             raise parse.invalid("tool_choice.name is missing; it is required.", "tool_choice")
@@ -184,7 +184,7 @@ def _choice(
     if missing or not choice.tools:
         sent = shown(str(missing[0].name)) if missing else "none"
         raise parse.invalid(
-            f"tool_choice.tools names {sent}; it must name at least one of the tools, and no others.",
+            f"tool_choice.tools names {sent}; it must name at least one tool of the request, and no others.",
             "tool_choice",
         )
     kinds = {each.type for each in choice.tools} - {"function", "custom"}
@@ -200,20 +200,20 @@ def _forced(name: str) -> dict[str, msgspec.Raw]:
     return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(encode_json({"name": name}))}
 
 
-def _format(asked: TextFormat | None) -> ResponseFormat | None:
-    """Return the form of the text as the chat dialect spells it."""
-    if asked is None or asked.type == "text":
+def _format(sent_format: TextFormat | None) -> ResponseFormat | None:
+    """Translate the text format."""
+    if sent_format is None or sent_format.type == "text":
         return None
-    if asked.type == "json_object":
-        return ResponseFormat(type=asked.type, schema=asked.schema)
-    if asked.type != "json_schema":
+    if sent_format.type == "json_object":
+        return ResponseFormat(type=sent_format.type, schema=sent_format.schema)
+    if sent_format.type != "json_schema":
         raise parse.invalid(
-            f"text.format.type is {shown(asked.type)}; it must be one of text, json_object, json_schema.",
+            f"text.format.type is {shown(sent_format.type)}; it must be one of text, json_object, json_schema.",
             "text.format",
         )
-    schema = decode_part(asked.schema, _mapping, "text.format.schema")
-    named = {"name": asked.name or "output", "schema": schema, "strict": asked.strict}
-    return ResponseFormat(type=asked.type, json_schema=msgspec.Raw(encode_json(named)))
+    schema = decode_part(sent_format.schema, _mapping, "text.format.schema")
+    named = {"name": sent_format.name or "output", "schema": schema, "strict": sent_format.strict}
+    return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
 
 
 def _check_values(body: ResponsesBody) -> None:
@@ -242,19 +242,19 @@ def _check_values(body: ResponsesBody) -> None:
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
-    """Raise `RequestError` where it holds more than OpenAI's may."""
+    """Raise `RequestError` if metadata exceeds OpenAI's limits."""
     if len(metadata) > MAX_METADATA or any(
         len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS for key, value in metadata.items()
     ):
         raise parse.invalid(
-            f"metadata holds too much: at most {MAX_METADATA} pairs, with keys of up to {MAX_KEY_CHARS} and values of up "
-            f"to {MAX_VALUE_CHARS} characters.",
+            f"metadata is too large; at most {MAX_METADATA} pairs are allowed, with keys of up to {MAX_KEY_CHARS} and values of "
+            f"up to {MAX_VALUE_CHARS} characters.",
             "metadata",
         )
 
 
 def conversation_of(body: ResponsesBody) -> str:
-    """Return the id of the conversation that the response shall be a turn of; empty where it is of none."""
+    """Return the id of the conversation that the response belongs to, or ""."""
     if not parse.json_of(body.conversation):
         return ""
     if body.previous_response_id is not None:
@@ -265,23 +265,23 @@ def conversation_of(body: ResponsesBody) -> str:
     return given if isinstance(given, str) else given.id
 
 
-def _refuse_unsupported(body: ResponsesBody) -> None:
+def _reject_unsupported(body: ResponsesBody) -> None:
     if body.response_format is not None and body.response_format.type != "text":
         raise parse.invalid(
-            "response_format is of chat completions; send text.format here.", "response_format"
+            "response_format is a field of chat completions; send text.format instead.", "response_format"
         )
     for name, what, advice in (
-        ("prompt", "prompts kept by name", "Send instructions and input."),
-        ("context_management", "a compaction of contexts", "Send fewer items."),
+        ("prompt", "stored prompts", "Send instructions and input."),
+        ("context_management", "context compaction", "Send fewer items."),
         ("moderation", "moderation", "Leave it out."),
-        ("previous_input_messages", "messages in this form", "Send them as input."),
+        ("previous_input_messages", "messages in this format", "Send them as input."),
     ):
         if parse.json_of(getattr(body, name)) not in {b"", b"[]", b"{}"}:
             raise parse.not_implemented(name, what, advice)
 
 
 def echo_of(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
-    """Return the fields of a response that repeat its request."""
+    """Return the request fields that the response repeats."""
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
     form = text.format or TextFormat(type="text")
     encoded = parse.json_of(body.tools)
@@ -309,7 +309,7 @@ def echo_of(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, 
 
 
 def _sent(part: msgspec.Struct) -> dict[str, Any]:
-    """Return what a part of a body holds, without what was not sent."""
+    """Return the fields of a struct that were sent."""
     values = msgspec.structs.asdict(part)
     return {name: value for name, value in values.items() if value is not None and value is not msgspec.UNSET}
 

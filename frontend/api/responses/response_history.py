@@ -1,4 +1,4 @@
-"""What is kept of responses in the Responses dialect: the items of conversations, and how each answer ended."""
+"""Stored responses: items of their conversations, and how each response ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
 ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})_[a-z0-9]{1,12}")
-"""Of an item that an answer was made of, or that came without one: it names the response."""
+"""Id of an output item, or of an input item that had none; contains the response id."""
 PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -30,7 +30,7 @@ PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-KEPT_FIELDS = (
+STORED_FIELDS = (
     "role",
     "content",
     "call_id",
@@ -44,7 +44,7 @@ KEPT_FIELDS = (
     "output",
     "summary",
 )
-"""Of an item, besides its id, type and status."""
+"""Stored fields of an item, in addition to id, type and status."""
 _log = logging.getLogger("quintet")
 _items_decoder = msgspec.json.Decoder(list[InputItem])
 _decode_answer = msgspec.msgpack.Decoder(ResponsesAnswer).decode
@@ -66,70 +66,70 @@ _raw_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def answer_of(record: Record) -> ResponsesAnswer:
-    """Return how the events of a kept response are written."""
+    """Decode the event format of a stored response."""
     return _decode_answer(record.answer)
 
 
 def response_of(record: Record) -> bytes:
-    """Return a kept response as JSON, as far as it is."""
+    """Return a stored response as JSON, in its current state."""
     return record.response or response_json(answer_of(record).head, record.status, [])
 
 
-def asked_of(record: Record) -> list[InputItem]:
-    """Return the items that a request brought, or all of a conversation with a name."""
+def input_of(record: Record) -> list[InputItem]:
+    """Return the input items of a response, or all items of a conversation."""
     return _items_decoder.decode(record.items)
 
 
 def items_of(record: Record) -> list[InputItem]:
-    """Return what a response was asked with, and answered."""
+    """Return the input and output items of a response."""
     output = msgspec.json.decode(record.response, type=_Output).output if record.response else []
-    return [*asked_of(record), *output]
+    return [*input_of(record), *output]
 
 
-def turn_of(answer: ResponsesAnswer, status: str, response: bytes) -> ConversationTurn | None:
-    """Return what a response adds to the conversation that it is a turn of; None where there is none, or no answer."""
+def conversation_turn(answer: ResponsesAnswer, status: str, response: bytes) -> ConversationTurn | None:
+    """Return the items that a response adds to its conversation; None without a conversation or output."""
     if not answer.conversation or status not in (COMPLETED, INCOMPLETE):
         return None
 
-    def join(record: Record, asked: Record) -> None:
-        own = _raw_items_decoder.decode(asked.items)
+    def join(record: Record, response_record: Record) -> None:
+        own = _raw_items_decoder.decode(response_record.items)
         add_items(record, [*own, *msgspec.json.decode(response, type=_RawOutput).output])
 
     return ConversationTurn(answer.conversation, join)
 
 
 def add_items(record: Record, items: Sequence[msgspec.Raw]) -> None:
-    """Append items, which have ids, to a conversation; those that are in it stay where they are."""
+    """Append items to a conversation; skip those that it already has, by id."""
     held = _raw_items_decoder.decode(record.items)
     ids = {id_of(item) for item in held}
     record.items = encode_json([*held, *(item for item in items if id_of(item) not in ids)])
 
 
 def id_of(item: msgspec.Raw) -> str:
-    """Return the id of a kept item."""
+    """Return the id of a stored item."""
     return msgspec.json.decode(item, type=_Identified).id
 
 
-def kept_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
-    """Return items as they are kept and listed: each with an id, contents as parts."""
+def stored_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
+    """Return items in stored form: with ids, and content as parts."""
     return [
-        _kept_item(item, f"{response_id.partition('_')[2]}_in{index}") for index, item in enumerate(items)
+        _stored_item(item, f"{response_id.partition('_')[2]}_in{index}") for index, item in enumerate(items)
     ]
 
 
-def _kept_item(item: InputItem, name: str) -> dict[str, Any]:
+def _stored_item(item: InputItem, name: str) -> dict[str, Any]:
     kind = item.type or "message"
-    kept: dict[str, Any] = {"id": item.id or f"{PREFIXES.get(kind, 'item')}_{name}", "type": kind}
+    stored: dict[str, Any] = {"id": item.id or f"{PREFIXES.get(kind, 'item')}_{name}", "type": kind}
     if kind != "reasoning":
-        kept["status"] = item.status or "completed"
-    for field in KEPT_FIELDS:
+        stored["status"] = item.status or "completed"
+    for field in STORED_FIELDS:
         value = getattr(item, field)
         if value is not None and value is not msgspec.UNSET:
-            kept[field] = _parts(value) if isinstance(value, list) else value
+            stored[field] = _parts(value) if isinstance(value, list) else value
     if kind == "message" and isinstance(item.content, str):
         part = "output_text" if item.role == "assistant" else "input_text"
-        kept["content"] = _parts([ContentPart(type=part, text=item.content)])
-    return kept
+        stored["content"] = _parts([ContentPart(type=part, text=item.content)])
+    return stored
 
 
 def _parts(parts: Sequence[ContentPart]) -> list[dict[str, Any]]:
@@ -141,20 +141,20 @@ def _parts(parts: Sequence[ContentPart]) -> list[dict[str, Any]]:
 
 
 async def conversation(store: ResponseStore, previous: str | None) -> list[InputItem]:
-    """Return the items of the conversation that a response ended. Raises `RequestError` where it is not whole."""
+    """Return the items of a chain of responses. Raises `RequestError` if a part is missing."""
     if previous is None:
         return []
-    records = await store.do(lambda file: file.conversation(previous)) if store.keeps else []
+    records = await store.do(lambda file: file.conversation(previous)) if store.is_enabled else []
     if not records or records[-1].status == CONVERSATION:
         raise parse.invalid(
-            f"previous_response_id is {shown(previous)}, which this server does not keep (any more); send all items of the "
+            f"previous_response_id is {shown(previous)}, which is not stored; send all items of the "
             "conversation as input.",
             "previous_response_id",
         )
     if records[0].previous is not None:
         raise parse.invalid(
-            f"previous_response_id is {shown(previous)}, which follows {records[0].previous}, and that one is not kept any "
-            "more; send all items of the conversation as input.",
+            f"previous_response_id is {shown(previous)}, which follows {records[0].previous}, which is no longer stored; "
+            "send all items of the conversation as input.",
             "previous_response_id",
         )
     if records[-1].is_open:
@@ -169,18 +169,18 @@ async def conversation(store: ResponseStore, previous: str | None) -> list[Input
     before = await _before_turn(store, named, records[0])
     if before is None:
         raise parse.invalid(
-            f"previous_response_id is {shown(previous)}, which goes on with the conversation {named}, and that one does not hold "
-            "the turn (any more); send conversation, or all items as input.",
+            f"previous_response_id is {shown(previous)}, a turn of the conversation {named} that is no longer in it; "
+            "send conversation, or all items as input.",
             "previous_response_id",
         )
     return [*before, *former]
 
 
 async def items_before(store: ResponseStore, record: Record) -> list[InputItem]:
-    """Return what comes before a response's own items: of former responses, or in the conversation that it is a turn of.
+    """Return the items before a response's own: of previous responses, or of its conversation.
 
-    That is as it is now: of one that is gone, or has no place for the turn, nothing. Raises `RequestError` where former
-    responses are not whole.
+    A conversation is read in its current state; empty if it or the turn was deleted. Raises `RequestError` if a previous
+    response is missing.
     """
     named = answer_of(record).conversation
     if not named:
@@ -189,26 +189,26 @@ async def items_before(store: ResponseStore, record: Record) -> list[InputItem]:
 
 
 async def _before_turn(store: ResponseStore, named: str, record: Record) -> list[InputItem] | None:
-    """Return what a conversation holds before one of its turns; None where it is gone, or the turn has no place in it."""
+    """Return a conversation's items before one of its turns; None if it or the turn was deleted."""
     held = await store.do(lambda file: file.find(named))
     if held is None or held.status != CONVERSATION:
         return None
-    items = asked_of(held)
+    items = input_of(held)
     if record.is_open:
         return items
-    asked = {item.id for item in asked_of(record)}
-    own = asked or {item.id for item in items_of(record)}
+    input_ids = {item.id for item in input_of(record)}
+    own = input_ids or {item.id for item in items_of(record)}
     places = [place for place, item in enumerate(items) if item.id in own]
     if not places:
         return None
-    end = places[-1] if asked else places[0]
+    end = places[-1] if input_ids else places[0]
     return [item for item in items[:end] if item.id not in own]
 
 
 async def resolved(
     store: ResponseStore, items: Sequence[InputItem], former: Sequence[InputItem]
 ) -> list[InputItem]:
-    """Return items with those that they refer to in their place. ``former``: of the conversation so far."""
+    """Replace item references by the items. ``former``: items of the conversation so far."""
     known = {item.id: item for item in (*former, *items) if item.type != "item_reference"}
     found: list[InputItem] = []
     for index, item in enumerate(items):
@@ -216,14 +216,13 @@ async def resolved(
             found.append(item)
             continue
         match = ITEM_ID.fullmatch(item.id or "")
-        if item.id not in known and match is not None and store.keeps:
+        if item.id not in known and match is not None and store.is_enabled:
             response_id = f"resp_{match[1]}"
             record = await store.do(lambda file, wanted=response_id: file.find(wanted))  # type: ignore[misc]
             known |= {each.id: each for each in (items_of(record) if record is not None else [])}
         if item.id not in known:
             raise parse.invalid(
-                f"input[{index}] refers to {shown(item.id)}, which this server does not keep (any more); send the item "
-                "itself.",
+                f"input[{index}] refers to {shown(item.id)}, which is not stored; send the item itself.",
                 "input",
             )
         found.append(known[item.id])
@@ -240,37 +239,37 @@ def record_of(
     background: bool,
     streams: bool,
 ) -> Record:
-    """Return what is kept of a response from its beginning."""
+    """Build the record of a new response."""
     response_id = answer.options.response_id
-    kept = encode_json(kept_items(items, response_id))
+    stored = encode_json(stored_items(items, response_id))
     encoded = msgspec.msgpack.encode(answer)
-    return Record(response_id, owner, status, background, streams, previous, kept, encoded)
+    return Record(response_id, owner, status, background, streams, previous, stored, encoded)
 
 
-async def keep_end(service: Service, writer: AnswerWriter) -> None:
-    """Note how a streamed answer ended, before its client hears of it and goes on with it."""
+async def store_end(service: Service, writer: AnswerWriter) -> None:
+    """Store the end of a streamed response before the client receives it, so that the client can refer to it."""
     assert isinstance(writer, ResponsesWriter)
-    if not writer.answer.is_kept or not writer.response:
+    if not writer.answer.is_stored or not writer.response:
         return
     response_id, status, response = writer.answer.options.response_id, writer.status, writer.response
     try:
-        turn = turn_of(writer.answer, status, response)
+        turn = conversation_turn(writer.answer, status, response)
         await service.responses.do(
             lambda file: file.finish(response_id, status, response, is_open=False, turn=turn)
         )
     except RequestError:
-        _log.exception("response %s could not be kept", response_id)
+        _log.exception("response %s could not be stored", response_id)
 
 
 async def find(service: Service, response_id: str) -> Record:
-    """Return a kept response. Raises `RequestError` where there is none of this id."""
+    """Return a stored response. Raises `RequestError` if it does not exist."""
     store = service.responses
-    record = await store.do(lambda file: file.find(response_id)) if store.keeps else None
+    record = await store.do(lambda file: file.find(response_id)) if store.is_enabled else None
     if record is None or record.status == CONVERSATION:
         raise RequestError(
             ErrorCode.NOT_FOUND,
-            f"The response {shown(response_id)} is not kept here: it was made with store: false, was deleted, or made room "
-            "for others (--response-store-entries, --response-store-size, --response-store-hours).",
+            f"The response {shown(response_id)} is not stored: it was made with store: false, was deleted, or evicted "
+            "(--response-store-entries, --response-store-size, --response-store-hours).",
             "response_id",
         )
     return record

@@ -1,4 +1,4 @@
-"""GET, DELETE and cancel of /v1/responses/{id}, its input items, and its events as they come or came."""
+"""GET, DELETE and cancel of /v1/responses/{id}, its input items, and its events."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from quintet.frontend.api.responses.background import cancel, stop
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.response_history import (
     answer_of,
-    asked_of,
     find,
+    input_of,
     items_before,
-    kept_items,
     response_of,
+    stored_items,
 )
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.http.write_timeout import Reader
@@ -31,20 +31,20 @@ from quintet.wire.params import MAX_COUNT, shown
 
 _log = logging.getLogger("quintet")
 POLL_S, MAX_POLL_S = 0.025, 0.4
-"""Between two looks at what whoever answers has told the store: the longer it has told nothing, the longer."""
+"""Poll interval of the store: doubles while there is no progress."""
 MAX_ITEMS, DEFAULT_ITEMS = 100, 20
 
 
 async def response(service: Service, exchange: HttpRequest) -> None:
-    """GET or DELETE /v1/responses/{id}. With ``stream``, its events behind number ``starting_after``."""
+    """GET or DELETE /v1/responses/{id}. With ``stream``: its events after number ``starting_after``."""
     record = await find(service, exchange.path_params["id"])
     if exchange.method == "DELETE":
         await service.responses.do(lambda file: file.delete(record.id))
         await stop(service, record)
         await exchange.respond_json({"id": record.id, "object": "response", "deleted": True})
-    elif exchange.asks("stream"):
+    elif exchange.has_flag("stream"):
         after = _number(exchange, "starting_after", MAX_COUNT)
-        await tell_events(service, exchange, record, 0 if after is None else after + 1)
+        await write_events(service, exchange, record, 0 if after is None else after + 1)
     else:
         await exchange.respond(200, response_of(record))
 
@@ -54,7 +54,7 @@ async def cancel_response(service: Service, exchange: HttpRequest) -> None:
     record = await find(service, exchange.path_params["id"])
     if not record.background:
         raise parse.invalid(
-            "Only a response that was asked for with background: true can be cancelled; hang up on the others.",
+            "Only a response created with background: true can be cancelled; close the connection of others.",
             "response_id",
         )
     if record.is_open:
@@ -64,14 +64,14 @@ async def cancel_response(service: Service, exchange: HttpRequest) -> None:
 
 
 async def input_items(service: Service, exchange: HttpRequest) -> None:
-    """GET /v1/responses/{id}/input_items: the items that it was asked with, those before its own too."""
+    """GET /v1/responses/{id}/input_items: input items, including those of previous responses."""
     record = await find(service, exchange.path_params["id"])
     former = await items_before(service.responses, record)
-    await exchange.respond_json(page_of(exchange, kept_items([*former, *asked_of(record)], record.id)))
+    await exchange.respond_json(page_of(exchange, stored_items([*former, *input_of(record)], record.id)))
 
 
 def page_of(exchange: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the part of a list that a request asks for: ``limit``, ``order`` and ``after``."""
+    """Return one page of a list, by the query's ``limit``, ``order`` and ``after``."""
     query = parse_qs(exchange.query)
     order, after = query.get("order", ["desc"])[0], query.get("after", [""])[0]
     if order not in ("asc", "desc"):
@@ -81,7 +81,7 @@ def page_of(exchange: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any
     if after:
         ids = [item["id"] for item in items]
         if after not in ids:
-            raise parse.invalid(f"after is {shown(after)}, which is none of the items.", "after")
+            raise parse.invalid(f"after is {shown(after)}; it must be the id of one of the items.", "after")
         items = items[ids.index(after) + 1 :]
     page = items[: _number(exchange, "limit", MAX_ITEMS, least=1) or DEFAULT_ITEMS]
     return {
@@ -102,29 +102,29 @@ def _number(exchange: HttpRequest, name: str, most: int, least: int = 0) -> int 
     return int(given)
 
 
-async def tell_events(service: Service, exchange: HttpRequest, record: Record, first: int) -> None:
-    """Write a response's events from number ``first`` on: those that are kept, and those that come.
+async def write_events(service: Service, exchange: HttpRequest, record: Record, first: int) -> None:
+    """Write a response's events from number ``first``: stored ones, then new ones as they arrive.
 
-    Of a response whose events were not kept they are made of how it ended.
+    If the events were not stored, they are rebuilt from the final response.
     """
     gone = asyncio.Event()
     watcher = exchange.watch_disconnect(gone.set)
     reader = Reader(exchange.abort, lambda: 0)
-    service.patience.watch(reader)
+    service.write_timeout.watch(reader)
     keep_alive_s = service.config.frontend.keep_alive_s or math.inf
     try:
         await exchange.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
-        wrote_s, pause_s = time.perf_counter(), POLL_S
+        last_write_s, pause_s = time.perf_counter(), POLL_S
         while not gone.is_set():
-            status, events = await _news(service, record.id, first)
+            status, events = await _read_events(service, record.id, first)
             has_ended = not events and status not in (QUEUED, IN_PROGRESS)
             chunk = b"".join(_from(each, first) for each in events)
             if has_ended and status and not record.streams:
-                chunk = _from(_retold(await find(service, record.id)), first)
-            elif not events and not has_ended and time.perf_counter() - wrote_s > keep_alive_s:
+                chunk = _from(_replayed(await find(service, record.id)), first)
+            elif not events and not has_ended and time.perf_counter() - last_write_s > keep_alive_s:
                 chunk = sse.KEEP_ALIVE
             if chunk or has_ended:
-                wrote_s = reader.waiting_since_s = time.perf_counter()
+                last_write_s = reader.waiting_since_s = time.perf_counter()
                 await exchange.write(chunk, has_ended)
                 reader.waiting_since_s = None
             if has_ended:
@@ -136,27 +136,27 @@ async def tell_events(service: Service, exchange: HttpRequest, record: Record, f
                     await asyncio.wait_for(gone.wait(), pause_s)
                 pause_s = min(2 * pause_s, MAX_POLL_S)
         raise ClientDisconnected
-    except RequestError as error:  # too late for an answer of its own
-        _log.warning("response %s can be read no further: %s", record.id, error)
+    except RequestError as error:  # the status line was already sent
+        _log.warning("response %s: reading its events failed: %s", record.id, error)
         exchange.abort()
         raise ClientDisconnected from error
     finally:
-        service.patience.forget(reader)
+        service.write_timeout.forget(reader)
         watcher.cancel()
 
 
-async def _news(service: Service, response_id: str, first: int) -> tuple[str, list[Events]]:
-    return await service.responses.do(lambda file: file.news(response_id, first))
+async def _read_events(service: Service, response_id: str, first: int) -> tuple[str, list[Events]]:
+    return await service.responses.do(lambda file: file.read_events(response_id, first))
 
 
-def _retold(record: Record) -> Events:
+def _replayed(record: Record) -> Events:
     writer = ResponsesWriter(answer_of(record))
-    frames = b"".join(writer.retell(response_of(record)))
+    frames = b"".join(writer.replay(response_of(record)))
     return Events(writer.last_number, "", frames)
 
 
 def _from(events: Events, first: int) -> bytes:
-    """Return the events of these from the one of this number on."""
+    """Return the events from number ``first`` on."""
     frames = events.frames.split(b"\n\n")[:-1]
     own = events.number - len(frames) + 1
     return b"".join(frame + b"\n\n" for frame in frames[max(0, first - own) :])

@@ -1,6 +1,6 @@
-"""The bodies of the Responses dialect, as clients send them: names, types and (in docstrings) ranges.
+"""Bodies of the Responses API: fields, types and (in docstrings) ranges.
 
-Unknown fields are ignored; known ones that are not implemented are refused by `quintet.frontend.api.responses.parse`.
+Unknown fields are ignored; unsupported ones are rejected by `quintet.frontend.api.responses.parse`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from quintet.frontend.api.openai.types import ExtraArgument, FormFields, RawFiel
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of an item's content: ``type`` says which of the other fields it has."""
+    """One part of an item's content; ``type`` selects the other fields."""
 
     type: str = ""
     """input_text, output_text, refusal, reasoning_text or summary_text; also text."""
     text: str | None = None
     refusal: str | None = None
     stdout: str | None = None
-    """With ``stderr`` and ``outcome``: one command's output in a shell_call_output, which has no type."""
+    """With ``stderr`` and ``outcome``: output of one command in a shell_call_output; such a part has no type."""
     stderr: str | None = None
     outcome: CommandOutcome | None = None
 
@@ -32,7 +32,7 @@ class CommandOutcome(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """An item of the conversation: ``type`` says which of the other fields it has; without one it is a message."""
+    """An item of the conversation; ``type`` selects the other fields. Without a type it is a message."""
 
     type: str | None = None
     """message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, local_shell_call,
@@ -47,24 +47,24 @@ class InputItem(msgspec.Struct, kw_only=True):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    """Of the tool that is called."""
+    """Namespace of the called tool."""
     arguments: str | dict[str, msgspec.Raw] | None = None
     input: str | None = None
-    """Of a call of a freeform tool."""
+    """Input of a freeform tool call."""
     action: RawField = msgspec.UNSET
-    """Of a call of a shell: an object with the command or commands."""
+    """Action of a shell call: an object with the command or commands."""
     operation: RawField = msgspec.UNSET
-    """Of an apply_patch_call: an object with type, path and diff."""
+    """Operation of an apply_patch_call: an object with type, path and diff."""
     tools: RawField = msgspec.UNSET
-    """That a search has found, or that are added here."""
+    """Tools found by a search, or added here."""
     execution: str | None = None
-    """Of a search of tools: client or server."""
+    """Side that runs a tool search: client or server."""
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """How the model reasons. Summaries are not made: reasoning is told as it is."""
+    """Reasoning options. Summaries are not generated: reasoning is returned verbatim."""
 
     effort: str | None = None
     """none, minimal, low, medium, high, xhigh or max."""
@@ -73,7 +73,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
-    """The form of the answer's text."""
+    """Format of the output text."""
 
     type: str
     """text, json_object or json_schema."""
@@ -84,7 +84,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
-    """What is wanted of the answer's text."""
+    """Options of the output text."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
@@ -130,7 +130,7 @@ class ItemsBody(msgspec.Struct, kw_only=True):
 
 
 class EventOptions(msgspec.Struct, kw_only=True):
-    """What a stream carries besides events: nothing that this server adds."""
+    """Stream options; none has an effect."""
 
     include_obfuscation: bool | None = None
 
@@ -140,10 +140,10 @@ class ResponsesBody(FormFields, kw_only=True):
 
     model: str | None = None
     input: RawField = msgspec.UNSET
-    """A text, or a list of `InputItem`."""
+    """Text, or a list of `InputItem`."""
     instructions: str | None = None
     max_output_tokens: int | None = None
-    """An upper bound: an answer ends at the end of the model's context too."""
+    """Upper bound; the context length limits too."""
     max_tool_calls: int | None = None
     metadata: dict[str, str] | None = None
     """At most 16 pairs, of up to 64 and 512 characters."""
@@ -177,18 +177,18 @@ class ResponsesBody(FormFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
-    """disabled, or auto: the beginning of a prompt that is too long is left out."""
+    """disabled or auto; auto drops the start of a prompt that is too long."""
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
-    """Seconds after which the answer is of no use any more: more than 0."""
+    """Deadline in seconds; more than 0."""
     chat_template_kwargs: RawField = msgspec.UNSET
     prompt: RawField = msgspec.UNSET
     conversation: RawField = msgspec.UNSET
-    """The id of a conversation, or an object with it: the response is its next turn."""
+    """Id of a conversation, or an object with it: the response is appended to it."""
     context_management: RawField = msgspec.UNSET
     moderation: RawField = msgspec.UNSET
     previous_input_messages: RawField = msgspec.UNSET
