@@ -10,9 +10,9 @@ import gguf
 import pytest
 import torch
 import transformers
-from quintet.deploy.cli.main import main
 from safetensors.torch import load_file
 
+from quintet.deploy.cli.main import main
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.wire.errors import EXIT_CONFIG
 from tests.gguf.files import write_model
