@@ -1,4 +1,4 @@
-"""The detokenizer process: a blocking loop from the core's tokens to the frontends' text."""
+"""Main loop of the detokenizer process: receives the cores' tokens, sends text to the frontends."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from quintet.wire.request import Echo
 from quintet.wire.supervision import Drain, Drained, Topology
 
 QUERY_SLICE = 4096
-"""Tokens of a `DetokenizeQuery` decoded between two looks at the inbox: no query delays a step by more."""
+"""Tokens of a `DetokenizeQuery` decoded per loop iteration; bounds the delay of a step by a query."""
 
 MAX_EARLY = 4096
-"""Messages kept for frontends that the topology has not named yet. Requests of those beyond are ended."""
+"""Messages queued for frontends that are not in the topology yet. Requests of further messages fail."""
 
 MAX_LOST = 1 << 16
-"""Requests ended so that are remembered, to tell their frontends once they are named."""
+"""Failed requests kept until their frontend is in the topology."""
 
 
 class QueryJob:
-    """A `DetokenizeQuery` that is being answered, a slice at a time."""
+    """A `DetokenizeQuery` in progress, decoded in slices."""
 
     def __init__(self, query: DetokenizeQuery, token_ids: Sequence[int], state: TextState) -> None:
         self.query = query
@@ -56,7 +56,7 @@ class QueryJob:
         self._parts: list[str] = []
 
     def advance(self) -> Detokenized | None:
-        """Decode one slice; return the answer when it was the last."""
+        """Decode one slice; return the answer after the last slice."""
         state, end = self._state, self._position + QUERY_SLICE
         self._parts.append(state.add(self._token_ids[self._position : end]))
         self._position = end
@@ -73,21 +73,21 @@ class QueryJob:
 
 
 def _text_alone(query_id: int) -> Open:
-    """Return how a text begins that is no request's output: with nothing before it, and nothing of it hidden."""
+    """Return the `Open` of a text without a request: empty prompt, special tokens shown."""
     return Open(query_id, 0, 0, b"", [], False, False, True, True, Echo.NONE, False, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What is made of the tokenizer, before anything is known of a slot."""
+    """Tables of the tokenizer; independent of the slot."""
 
     showing: PieceTable
     skipping: PieceTable
-    """Without special tokens."""
+    """Table without special tokens."""
 
 
 class Detokenizer:
-    """Handlers of the process's messages, and its figures."""
+    """Message handlers and metrics of the process."""
 
     def __init__(self, process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> None:
         self._process = process
@@ -99,9 +99,9 @@ class Detokenizer:
         self._jobs: deque[QueryJob] = deque()
         self._early: PendingTopology[tuple[int, int], tuple[int, int, Text]] = PendingTopology(MAX_EARLY)
         self._is_retiring = False
-        """Whether the supervisor wants to hear when nothing is left."""
+        """True after `Drain`, until `Drained` is sent."""
         self._lost: dict[int, Failed] = {}
-        """Requests whose tokens or text were dropped, and what their frontends are to be told."""
+        """Errors to send to the frontends of requests with dropped tokens or text."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="core_detokenizer"
@@ -110,26 +110,26 @@ class Detokenizer:
         self._num_tokens = metrics.counter("detokenized_tokens", "Tokens turned into text.")
         self._num_stop_hits = metrics.counter("stop_string_hits", "Requests ended by a stop string.")
         self._num_differences = metrics.counter(
-            "audit_differences", "Requests that two processes did not agree on, twice in a row."
+            "audit_differences", "Requests open in only one of two processes, twice in a row."
         )
-        self._num_open = metrics.gauge("detokenizer_open_requests", "Requests whose text is being made.")
+        self._num_open = metrics.gauge("detokenizer_open_requests", "Requests open in the detokenizer.")
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the tables cover."""
+        """Number of ids in the tables."""
         return self._showing.num_ids
 
     @property
     def style(self) -> str:
-        """How ids become text: ``bytes``, ``pieces``, ``metaspace`` or ``library``."""
+        """Decoder type: ``bytes``, ``pieces``, ``metaspace`` or ``library``."""
         return self._showing.spec.kind
 
     def run(self) -> None:
-        """Handle messages until told to stop."""
+        """Handle messages until stopped."""
         process = self._process
         while True:
             messages = process.receive(0.0 if self._jobs else None)
-            # The outboxes follow a topology of this batch already: what waited for it goes out before what came with it.
+            # The outboxes already follow a topology of this batch: send queued messages before handling the new ones.
             if any(isinstance(message, Topology) for message in messages):
                 self._follow()
             for message in messages:
@@ -143,10 +143,10 @@ class Detokenizer:
             num_open = self._cores.num_open
             process.pending = num_open + len(self._jobs)
             self._num_open.set(num_open)
-            # An open request whose core is busy elsewhere is not a stall of this process: every turn counts.
+            # Count each iteration as progress: an open request without new tokens is not a stall of this process.
             process.progress += 1
             if self._is_retiring and not process.pending:
-                self._is_retiring = False  # said once is enough
+                self._is_retiring = False  # send Drained once
                 process.peers.send(Role.SUPERVISOR, 0, Drained(process.me))
 
     def _handle(self, message: object) -> None:
@@ -165,7 +165,7 @@ class Detokenizer:
                 pass
 
     def _end_dropped(self, dropped: Dropped) -> None:
-        """End what a message carried that was dropped on its way here."""
+        """Fail the query and the requests of a dropped message."""
         error = dropped.error(Role.DETOKENIZER)
         if dropped.query_id is not None and dropped.frontend is not None:
             failed = Failed(dropped.query_id, error.code, error.message)
@@ -175,12 +175,12 @@ class Detokenizer:
         self._apologise()
 
     def _audit(self, account: Live) -> None:
-        alone, missing = self._cores.of(account.sender.index).compare(unpack_i64(account.request_ids))
-        if alone or missing:
-            self._num_differences.inc(len(alone) + len(missing))
+        stale, missing = self._cores.of(account.sender.index).compare(unpack_i64(account.request_ids))
+        if stale or missing:
+            self._num_differences.inc(len(stale) + len(missing))
             self._process.log.warning(
-                "%d requests are open here alone, %d that the core has are not: %s",
-                len(alone), len(missing), [*alone, *missing][:8],
+                "reconcile with core %d: %d requests open only in the detokenizer, %d only in the core: %s",
+                account.sender.index, len(stale), len(missing), [*stale, *missing][:8],
             )  # fmt: skip
         if missing:
             self._process.peers.send(Role.CORE, account.sender.index, Unknown(pack_i64(missing)))
@@ -198,14 +198,14 @@ class Detokenizer:
         self._span("detokenize", message.step, began_ns)
 
     def _deliver(self, index: int, tag: int, text: Text) -> None:
-        """Send to the frontend of this epoch; drop for one that is gone; keep for one no topology has named yet."""
+        """Send to the frontend of this epoch. Drop for a replaced frontend; queue for one not in the topology yet."""
         epoch = self._process.peers.epoch(Role.FRONTEND, index)
         if epoch is not None and epoch_tag(epoch) == tag:
             try:
                 self._process.peers.send(Role.FRONTEND, index, text)
             except FrameTooLarge as error:
-                words = f"what one step made of the request is too large to be told: {error}. Ask for fewer log-probabilities."
-                self._lose(_requests_in(text), ErrorCode.TOO_LARGE, words)
+                cause = f"Step output exceeds the message size limit: {error}. Request fewer log-probabilities."
+                self._lose(_requests_in(text), ErrorCode.TOO_LARGE, cause)
                 self._apologise()
         elif (epoch is None or is_newer(tag, epoch)) and not self._early.keep(
             (index, tag), (index, tag, text)
@@ -213,17 +213,17 @@ class Detokenizer:
             self._lose_text(text)
 
     def _lose_text(self, text: Text) -> None:
-        """Drop a message that nobody can be sent, and end its requests."""
+        """Drop a message to an unknown frontend, and fail its requests."""
         if not self._lost:
             self._process.log.warning(
-                "%d messages wait for frontends that no topology has named; requests of more are ended",
+                "%d messages queued for frontends that are not in the topology; requests of further messages fail",
                 MAX_EARLY,
             )
-        message = "output was lost inside the server before this frontend was known; send it again."
+        message = "The output was lost inside the server while a frontend started; retry the request."
         self._lose(_requests_in(text), ErrorCode.UNAVAILABLE, message)
 
     def _lose(self, request_ids: Sequence[int], code: ErrorCode, message: str) -> None:
-        """End requests of which something was lost: later text would have a gap before it."""
+        """Fail requests with lost text: later text would follow a gap."""
         self._cores.abandon(request_ids)
         for request_id in request_ids:
             self._lost[request_id] = Failed(request_id, code, message)
@@ -231,7 +231,7 @@ class Detokenizer:
                 del self._lost[next(iter(self._lost))]
 
     def _apologise(self) -> None:
-        """Tell the frontends that have been named of the requests they lost here; the others, once they are."""
+        """Send the errors of lost requests to known frontends; keep those of unknown frontends."""
         lost, self._lost = self._lost, {}
         for request_id, failed in lost.items():
             index, tag = frontend_of(request_id)
@@ -242,7 +242,7 @@ class Detokenizer:
                 self._process.peers.send(Role.FRONTEND, index, failed)
 
     def _follow(self) -> None:
-        """Forget the frontends that were replaced and send what waited for their successors."""
+        """Apply a new topology: drop requests of replaced frontends and cores, then send queued messages."""
         for worker in self._process.replaced:
             if worker.role is Role.FRONTEND:
                 self._cores.forget_frontend(worker.index, epoch_tag(worker.epoch))
@@ -280,8 +280,8 @@ class Detokenizer:
         try:
             self._process.peers.send(Role.FRONTEND, query.frontend, answer)
         except FrameTooLarge as error:
-            words = f"the text has {error.num_bytes} bytes, and at most {error.most} can be told at a time; send fewer ids."
-            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, words, "tokens")
+            cause = f"The text has {error.num_bytes} bytes, but at most {error.most} are allowed; send fewer tokens."
+            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, cause, "tokens")
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
 
 
@@ -292,12 +292,12 @@ def _requests_in(text: Text) -> list[int]:
 
 
 def prepare(config: EngineConfig) -> Tables:
-    """Do the long part of booting: it depends on no slot."""
+    """Load the tables. Independent of the slot, so a standby process calls it in advance."""
     return tables_of(config.model)
 
 
 def tables_of(model: ModelConfig) -> Tables:
-    """Read the tokenizer and make its tables. Raises `ConfigError`."""
+    """Read the tokenizer and build its tables. Raises `ConfigError`."""
     showing = PieceTable(load_vocabulary(model.tokenizer_path, model.vocab_size))
     return Tables(showing, showing.skipping_special_tokens())
 
@@ -313,7 +313,7 @@ def serve(process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> 
 
 
 def run(me: WorkerId, config: EngineConfig, tables: Tables) -> None:
-    """Be the detokenizer process at slot ``me``."""
+    """Run the detokenizer process in slot ``me``."""
     serve(Process(me, config, Tokens | DetokenizeQuery | Live), tables)
 
 

@@ -167,7 +167,7 @@ def test_commands_are_read() -> None:
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ([], "there are `status`, `restart ROLE` and `scale ROLE=COUNT …`"),
+        ([], "use `status`, `restart ROLE` or `scale ROLE=COUNT …`"),
         (["restart"], "there are `status`"),
         (
             ["restart", "nobody"],
