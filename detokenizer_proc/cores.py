@@ -29,14 +29,14 @@ class Cores:
         """Return the `Steps` of a core; create it if missing."""
         steps = self._steps.get(core)
         if steps is None:
-            steps = self._steps[core] = self._first.sibling()
+            steps = self._steps[core] = self._first.clone_empty()
         return steps
 
     def apply(self, message: Tokens) -> list[tuple[TextBuilder, Text]]:
         """Apply one step's tokens; return the text for each frontend."""
         steps = self.of(message.core)
         moved = [opened.request_id for opened in message.opens if opened.attempt]
-        if moved and steps.meet_core(message.core_epoch):
+        if moved and steps.accept_core(message.core_epoch):
             for other in self._steps.values():
                 if other is not steps:
                     other.release(moved)
@@ -60,4 +60,4 @@ class Cores:
     def forget_core(self, core: int, epoch: int) -> None:
         """Drop the open requests of a core's process with this or an earlier epoch."""
         if core in self._steps:
-            self._steps[core].meet_core(epoch + 1)
+            self._steps[core].accept_core(epoch + 1)

@@ -341,11 +341,11 @@ class MetaspaceDecoder:
         return token.replace(table.spec.space, "")
 
     def flush(self) -> str:
-        """Return an empty string: no text is ever pending."""
+        """Return an empty string: every text is final at once."""
         return ""
 
     def seal(self) -> str:
-        """Return an empty string: no text is ever pending."""
+        """Return an empty string: every text is final at once."""
         return ""
 
 

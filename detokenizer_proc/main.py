@@ -38,10 +38,10 @@ from quintet.wire.supervision import Drain, Drained, Topology
 QUERY_SLICE = 4096
 """Tokens of a `DetokenizeQuery` decoded per loop iteration; bounds the delay of a step by a query."""
 
-MAX_EARLY = 4096
+MAX_QUEUED_TEXTS = 4096
 """Messages queued for frontends that are not in the topology yet. Requests of further messages fail."""
 
-MAX_LOST = 1 << 16
+MAX_FAILED = 1 << 16
 """Failed requests kept until their frontend is in the topology."""
 
 
@@ -72,7 +72,7 @@ class QueryJob:
         return answer
 
 
-def _text_alone(query_id: int) -> Open:
+def _open_without_request(query_id: int) -> Open:
     """Return the `Open` of a text without a request: empty prompt, special tokens shown."""
     return Open(query_id, 0, 0, b"", [], False, False, True, True, Echo.NONE, False, 0, 0, 0)
 
@@ -97,10 +97,12 @@ class Detokenizer:
         self._first = Steps(self._skipping, self._showing)
         self._cores = Cores(self._first)
         self._jobs: deque[QueryJob] = deque()
-        self._early: PendingTopology[tuple[int, int], tuple[int, int, Text]] = PendingTopology(MAX_EARLY)
+        self._queued_texts: PendingTopology[tuple[int, int], tuple[int, int, Text]] = PendingTopology(
+            MAX_QUEUED_TEXTS
+        )
         self._is_retiring = False
         """True after `Drain`, until `Drained` is sent."""
-        self._lost: dict[int, Failed] = {}
+        self._failed: dict[int, Failed] = {}
         """Errors to send to the frontends of requests with dropped tokens or text."""
         metrics = process.metrics
         self._hop = metrics.histogram(
@@ -156,7 +158,7 @@ class Detokenizer:
             case DetokenizeQuery():
                 self._accept_query(message)
             case Live():
-                self._audit(message)
+                self._reconcile(message)
             case Dropped():
                 self._end_dropped(message)
             case Drain():
@@ -171,19 +173,19 @@ class Detokenizer:
             failed = Failed(dropped.query_id, error.code, error.message)
             answer = Detokenized(dropped.query_id, "", failed)
             self._process.peers.send(Role.FRONTEND, dropped.frontend, answer)
-        self._lose(dropped.request_ids, error.code, error.message)
-        self._apologise()
+        self._fail_requests(dropped.request_ids, error.code, error.message)
+        self._send_failures()
 
-    def _audit(self, account: Live) -> None:
-        stale, missing = self._cores.of(account.sender.index).compare(unpack_i64(account.request_ids))
+    def _reconcile(self, live: Live) -> None:
+        stale, missing = self._cores.of(live.sender.index).compare(unpack_i64(live.request_ids))
         if stale or missing:
             self._num_differences.inc(len(stale) + len(missing))
             self._process.log.warning(
                 "reconcile with core %d: %d requests open only in the detokenizer, %d only in the core: %s",
-                account.sender.index, len(stale), len(missing), [*stale, *missing][:8],
+                live.sender.index, len(stale), len(missing), [*stale, *missing][:8],
             )  # fmt: skip
         if missing:
-            self._process.peers.send(Role.CORE, account.sender.index, Unknown(pack_i64(missing)))
+            self._process.peers.send(Role.CORE, live.sender.index, Unknown(pack_i64(missing)))
 
     def _apply(self, message: Tokens) -> None:
         began_ns = time.monotonic_ns()
@@ -204,40 +206,42 @@ class Detokenizer:
             try:
                 self._process.peers.send(Role.FRONTEND, index, text)
             except FrameTooLarge as error:
-                cause = f"Step output exceeds the message size limit: {error}. Request fewer log-probabilities."
-                self._lose(_requests_in(text), ErrorCode.TOO_LARGE, cause)
-                self._apologise()
-        elif (epoch is None or is_newer(tag, epoch)) and not self._early.keep(
+                cause = (
+                    f"Step output exceeds the message size limit: {error}. Request fewer log-probabilities."
+                )
+                self._fail_requests(_requests_in(text), ErrorCode.TOO_LARGE, cause)
+                self._send_failures()
+        elif (epoch is None or is_newer(tag, epoch)) and not self._queued_texts.keep(
             (index, tag), (index, tag, text)
         ):
-            self._lose_text(text)
+            self._fail_text(text)
 
-    def _lose_text(self, text: Text) -> None:
+    def _fail_text(self, text: Text) -> None:
         """Drop a message to an unknown frontend, and fail its requests."""
-        if not self._lost:
+        if not self._failed:
             self._process.log.warning(
                 "%d messages queued for frontends that are not in the topology; requests of further messages fail",
-                MAX_EARLY,
+                MAX_QUEUED_TEXTS,
             )
         message = "The output was lost inside the server while a frontend started; retry the request."
-        self._lose(_requests_in(text), ErrorCode.UNAVAILABLE, message)
+        self._fail_requests(_requests_in(text), ErrorCode.UNAVAILABLE, message)
 
-    def _lose(self, request_ids: Sequence[int], code: ErrorCode, message: str) -> None:
+    def _fail_requests(self, request_ids: Sequence[int], code: ErrorCode, message: str) -> None:
         """Fail requests with lost text: later text would follow a gap."""
         self._cores.abandon(request_ids)
         for request_id in request_ids:
-            self._lost[request_id] = Failed(request_id, code, message)
-            if len(self._lost) > MAX_LOST:
-                del self._lost[next(iter(self._lost))]
+            self._failed[request_id] = Failed(request_id, code, message)
+            if len(self._failed) > MAX_FAILED:
+                del self._failed[next(iter(self._failed))]
 
-    def _apologise(self) -> None:
+    def _send_failures(self) -> None:
         """Send the errors of lost requests to known frontends; keep those of unknown frontends."""
-        lost, self._lost = self._lost, {}
+        lost, self._failed = self._failed, {}
         for request_id, failed in lost.items():
             index, tag = frontend_of(request_id)
             epoch = self._process.peers.epoch(Role.FRONTEND, index)
             if epoch is None or is_newer(tag, epoch):
-                self._lost[request_id] = failed
+                self._failed[request_id] = failed
             elif epoch_tag(epoch) == tag:
                 self._process.peers.send(Role.FRONTEND, index, failed)
 
@@ -253,9 +257,9 @@ class Detokenizer:
                 self._cores.forget_frontend(slot.worker.index, epoch_tag(slot.worker.epoch + 1))
             elif slot.retired and slot.worker.role is Role.CORE:
                 self._cores.forget_core(slot.worker.index, slot.worker.epoch)
-        for index, tag, text in self._early.take():
+        for index, tag, text in self._queued_texts.take():
             self._deliver(index, tag, text)
-        self._apologise()
+        self._send_failures()
 
     def _accept_query(self, query: DetokenizeQuery) -> None:
         token_ids = unpack_i32(query.token_ids)
@@ -265,7 +269,7 @@ class Detokenizer:
             failed = Failed(query.query_id, error.code, error.message, error.param)
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
             return
-        state = self._first.text_state(query.opened or _text_alone(query.query_id))
+        state = self._first.text_state(query.opened or _open_without_request(query.query_id))
         self._jobs.append(QueryJob(query, token_ids, state))
 
     def _advance_query(self) -> None:

@@ -17,16 +17,16 @@ MAX_TABLES = 8
 class OutputReader:
     """Parses one output into text and the spans of its channels."""
 
-    __slots__ = ("_insists", "_parser", "_spans", "length", "num_calls", "num_reasoning_tokens")
+    __slots__ = ("_parser", "_requires_calls", "_spans", "length", "num_calls", "num_reasoning_tokens")
 
-    def __init__(self, parser: Parser, *, insists: bool = False) -> None:
-        """``insists``: the output must be tool calls, so content is markup of an incomplete call and is dropped."""
+    def __init__(self, parser: Parser, *, requires_calls: bool = False) -> None:
+        """``requires_calls``: the output must be tool calls, so content is markup of an incomplete call and is dropped."""
         self.length = 0
         """Characters returned, of all channels."""
         self.num_reasoning_tokens = 0
         self.num_calls = 0
         self._parser = parser
-        self._insists = insists
+        self._requires_calls = requires_calls
         self._spans: list[Span] = []
 
     def read(self, text: str) -> str:
@@ -36,34 +36,34 @@ class OutputReader:
         pieces = parser.push(text)
         if was_reasoning and parser.is_reasoning:
             self.num_reasoning_tokens += 1
-        return self._tell(pieces)
+        return self._add_spans(pieces)
 
     def finish(self, text: str = "", *, is_cut: bool = False) -> str:
         """Parse the flushed text and end the output; return the text held back. ``is_cut``: see `Parser.finish`."""
-        return self._tell(self._parser.push(text) + self._parser.finish(is_cut=is_cut))
+        return self._add_spans(self._parser.push(text) + self._parser.finish(is_cut=is_cut))
 
     def take_spans(self) -> list[Span]:
         """Return the spans of the text returned since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
-    def _tell(self, pieces: list[ChannelText]) -> str:
-        if self._insists:
+    def _add_spans(self, pieces: list[ChannelText]) -> str:
+        if self._requires_calls:
             pieces = [piece for piece in pieces if piece.channel is not Channel.CONTENT]
         if not pieces:
             return ""
-        told = ""
+        text_sent = ""
         spans = self._spans
         for channel, call, text in pieces if len(pieces) == 1 else joined(pieces):
-            told += text
+            text_sent += text
             if channel is Channel.NAME:
                 self.num_calls += 1
             if spans and spans[-1][:2] == (channel, call) and channel is not Channel.NAME:
                 spans[-1] = (channel, call, spans[-1][2] + len(text))
             else:
                 spans.append((int(channel), call, len(text)))
-        self.length += len(told)
-        return told
+        self.length += len(text_sent)
+        return text_sent
 
 
 class OutputParsers:
@@ -104,7 +104,7 @@ class OutputParsers:
         prompt_ids = unpack_i32(opened.prompt_ids)[-PROMPT_TAIL:]
         prompt = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.flush()
         parser = registry.build(reading.reasoning, reading.tools, reading.schemas, prompt)
-        return OutputReader(parser, insists=reading.insists)
+        return OutputReader(parser, requires_calls=reading.insists)
 
 
 def _is_read(opened: Open) -> bool:

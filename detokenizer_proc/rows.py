@@ -48,13 +48,13 @@ class Steps:
         """``skipping`` and ``showing`` are the tables with and without ``skip_special_tokens``."""
         self._skipping = skipping
         self._showing = showing
-        self._readings = OutputParsers(skipping, showing)
+        self._parsers = OutputParsers(skipping, showing)
         self._stops = StopCache()
         self._open: dict[int, OpenRequest] = {}
         self._builders: dict[tuple[int, int], TextBuilder] = {}
         self._ended: dict[int, int] = {}
         """Requests that a stop string ended, with the attempt, until the core ends them too."""
-        self._suspects: set[int] = set()
+        self._mismatched: set[int] = set()
         """Requests that differed in the last reconciliation with the core."""
         self._core_epoch = 0
         self.num_stale = 0
@@ -62,10 +62,10 @@ class Steps:
         self.stop_hits: list[tuple[int, int]] = []
         """(request id, attempt) of stop string hits since the last `take_stop_hits`."""
 
-    def sibling(self) -> Steps:
+    def clone_empty(self) -> Steps:
         """Return an empty `Steps` for another core that shares tables, parsers and automata."""
         steps = Steps(self._skipping, self._showing)
-        steps._readings, steps._stops = self._readings, self._stops
+        steps._parsers, steps._stops = self._parsers, self._stops
         return steps
 
     @property
@@ -84,8 +84,8 @@ class Steps:
         Return the requests open only in this process, which are dropped, and those open only in the core.
         """
         in_core = set(request_ids).difference(self._ended)
-        before, self._suspects = self._suspects, in_core ^ self._open.keys()
-        confirmed = sorted(before & self._suspects)
+        before, self._mismatched = self._mismatched, in_core ^ self._open.keys()
+        confirmed = sorted(before & self._mismatched)
         stale = [request_id for request_id in confirmed if request_id in self._open]
         for request_id in stale:
             del self._open[request_id]
@@ -109,9 +109,9 @@ class Steps:
         for request_id in request_ids:
             request = self._open.pop(request_id, None)
             if request is not None:
-                self._tell_core(request)
+                self._queue_stop_hit(request)
 
-    def meet_core(self, epoch: int) -> bool:
+    def accept_core(self, epoch: int) -> bool:
         """Return whether ``epoch`` is the core's newest. A newer epoch drops the requests of earlier ones."""
         if epoch > self._core_epoch:
             self._core_epoch = epoch
@@ -122,7 +122,7 @@ class Steps:
 
     def apply(self, message: Tokens) -> list[tuple[TextBuilder, Text]]:
         """Apply one step's tokens; return the text for each frontend."""
-        if not self.meet_core(message.core_epoch):
+        if not self.accept_core(message.core_epoch):
             self.num_stale += 1
             return []
         if message.closed:
@@ -132,7 +132,7 @@ class Steps:
             self._begin(opened)
         request_ids = unpack_i64(message.request_ids)
         for entry in message.prompt_logprobs:
-            self._note_prompt(request_ids[entry.row], entry)
+            self._record_prompt(request_ids[entry.row], entry)
         self._apply_rows(message, request_ids)
         return [
             (builder, text)
@@ -178,7 +178,7 @@ class Steps:
                 add_count(1)
                 add_token(token_ids[start])
             elif request is None:
-                self._pass_over(request_id, ended=bool(finish))
+                self._drop_row(request_id, ended=bool(finish))
             elif count or finish:
                 self._apply_row(
                     request,
@@ -191,7 +191,7 @@ class Steps:
 
     def text_state(self, opened: Open) -> TextState:
         """Return the text state of an output without an open request."""
-        table, reader = self._readings.table_of(opened), self._readings.reader_of(opened)
+        table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
         return TextState(opened, table, self._stops.automaton(opened.stop), reader)
 
     def _begin(self, opened: Open) -> None:
@@ -202,14 +202,14 @@ class Steps:
             return
         self._ended.pop(request_id, None)
         stops = self._stops.automaton(opened.stop)
-        table, reader = self._readings.table_of(opened), self._readings.reader_of(opened)
-        request = OpenRequest(opened, table, stops, reader, self._readings.echo_table_of(opened))
+        table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
+        request = OpenRequest(opened, table, stops, reader, self._parsers.echo_table_of(opened))
         request.builder = self._builder_of(request_id)
         request.prompt_offsets = None
         self._open[request_id] = request
         outputs = unpack_i32(opened.output_ids)
         if request.hit is not None:  # the frontend has the text up to the stop string, but not the finish
-            self._tell_start(request)
+            self._queue_started(request)
             self._end(request, FinishReason.NONE, None)
         elif len(outputs) > opened.num_seen:
             self._apply_row(
@@ -234,12 +234,12 @@ class Steps:
     ) -> None:
         """Apply a row by the slow path: first or last row, several tokens, decoder state, or a replay."""
         opened, builder = request.opened, request.builder
-        self._tell_start(request)
+        self._queue_started(request)
         stop_id = token_ids[-1] if is_named_stop else None
         replayed = request.num_tokens - first
         assert replayed >= 0, f"request {opened.request_id}: token {first} arrived after {request.num_tokens}"
         token_ids = token_ids[replayed:]
-        applied, offset = request.num_tokens, request.num_told
+        applied, offset = request.num_tokens, request.num_sent
         # The stop token is the last of its row; like a stop string, it is shown only with include_stop.
         num_silent = 1 if finish is FinishReason.STOP and token_ids and not opened.include_stop else 0
         offsets: list[int] | None = [] if entries is not None else None
@@ -261,7 +261,7 @@ class Steps:
         if request.hit is not None or finish:
             self._end(request, finish, stop_id)
 
-    def _tell_start(self, request: OpenRequest) -> None:
+    def _queue_started(self, request: OpenRequest) -> None:
         if not request.started:
             request.builder.started.append(self._started(request))
             request.prompt_offsets = None
@@ -274,7 +274,7 @@ class Steps:
         if request.hit is None:
             stop_reason = "repetition_detected" if finish is FinishReason.REPETITION else stop_id
         elif not finish:
-            self._tell_core(request)
+            self._queue_stop_hit(request)
         reason = finish if request.hit is None else FinishReason.STOP
         ended = Finish(request_id, reason, stop_reason, request.num_tokens)
         if request.reader is not None:
@@ -282,7 +282,7 @@ class Steps:
             ended.num_calls = request.reader.num_calls
         request.builder.finishes.append(ended)
 
-    def _tell_core(self, request: OpenRequest) -> None:
+    def _queue_stop_hit(self, request: OpenRequest) -> None:
         """Queue a stop hit for the core, and ignore its further rows for the request."""
         request_id, attempt = request.opened.request_id, request.opened.attempt
         self.stop_hits.append((request_id, attempt))
@@ -290,7 +290,7 @@ class Steps:
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def _pass_over(self, request_id: int, *, ended: bool) -> None:
+    def _drop_row(self, request_id: int, *, ended: bool) -> None:
         """Drop a row of a request that is not open: a stop string ended it, or its `Open` has not arrived."""
         if request_id not in self._ended:
             self.num_stale += 1
@@ -306,13 +306,13 @@ class Steps:
             for entry, offset in zip(entries, offsets, strict=False)
         ]
 
-    def _note_prompt(self, request_id: int, entry: PromptLogprobs) -> None:
+    def _record_prompt(self, request_id: int, entry: PromptLogprobs) -> None:
         request = self._open.get(request_id)
         if request is None or request.prompt_logprobs is None or request.started:
             return
         opened = request.opened
         if opened.echo and request.prompt_offsets is None:
-            table = self._readings.echo_table_of(opened)
+            table = self._parsers.echo_table_of(opened)
             request.prompt_offsets = logprobs.prompt_offsets(table, unpack_i32(opened.prompt_ids))
         logprobs.of_prompt(self._showing, entry, request.prompt_logprobs, request.prompt_offsets)
 

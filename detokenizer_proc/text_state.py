@@ -41,11 +41,11 @@ class TextState:
         table: PieceTable,
         stops: StopAutomaton | None,
         reader: OutputReader | None = None,
-        echoing: PieceTable | None = None,
+        echo_table: PieceTable | None = None,
     ) -> None:
         """Start after the prompt and the outputs that the frontend has seen.
 
-        ``reader`` parses the released text; ``echoing`` is the table of an echoed prompt, if not ``table``.
+        ``reader`` parses the released text; ``echo_table`` is the table of an echoed prompt, if not ``table``.
         """
         self.opened = opened
         self.reader = reader
@@ -70,7 +70,7 @@ class TextState:
         self._node = ROOT  # automaton node after the released and the held text
         self._run_node = ROOT  # automaton node after the tentative characters too
         self._run_scanned = 0  # tentative characters scanned
-        self._decoder = self._begin(echoing or table)
+        self._decoder = self._begin(echo_table or table)
         self.pieces = table.pending
         """Table for the row loop's fast path; all entries are None while `add` must be called."""
         if opened.num_seen:
@@ -79,7 +79,7 @@ class TextState:
                 reader.take_spans()
 
     @property
-    def num_told(self) -> int:
+    def num_sent(self) -> int:
         """Characters of output text sent, after parsing."""
         return self.length if self.reader is None else self.reader.length
 
@@ -88,25 +88,25 @@ class TextState:
         """Characters of output text, released or held."""
         return self.length + len(self._held) + self._decoder.tentative_length
 
-    def _begin(self, echoing: PieceTable) -> Decoder:
+    def _begin(self, echo_table: PieceTable) -> Decoder:
         opened = self.opened
         prompt_ids = unpack_i32(opened.prompt_ids)
         if opened.echo:
-            decoder = echoing.decoder()
+            decoder = echo_table.decoder()
             self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
         return self._table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
 
     def start(self) -> None:
         """Mark the request as started, which enables ``pieces`` for the row loop."""
         self.started = True
-        self._offer_pieces()
+        self._update_pieces()
 
     def add(self, token_ids: Sequence[int], offsets: list[int] | None = None) -> str:
         """Apply output tokens up to a stop string; return the text to send.
 
         Appends to ``offsets``, per token, the number of output characters before it.
         """
-        decoder, reader, given = self._decoder, self.reader, []
+        decoder, reader, released = self._decoder, self.reader, []
         for token_id in token_ids:
             self.num_tokens += 1
             if offsets is not None:
@@ -118,13 +118,13 @@ class TextState:
                 self.length += len(text)
             else:
                 text = self._search(self._stops, text, self.num_tokens >= self._armed_after)
-            given.append(text if reader is None else reader.read(text))
+            released.append(text if reader is None else reader.read(text))
             if self.hit is not None:
                 if reader is not None:
-                    given.append(reader.finish(is_cut=True))
+                    released.append(reader.finish(is_cut=True))
                 break
-        self._offer_pieces()
-        return "".join(given)
+        self._update_pieces()
+        return "".join(released)
 
     def add_silently(self, num_tokens: int) -> None:
         """Count tokens without text: the stop token that ended the request."""
@@ -146,16 +146,16 @@ class TextState:
         if self._stops is None:
             self.length += len(text)
             return text
-        given = self._search(self._stops, text, self.num_tokens >= self._armed_after)
+        released = self._search(self._stops, text, self.num_tokens >= self._armed_after)
         if self.hit is None:
             self.length += len(self._held)
-            given += self._held
+            released += self._held
             self._held = ""
-        return given
+        return released
 
     def _search(self, stops: StopAutomaton, text: str, armed: bool) -> str:
         """Scan final text, then tentative characters; return the text to release."""
-        given = self._give(stops, text, armed) if text else ""
+        released = self._release_text(stops, text, armed) if text else ""
         tentative = self._decoder.tentative
         if self.hit is None and tentative:
             # ``decode`` of all tokens so far includes these characters. If they complete a stop string, the output
@@ -166,10 +166,10 @@ class TextState:
             self._run_scanned += len(tentative)
             if hit is not None:
                 end = self._run_scanned - len(tentative) + hit.end
-                given += self._end_at(Hit(end, hit.stop), self._decoder.flush())
-        return given
+                released += self._end_at(Hit(end, hit.stop), self._decoder.flush())
+        return released
 
-    def _give(self, stops: StopAutomaton, text: str, armed: bool) -> str:
+    def _release_text(self, stops: StopAutomaton, text: str, armed: bool) -> str:
         """Append final text to the held text; return the part that cannot belong to a stop string."""
         node, start = self._node, 0
         if self._run_scanned and not self._decoder.revoked:
@@ -189,12 +189,12 @@ class TextState:
         self.hit = hit.stop
         end = len(self._held) + hit.end
         cut = end if self._include_stop else end - len(hit.stop)
-        given = (self._held + text)[:cut]
+        released = (self._held + text)[:cut]
         self._held = ""
         self.length += cut
-        return given
+        return released
 
-    def _offer_pieces(self) -> None:
+    def _update_pieces(self) -> None:
         if not self.opened.detokenize:
             table = self._table.silent
         else:
