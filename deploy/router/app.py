@@ -1,4 +1,4 @@
-"""The router as an application: its own few paths, and every other one passed on."""
+"""ASGI application of the router: answers its own paths and proxies all others."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from quintet.wire.params import shown
 
 RELAYED = ((RELAY, b"1"),)
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
-"""What the router tells without a key: both are its own. What is a server's goes there with the servers' key."""
+"""Paths of the router that need no key. Proxied paths always need one, because they use the servers' key."""
 _log = logging.getLogger("quintet")
 
 
 class AccessPolicy(NamedTuple):
-    """Who may ask, and how much."""
+    """Authentication and limits of requests."""
 
     keys: Keys
     limits: Limits
     bodies: BodyBuffers
     servers_key: str
-    """Sent to the servers in the place of a client's; "" passes the client's on."""
+    """API key for the servers, which replaces the client's key; "" forwards the client's key."""
 
 
 class App:
@@ -68,13 +68,13 @@ class App:
             pass
         except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
             _log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
-            words = f"The router made a mistake; its log names request {exchange.request_id}."
-            await self._end(exchange, RequestError(ErrorCode.INTERNAL, words))
+            message = f"Internal error of the router (request {exchange.request_id}); see its log."
+            await self._end(exchange, RequestError(ErrorCode.INTERNAL, message))
         finally:
             self.num_open -= 1
 
     async def _end(self, exchange: HttpRequest, error: RequestError) -> None:
-        """Tell a client of an error: as a response, or as the last event of a stream."""
+        """Send an error to the client: as a response, or as the last event of a started stream."""
         if not exchange.started:
             await exchange.respond_error(error)
             self._figures.answered(None, exchange.status)
@@ -110,8 +110,8 @@ class App:
 
     async def _pass_on(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
         door = self._door
-        if self.is_draining:  # it came over a connection that was open
-            raise RequestError(ErrorCode.UNAVAILABLE, "The router is ending; connect again.", retry_s=1)
+        if self.is_draining:  # the request came over an open connection
+            raise RequestError(ErrorCode.UNAVAILABLE, "The router is draining; reconnect.", retry_s=1)
         check_path(exchange.path)
         try:
             account = door.limits.enter(key)
@@ -145,15 +145,15 @@ class App:
 
 
 def errors_of(path: str) -> ErrorShape:
-    """Return how clients of a path are told of errors."""
+    """Return the error format of a path's API."""
     return anthropic_errors.ERRORS if path.startswith("/v1/messages") else openai_errors.ERRORS
 
 
 def check_path(path: str) -> None:
-    """Refuse a path (decoded) that a server may read as another one."""
+    """Reject a decoded path with dot segments, which a server may resolve to another path."""
     if not {".", ".."}.isdisjoint(path.split("/")):
         raise RequestError(
-            ErrorCode.INVALID, f"The path is {shown(path)}; send it without segments of dots alone."
+            ErrorCode.INVALID, f"The path is {shown(path)}; send it without the segments . and .. in it."
         )
 
 

@@ -1,11 +1,11 @@
-"""The endpoint-picker protocol of Kubernetes' gateways: Envoy's external processing over gRPC, answered by `picking.py`.
+"""Endpoint-picker protocol of Kubernetes gateways: Envoy's external processing over gRPC; `server_choice.py` chooses.
 
-A gateway opens a stream for each request and tells, as its modes say, head, body and trailers of the request and then of
-its answer; each is answered with what it goes on with. The body goes back as it came. Spoken are version 1.0 of the endpoint
-picker protocol (Gateway API Inference Extension, proposal 004) and ``envoy.service.ext_proc.v3``; the messages are those of the
-package ``xds-protos``, which comes with the extra ``quintet[gateway]``.
+A gateway opens a stream per request. It sends head, body and trailers of the request, then those of the answer, as its
+modes say, and gets a reply to each. Bodies are returned unchanged. Implements version 1.0 of the endpoint picker protocol
+(Gateway API Inference Extension, proposal 004) and ``envoy.service.ext_proc.v3``. The package ``xds-protos`` of the extra
+``quintet[gateway]`` has the messages.
 
-    request head ──▶ (body …) ──▶ choice ──▶ head with the endpoint, body ──▶ answer's head ──▶ (its body …) ──▶ over
+    request head ──▶ (body …) ──▶ choice ──▶ head with the endpoint, body ──▶ answer's head ──▶ (its body …) ──▶ end
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ from quintet.frontend.http.error_shape import headers_of, status_of
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 ENDPOINT = "x-gateway-destination-endpoint"
-"""In a header, and in the dynamic metadata of `NAMESPACE`."""
+"""Name of the header, and of the field in the dynamic metadata of `NAMESPACE`."""
 NAMESPACE = "envoy.lb"
 SUBSET = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 MAX_TALKS = 1024
-"""Requests that one gateway's connection may tell of at once; more wait there, or come over another connection."""
+"""Concurrent requests per gateway connection; more wait in the gateway or use another connection."""
 MIN_PING_S = 1.0
-"""Gateways may ask so often whether the picker is there; gRPC by itself hangs up on whoever asks twice in five minutes."""
+"""Minimum interval of a gateway's keepalive pings; gRPC's default closes connections with two pings in five minutes."""
 MAX_CHUNK = 62_000
-"""Bytes of a body in one message: Envoy takes no message over 64 KiB there."""
+"""Bytes of a body per message: Envoy's limit is 64 KiB."""
 MAX_HEAD = 1 << 20
-"""Bytes that a message may have besides a body."""
+"""Maximum bytes of a message besides a body."""
 ALIVE = frozenset({"liveness"})
 READY = frozenset({"", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"})
-"""What is asked for how it is, by the protocol's names."""
+"""Service names of the readiness check in gRPC's health protocol."""
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _WHOLE = frozenset({ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL})
 _OURS = [RELAY.decode()]
-"""Headers that only a router sends to servers."""
+"""Headers that only a router sends to servers; removed from clients' requests."""
 _log = logging.getLogger("quintet")
 
 
 class Talk:
-    """One request of a gateway."""
+    """The stream of one request of a gateway."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
@@ -78,23 +78,23 @@ class Talk:
         self._head = RequestHead("", {})
         self._is_picked = False
         self._request_mode = self._answer_mode = int(_DUPLEX)
-        """What the protocol asks of gateways, where they do not tell."""
+        """Body modes; the default is the mode that the protocol requires."""
         self.is_over = False
-        """Whether the gateway was told to answer by itself."""
+        """True after an immediate response, which ends the stream."""
 
     def hear(self, said: ProcessingRequest) -> Iterator[ProcessingResponse]:
-        """Take what the gateway says; return what it is answered."""
+        """Handle a message of the gateway; yield the replies."""
         try:
             yield from self._hear(said)
         except RequestError as error:
             yield self._refusal(error)
         except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
             _log.exception("the choice for request %s failed", self._request_id)
-            words = f"The endpoint picker made a mistake; its log names request {self._request_id}."
-            yield self._refusal(RequestError(ErrorCode.INTERNAL, words))
+            message = f"Internal error of the endpoint picker (request {self._request_id}); see its log."
+            yield self._refusal(RequestError(ErrorCode.INTERNAL, message))
 
     def leave(self) -> None:
-        """The gateway says nothing more."""
+        """End the request when the gateway closes the stream."""
         if self._visit is not None:
             self._visit.leave()
             self._visit = None
@@ -111,22 +111,20 @@ class Talk:
         if kind == "request_headers":
             if self._visit is not None:
                 raise RequestError(
-                    ErrorCode.INTERNAL, "The gateway told the endpoint picker two heads of one request."
+                    ErrorCode.INTERNAL, "The gateway sent two request heads in one stream to the endpoint picker."
                 )
             self._head = _head_of(said)
             self._visit = self._picker.enter(self._head)
             yield from self._on_head(said.request_headers)
             return
         visit = self._visit
-        if visit is None:  # a gateway that tells answers alone
-            raise RequestError(
-                ErrorCode.INTERNAL, "The gateway told the endpoint picker no head of this request."
-            )
+        if visit is None:  # a gateway that sends only answers
+            raise RequestError(ErrorCode.INTERNAL, "The gateway sent no request head to the endpoint picker.")
         match kind:
             case "request_body":
                 yield from self._on_body(visit, said.request_body)
             case "request_trailers":
-                if self._request_mode in _WHOLE and not self._is_picked:  # it has no body
+                if self._request_mode in _WHOLE and not self._is_picked:  # a request without a body
                     yield self._picked(visit.pick(), "request_trailers")
                     return
                 if not self._is_picked:
@@ -139,10 +137,7 @@ class Talk:
                 )
                 yield ProcessingResponse(response_headers=HeadersResponse())
             case "response_body":
-                if said.response_body.body[:1] not in (
-                    b"",
-                    b":",
-                ):  # a comment keeps a line alive, and is no answer
+                if said.response_body.body[:1] not in (b"", b":"):  # a comment is only a keep-alive
                     visit.begin()
                 yield ProcessingResponse(response_body=self._unchanged(said.response_body))
             case "response_trailers":
@@ -168,7 +163,7 @@ class Talk:
             yield from self._on_end(visit, has_trailers=False)
 
     def _on_end(self, visit: GatewayRequest, has_trailers: bool) -> Iterator[ProcessingResponse]:
-        """The whole request has come: choose, and let head and body go on."""
+        """Choose a server when the request is complete, then release head and body."""
         if self._request_mode != _DUPLEX:
             return
         yield self._picked(visit.pick(), "request_headers")
@@ -196,7 +191,7 @@ class Talk:
         )
 
     def _picked(self, endpoint: str, where: str) -> ProcessingResponse:
-        """Make the answer that names the endpoint: to the request's head or body in its head, to trailers as metadata alone."""
+        """Build the reply with the endpoint: as header and metadata, or only as metadata in a reply to trailers."""
         self._is_picked = True
         mutation = HeaderMutation(set_headers=[_set(ENDPOINT, endpoint.encode())], remove_headers=_OURS)
         if key := self._picker.door.servers_key:
@@ -231,7 +226,7 @@ def _body_response(piece: StreamedBodyResponse) -> BodyResponse:
 
 
 def _set(name: str, value: bytes) -> HeaderValueOption:
-    """Have a header be this, whatever the client said: by default it would be added to what is there."""
+    """Overwrite a header; Envoy's default appends to the client's value."""
     return HeaderValueOption(
         header=HeaderValue(key=name, raw_value=value),
         append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
@@ -239,7 +234,7 @@ def _set(name: str, value: bytes) -> HeaderValueOption:
 
 
 def _plain(head: HttpHeaders) -> dict[str, str]:
-    """Return headers by name. Gateways tell them in one of two fields."""
+    """Return headers by name. Gateways use one of two value fields."""
     return {each.key.lower(): each.value or each.raw_value.decode("latin-1") for each in head.headers.headers}
 
 
@@ -256,7 +251,7 @@ def _head_of(said: ProcessingRequest) -> RequestHead:
 
 
 class Processor(ExternalProcessorServicer):
-    """The service."""
+    """gRPC service of the endpoint picker."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
@@ -264,7 +259,7 @@ class Processor(ExternalProcessorServicer):
     async def Process(
         self, requests: AsyncIterator[ProcessingRequest], _context: object
     ) -> AsyncIterator[ProcessingResponse]:
-        """Talk with a gateway about one request."""
+        """Handle the stream of one request."""
         talk = Talk(self._picker)
         try:
             async for said in requests:
@@ -277,17 +272,17 @@ class Processor(ExternalProcessorServicer):
 
 
 class Health(HealthServicer):
-    """How the picker is, as gRPC asks."""
+    """gRPC health service of the endpoint picker."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
 
     async def Check(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> object:
-        """Answer for one of the protocol's names."""
+        """Return the health of one of the protocol's service names."""
         if request.service not in ALIVE | READY:
             names = ", ".join(sorted(ALIVE | READY - {""}))
-            words = f"{request.service!r} is not told of here; these are: {names}"
-            await context.abort(grpc.StatusCode.NOT_FOUND, words)
+            message = f"unknown service {request.service!r}; use one of {names}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
         is_well = request.service in ALIVE or self._picker.is_ready
         status = HealthCheckResponse.SERVING if is_well else HealthCheckResponse.NOT_SERVING
         return HealthCheckResponse(status=status)
@@ -298,12 +293,12 @@ async def listen(
 ) -> tuple[grpc.aio.Server, int]:
     """Serve gateways at this address; return the server and its port. ``tls``: the folder of ``tls.crt`` and ``tls.key``.
 
-    A gateway without a sign for ``silent_s`` is gone, and so are its requests. Raises `ConfigError`.
+    A gateway without keepalive for ``silent_s`` is disconnected and its requests end. Raises `ConfigError`.
     """
     half_ms = max(1, round(500 * silent_s))
     server = grpc.aio.server(
         options=[
-            ("grpc.so_reuseport", 0),  # a port that is taken is refused, not shared
+            ("grpc.so_reuseport", 0),  # fail on a used port instead of sharing it
             ("grpc.max_receive_message_length", picker.door.bodies.max_bytes + MAX_HEAD),
             ("grpc.max_concurrent_streams", MAX_TALKS),
             ("grpc.keepalive_time_ms", half_ms),
@@ -325,11 +320,11 @@ async def listen(
             bound = server.add_secure_port(where, grpc.ssl_server_credentials([pair]))
     except OSError as error:
         raise ConfigError(
-            f"--endpoint-picker-tls {tls}: {error}; give a folder with tls.crt and tls.key in PEM"
+            f"--endpoint-picker-tls {tls}: {error}; set it to a folder with tls.crt and tls.key in PEM"
         ) from None
     except RuntimeError as error:
         raise ConfigError(
-            f"--endpoint-picker cannot listen on {where} ({error}); end what listens there, or name another port"
+            f"--endpoint-picker cannot listen on {where} ({error}); stop the program that uses it, or set another port"
         ) from None
     await server.start()
     return server, bound

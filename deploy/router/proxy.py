@@ -1,9 +1,9 @@
-"""One request on its way through: a server is chosen, its answer passed on, and where the server is lost another goes on.
+"""Proxying of one request: choose a server, forward the answer, retry, and resume a stream after a server is lost.
 
-chosen ──▶ sent ──▶ begun ──▶ passed on ──▶ over
-   ▲         │ lost, or it cannot now  │ lost
-   └─────────┘                         └──▶ gone on with: at the same server if it lives, else at another, if the
-                                            server told how (`events.py`); or ended with an error
+choose ──▶ send ──▶ first byte ──▶ forward ──▶ end
+   ▲         │ lost or refused        │ lost
+   └─────────┘                        └──▶ resume on the same server if it is alive, otherwise on another one with the
+                                           state from the events (`events.py`); or end with an error
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from quintet.frontend.streams import UNPROVEN_TOKENS
 from quintet.wire.errors import ErrorCode, RequestError
 
 ELSEWHERE = frozenset({429, 502, 503})
-"""A server that answers so cannot now; another may."""
+"""Retryable status codes: another server may accept the request."""
 ONCE = "/v1/conversations"
-"""What is done here twice is two things: it is sent again only where it was never received."""
+"""Paths with non-idempotent requests: retried only if the server never received the request."""
 HEDGED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"})
-"""What may be done twice at once: only the answer is left of it. A response is kept by its server, twice is two."""
+"""Paths that may be hedged, because servers store nothing. Responses are stored, so hedging would store two."""
 KEPT = ("/v1/responses/", "/v1/conversations/", "/v1/streams/")
-"""What only the server knows that has it: whoever does is found by asking."""
+"""Paths of objects stored on one server, which is found by asking the servers in turn."""
 LAST_EVENT = b"last-event-id"
-"""With it a client comes back for a stream by sending its request again."""
+"""Header with which a client resumes a stream by repeating its request."""
 LOOK_S = 0.05
 MAX_PAUSE_S = 5.0
-"""Between two times that one server is asked to go on with a stream, unless it names a longer one."""
+"""Maximum backoff between two resume requests to one server, unless its Retry-After is longer."""
 MAX_REFUSALS = 3
-"""So many servers are asked while all answer that they cannot now: where all are full, asking makes it worse."""
+"""Servers tried while all refuse with a retryable status; more tries would add load to full servers."""
 MAX_LOST = 2
-"""So many servers may be lost with a request that comes no further: it may be what they are lost of."""
+"""Servers that may be lost with a request that makes no progress: the request may be the cause."""
 _log = logging.getLogger("quintet")
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyTimeouts:
-    """How long the router waits."""
+    """Timeouts of the router, and hedging."""
 
     first_s: float
-    """For a server, while there is none."""
+    """Wait for a usable server while there is none."""
     resume_s: float
-    """For a server to go on with a stream."""
+    """Wait for a server that resumes a stream."""
     hedging: Hedging = field(default_factory=Hedging)
 
 
 class ProxiedRequest:
-    """One exchange."""
+    """One request of a client, with all its attempts."""
 
     def __init__(
         self, servers: Servers, figures: RouterMetrics, patience: ProxyTimeouts, exchange: HttpRequest
@@ -78,18 +78,18 @@ class ProxiedRequest:
         self._events = Events(is_relayed=False)
         self._ticket = b""
         self._sending: Attempt | None = None
-        """Where the request is."""
+        """Current attempt."""
         self._copy: Attempt | None = None
-        """Where it is as well, until one of the two begins."""
+        """Hedge or prefill attempt in addition to the current one."""
         self._is_gone = False
         self._tried: set[Server] = set()
-        """Where the request was sent, and did not begin."""
+        """Servers that were tried without an answer."""
         self._num_lost = 0
-        """Servers that were lost with it since it last came further."""
+        """Servers lost with the request since its last progress."""
         self._num_told = 0
-        """Tokens that had been told when the last was lost."""
+        """Tokens sent to the client when the last server was lost."""
         self._back_from = ""
-        """Where the client was when the server that had its stream was asked for the rest."""
+        """Stream cursor at the last resumption on the same server."""
 
     async def answer(self, outgoing: Outgoing, asked: RequestSummary) -> None:
         """Answer the client. Raises `RequestError` before anything was written, or `ClientDisconnected`."""
@@ -103,10 +103,10 @@ class ProxiedRequest:
                 self._note_loss(0)
                 flow = await self._begin(outgoing, asked)
             whole = await flow.whole
-            if self._exchange.started:  # of an answer of which only comments were told
+            if self._exchange.started:  # only comments of a stream were sent
                 raise RequestError(
                     ErrorCode.UNAVAILABLE,
-                    f"The server that had the request was lost, and another answered with status {whole.status}; ask again.",
+                    f"The server of the request was lost, and another one answered with status {whole.status}; retry.",
                 )
             await self._exchange.respond(
                 whole.status,
@@ -123,7 +123,7 @@ class ProxiedRequest:
             self._let_go()
 
     def _leave(self) -> None:
-        """The client is gone: so is whoever computes for it."""
+        """Cancel all attempts because the client has disconnected."""
         self._is_gone = True
         for sending in (self._sending, self._copy):
             if sending is not None:
@@ -132,7 +132,7 @@ class ProxiedRequest:
     # --- before the first byte --------------------------------------------------------------------------------
 
     async def _begin(self, outgoing: Outgoing, asked: RequestSummary) -> ResponseFlow:
-        """Return the flow of an answer of which the head has come, or all of it."""
+        """Send the request, with retries; return the flow of an answer with a received head."""
         tried, refused = self._tried, list[ResponseFlow]()
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
@@ -155,11 +155,11 @@ class ProxiedRequest:
                 self._figures.retries.inc()
             elif may_copy:
                 self._patience.hedging.earn()
-            held.num_before *= not is_kept  # what is there already says nothing of how fast it was computed
+            held.num_before *= not is_kept  # a stored answer does not measure the server's speed
             if ready is None:
                 ready = outgoing if is_kept else await self._ready_for(held, outgoing, asked)
             try:
-                if may_copy and not self._num_lost:  # two at once might be two that are lost of it
+                if may_copy and not self._num_lost:  # do not hedge a request that may crash servers
                     flow, held = await self._send_twice(held, ready, asked)
                 else:
                     flow = await self._send(held, ready, is_once)
@@ -176,13 +176,13 @@ class ProxiedRequest:
                 if is_once:
                     raise RequestError(
                         ErrorCode.UNAVAILABLE,
-                        "The server was lost while it answered; it may have done what was asked.",
+                        "The server was lost while it answered; it may have executed the request.",
                     ) from None
                 continue
             self._figures.answered(held.server, status := flow.status)
             if is_kept and status == 404:
                 refused[:] = [flow]
-            elif status == 400 and ready is not outgoing:  # what another computed is not wanted there
+            elif status == 400 and ready is not outgoing:  # the server rejects the KV transfer
                 ready = outgoing
                 tried.discard(held.server)
             elif status in ELSEWHERE:
@@ -193,7 +193,7 @@ class ProxiedRequest:
             self._let_go()
 
     async def _ready_for(self, held: HeldPrefixes, outgoing: Outgoing, asked: RequestSummary) -> Outgoing:
-        """Return what a server is sent for a request, its prompt computed by another where that is worth it."""
+        """Return the request for a server, after disaggregated prefill on another server if worthwhile."""
         self._sending = Attempt(held)
 
         def enter(sending: Attempt | None) -> None:
@@ -207,14 +207,14 @@ class ProxiedRequest:
         return ready
 
     async def _send(self, held: HeldPrefixes, outgoing: Outgoing, is_fresh: bool = False) -> ResponseFlow:
-        """Send to a server and wait for the head of its answer. Raises `ConnectionError`."""
+        """Send to a server and wait for the answer's head. Raises `ConnectionError`."""
         self._sending = Attempt(held)
         return await self._sending.send(outgoing, is_fresh)
 
     async def _send_twice(
         self, held: HeldPrefixes, outgoing: Outgoing, asked: RequestSummary
     ) -> tuple[ResponseFlow, HeldPrefixes]:
-        """The same, with a copy to another server if nothing comes for a while; return who it is at, too."""
+        """Send with hedging to another server after the hedging delay; return the winner's flow and account."""
         hedging = self._patience.hedging
         self._sending = Attempt(held)
         race = HedgedAttempt(self._sending, outgoing, lambda flow: flow.status in ELSEWHERE)
@@ -235,20 +235,20 @@ class ProxiedRequest:
             raise
         finally:
             self._copy = None
-        if not self._is_gone:  # who leaves ends both connections
+        if not self._is_gone:  # a disconnect closes both connections
             for server, error in race.lost:
                 _tell_loss(server, error, outgoing)
             self._num_lost += len(race.lost)
         return task.result(), won.held
 
     def _let_go(self) -> None:
-        """Leave the server that has the request."""
+        """Release the current attempt."""
         sending, self._sending = self._sending, None
         if sending is not None:
             sending.let_go()
 
     def _note_loss(self, num_told: int) -> None:
-        """A server was lost, after so many tokens of its answer. Raises `RequestError` where that was one too many."""
+        """Count a lost server, after ``num_told`` sent tokens. Raises `RequestError` at `MAX_LOST` without progress."""
         if num_told > self._num_told + UNPROVEN_TOKENS:
             self._num_lost = 0
         self._num_lost, self._num_told = self._num_lost + 1, num_told
@@ -256,20 +256,20 @@ class ProxiedRequest:
             self._figures.broken.inc()
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                f"{self._num_lost} servers were lost one after the other while they had this request; it is not sent to another.",
+                f"{self._num_lost} servers in succession were lost while they had this request; it is not retried.",
             )
 
     def _nobody(self, tried: set[Server]) -> RequestError:
-        states = "; ".join(f"{server.url}: {server.trouble or 'lost it'}" for server in self._servers)
-        what = f"{len(tried)} servers were asked" if tried else "No server can take requests"
+        states = "; ".join(f"{server.url}: {server.trouble or 'lost'}" for server in self._servers)
+        cause = f"All {len(tried)} servers tried have failed" if tried else "No server is available"
         return RequestError(
-            ErrorCode.UNAVAILABLE, f"{what} ({states or 'none is listed'}); try again shortly.", retry_s=1
+            ErrorCode.UNAVAILABLE, f"{cause} ({states or 'none is listed'}); retry shortly.", retry_s=1
         )
 
-    # --- after it ---------------------------------------------------------------------------------------------
+    # --- after the first byte ---------------------------------------------------------------------------------
 
     async def _pass_on(self, flow: ResponseFlow, outgoing: Outgoing, asked: RequestSummary) -> bool:
-        """Write a stream to its end. False where it was lost before anything but comments was written."""
+        """Forward a stream to its end. Return False if it was lost before anything but comments was sent."""
         exchange = self._exchange
         content_type = header_of(flow.headers, b"content-type")
         headers = passed_on(flow.headers)
@@ -300,14 +300,14 @@ class ProxiedRequest:
                 flow = await self._go_on(outgoing, asked)
 
     async def _go_on(self, outgoing: Outgoing, asked: RequestSummary) -> ResponseFlow:
-        """Return the flow of what comes behind what the client has."""
+        """Resume a stream after the client's last event; return the new flow."""
         lost = self._sending.held.server if self._sending is not None else None
         is_withdrawn = self._events.is_withdrawn
         self._let_go()
         flow = None
         if lost is not None and (found := self._events.begin_again()) is not None:
             name, position, outputs = found
-            # One that hangs up again before anything came would be asked for ever.
+            # The cursor must have moved since the last resumption on this server, to avoid an endless loop.
             if not lost.trouble and not is_withdrawn and position != self._back_from:
                 self._back_from = position
                 flow = await self._back_at(lost, the_rest(outgoing, name, position))
@@ -322,14 +322,14 @@ class ProxiedRequest:
             self._figures.broken.inc()
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                "The server that answered was lost, and nobody can go on with its answer; ask again.",
+                "The server that answered was lost, and no server can resume the stream; retry.",
             )
         self._figures.resumptions.inc()
         self._ticket = header_of(flow.headers, RELAY) or self._ticket
         return flow
 
     async def _back_at(self, server: Server, request: Outgoing) -> ResponseFlow | None:
-        """Ask the server that had a stream for the rest of it. None where it is lost, or does not have it any more."""
+        """Resume a stream on the same server. None if the server is lost or has dropped the stream."""
         try:
             flow = await self._send(self._servers.hold(server), request)
         except ConnectionError as error:
@@ -345,20 +345,20 @@ class ProxiedRequest:
     async def _elsewhere(
         self, request: Outgoing, asked: RequestSummary, lost: Server, num_told: int
     ) -> ResponseFlow | None:
-        """Have another server go on, or the lost one when it is back. None where nobody did in time.
+        """Resume on another server, or on the lost one after its recovery. None after the timeout.
 
-        Raises `RequestError` where one server too many was lost with it.
+        Raises `RequestError` if too many servers were lost with the request.
         """
         until_s = time.monotonic() + self._patience.resume_s
         later = {lost: time.monotonic() + LOOK_S}
-        """When each is asked again."""
+        """Time of the next try, by server."""
         pauses: dict[Server, float] = {}
         while not self._is_gone and (now_s := time.monotonic()) < until_s:
             held = self._servers.choose(asked, {server for server, at_s in later.items() if at_s > now_s})
             if held is None:
                 await asyncio.sleep(LOOK_S)
                 continue
-            held.num_before = 0  # its answer has begun long ago
+            held.num_before = 0  # a resumed answer does not measure the server's speed
             server = held.server
             pauses[server] = pause_s = min(2 * pauses.get(server, LOOK_S), MAX_PAUSE_S)
             try:
@@ -368,12 +368,14 @@ class ProxiedRequest:
             except ConnectionError as error:
                 self._let_go()
                 if not self._is_gone:
-                    _log.info("%s: %s; it was to go on with %s", server.url, error, request.request_id)
+                    _log.info("%s: %s while resuming request %s", server.url, error, request.request_id)
                     self._note_loss(num_told)
             else:
                 if flow.is_stream:
                     return flow
-                _log.info("%s does not go on with %s: status %d", server.url, request.request_id, flow.status)
+                _log.info(
+                    "%s: refused to resume request %s: status %d", server.url, request.request_id, flow.status
+                )
                 asks_s = retry_after_s(flow.headers)
                 pause_s = max(pause_s, asks_s) if flow.status in ELSEWHERE else self._patience.resume_s
             self._let_go()
@@ -382,10 +384,10 @@ class ProxiedRequest:
 
 
 def _tell_loss(server: Server, error: Exception, outgoing: Outgoing) -> None:
-    _log.info("%s: %s; it had request %s", server.url, error, outgoing.request_id)
+    _log.info("%s: %s while it had request %s", server.url, error, outgoing.request_id)
 
 
 def _says_its_end(flow: ResponseFlow) -> bool:
-    """Whether a stream that was cut off cannot look as if it had ended."""
+    """Return whether the answer has framing that distinguishes its end from a lost connection."""
     headers = flow.headers
     return bool(header_of(headers, b"transfer-encoding") or header_of(headers, b"content-length"))

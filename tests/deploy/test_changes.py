@@ -168,7 +168,7 @@ def test_commands_are_read() -> None:
     ("words", "advice"),
     [
         ([], "use `status`, `restart ROLE` or `scale ROLE=COUNT …`"),
-        (["restart"], "there are `status`"),
+        (["restart"], "use `status`"),
         (
             ["restart", "nobody"],
             "unknown role 'nobody'; use one of frontend, tokenizer, core, executor, detokenizer",
