@@ -46,9 +46,9 @@ class App:
     """One router."""
 
     def __init__(
-        self, servers: Servers, figures: RouterMetrics, patience: ProxyTimeouts, door: AccessPolicy
+        self, servers: Servers, metrics: RouterMetrics, timeouts: ProxyTimeouts, policy: AccessPolicy
     ) -> None:
-        self._servers, self._figures, self._patience, self._door = servers, figures, patience, door
+        self._servers, self._metrics, self._timeouts, self._policy = servers, metrics, timeouts, policy
         self.is_draining = False
         self.num_open = 0
 
@@ -77,7 +77,7 @@ class App:
         """Send an error to the client: as a response, or as the last event of a started stream."""
         if not exchange.started:
             await exchange.respond_error(error)
-            self._figures.answered(None, exchange.status)
+            self._metrics.answered(None, exchange.status)
             return
         body = exchange.errors.body(error, exchange.request_id)
         is_messages = exchange.errors is anthropic_errors.ERRORS
@@ -89,7 +89,7 @@ class App:
         await exchange.write(frame, last=True)
 
     async def _answer(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]]) -> None:
-        key = self._door.keys.check(exchange)
+        key = self._policy.keys.check(exchange)
         match exchange.path:
             case "/livez":
                 await exchange.respond(200, b"ok", b"text/plain")
@@ -100,32 +100,34 @@ class App:
                     200 if is_ready else 503,
                 )
             case "/metrics":
-                bodies = self._door.bodies
-                self._figures.held_bodies.set(bodies.num_open_bytes + bodies.num_kept_bytes)
-                await exchange.respond(200, self._figures.text(), CONTENT_TYPE)
+                bodies = self._policy.bodies
+                self._metrics.held_bodies.set(bodies.num_open_bytes + bodies.num_kept_bytes)
+                await exchange.respond(200, self._metrics.text(), CONTENT_TYPE)
             case "/servers":
-                await exchange.respond(200, msgspec.json.encode([_told(server) for server in self._servers]))
+                await exchange.respond(
+                    200, msgspec.json.encode([_server_state(server) for server in self._servers])
+                )
             case _:
-                await self._pass_on(exchange, headers, key)
+                await self._proxy(exchange, headers, key)
 
-    async def _pass_on(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
-        door = self._door
+    async def _proxy(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
+        policy = self._policy
         if self.is_draining:  # the request came over an open connection
             raise RequestError(ErrorCode.UNAVAILABLE, "The router is draining; reconnect.", retry_s=1)
         check_path(exchange.path)
         try:
-            account = door.limits.enter(key)
+            account = policy.limits.enter(key)
         except RequestError:
-            self._figures.limited.inc()
+            self._metrics.limited.inc()
             raise
         num_kept = 0
         try:
             has_body = exchange.method in ("POST", "PUT", "PATCH")
-            body = await exchange.read_json_body(door.bodies) if has_body else b""
+            body = await exchange.read_json_body(policy.bodies) if has_body else b""
             if body:
-                door.bodies.keep(len(body))
+                policy.bodies.keep(len(body))
                 num_kept = len(body)
-            asked = read(body, exchange.header(SESSION_HEADER) or "") if body else RequestSummary()
+            summary = read(body, exchange.header(SESSION_HEADER) or "") if body else RequestSummary()
             outgoing = Outgoing(
                 "GET" if exchange.method == "HEAD" else exchange.method,
                 quote(exchange.path),
@@ -133,15 +135,15 @@ class App:
                 headers,
                 exchange.request_id,
                 body,
-                door.servers_key,
-                RELAYED if asked.is_streamed else (),
+                policy.servers_key,
+                RELAYED if summary.is_streamed else (),
             )
-            await ProxiedRequest(self._servers, self._figures, self._patience, exchange).answer(
-                outgoing, asked
+            await ProxiedRequest(self._servers, self._metrics, self._timeouts, exchange).answer(
+                outgoing, summary
             )
         finally:
-            door.bodies.let_go(num_kept)
-            door.limits.leave(account)
+            policy.bodies.let_go(num_kept)
+            policy.limits.leave(account)
 
 
 def errors_of(path: str) -> ErrorShape:
@@ -157,7 +159,7 @@ def check_path(path: str) -> None:
         )
 
 
-def _told(server: Server) -> dict[str, object]:
+def _server_state(server: Server) -> dict[str, object]:
     return {
         "url": server.url,
         "trouble": server.trouble,

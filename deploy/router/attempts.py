@@ -28,22 +28,22 @@ class Attempt:
     def __init__(self, held: HeldPrefixes) -> None:
         self.held = held
         self.flow: ResponseFlow | None = None
-        self.is_gone = False
+        self.is_cancelled = False
         """True once the client has disconnected."""
 
     async def send(self, outgoing: Outgoing, is_fresh: bool = False) -> ResponseFlow:
         """Send the request and wait for the answer's head. ``is_fresh`` opens a new connection. Raises `ConnectionError`."""
-        lines = self.held.server.lines
+        pool = self.held.server.pool
         while True:
-            flow = self.flow = await lines.send(outgoing.bytes_for(lines.target), is_fresh=is_fresh)
-            if self.is_gone:  # the client disconnected during the connect
+            flow = self.flow = await pool.send(outgoing.bytes_for(pool.target), is_fresh=is_fresh)
+            if self.is_cancelled:  # the client disconnected during the connect
                 flow.connection.close()
             try:
                 await flow.head()
             except ConnectionError:
-                is_stale = lines.was_stale(flow)
-                lines.give_back(flow)
-                if is_stale and not self.is_gone:
+                is_stale = pool.was_stale(flow)
+                pool.give_back(flow)
+                if is_stale and not self.is_cancelled:
                     is_fresh = True
                     continue
                 raise
@@ -51,15 +51,15 @@ class Attempt:
 
     def leave(self) -> None:
         """Close the connection because the client has disconnected; this cancels the request on the server."""
-        self.is_gone = True
+        self.is_cancelled = True
         if self.flow is not None:
             self.flow.connection.close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End the attempt and return its connection to the pool."""
         self.held.leave()
         if self.flow is not None:
-            self.held.server.lines.give_back(self.flow)
+            self.held.server.pool.give_back(self.flow)
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Hedging:
         """Add one request's share to the budget."""
         self._saved = min(MAX_SAVED, self._saved + MAX_HEDGED)
 
-    def may(self) -> bool:
+    def is_allowed(self) -> bool:
         """Return whether the budget allows a hedge now."""
         return self._saved >= 1
 
@@ -96,10 +96,10 @@ class HedgedAttempt:
         """Servers of losing attempts that were lost while they had the request, with the error."""
         self._enter(first)
 
-    def _enter(self, sending: Attempt) -> None:
-        self._tasks[asyncio.get_running_loop().create_task(sending.send(self._outgoing))] = sending
+    def _enter(self, attempt: Attempt) -> None:
+        self._tasks[asyncio.get_running_loop().create_task(attempt.send(self._outgoing))] = attempt
 
-    async def has_begun(self, within_s: float) -> bool:
+    async def wait_started(self, within_s: float) -> bool:
         """Wait at most ``within_s`` for the answer or a failure; return whether one came."""
         done, _ = await asyncio.wait(self._tasks, timeout=within_s)
         return bool(done)
@@ -113,30 +113,30 @@ class HedgedAttempt:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             answered = [task for task in done if task.exception() is None]
-            begun = [task for task in answered if self._is_beginning(task.result(), task is first)]
-            if begun:
-                won = first if first in begun else begun[0]
+            started = [task for task in answered if self._can_win(task.result(), task is first)]
+            if started:
+                won = first if first in started else started[0]
                 break
-        for task, sending in self._tasks.items():
+        for task, attempt in self._tasks.items():
             if task is not won:
-                self._retire(task, sending)
+                self._retire(task, attempt)
         return self._tasks[won], won
 
-    def _is_beginning(self, flow: ResponseFlow, is_first: bool) -> bool:
+    def _can_win(self, flow: ResponseFlow, is_first: bool) -> bool:
         return not self._is_refusal(flow) if is_first else flow.status < MIN_ERROR
 
-    def _retire(self, task: asyncio.Task[ResponseFlow], sending: Attempt) -> None:
+    def _retire(self, task: asyncio.Task[ResponseFlow], attempt: Attempt) -> None:
         """Release the loser, and record a lost or unreachable server."""
-        server = sending.held.server
+        server = attempt.held.server
         match task.exception() if task.done() else None:
             case Unreachable() as error:
-                server.note(str(error))
+                server.set_trouble(str(error))
             case Exception() as error:
                 self.lost.append((server, error))
         task.cancel()
-        sending.let_go()
+        attempt.release()
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """Cancel both attempts."""
         for task in self._tasks:
             task.cancel()

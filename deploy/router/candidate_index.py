@@ -48,14 +48,14 @@ class CandidateIndex:
         self._changed: set[int] = set()
         self.num_moves = 0
         """Number of changes of a server between usable and unusable."""
-        self.draws = False
+        self.is_sampling = False
         """Sample servers at random, because other clients use them too."""
 
     def change(self, index: int) -> None:
         """Mark the server's load as changed."""
         self._changed.add(index)
 
-    def everybody(self) -> list[int]:
+    def usable_indexes(self) -> list[int]:
         """Return the indexes of all usable servers."""
         self.settle()
         return sorted(self._placed)
@@ -97,14 +97,14 @@ class CandidateIndex:
         self, without: Collection[int], turn: int, fits: Callable[[int], bool]
     ) -> Iterator[int] | list[int]:
         """Return the candidates independent of the cached prefix."""
-        if self.draws:
-            return self._drawn(without, fits)
+        if self.is_sampling:
+            return self._sampled(without, fits)
         orders = self._orders.values()
         return chain.from_iterable(
             islice(filter(fits, _least(order, without, turn)), EQUALS) for order in orders
         )
 
-    def _drawn(self, without: Collection[int], fits: Callable[[int], bool]) -> list[int]:
+    def _sampled(self, without: Collection[int], fits: Callable[[int], bool]) -> list[int]:
         left = [index for order in self._orders.values() for _, index in order if index not in without]
         drawn = self._rng.sample(left, min(EQUALS, len(left)))
         fitting = list(filter(fits, drawn))
@@ -120,7 +120,7 @@ class CandidateIndex:
         placed = self._placed
         if len(self._changed) > len(placed) // 8:
             for index in self._changed:
-                self._note(index)
+                self._update(index)
             self._orders = {}
             for index, (kind, load) in placed.items():
                 self._orders.setdefault(kind, []).append((load, index))
@@ -130,7 +130,7 @@ class CandidateIndex:
             for index in self._changed:
                 if index in placed:
                     self._take_out(index)
-                if self._note(index):
+                if self._update(index):
                     kind, load = placed[index]
                     insort(self._orders.setdefault(kind, []), (load, index))
         self._changed.clear()
@@ -142,7 +142,7 @@ class CandidateIndex:
         if not order:
             del self._orders[kind]
 
-    def _note(self, index: int) -> bool:
+    def _update(self, index: int) -> bool:
         load = self._load_of(index)
         self.num_moves += (load is None) == (index in self._placed)
         if load is None:

@@ -31,7 +31,7 @@ class ResponseFlow:
     pieces: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
     waiter: asyncio.Future[None] | None = None
-    heard: Callable[[bytes, float], None] = lambda payload, now_s: None
+    on_piece: Callable[[bytes, float], None] = lambda payload, now_s: None
     """Called with each piece of a stream and the time (`time.perf_counter`)."""
     is_stream: bool = False
     """True once the head of a streamed answer is received."""
@@ -44,7 +44,7 @@ class ResponseFlow:
         """Receive a piece of a streamed body."""
         self.pieces.append(payload)
         self.num_bytes += len(payload)
-        self.heard(payload, now_s)
+        self.on_piece(payload, now_s)
         if self.num_bytes > FULL_BYTES:
             self.connection.pause(True)
         self.wake()
@@ -104,23 +104,25 @@ class ConnectionPool:
         self._tls = ssl.create_default_context() if target.tls else None
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
-        self.last_heard_s = 0.0
+        self.last_received_s = 0.0
         """Last time (`time.perf_counter`) that a stream received anything."""
-        self.last_told_s = 0.0
+        self.last_event_s = 0.0
         """Last time that a stream received more than a keep-alive comment."""
         self.round_trip_s = 0.0
         """Connect time of the newest connection."""
 
-    def heard(self, payload: bytes, now_s: float) -> None:
+    def record_piece(self, payload: bytes, now_s: float) -> None:
         """Record the time of a stream's piece."""
-        self.last_heard_s = now_s
-        if not _says_nothing(payload):
-            self.last_told_s = now_s
+        self.last_received_s = now_s
+        if not _is_keepalive(payload):
+            self.last_event_s = now_s
 
     async def send(self, request: bytes, *, is_fresh: bool = False) -> ResponseFlow:
         """Send a request; ``is_fresh`` opens a new connection. Raises `Unreachable`. Later errors are raised by the flow."""
         connection = (None if is_fresh else self._take_idle()) or await self._connect()
-        flow = ResponseFlow(connection, asyncio.get_running_loop().create_future(), heard=self.heard)
+        flow = ResponseFlow(
+            connection, asyncio.get_running_loop().create_future(), on_piece=self.record_piece
+        )
         flow.whole = connection.send(request, flow, flow.note_head)
         flow.whole.add_done_callback(flow.wake)
         return flow
@@ -178,7 +180,7 @@ class ConnectionPool:
         return connection
 
 
-def _says_nothing(payload: bytes) -> bool:
+def _is_keepalive(payload: bytes) -> bool:
     """Return whether a piece of a stream is only a keep-alive comment or ping event."""
     if payload.startswith(b":"):
         return b"\ndata:" not in payload

@@ -27,9 +27,9 @@ PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 PROMPT_S = 60.0
 """Timeout of the prefill request."""
 PARAMS = "kv_transfer_params"
-_TOO_MUCH = frozenset({PARAMS, "use_beam_search", "prompt_logprobs", "echo", "truncate_prompt_tokens"})
+_UNSUPPORTED = frozenset({PARAMS, "use_beam_search", "prompt_logprobs", "echo", "truncate_prompt_tokens"})
 """Fields that prevent disaggregation: transferred blocks cannot be used, or the client controls the transfer."""
-_OF_THE_ANSWER = frozenset(
+_OUTPUT_FIELDS = frozenset(
     [
         "stream",
         "stream_options",
@@ -55,11 +55,11 @@ class _Computed(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
-async def computed_apart(
+async def prefill_remotely(
     servers: Servers,
-    figures: RouterMetrics,
+    metrics: RouterMetrics,
     outgoing: Outgoing,
-    asked: RequestSummary,
+    summary: RequestSummary,
     held: HeldPrefixes,
     enter: Callable[[Attempt | None], None],
     lose: Callable[[], None],
@@ -68,22 +68,22 @@ async def computed_apart(
 
     ``enter`` is called with the prefill attempt, then with None. ``lose`` is called if the prefill server was lost.
     """
-    chosen = servers.choose_for_prompt(asked, held) if outgoing.path in PATHS else None
+    chosen = servers.choose_for_prompt(summary, held) if outgoing.path in PATHS else None
     if chosen is None:
         return outgoing
     fields = _fields_of(outgoing.body)
     if fields is None:
         chosen.leave()
         return outgoing
-    sending, params = Attempt(chosen), b""
+    attempt, params = Attempt(chosen), b""
     try:
-        enter(sending)
+        enter(attempt)
         async with asyncio.timeout(PROMPT_S):
-            flow = await sending.send(replace(outgoing, body=_first(fields), extra=()))
+            flow = await attempt.send(replace(outgoing, body=_first(fields), extra=()))
             params = _params_of(await flow.whole)
-        figures.answered(chosen.server, flow.status)
+        metrics.answered(chosen.server, flow.status)
     except Unreachable as error:
-        chosen.server.note(str(error))
+        chosen.server.set_trouble(str(error))
     except TimeoutError:
         _log.warning(
             "%s: prefill of request %s timed out after %g s", chosen.server.url, outgoing.request_id, PROMPT_S
@@ -93,8 +93,8 @@ async def computed_apart(
         lose()
     finally:
         enter(None)
-        sending.let_go()
-    figures.apart(is_computed=bool(params))
+        attempt.release()
+    metrics.count_prefill(is_computed=bool(params))
     if not params:
         return outgoing
     return replace(outgoing, body=msgspec.json.encode(fields | {PARAMS: msgspec.Raw(params)}))
@@ -106,7 +106,7 @@ def _fields_of(body: bytes) -> Fields | None:
         fields = _fields_decoder.decode(body)
     except UNREADABLE:
         return None
-    if any(bytes(fields.get(name, _OFF[0])) not in _OFF for name in _TOO_MUCH):
+    if any(bytes(fields.get(name, _OFF[0])) not in _OFF for name in _UNSUPPORTED):
         return None
     prompt = bytes(fields.get("prompt", b""))
     has_several = prompt.startswith(b"[") and not prompt[1:].lstrip()[:1].isdigit()
@@ -115,7 +115,7 @@ def _fields_of(body: bytes) -> Fields | None:
 
 def _first(fields: Fields) -> bytes:
     """Build the body of the prefill request."""
-    kept: dict[str, object] = {name: raw for name, raw in fields.items() if name not in _OF_THE_ANSWER}
+    kept: dict[str, object] = {name: raw for name, raw in fields.items() if name not in _OUTPUT_FIELDS}
     return msgspec.json.encode({**kept, "max_tokens": 1, "stream": False, PARAMS: {"do_remote_decode": True}})
 
 

@@ -45,13 +45,13 @@ class DnsServers:
             try:
                 addresses = await self._look_up(target.host, target.port)
             except (OSError, ValueError) as error:  # ValueError: an invalid name
-                self._complain(target, str(error))
+                self._log_trouble(target, str(error))
             else:
-                self._complain(target, "")
+                self._log_trouble(target, "")
                 self._found[target] = [_url(target, address) for address in sorted(set(addresses))]
         return self.urls != before
 
-    def _complain(self, target: Target, trouble: str) -> None:
+    def _log_trouble(self, target: Target, trouble: str) -> None:
         """Log a new error of a lookup."""
         if trouble and trouble != self._trouble.get(target):
             _log.warning(

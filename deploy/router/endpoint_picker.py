@@ -51,7 +51,7 @@ ENDPOINT = "x-gateway-destination-endpoint"
 NAMESPACE = "envoy.lb"
 SUBSET = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-MAX_TALKS = 1024
+MAX_STREAMS = 1024
 """Concurrent requests per gateway connection; more wait in the gateway or use another connection."""
 MIN_PING_S = 1.0
 """Minimum interval of a gateway's keepalive pings; gRPC's default closes connections with two pings in five minutes."""
@@ -69,12 +69,12 @@ _OURS = [RELAY.decode()]
 _log = logging.getLogger("quintet")
 
 
-class Talk:
+class PickerStream:
     """The stream of one request of a gateway."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
-        self._visit: GatewayRequest | None = None
+        self._gateway_request: GatewayRequest | None = None
         self._head = RequestHead("", {})
         self._is_picked = False
         self._request_mode = self._answer_mode = int(_DUPLEX)
@@ -82,101 +82,102 @@ class Talk:
         self.is_over = False
         """True after an immediate response, which ends the stream."""
 
-    def hear(self, said: ProcessingRequest) -> Iterator[ProcessingResponse]:
+    def handle(self, message: ProcessingRequest) -> Iterator[ProcessingResponse]:
         """Handle a message of the gateway; yield the replies."""
         try:
-            yield from self._hear(said)
+            yield from self._handle(message)
         except RequestError as error:
             yield self._refusal(error)
         except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
             _log.exception("the choice for request %s failed", self._request_id)
-            message = f"Internal error of the endpoint picker (request {self._request_id}); see its log."
-            yield self._refusal(RequestError(ErrorCode.INTERNAL, message))
+            text = f"Internal error of the endpoint picker (request {self._request_id}); see its log."
+            yield self._refusal(RequestError(ErrorCode.INTERNAL, text))
 
     def leave(self) -> None:
         """End the request when the gateway closes the stream."""
-        if self._visit is not None:
-            self._visit.leave()
-            self._visit = None
+        if self._gateway_request is not None:
+            self._gateway_request.leave()
+            self._gateway_request = None
 
     @property
     def _request_id(self) -> str:
         return self._head.headers.get("x-request-id", "")
 
-    def _hear(self, said: ProcessingRequest) -> Iterator[ProcessingResponse]:
-        if said.HasField("protocol_config"):
-            self._request_mode = said.protocol_config.request_body_mode
-            self._answer_mode = said.protocol_config.response_body_mode
-        kind = said.WhichOneof("request")
+    def _handle(self, message: ProcessingRequest) -> Iterator[ProcessingResponse]:
+        if message.HasField("protocol_config"):
+            self._request_mode = message.protocol_config.request_body_mode
+            self._answer_mode = message.protocol_config.response_body_mode
+        kind = message.WhichOneof("request")
         if kind == "request_headers":
-            if self._visit is not None:
+            if self._gateway_request is not None:
                 raise RequestError(
-                    ErrorCode.INTERNAL, "The gateway sent two request heads in one stream to the endpoint picker."
+                    ErrorCode.INTERNAL,
+                    "The gateway sent two request heads in one stream to the endpoint picker.",
                 )
-            self._head = _head_of(said)
-            self._visit = self._picker.enter(self._head)
-            yield from self._on_head(said.request_headers)
+            self._head = _head_of(message)
+            self._gateway_request = self._picker.enter(self._head)
+            yield from self._on_head(message.request_headers)
             return
-        visit = self._visit
-        if visit is None:  # a gateway that sends only answers
+        gateway_request = self._gateway_request
+        if gateway_request is None:  # a gateway that sends only answers
             raise RequestError(ErrorCode.INTERNAL, "The gateway sent no request head to the endpoint picker.")
         match kind:
             case "request_body":
-                yield from self._on_body(visit, said.request_body)
+                yield from self._on_body(gateway_request, message.request_body)
             case "request_trailers":
                 if self._request_mode in _WHOLE and not self._is_picked:  # a request without a body
-                    yield self._picked(visit.pick(), "request_trailers")
+                    yield self._picked(gateway_request.pick(), "request_trailers")
                     return
                 if not self._is_picked:
-                    yield from self._on_end(visit, has_trailers=True)
+                    yield from self._on_end(gateway_request, has_trailers=True)
                 yield ProcessingResponse(request_trailers=TrailersResponse())
             case "response_headers":
-                status = _plain(said.response_headers).get(":status", "")
-                visit.answered(
+                status = _plain(message.response_headers).get(":status", "")
+                gateway_request.answered(
                     int(status) if status.isdecimal() and status.isascii() and len(status) == 3 else 0
                 )
                 yield ProcessingResponse(response_headers=HeadersResponse())
             case "response_body":
-                if said.response_body.body[:1] not in (b"", b":"):  # a comment is only a keep-alive
-                    visit.begin()
-                yield ProcessingResponse(response_body=self._unchanged(said.response_body))
+                if message.response_body.body[:1] not in (b"", b":"):  # a comment is only a keep-alive
+                    gateway_request.begin()
+                yield ProcessingResponse(response_body=self._unchanged(message.response_body))
             case "response_trailers":
                 yield ProcessingResponse(response_trailers=TrailersResponse())
 
     def _on_head(self, head: HttpHeaders) -> Iterator[ProcessingResponse]:
         if self._request_mode in _WHOLE and not head.end_of_stream:
-            # What a gateway says next may be trailers, behind which a head cannot be changed any more.
+            # The next message may be trailers, after which the head cannot change.
             common = CommonResponse(header_mutation=HeaderMutation(remove_headers=[ENDPOINT, *_OURS]))
             yield ProcessingResponse(request_headers=HeadersResponse(response=common))
         elif head.end_of_stream or self._request_mode != _DUPLEX:  # no body comes in time
-            yield self._picked(self._visit_now().pick(), "request_headers")
+            yield self._picked(self._current().pick(), "request_headers")
 
-    def _on_body(self, visit: GatewayRequest, body: HttpBody) -> Iterator[ProcessingResponse]:
+    def _on_body(self, gateway_request: GatewayRequest, body: HttpBody) -> Iterator[ProcessingResponse]:
         if self._is_picked:
             yield ProcessingResponse(request_body=BodyResponse())
             return
-        visit.take(body.body)
+        gateway_request.take(body.body)
         if self._request_mode in _WHOLE:
-            yield self._picked(visit.pick(), "request_body")
-            visit.body()
+            yield self._picked(gateway_request.pick(), "request_body")
+            gateway_request.body()
         elif body.end_of_stream or body.end_of_stream_without_message:
-            yield from self._on_end(visit, has_trailers=False)
+            yield from self._on_end(gateway_request, has_trailers=False)
 
-    def _on_end(self, visit: GatewayRequest, has_trailers: bool) -> Iterator[ProcessingResponse]:
+    def _on_end(self, gateway_request: GatewayRequest, has_trailers: bool) -> Iterator[ProcessingResponse]:
         """Choose a server when the request is complete, then release head and body."""
         if self._request_mode != _DUPLEX:
             return
-        yield self._picked(visit.pick(), "request_headers")
-        body = visit.body()
+        yield self._picked(gateway_request.pick(), "request_headers")
+        body = gateway_request.body()
         starts = range(0, len(body), MAX_CHUNK) or range(1)
         for start in starts:
             is_last = start == starts[-1] and not has_trailers
             piece = StreamedBodyResponse(body=body[start : start + MAX_CHUNK], end_of_stream=is_last)
             yield ProcessingResponse(request_body=_body_response(piece))
 
-    def _visit_now(self) -> GatewayRequest:
-        assert self._visit is not None
-        return self._visit
+    def _current(self) -> GatewayRequest:
+        assert self._gateway_request is not None
+        return self._gateway_request
 
     def _unchanged(self, body: HttpBody) -> BodyResponse:
         if self._answer_mode != _DUPLEX:
@@ -194,7 +195,7 @@ class Talk:
         """Build the reply with the endpoint: as header and metadata, or only as metadata in a reply to trailers."""
         self._is_picked = True
         mutation = HeaderMutation(set_headers=[_set(ENDPOINT, endpoint.encode())], remove_headers=_OURS)
-        if key := self._picker.door.servers_key:
+        if key := self._picker.policy.servers_key:
             mutation.set_headers.append(_set("authorization", f"Bearer {key}".encode("latin-1")))
             mutation.remove_headers.append("x-api-key")
         common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
@@ -209,7 +210,7 @@ class Talk:
     def _refusal(self, error: RequestError) -> ProcessingResponse:
         self.is_over = True
         status = status_of(error)
-        self._picker.figures.answered(None, status)
+        self._picker.metrics.answered(None, status)
         headers = [(b"content-type", b"application/json"), *headers_of(error)]
         return ProcessingResponse(
             immediate_response=ImmediateResponse(
@@ -238,10 +239,10 @@ def _plain(head: HttpHeaders) -> dict[str, str]:
     return {each.key.lower(): each.value or each.raw_value.decode("latin-1") for each in head.headers.headers}
 
 
-def _head_of(said: ProcessingRequest) -> RequestHead:
-    headers = _plain(said.request_headers)
+def _head_of(message: ProcessingRequest) -> RequestHead:
+    headers = _plain(message.request_headers)
     path = unquote(headers.get(":path", "").partition("?")[0])
-    hints = said.metadata_context.filter_metadata
+    hints = message.metadata_context.filter_metadata
     among = None
     if SUBSET_NAMESPACE in hints and SUBSET in hints[SUBSET_NAMESPACE].fields:
         hint = hints[SUBSET_NAMESPACE].fields[SUBSET]
@@ -260,15 +261,15 @@ class Processor(ExternalProcessorServicer):
         self, requests: AsyncIterator[ProcessingRequest], _context: object
     ) -> AsyncIterator[ProcessingResponse]:
         """Handle the stream of one request."""
-        talk = Talk(self._picker)
+        stream = PickerStream(self._picker)
         try:
-            async for said in requests:
-                for answer in talk.hear(said):
+            async for message in requests:
+                for answer in stream.handle(message):
                     yield answer
-                if talk.is_over:
+                if stream.is_over:
                     return
         finally:
-            talk.leave()
+            stream.leave()
 
 
 class Health(HealthServicer):
@@ -299,8 +300,8 @@ async def listen(
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 0),  # fail on a used port instead of sharing it
-            ("grpc.max_receive_message_length", picker.door.bodies.max_bytes + MAX_HEAD),
-            ("grpc.max_concurrent_streams", MAX_TALKS),
+            ("grpc.max_receive_message_length", picker.policy.bodies.max_bytes + MAX_HEAD),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
             ("grpc.keepalive_time_ms", half_ms),
             ("grpc.keepalive_timeout_ms", half_ms),
             ("grpc.http2.ping_timeout_ms", half_ms),

@@ -45,7 +45,7 @@ class Events:
         """Output tokens per choice at the last resumption."""
         self._last = b""
         """Newest piece with an event id."""
-        self.has_begun = False
+        self.has_started = False
         """True once an event, not only comments, was returned."""
         self.is_over = False
         """True once the stream's last event was returned."""
@@ -62,14 +62,14 @@ class Events:
                 self._is_torn = True
             elif not _are_comments(piece[end:]):
                 piece, self._rest = piece[:end], piece[end:]
-        return self._told(piece)
+        return self._filtered(piece)
 
     def flush(self) -> bytes:
         """Return the rest of a stream that has ended."""
         piece, self._rest = self._rest, b""
-        return self._told(piece)
+        return self._filtered(piece)
 
-    def _told(self, piece: bytes) -> bytes:
+    def _filtered(self, piece: bytes) -> bytes:
         if self._is_relayed and b'"error":' in piece:
             piece = self._without_withdrawal(piece)
         if self._is_relayed and b": withdrawn" in piece and (found := _WITHDRAWN.search(piece)):
@@ -81,8 +81,8 @@ class Events:
             piece = _NOTE.sub(b"", piece)
         if b"id: " in piece:
             self._last = piece
-        if not self.has_begun:
-            self.has_begun = not _is_silence(piece)
+        if not self.has_started:
+            self.has_started = not _is_silence(piece)
         if piece.rstrip(b"\r\n").endswith(DONE) or (
             b"event: " in piece and any(end in piece for end in _ENDS)
         ):
@@ -104,7 +104,7 @@ class Events:
                 return piece[: found.start()]
         return piece
 
-    def begin_again(self) -> tuple[str, str, list[list[int]] | None] | None:
+    def take_resume_state(self) -> tuple[str, str, list[list[int]] | None] | None:
         """Return the resume state after a server was lost: stream name, cursor, and output tokens per choice.
 
         The tokens are None if not all are known, for example after the client reconnected. The result is None if the

@@ -51,13 +51,13 @@ class ServerMetrics:
     """Average output tokens per request; 0 if unknown."""
 
 
-def read_figures(text: str) -> ServerMetrics:
+def parse_metrics(text: str) -> ServerMetrics:
     """Parse the `/metrics` text of a server. Missing or invalid values are 0."""
     sums: defaultdict[str, float] = defaultdict(float)
     usages: list[float] = []
     text = f"\n{text}"
-    for name, told in _LINE.findall(text):
-        value = _number(told)
+    for name, raw in _LINE.findall(text):
+        value = _number(raw)
         if name == "kv_cache_usage_perc":
             usages.append(value if value <= 1 else 0.0)
         sums["tokens" if name in _WORK else name] += value
@@ -109,18 +109,20 @@ class RouterMetrics(Collector):
             "broken_streams", "Streams that ended with an error because no server could resume them."
         )
         help = "Requests with disaggregated prefill, by success (computed) or failure."
-        self._apart = {
+        self._prefills = {
             is_computed: self._metrics.counter("apart", help, computed=str(is_computed).lower())
             for is_computed in (False, True)
         }
         self.held_bodies = self._metrics.gauge(
             "held_body_bytes", "Bytes of request bodies in memory, received or being received."
         )
-        self.limited = self._metrics.counter("limited_requests", "Requests rejected by the limit of their key.")
+        self.limited = self._metrics.counter(
+            "limited_requests", "Requests rejected by the limit of their key."
+        )
 
-    def apart(self, *, is_computed: bool) -> None:
+    def count_prefill(self, *, is_computed: bool) -> None:
         """Count a request with disaggregated prefill."""
-        self._apart[is_computed].inc()
+        self._prefills[is_computed].inc()
 
     def answered(self, server: Server | None, status: int) -> None:
         """Count an answer of a server, or of the router for None. A server's counts are dropped with the server."""

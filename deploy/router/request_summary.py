@@ -54,16 +54,19 @@ class RequestSummary:
 def read(body: bytes, session: str) -> RequestSummary:
     """Parse a request body. An invalid body gives an empty summary; a server rejects it."""
     try:
-        given = _decode(body)
-        prompt = _prompt_of(given)
-        salt = _text(given.cache_salt)
-        of_body = _text(given.prompt_cache_key) or _text(given.user)
+        fields = _decode(body)
+        prompt = _prompt_of(fields)
+        salt = _text(fields.cache_salt)
+        of_body = _text(fields.prompt_cache_key) or _text(fields.user)
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, ValueError, RecursionError):
         return RequestSummary(session=session)
     names = names_of(prompt, salt)
-    is_streamed = bytes(given.stream) in (b"true", b'"true"', b"1")
+    is_streamed = bytes(fields.stream) in (b"true", b'"true"', b"1")
     max_outputs = next(
-        filter(None, map(_count, (given.max_completion_tokens, given.max_output_tokens, given.max_tokens))), 0
+        filter(
+            None, map(_count, (fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens))
+        ),
+        0,
     )
     return RequestSummary(names, num_prompt_tokens(prompt), is_streamed, session or of_body, max_outputs)
 

@@ -41,8 +41,8 @@ class RequestHead:
 class Picker:
     """Chooses servers for the requests of gateways."""
 
-    def __init__(self, servers: Servers, figures: RouterMetrics, door: AccessPolicy) -> None:
-        self.servers, self.figures, self.door = servers, figures, door
+    def __init__(self, servers: Servers, metrics: RouterMetrics, policy: AccessPolicy) -> None:
+        self.servers, self.metrics, self.policy = servers, metrics, policy
         self.is_draining = False
         self.num_open = 0
         """Admitted requests that have not ended."""
@@ -57,12 +57,12 @@ class Picker:
         if self.is_draining:
             raise RequestError(ErrorCode.UNAVAILABLE, "The endpoint picker is draining; retry.", retry_s=1)
         no_path = ""  # all paths need a key, because admitted requests use the servers' key
-        key = self.door.keys.admit(no_path, head.headers.get)
+        key = self.policy.keys.admit(no_path, head.headers.get)
         check_path(head.path)
         try:
-            account = self.door.limits.enter(key)
+            account = self.policy.limits.enter(key)
         except RequestError:
-            self.figures.limited.inc()
+            self.metrics.limited.inc()
             raise
         self.num_open += 1
         return GatewayRequest(self, head, account)
@@ -79,7 +79,7 @@ class GatewayRequest:
 
     def take(self, piece: bytes) -> None:
         """Buffer a piece of the body. Raises `RequestError` if the body is too large."""
-        bodies = self._picker.door.bodies
+        bodies = self._picker.policy.bodies
         if self._num_bytes + len(piece) > bodies.max_bytes:
             raise RequestError(
                 ErrorCode.TOO_LARGE,
@@ -93,7 +93,7 @@ class GatewayRequest:
     def body(self) -> bytes:
         """Return the buffered body and release the buffer."""
         body = b"".join(self._pieces)
-        self._let_go()
+        self._release_body()
         return body
 
     def pick(self) -> str:
@@ -104,9 +104,9 @@ class GatewayRequest:
         servers, among = self._picker.servers, self._head.among
         session = self._head.headers.get(SESSION_HEADER, "")
         body = b"".join(self._pieces)
-        asked = read(body, session) if body else RequestSummary(session=session)
+        summary = read(body, session) if body else RequestSummary(session=session)
         without = () if among is None else [server for server in servers if endpoint_of(server) not in among]
-        self._held = servers.choose(asked, without)
+        self._held = servers.choose(summary, without)
         if self._held is None:
             subject = (
                 "No server"
@@ -124,7 +124,7 @@ class GatewayRequest:
     def answered(self, status: int) -> None:
         """Count the status of the answer. An error does not measure the server's speed."""
         if self._held is not None:
-            self._picker.figures.answered(self._held.server, status)
+            self._picker.metrics.answered(self._held.server, status)
             if status != 200:
                 self._held.num_before = 0
 
@@ -135,20 +135,20 @@ class GatewayRequest:
 
     def leave(self) -> None:
         """End the request."""
-        self._let_go()
+        self._release_body()
         if self._held is not None:
             self._held.leave()
-        self._picker.door.limits.leave(self._account)
+        self._picker.policy.limits.leave(self._account)
         self._picker.num_open -= 1
 
-    def _let_go(self) -> None:
-        self._picker.door.bodies.let_go(self._num_bytes)
+    def _release_body(self) -> None:
+        self._picker.policy.bodies.let_go(self._num_bytes)
         self._pieces, self._num_bytes = [], 0
 
 
 def endpoint_of(server: Server) -> str:
     """Return a server's endpoint for a gateway: ``10.0.0.5:8000``, ``[fd00::5]:8000``."""
-    target = server.lines.target
+    target = server.pool.target
     return f"[{target.host}]:{target.port}" if ":" in target.host else f"{target.host}:{target.port}"
 
 

@@ -15,16 +15,16 @@ HOP_BY_HOP = frozenset(
     b"connection proxy-connection keep-alive te trailer transfer-encoding upgrade proxy-authenticate proxy-authorization".split()
 )
 """Hop-by-hop headers (RFC 9110, section 7.6.1), besides those named by a Connection header."""
-OURS = HOP_BY_HOP | frozenset(
+NOT_SENT = HOP_BY_HOP | frozenset(
     b"host content-length content-encoding expect accept-encoding x-request-id x-quintet-relay".split()
 )
 """Request headers that are not forwarded. The router decompresses bodies, so content-encoding is among them."""
 
-NOT_THEIRS = HOP_BY_HOP | frozenset(
+NOT_FORWARDED = HOP_BY_HOP | frozenset(
     b"content-type content-length x-request-id request-id x-quintet-relay".split()
 )
 """Answer headers that are not forwarded, or that the router sets itself."""
-FOR_PAGES = b"access-control-"
+CORS_PREFIX = b"access-control-"
 """Prefix of CORS headers, which the router sets itself."""
 
 RELAY = b"x-quintet-relay"
@@ -56,7 +56,7 @@ class Outgoing:
                 "latin-1"
             )
         ]
-        left_out = OURS | _named(self.headers)
+        left_out = NOT_SENT | _named(self.headers)
         if self.key:
             left_out |= {b"authorization", b"x-api-key"}
         lines += [b"%b: %b" % header for header in self.headers if header[0] not in left_out]
@@ -68,10 +68,12 @@ class Outgoing:
         return b"\r\n".join([*lines, b"", self.body])
 
 
-def passed_on(headers: Sequence[Header]) -> list[Header]:
+def forwarded_headers(headers: Sequence[Header]) -> list[Header]:
     """Return the forwarded headers of an answer, without content type and length."""
-    left_out = NOT_THEIRS | _named(headers)
-    return [header for header in headers if header[0] not in left_out and not header[0].startswith(FOR_PAGES)]
+    left_out = NOT_FORWARDED | _named(headers)
+    return [
+        header for header in headers if header[0] not in left_out and not header[0].startswith(CORS_PREFIX)
+    ]
 
 
 def _named(headers: Iterable[Header]) -> set[bytes]:
@@ -92,7 +94,9 @@ def retry_after_s(headers: Iterable[Header]) -> int:
     return int(value[:6]) if value.isdigit() else 0
 
 
-def going_on(outgoing: Outgoing, ticket: bytes, position: str, outputs: list[list[int]]) -> Outgoing | None:
+def resume_request(
+    outgoing: Outgoing, ticket: bytes, position: str, outputs: list[list[int]]
+) -> Outgoing | None:
     """Build the request that resumes a stream on another server; None if the first server sent no valid ticket."""
     match = TICKET.fullmatch(ticket)
     if match is None:
@@ -111,7 +115,7 @@ def going_on(outgoing: Outgoing, ticket: bytes, position: str, outputs: list[lis
     return replace(outgoing, path="/v1/streams", query="", body=body)
 
 
-def the_rest(outgoing: Outgoing, name: str, position: str) -> Outgoing:
+def rest_request(outgoing: Outgoing, name: str, position: str) -> Outgoing:
     """Build the request that resumes a stream on the same server."""
     headers = [header for header in outgoing.headers if header[0] != b"content-type"]
     path, query = f"/v1/streams/{name}", f"from={position}"

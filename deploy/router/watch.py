@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quintet.deploy.router.dns_servers import DnsServers, parsed
-from quintet.deploy.router.metrics import ServerMetrics, read_figures
+from quintet.deploy.router.metrics import ServerMetrics, parse_metrics
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import Outgoing
 from quintet.deploy.tools.load_client.connection import HttpAnswer
@@ -55,11 +55,11 @@ class Watch:
         self._names = names or DnsServers([])
         self._stamp: tuple[int, int] | None = None
         self._tasks: dict[Server, asyncio.Task[None]] = {}
-        self._figures_status: dict[Server, int] = {}
+        self._metrics_status: dict[Server, int] = {}
         """Last status of each server's `/metrics`."""
         if file is not None:
             self._stamp = _stamp_of(file)
-        servers.become(self._listed(), pulse.connect_s)
+        servers.set_urls(self._listed(), pulse.connect_s)
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -76,10 +76,10 @@ class Watch:
             for task in self._tasks.values():
                 if task.done():
                     task.result()  # a finished poll task is a bug: stop the router instead of running without polls
-            for server in self._servers.part():
+            for server in self._servers.remove_idle():
                 self._tasks.pop(server).cancel()
-                self._figures_status.pop(server, None)
-                server.lines.hang_up()
+                self._metrics_status.pop(server, None)
+                server.pool.hang_up()
                 _log.info("%s: removed", server.url)
             await asyncio.sleep(self._pulse.every_s)
 
@@ -114,7 +114,7 @@ class Watch:
             _log.warning("%s; the server list is unchanged", error)
             return
         _log.info("servers: %s", ", ".join(urls) or "none")
-        self._servers.become(urls, self._pulse.connect_s)
+        self._servers.set_urls(urls, self._pulse.connect_s)
 
     async def _look_after(self, server: Server) -> None:
         last_s = moved_s = time.perf_counter()
@@ -126,23 +126,25 @@ class Watch:
                 async with asyncio.timeout(max(self._pulse.every_s, self._pulse.connect_s)):
                     trouble, reading = await self._ask(server)
             except (OSError, TimeoutError, ValueError) as error:  # ValueError: an invalid answer
-                silent_s = began_s - max(last_s, server.lines.last_heard_s)
+                silent_s = began_s - max(last_s, server.pool.last_received_s)
                 if isinstance(error, TimeoutError) and silent_s < self._pulse.silent_s:
                     await asyncio.sleep(self._pulse.every_s)
                     continue
-                server.note(f"no answer ({error or 'timeout'})")
+                server.set_trouble(f"no answer ({error or 'timeout'})")
                 if silent_s >= self._pulse.silent_s:
-                    server.lines.hang_up()
+                    server.pool.hang_up()
             else:
                 last_s = time.perf_counter()
-                if reading is None or _moves(reading, num_tokens) or server.lines.last_told_s > moved_s:
+                if reading is None or _moves(reading, num_tokens) or server.pool.last_event_s > moved_s:
                     moved_s = last_s
                 if last_s - moved_s > self._pulse.stall_s:
-                    trouble = trouble or f"stalled: pending work, but no progress for {self._pulse.stall_s:g} s"
+                    trouble = (
+                        trouble or f"stalled: pending work, but no progress for {self._pulse.stall_s:g} s"
+                    )
                 if reading is not None:
                     num_tokens = reading.num_tokens
                     self._servers.note_role(server, reading.role)
-                    server.hear(
+                    server.update_load(
                         reading.num_running,
                         reading.num_waiting,
                         before,
@@ -151,8 +153,8 @@ class Watch:
                         reading.num_outputs,
                     )
                 else:
-                    server.hear(0, 0)
-                server.note(trouble)
+                    server.update_load(0, 0)
+                server.set_trouble(trouble)
             await asyncio.sleep(self._pulse.every_s)
 
     async def _ask(self, server: Server) -> tuple[str, ServerMetrics | None]:
@@ -164,26 +166,24 @@ class Watch:
         if ready.status in (404, 405):
             ready = await self._get(server, "/health")
         trouble = "" if ready.status == 200 else f"not ready: {ready.body[:200].decode(errors='replace')}"
-        figures = await self._get(server, "/metrics")
-        if figures.status != self._figures_status.get(server, 200):
+        metrics = await self._get(server, "/metrics")
+        if metrics.status != self._metrics_status.get(server, 200):
             _log.warning(
                 "%s: /metrics answers %d%s",
                 server.url,
-                figures.status,
-                ""
-                if figures.status == 200
-                else "; its other clients' requests and its progress are unknown",
+                metrics.status,
+                "" if metrics.status == 200 else "; its other clients' requests and its progress are unknown",
             )
-        self._figures_status[server] = figures.status
-        if figures.status != 200:
+        self._metrics_status[server] = metrics.status
+        if metrics.status != 200:
             return trouble, None
-        return trouble, read_figures(figures.body.decode(errors="replace"))
+        return trouble, parse_metrics(metrics.body.decode(errors="replace"))
 
     async def _get(self, server: Server, path: str) -> HttpAnswer:
         outgoing = Outgoing("GET", path, "", (), "route", b"", self._pulse.key)
         is_fresh = False
         while True:
-            flow = await server.lines.send(outgoing.bytes_for(server.lines.target), is_fresh=is_fresh)
+            flow = await server.pool.send(outgoing.bytes_for(server.pool.target), is_fresh=is_fresh)
             try:
                 return await flow.whole
             except ConnectionError:
@@ -191,7 +191,7 @@ class Watch:
                     raise
                 is_fresh = True
             finally:
-                server.lines.give_back(flow)
+                server.pool.give_back(flow)
 
 
 def _moves(reading: ServerMetrics, num_tokens: float | None) -> bool:

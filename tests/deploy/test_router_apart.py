@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.router.metrics import read_figures
+from quintet.deploy.router.metrics import parse_metrics
 
 from .test_router import Answer, C, M, Upstream, World, head, run, says, world
 
@@ -155,10 +155,10 @@ def test_who_computes_prompts_gets_other_requests_only_where_nobody_else_is() ->
             for _ in range(3):
                 await w.ask(C, {"prompt": "short"})
             assert not w.ups[0].asked
-            [*w.servers][1].note("gone")
+            [*w.servers][1].set_trouble("gone")
             assert (await w.ask(C, {"prompt": "short"})).status == 200
             assert len(w.ups[0].asked) == 1
-            [*w.servers][1].note("")
+            [*w.servers][1].set_trouble("")
             w.servers.note_role(next(iter(w.servers)), "")
             for _ in range(4):
                 await w.ask(C, {"prompt": "other"})
@@ -171,5 +171,5 @@ def test_servers_say_what_they_do() -> None:
     figures = (
         '# HELP\nquintet:kv_peers_info{role="core",duty="prefill"} 1.0\nvllm:num_requests_running{a="b"} 2\n'
     )
-    assert read_figures(figures).role == "prefill"
-    assert read_figures("vllm:num_requests_running 2\n").role == ""
+    assert parse_metrics(figures).role == "prefill"
+    assert parse_metrics("vllm:num_requests_running 2\n").role == ""

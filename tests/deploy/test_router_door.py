@@ -117,9 +117,9 @@ def test_routers_agree_on_the_server_of_a_session() -> None:
     chosen = []
     for listed in (urls, urls[::-1]):
         servers = Servers("session")
-        servers.become(listed, 1.0)
+        servers.set_urls(listed, 1.0)
         for server in servers:
-            server.note("")
+            server.set_trouble("")
         held = [servers.choose(RequestSummary(session=f"s{number}"), ()) for number in range(40)]
         chosen.append([each.server.url for each in held if each is not None])
     assert chosen[0] == chosen[1] and len(set(chosen[0])) == 4

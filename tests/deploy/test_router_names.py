@@ -77,7 +77,7 @@ def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
         await become("127.0.0.3")
         task.cancel()
         for server in servers:
-            server.lines.hang_up()
+            server.pool.hang_up()
 
     asyncio.run(asyncio.wait_for(story(), 30))
 
