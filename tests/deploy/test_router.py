@@ -252,7 +252,7 @@ def test_what_must_not_be_done_twice_is_not_sent_twice() -> None:
     async def story() -> None:
         async with world(whole, says(cut=True)) as w:
             told = await w.ask("/v1/conversations", {})
-            assert told.status == 503 and "may have done" in told.body.decode() and not w.ups[0].asked
+            assert told.status == 503 and "may have executed" in told.body.decode() and not w.ups[0].asked
 
     run(story())
 
@@ -449,7 +449,7 @@ def test_a_key_has_its_limits_and_others_have_theirs() -> None:
     run(story())
     limits = Limits(1, 0, lambda: 0.0)
     held = limits.enter(b"a")
-    with pytest.raises(RequestError, match="1 may be at once"):
+    with pytest.raises(RequestError, match="at most 1 are allowed"):
         limits.enter(b"a")
     limits.leave(held)
     limits.leave(limits.enter(b"a"))
@@ -532,7 +532,7 @@ def test_a_server_that_cannot_take_requests_gets_none_until_it_can() -> None:
             state["metrics"] = (
                 b'vllm:num_requests_running{engine="0"} 3\nvllm:generation_tokens_total{engine="0"} 5\n'
             )
-            await until("computed nothing")
+            await until("no progress")
             assert server.num_others == 3
             state["metrics"] = b'vllm:num_requests_running{engine="0"} 0\n'
             await until("")

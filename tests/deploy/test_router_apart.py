@@ -47,7 +47,7 @@ def test_a_long_prompt_is_computed_by_one_and_answered_by_another() -> None:
             assert bodies(w.ups[0]) == [first | {"kv_transfer_params": {"do_remote_decode": True}}]
             assert bodies(w.ups[1]) == [LONG | {"kv_transfer_params": PARAMS}]
             assert [(server.num_open, server.num_queued) for server in w.servers] == [(0, 0), (1, 0)]
-            assert b'quintet_route:apart_total{computed="true"} 1' in w.app._figures.text()
+            assert b'quintet_route:apart_total{computed="true"} 1' in w.app._metrics.text()
 
     run(story())
 
@@ -116,7 +116,7 @@ def test_what_nobody_computed_is_sent_as_it_came(prefill: Answer) -> None:
         async with pair(prefill, ANSWERED) as w:
             assert (await w.ask(C, LONG)).body == b'{"answered":true}'
             assert bodies(w.ups[1]) == [LONG]
-            assert b'quintet_route:apart_total{computed="false"} 1' in w.app._figures.text()
+            assert b'quintet_route:apart_total{computed="false"} 1' in w.app._metrics.text()
             assert [server.num_open for server in w.servers] == [0, 1]
 
     run(story())

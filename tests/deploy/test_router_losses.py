@@ -141,7 +141,7 @@ def test_a_server_that_refuses_to_go_on_is_not_asked_again_and_a_full_one_when_i
             by_path(go_on=says(head(400, kind=b"application/json") + b"{}")),
             LOST,
         ) as w:
-            w.app._patience = ProxyTimeouts(0.2, 1.0)
+            w.app._timeouts = ProxyTimeouts(0.2, 1.0)
             prefer(w, 2, 1, 0)
             told = await w.ask(C, STREAM)
             assert "no server can resume" in told.body.decode()

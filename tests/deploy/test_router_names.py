@@ -87,7 +87,7 @@ def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
     [
         ("https://pods:8000", "it must be http"),
         ("ftp://pods", "--engines-at: 'ftp://pods' is no address of a server; it must look like"),
-        ("http://10.0.0..5:8000", "its host cannot be"),
+        ("http://10.0.0..5:8000", "its host name is invalid"),
     ],
 )
 def test_what_cannot_stand_for_several_servers(url: str, complaint: str) -> None:

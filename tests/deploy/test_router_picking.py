@@ -104,13 +104,13 @@ def test_who_the_door_refuses_is_refused_here() -> None:
         choices.enter(RequestHead("/readyz", {}))
     with pytest.raises(RequestError, match="not one this server accepts"):
         choices.enter(RequestHead(C, {"x-api-key": "\u20ac"}))
-    with pytest.raises(RequestError, match="segments of dots"):
+    with pytest.raises(RequestError, match="without the segments"):
         choices.enter(RequestHead("/docs/../v1/completions", {"x-api-key": "k"}))
     visit = choices.enter(RequestHead(C, {"authorization": "Bearer k"}))
-    with pytest.raises(RequestError, match="1 may be at once") as told:
+    with pytest.raises(RequestError, match="at most 1 are allowed") as told:
         choices.enter(RequestHead(C, {"x-api-key": "k"}))
     assert told.value.code is ErrorCode.OVERLOADED
-    with pytest.raises(RequestError, match="more than 100 bytes"):
+    with pytest.raises(RequestError, match="exceeds 100 bytes"):
         visit.take(bytes(101))
     visit.leave()
     for server in choices.servers:
