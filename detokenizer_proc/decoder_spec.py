@@ -76,7 +76,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def through_alphabet(tokens: Sequence[str]) -> list[bytes]:
+def byte_level_bytes(tokens: Sequence[str]) -> list[bytes]:
     """Return the bytes of byte-level tokens. A token with a character outside the alphabet gives its UTF-8 bytes."""
     alphabet = byte_alphabet()
     # Latin-1 encodes each code point below 256 as that byte; characters outside the alphabet map to U+FFFD and fail.

@@ -22,7 +22,7 @@ import copy
 from collections.abc import Sequence
 from typing import Protocol
 
-from quintet.detokenizer_proc.decoder_spec import byte_of, through_alphabet
+from quintet.detokenizer_proc.decoder_spec import byte_level_bytes, byte_of
 from quintet.detokenizer_proc.vocabulary import Vocabulary
 
 REPLACEMENT = "\ufffd"
@@ -117,7 +117,7 @@ class PieceTable:
         tokens = [token or "" for token in self.vocabulary.tokens]
         match self.spec.kind:
             case "bytes":
-                self.raw = through_alphabet(tokens)
+                self.raw = byte_level_bytes(tokens)
                 self.pieces = [_text_or_none(raw) for raw in self.raw]
             case "pieces":
                 self._fill_pieces(tokens)

@@ -160,13 +160,13 @@ class Detokenizer:
             case Live():
                 self._reconcile(message)
             case Dropped():
-                self._end_dropped(message)
+                self._fail_dropped(message)
             case Drain():
                 self._is_retiring = True
             case _:
                 pass
 
-    def _end_dropped(self, dropped: Dropped) -> None:
+    def _fail_dropped(self, dropped: Dropped) -> None:
         """Fail the query and the requests of a dropped message."""
         error = dropped.error(Role.DETOKENIZER)
         if dropped.query_id is not None and dropped.frontend is not None:

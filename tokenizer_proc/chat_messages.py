@@ -97,7 +97,7 @@ def _normal_message(
     if parts and not (traits.has_thinking_parts and form == "openai"):
         parts = _move_thinking(normal, parts)
     normal["content"] = _content(message.get("content"), parts, form, is_forced=content_format is not None)
-    _spread_reasoning(normal)
+    _copy_reasoning(normal)
     calls = normal.pop("tool_calls", None) or _legacy_calls(normal)
     if calls:
         normal["tool_calls"] = [_normal_call(call) for call in objects(calls, f"{where}.tool_calls")]
@@ -151,7 +151,7 @@ def _content(sent: Any, parts: list[Part] | None, form: ContentFormat, *, is_for
     return Parts([text_part(sent)]) if is_forced else PartsText(sent)
 
 
-def _spread_reasoning(message: Message) -> None:
+def _copy_reasoning(message: Message) -> None:
     """Copy a message's reasoning to each field name that templates read."""
     blocks = message.get("thinking_blocks")  # LiteLLM's field for Anthropic's blocks
     if isinstance(blocks, list) and not any(name in message for name in REASONING):

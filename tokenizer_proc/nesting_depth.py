@@ -129,7 +129,7 @@ def _deepest(parts: Mapping[str, _Part]) -> int:
 
 def _counted(value: object, most: int, *, with_definitions: bool = False) -> tuple[_Part, int]:
     """Return a schema's part, and the number of visited values."""
-    passed_over = frozenset[str]() if with_definitions else _DEFINITIONS
+    skipped_keys = frozenset[str]() if with_definitions else _DEFINITIONS
     part, level, visited = _Part(0, set()), [value], 0
     while level:
         part.levels += 1
@@ -141,14 +141,14 @@ def _counted(value: object, most: int, *, with_definitions: bool = False) -> tup
         part.names.update(
             each["$ref"] for each in level if isinstance(each, dict) and isinstance(each.get("$ref"), str)
         )
-        level = [inner for each in level for inner in _inner(each, passed_over)]
+        level = [inner for each in level for inner in _inner(each, skipped_keys)]
     return part, visited
 
 
-def _inner(value: object, passed_over: frozenset[str]) -> Iterable[object]:
+def _inner(value: object, skipped_keys: frozenset[str]) -> Iterable[object]:
     """Return the objects and arrays in a value."""
     if isinstance(value, dict):
-        inner: Iterable[object] = (each for key, each in value.items() if key not in passed_over)
+        inner: Iterable[object] = (each for key, each in value.items() if key not in skipped_keys)
     else:
         inner = value if isinstance(value, list) else ()
     return [each for each in inner if isinstance(each, dict | list)]

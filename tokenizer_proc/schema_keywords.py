@@ -180,11 +180,11 @@ def _drop_branches(schema: Schema) -> None:
     """Drop ``anyOf`` branches with lookaround patterns if others remain. Pydantic writes decimals this way."""
     branches = schema.get("anyOf")
     if isinstance(branches, list):
-        left = [each for each in branches if not _looks_around(each)]
+        left = [each for each in branches if not _has_lookaround(each)]
         schema["anyOf"] = left or branches
 
 
-def _looks_around(schema: Any) -> bool:
+def _has_lookaround(schema: Any) -> bool:
     pattern = schema.get("pattern") if isinstance(schema, dict) else None
     return isinstance(pattern, str) and any(mark in pattern for mark in ("(?=", "(?!", "(?<=", "(?<!"))
 

@@ -61,7 +61,7 @@ class ResponseFlow:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def _news(self) -> None:
+    async def _wait(self) -> None:
         self.waiter = asyncio.get_running_loop().create_future()
         try:
             await self.waiter
@@ -73,7 +73,7 @@ class ResponseFlow:
         while not self.whole.done():
             if self.is_stream:
                 return
-            await self._news()
+            await self._wait()
         self.whole.result()
 
     @property
@@ -87,7 +87,7 @@ class ResponseFlow:
             if self.whole.done():
                 self.whole.result()
                 return b""
-            await self._news()
+            await self._wait()
         pieces, self.pieces = self.pieces, []
         if self.num_bytes > FULL_BYTES:
             self.connection.pause(False)

@@ -284,8 +284,8 @@ class Health(HealthServicer):
             names = ", ".join(sorted(ALIVE | READY - {""}))
             message = f"unknown service {request.service!r}; use one of {names}"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
-        is_well = request.service in ALIVE or self._picker.is_ready
-        status = HealthCheckResponse.SERVING if is_well else HealthCheckResponse.NOT_SERVING
+        is_healthy = request.service in ALIVE or self._picker.is_ready
+        status = HealthCheckResponse.SERVING if is_healthy else HealthCheckResponse.NOT_SERVING
         return HealthCheckResponse(status=status)
 
 

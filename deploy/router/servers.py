@@ -211,7 +211,7 @@ class Servers:
         self._holders = Holders()
         self._candidate_index = CandidateIndex(self._load_of, rng or Random())
         self._num_chosen = 0
-        self._num_made = 0
+        self._num_created = 0
         self._usual = 0.0
         self._session_servers: dict[str, int] = {}
         """Server by session; cleared when the set of usable servers changes."""
@@ -240,8 +240,8 @@ class Servers:
             server.remember(MAX_ALL_NAMES // len(self._all))
 
     def _add(self, url: str, connect_s: float) -> None:
-        index = self._num_made
-        self._num_made += 1
+        index = self._num_created
+        self._num_created += 1
         prefixes = PrefixAffinity(holders=self._holders, who=index)
         pool = ConnectionPool(Target.parse(url), connect_s)
         speed, changed = EngineSpeeds(self._usual_speed), self._candidate_index.change

@@ -72,7 +72,7 @@ class Watch:
             self._follow_file()
             for server in self._servers:
                 if server not in self._tasks:
-                    self._tasks[server] = asyncio.get_running_loop().create_task(self._look_after(server))
+                    self._tasks[server] = asyncio.get_running_loop().create_task(self._poll_server(server))
             for task in self._tasks.values():
                 if task.done():
                     task.result()  # a finished poll task is a bug: stop the router instead of running without polls
@@ -98,16 +98,16 @@ class Watch:
         if self._file is None or (stamp := _stamp_of(self._file)) == self._stamp:
             return
         self._stamp = stamp
-        self._take_over()
+        self._reload()
 
     async def _follow_names(self) -> None:
         """Repeat the DNS lookups. A separate task, because a lookup may take seconds."""
         while True:
             if await self._names.follow():
-                self._take_over()
+                self._reload()
             await asyncio.sleep(self._pulse.every_s)
 
-    def _take_over(self) -> None:
+    def _reload(self) -> None:
         try:
             urls = self._listed()
         except ConfigError as error:
@@ -116,15 +116,15 @@ class Watch:
         _log.info("servers: %s", ", ".join(urls) or "none")
         self._servers.set_urls(urls, self._pulse.connect_s)
 
-    async def _look_after(self, server: Server) -> None:
-        last_s = moved_s = time.perf_counter()
+    async def _poll_server(self, server: Server) -> None:
+        last_s = progress_s = time.perf_counter()
         num_tokens: float | None = None  # no poll yet
         while True:
             began_s = time.perf_counter()
             before = set(server.holds)
             try:
                 async with asyncio.timeout(max(self._pulse.every_s, self._pulse.connect_s)):
-                    trouble, reading = await self._ask(server)
+                    trouble, reading = await self._poll(server)
             except (OSError, TimeoutError, ValueError) as error:  # ValueError: an invalid answer
                 silent_s = began_s - max(last_s, server.pool.last_received_s)
                 if isinstance(error, TimeoutError) and silent_s < self._pulse.silent_s:
@@ -135,9 +135,13 @@ class Watch:
                     server.pool.hang_up()
             else:
                 last_s = time.perf_counter()
-                if reading is None or _moves(reading, num_tokens) or server.pool.last_event_s > moved_s:
-                    moved_s = last_s
-                if last_s - moved_s > self._pulse.stall_s:
+                if (
+                    reading is None
+                    or _has_progress(reading, num_tokens)
+                    or server.pool.last_event_s > progress_s
+                ):
+                    progress_s = last_s
+                if last_s - progress_s > self._pulse.stall_s:
                     trouble = (
                         trouble or f"stalled: pending work, but no progress for {self._pulse.stall_s:g} s"
                     )
@@ -157,7 +161,7 @@ class Watch:
                 server.set_trouble(trouble)
             await asyncio.sleep(self._pulse.every_s)
 
-    async def _ask(self, server: Server) -> tuple[str, ServerMetrics | None]:
+    async def _poll(self, server: Server) -> tuple[str, ServerMetrics | None]:
         """Poll a server; return its trouble, "" for none, and its metrics, if available.
 
         Raises `OSError`, or `ValueError` for an invalid answer.
@@ -194,7 +198,7 @@ class Watch:
                 server.pool.give_back(flow)
 
 
-def _moves(reading: ServerMetrics, num_tokens: float | None) -> bool:
+def _has_progress(reading: ServerMetrics, num_tokens: float | None) -> bool:
     """Return whether a server has computed tokens since the last poll, or is idle."""
     return reading.num_tokens != num_tokens or not reading.num_running + reading.num_waiting
 

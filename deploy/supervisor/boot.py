@@ -29,9 +29,9 @@ class Boot:
     def update(self) -> None:
         """Update `has_served`. Call before a slot whose process died is vacated."""
         if not self.has_served:
-            self.has_served = self._is_able_to_serve()
+            self.has_served = self._can_serve()
 
-    def _is_able_to_serve(self) -> bool:
+    def _can_serve(self) -> bool:
         ready = {(slot.role, slot.index) for slot in self._slots.own() if slot.state is SlotState.READY}
         engines = [index for role, index in ready if role is Role.CORE and (Role.EXECUTOR, index) in ready]
         roles = {role for role, _ in ready}

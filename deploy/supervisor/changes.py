@@ -93,7 +93,7 @@ class Changes:
                 yield from self._add(role, 1, say)
                 yield from self._retire([slot], drain_timeout_s, say)
             else:
-                yield from self._renew(slot, say)
+                yield from self._restart_in_place(slot, say)
 
     def scale(
         self, wanted: Mapping[Role, int], drain_timeout_s: float, say: Callable[[str], None]
@@ -141,13 +141,13 @@ class Changes:
         self._slots.is_changed = True
         say(f"retiring {_names(leaving)}")
 
-        def staying() -> list[SlotRecord]:
+        def running() -> list[SlotRecord]:
             return [slot for slot in leaving if slot.process is not None]
 
-        yield lambda: self._slots.is_acknowledged() or not staying()
+        yield lambda: self._slots.is_acknowledged() or not running()
 
         def busy() -> list[SlotRecord]:
-            return [slot for slot in staying() if not (slot.is_drained or slot.role is Role.EXECUTOR)]
+            return [slot for slot in running() if not (slot.is_drained or slot.role is Role.EXECUTOR)]
 
         for slot in busy():
             self._send(slot.role, slot.index, Drain())
@@ -156,12 +156,12 @@ class Changes:
         late = busy()
         if late:
             say(f"{_names(late)} not drained after {timeout_s:g} s; other processes take over the requests")
-        self._stop(staying())
-        yield lambda: not staying()
+        self._stop(running())
+        yield lambda: not running()
         self._slots.is_changed = True
         say(f"{_names(leaving)} left")
 
-    def _renew(self, slot: SlotRecord, say: Callable[[str], None]) -> Waiting:
+    def _restart_in_place(self, slot: SlotRecord, say: Callable[[str], None]) -> Waiting:
         before, began = slot.worker, time.monotonic()
         say(f"stopping {before}; its requests resume on the new process")
         self._stop([slot] if slot.process is not None else [])
