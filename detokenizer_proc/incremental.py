@@ -1,18 +1,16 @@
 """Incremental detokenization. The concatenated text equals the tokenizer's ``decode`` of all ids.
 
-`PieceTable` maps every id to its text. It maps to None if the text depends on state: a split character, a byte token,
-or the first piece of a text. `Decoder` is that state for one request. While a decoder is *clean*, the caller may take
-texts from ``pieces`` without it.
+`PieceTable` maps every id to its text, or to None if the text depends on state: a split character, a byte token, or the
+first piece of a text. `Decoder` is that state. While it is *clean*, the caller may take texts from ``pieces``.
 
-Three decoder types use tables:
+Decoder types (the first three use tables):
 
 * byte level (GPT-2 alphabet): concatenated bytes, then UTF-8 with replacement characters;
 * SentencePiece with byte fallback: ``Sequence[Replace…, ByteFallback, Fuse, Strip]`` and its subsets. If a run of byte
   tokens is not UTF-8, the tokenizers library replaces *every* byte of it. So the text of a run is final only when the
   run ends; until then its characters are `Decoder.tentative`;
 * Metaspace.
-
-Other decoders call the tokenizers library on a short window of tokens.
+* other decoders call the tokenizers library on a short window of tokens.
 """
 
 from __future__ import annotations

@@ -135,9 +135,7 @@ class ProxiedRequest:
         """Send the request, with retries; return the flow of an answer with a received head."""
         tried, refused = self._tried, list[ResponseFlow]()
         until_s = time.monotonic() + self._timeouts.first_s
-        is_stored = outgoing.path.startswith(STORED) or any(
-            name == LAST_EVENT for name, _ in outgoing.headers
-        )
+        is_stored = _is_stored(outgoing)
         is_not_idempotent = outgoing.path.startswith(NOT_IDEMPOTENT) and outgoing.method != "GET"
         ready: Outgoing | None = None
         may_hedge = bool(self._timeouts.hedging.after_s and outgoing.path in HEDGED and not is_stored)
@@ -383,6 +381,11 @@ class ProxiedRequest:
             self._release()
             later[server] = time.monotonic() + pause_s * random.uniform(1.0, 1.5)
         return None
+
+
+def _is_stored(outgoing: Outgoing) -> bool:
+    """Return whether only the server that stores the object or stream can answer the request."""
+    return outgoing.path.startswith(STORED) or any(name == LAST_EVENT for name, _ in outgoing.headers)
 
 
 def _log_loss(server: Server, error: Exception, outgoing: Outgoing) -> None:

@@ -121,7 +121,7 @@ def test_who_the_door_refuses_is_refused_here() -> None:
         last.pick()
     last.leave()
     choices.is_draining = True
-    with pytest.raises(RequestError, match="is ending"):
+    with pytest.raises(RequestError, match="is draining"):
         choices.enter(RequestHead(C, {"x-api-key": "k"}))
     assert choices.num_open == 0
 
