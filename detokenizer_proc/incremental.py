@@ -9,7 +9,7 @@ Decoder types (the first three use tables):
 * SentencePiece with byte fallback: ``Sequence[Replace…, ByteFallback, Fuse, Strip]`` and its subsets. If a run of byte
   tokens is not UTF-8, the tokenizers library replaces *every* byte of it. So the text of a run is final only when the
   run ends; until then its characters are `Decoder.tentative`;
-* Metaspace.
+* Metaspace;
 * other decoders call the tokenizers library on a short window of tokens.
 """
 

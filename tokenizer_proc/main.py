@@ -56,10 +56,8 @@ LANES = ((256 << 10, 2), (1 << 62, 1))
 ALLOWANCE_S, SLOWEST_BYTES_PER_S = 1.0, 200 << 10
 """Time limit of encoding in a lane, on a busy machine; a prompt beyond it counts as a stall."""
 
-MAX_QUEUED_BYTES = 64 << 20
-"""Bytes of messages queued for frontends not in the topology yet, with `QUEUED_OVERHEAD` each; more are rejected."""
-
-QUEUED_OVERHEAD = 1 << 10
+MAX_QUEUED_BYTES, QUEUED_OVERHEAD = 64 << 20, 1 << 10
+"""Bytes of messages queued for frontends not in the topology yet, with the overhead of each; more are rejected."""
 
 MAX_QUEUED_ERRORS = 1 << 16
 """Error answers queued for frontends not in the topology yet."""
@@ -70,12 +68,7 @@ Result = TypeVar("Result")
 class Tokenizer:
     """Message handlers of the process."""
 
-    def __init__(
-        self,
-        process: Process[Message],
-        encoder: Encoder,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def __init__(self, process: Process[Message], encoder: Encoder, loop: asyncio.AbstractEventLoop) -> None:
         self._process = process
         self._encoder = encoder
         self._forms = Forms(process.config.model, is_mock=process.config.executor.kind == "mock")
@@ -269,9 +262,7 @@ class Tokenizer:
         if not self._process.pending and self._offloaded:
             num_lost = len(self._offloaded)
             self._num_differences.inc(num_lost)
-            self._process.log.warning(
-                "reconcile: %d requests waited for lanes that are idle; dropped", num_lost
-            )
+            self._process.log.warning("reconcile: %d requests waited for idle lanes; dropped", num_lost)
             self._offloaded.clear()
         now_s = time.monotonic()
         return self._process.progress, sum(due_s < now_s for due_s in list(self._due_s.values()))
@@ -357,9 +348,7 @@ class Tokenizer:
     def _answer(self, query: TokenizeQuery) -> Tokenized:
         try:
             if query.until_ns is not None and time.monotonic_ns() > query.until_ns:
-                raise RequestError(
-                    ErrorCode.TIMEOUT, "The query waited too long for a tokenizer thread; retry."
-                )
+                raise RequestError(ErrorCode.TIMEOUT, "The query timed out in the tokenizer's queue; retry.")
             ids = self._encoder.whole(query.prompt)
         except RequestError as error:
             failed = Failed(query.query_id, error.code, error.message, error.param)
@@ -373,9 +362,8 @@ class Tokenizer:
         except FrameTooLarge as error:
             cause = f"The answer has {error.num_bytes} bytes, but at most {error.most} are allowed; send a shorter text."
             failed = Failed(query.query_id, ErrorCode.TOO_LARGE, cause)
-            self._process.peers.send(
-                Role.FRONTEND, query.frontend, Tokenized(query.query_id, b"", None, failed)
-            )
+            answer = Tokenized(query.query_id, b"", None, failed)
+            self._process.peers.send(Role.FRONTEND, query.frontend, answer)
 
 
 def prepare(config: EngineConfig) -> Encoder:
