@@ -55,7 +55,7 @@ class GenerationTag(Extension):
 
 
 class PlainNamespace(Namespace):
-    """``namespace()`` whose attributes cannot reach Python's internals."""
+    """``namespace()`` without access to Python's internals."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set an attribute, which must not begin with an underscore."""

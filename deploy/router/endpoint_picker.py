@@ -149,7 +149,7 @@ class PickerStream:
             # The next message may be trailers, after which the head cannot change.
             common = CommonResponse(header_mutation=HeaderMutation(remove_headers=[ENDPOINT, *_OURS]))
             yield ProcessingResponse(request_headers=HeadersResponse(response=common))
-        elif head.end_of_stream or self._request_mode != _DUPLEX:  # no body comes in time
+        elif head.end_of_stream or self._request_mode != _DUPLEX:  # no body to wait for
             yield self._picked(self._current().pick(), "request_headers")
 
     def _on_body(self, gateway_request: GatewayRequest, body: HttpBody) -> Iterator[ProcessingResponse]:

@@ -27,7 +27,7 @@ class Boot:
         """True once a frontend may have answered /readyz with 200. Never reset."""
 
     def update(self) -> None:
-        """Update `has_served`. Call before a slot whose process died is vacated."""
+        """Update `has_served`. Call before the slot of a dead process is vacated."""
         if not self.has_served:
             self.has_served = self._can_serve()
 

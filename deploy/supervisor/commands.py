@@ -21,7 +21,7 @@ _DRAIN_TIMEOUT = "drain-timeout"
 
 
 class CommandError(Exception):
-    """The command is invalid or impossible now; the message says what is possible."""
+    """The command is invalid or impossible now; the message has the alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Scale:
     drain_timeout_s: float | None
 
 
-def parse(words: Sequence[str]) -> Status | Restart | Scale:
+def parse(arguments: Sequence[str]) -> Status | Restart | Scale:
     """Parse the arguments of ``quintet admin``. Raises `CommandError`."""
-    verb, *rest = words or [""]
+    verb, *rest = arguments or [""]
     rest, drain_timeout_s = _take_timeout(rest)
     match verb, rest:
         case "status", []:
@@ -59,14 +59,14 @@ def parse(words: Sequence[str]) -> Status | Restart | Scale:
             return Scale(dict(_count(word) for word in rest), drain_timeout_s)
         case _:
             raise CommandError(
-                f"{' '.join(words)!r} is not a command; use `status`, `restart ROLE` or `scale ROLE=COUNT …`"
+                f"{' '.join(arguments)!r} is not a command; use `status`, `restart ROLE` or `scale ROLE=COUNT …`"
             )
 
 
-def _take_timeout(words: Sequence[str]) -> tuple[list[str], float | None]:
+def _take_timeout(arguments: Sequence[str]) -> tuple[list[str], float | None]:
     prefix = f"{_DRAIN_TIMEOUT}="
-    given = [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
-    rest = [word for word in words if not word.startswith(prefix)]
+    given = [word.removeprefix(prefix) for word in arguments if word.startswith(prefix)]
+    rest = [word for word in arguments if not word.startswith(prefix)]
     if not given:
         return rest, None
     if not re.fullmatch(r"\d{1,6}(\.\d+)?", given[-1]):

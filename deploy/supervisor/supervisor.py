@@ -270,7 +270,7 @@ class Supervisor:
         return path.stat().st_mtime if path.exists() else float("inf")
 
     def _schedule_restart(self, slot: SlotRecord, exit_status: int) -> None:
-        """Schedule the restart of a slot whose process died, or fail the server."""
+        """Schedule the restart of a slot with a dead process, or fail the server."""
         failure = child_failure(self._run_dir, slot, exit_status)
         if self._phase is Phase.DRAINING and slot.role is Role.FRONTEND:
             return

@@ -1,6 +1,6 @@
 """Stall detection by heartbeats.
 
-Every ``heartbeat_s`` a process reports its completed and its pending work. The watch knows no requests.
+Every ``heartbeat_s`` a process reports its completed and its pending work. The watch does not track requests.
 
     heartbeats, and progress or no pending work        READY
     no heartbeat or no progress for ``notice_s``       STALLED: reported by /health and /readyz

@@ -34,7 +34,7 @@ class JsonFormat:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Special tokens that must be seen."""
+        """Special tokens that the parser must see as text."""
         return frozenset({*self.begins, *self.ends, *self.around, *self.heads, *self.within})
 
 

@@ -28,7 +28,7 @@ class LiteralFormat:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Special tokens that must be seen."""
+        """Special tokens that the parser must see as text."""
         quotes = () if self.notation.has_escapes else self.notation.quotes
         return frozenset({*self.begins, *self.ends, *quotes})
 

@@ -38,7 +38,7 @@ class TagFormat:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Special tokens that must be seen."""
+        """Special tokens that the parser must see as text."""
         parts = (self.function, self.name_end, self.parameter, self.key_end, self.value_begin, self.value_end)
         return frozenset({*self.begins, *self.ends, *parts} - {""})
 

@@ -29,7 +29,7 @@ class ThinkFormat:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Special tokens that must be seen."""
+        """Special tokens that the parser must see as text."""
         return frozenset({*self.opens, *self.closes, *self.breaks, *self.around})
 
 
