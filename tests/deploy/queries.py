@@ -11,9 +11,9 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-DASHBOARD = ROOT / "deploy" / "grafana" / "quintet.json"
-ADAPTER = ROOT / "deploy" / "kubernetes" / "prometheus-adapter.yaml"
-REPLICAS = ROOT / "deploy" / "kubernetes" / "quintet-replicas.yaml"
+DASHBOARD = ROOT / "deploy" / "integrations" / "grafana" / "quintet.json"
+ADAPTER = ROOT / "deploy" / "integrations" / "kubernetes" / "prometheus-adapter.yaml"
+REPLICAS = ROOT / "deploy" / "integrations" / "kubernetes" / "quintet-replicas.yaml"
 
 FROM_PROMETHEUS = {"instance", "namespace", "pod"}
 """Labels that a scrape adds."""
