@@ -1,1 +1,1 @@
-"""The detokenizer process: ids to text, stop strings, log-probabilities with their tokens."""
+"""The detokenizer process: token ids to text, stop strings, log-probabilities with their tokens."""

@@ -1,7 +1,7 @@
-"""What each core has open here: a request is one core's at a time, that of the newest attempt.
+"""Open requests per core. A request belongs to the core with the newest attempt.
 
-Cores know nothing of each other. Only where two of them speak of one request does this process decide between them: whoever
-opens a newer attempt has it, and what the other still sends of it is passed over.
+Cores do not communicate. When a core opens a newer attempt at a request, this process drops the rows that the previous
+core still sends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quintet.wire.messages import Text, Tokens
 
 
 class Cores:
-    """One `Steps` for each core that ever sent something."""
+    """One `Steps` per core, created by its first message."""
 
     def __init__(self, first: Steps) -> None:
         self._first = first
@@ -22,42 +22,42 @@ class Cores:
 
     @property
     def num_open(self) -> int:
-        """Requests that have begun and not ended."""
+        """Number of open requests."""
         return sum(steps.num_open for steps in self._steps.values())
 
     def of(self, core: int) -> Steps:
-        """Return what a core has open."""
+        """Return the `Steps` of a core; create it if missing."""
         steps = self._steps.get(core)
         if steps is None:
-            steps = self._steps[core] = self._first.sibling()
+            steps = self._steps[core] = self._first.clone_empty()
         return steps
 
     def apply(self, message: Tokens) -> list[tuple[TextBuilder, Text]]:
-        """Take one step's tokens; return what each frontend must be told."""
+        """Apply one step's tokens; return the text for each frontend."""
         steps = self.of(message.core)
         moved = [opened.request_id for opened in message.opens if opened.attempt]
-        if moved and steps.meet_core(message.core_epoch):
+        if moved and steps.accept_core(message.core_epoch):
             for other in self._steps.values():
                 if other is not steps:
                     other.release(moved)
         return steps.apply(message)
 
     def take_stop_hits(self) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return, for each core that must hear of some, the requests that ended in their text, and at which attempt."""
+        """Return per core the requests that a stop string ended, as (request id, attempt). Cores without hits are omitted."""
         return [(core, hits) for core, steps in self._steps.items() if (hits := steps.take_stop_hits())]
 
     def abandon(self, request_ids: Iterable[int]) -> None:
-        """See `Steps.abandon`, wherever the requests are open."""
+        """Call `Steps.abandon` for every core."""
         ids = list(request_ids)
         for steps in self._steps.values():
             steps.abandon(ids)
 
     def forget_frontend(self, index: int, epoch_tag: int) -> None:
-        """See `Steps.forget_frontend`."""
+        """Call `Steps.forget_frontend` for every core."""
         for steps in self._steps.values():
             steps.forget_frontend(index, epoch_tag)
 
     def forget_core(self, core: int, epoch: int) -> None:
-        """Drop what this process of a core, and those before it, had open: there is another, or none any more."""
+        """Drop the open requests of a core's process with this or an earlier epoch."""
         if core in self._steps:
-            self._steps[core].meet_core(epoch + 1)
+            self._steps[core].accept_core(epoch + 1)

@@ -1,7 +1,4 @@
-"""Which kind of decoder a tokenizer has, read from its own description, and what its tokens spell.
-
-Knows the tokenizers library's serialized form; knows no ids and no state.
-"""
+"""Decoder type of a tokenizer, parsed from the tokenizers library's serialized form, and token spellings."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import msgspec
 
 
 class DecoderSpec(msgspec.Struct, frozen=True):
-    """What of a tokenizer's decoder decides how ids become text."""
+    """Parameters of a tokenizer's decoder."""
 
     kind: str
     """``bytes``, ``pieces``, ``metaspace`` or ``library``."""
@@ -25,7 +22,7 @@ class DecoderSpec(msgspec.Struct, frozen=True):
 
 
 def read_decoder(description: Mapping[str, Any] | None) -> DecoderSpec:
-    """Recognise a decoder by its description; an unknown one is left to the library."""
+    """Parse a serialized decoder. An unsupported one gets kind ``library``."""
     if description is None:
         return DecoderSpec("library")
     steps = _steps(description)
@@ -61,7 +58,7 @@ def read_decoder(description: Mapping[str, Any] | None) -> DecoderSpec:
 
 
 def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the decoders of a sequence, and of those in it, one after the other; what is none stands for itself."""
+    """Flatten nested decoder sequences into one list."""
     inner = decoder.get("decoders")
     if decoder.get("type") != "Sequence" or not isinstance(inner, list):
         return [decoder]
@@ -69,20 +66,20 @@ def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's map from printable characters to the bytes they stand for.
+    """Return GPT-2's map from printable characters to bytes.
 
-    Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order (Radford et
-    al., "Language Models are Unsupervised Multitask Learners", 2019, released code).
+    Printable Latin-1 bytes map to themselves; the other bytes map to U+0100 and following, in order (Radford et al.,
+    "Language Models are Unsupervised Multitask Learners", 2019, released code).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def through_alphabet(tokens: Sequence[str]) -> list[bytes]:
-    """Return byte-level tokens' bytes; a token with any character outside the alphabet stands for itself."""
+def byte_level_bytes(tokens: Sequence[str]) -> list[bytes]:
+    """Return the bytes of byte-level tokens. A token with a character outside the alphabet gives its UTF-8 bytes."""
     alphabet = byte_alphabet()
-    # Latin-1 spells a byte as the character of that number: others become one that it cannot spell.
+    # Latin-1 encodes each code point below 256 as that byte; characters outside the alphabet map to U+FFFD and fail.
     latin = {number: alphabet.get(chr(number), 0xFFFD) for number in range(256)}
     latin |= {ord(character): byte for character, byte in alphabet.items()}
     found = []
@@ -95,10 +92,10 @@ def through_alphabet(tokens: Sequence[str]) -> list[bytes]:
 
 
 def byte_of(token: str) -> int | None:
-    """Return the byte a token of the form ``<0xNN>`` stands for."""
+    """Return the byte of a token ``<0xNN>``; None for any other token."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         digits = token[3:5]
-        if digits[0] == "+":  # the reference parses "+A" as a number too
+        if digits[0] == "+":  # the tokenizers library also accepts "+A"
             digits = digits[1:]
         try:
             return int(digits, 16) if digits.isalnum() and digits.isascii() else None

@@ -1,18 +1,16 @@
-"""Ids to text, one token at a time, equal to the tokenizer's own ``decode`` of the whole.
+"""Incremental detokenization. The concatenated text equals the tokenizer's ``decode`` of all ids.
 
-A `PieceTable` is built once from the tokenizer: for every id the text it stands for, where that text is complete by
-itself, or None where it takes state to know (a split character, a byte token, the first piece of a text). A `Decoder`
-is that state for one request. While a decoder is *clean* its caller may take texts straight from ``pieces``.
+`PieceTable` maps every id to its text, or to None if the text depends on state: a split character, a byte token, or the
+first piece of a text. `Decoder` is that state. While it is *clean*, the caller may take texts from ``pieces``.
 
-Three shapes of tokenizer decoder are walked as tables:
+Decoder types (the first three use tables):
 
-* byte level (GPT-2 alphabet): bytes of all tokens in a row, then UTF-8 with replacement characters;
-* SentencePiece with byte fallback: ``Sequence[Replace…, ByteFallback, Fuse, Strip]`` and its subsets. The reference
-  replaces *every* byte of a run of byte tokens when the run as a whole is not UTF-8, so a run is certain only when it
-  ends; until then its characters are `Decoder.tentative`;
-* Metaspace.
-
-Anything else goes through the tokenizers library over a short window. Nothing here knows of requests or messages.
+* byte level (GPT-2 alphabet): concatenated bytes, then UTF-8 with replacement characters;
+* SentencePiece with byte fallback: ``Sequence[Replace…, ByteFallback, Fuse, Strip]`` and its subsets. If a run of byte
+  tokens is not UTF-8, the tokenizers library replaces *every* byte of it. So the text of a run is final only when the
+  run ends; until then its characters are `Decoder.tentative`;
+* Metaspace;
+* other decoders call the tokenizers library on a short window of tokens.
 """
 
 from __future__ import annotations
@@ -22,36 +20,36 @@ import copy
 from collections.abc import Sequence
 from typing import Protocol
 
-from quintet.detokenizer_proc.decoder_spec import byte_of, through_alphabet
+from quintet.detokenizer_proc.decoder_spec import byte_level_bytes, byte_of
 from quintet.detokenizer_proc.vocabulary import Vocabulary
 
 REPLACEMENT = "\ufffd"
 
 
 class Decoder(Protocol):
-    """The text state of one sequence of tokens."""
+    """Decoding state of one token sequence."""
 
     clean: bool
-    """Nothing is pending: the next text is ``pieces[token]`` where that is not None, and `push` need not be called."""
+    """No text is pending: ``pieces[token]``, if not None, is the next text without a call of `push`."""
     tentative: str
-    """Characters the last `push` completed that a later token could still turn into replacement characters."""
+    """Characters completed by the last `push` that a later token could still turn into replacement characters."""
     tentative_length: int
-    """All such characters that are open now."""
+    """Number of tentative characters of the current run."""
     revoked: bool
-    """Whether the last call did turn tentative characters into replacement characters."""
+    """True if the last call turned tentative characters into replacement characters."""
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that has become certain."""
+        """Add a token; return the text that became final."""
 
     def flush(self) -> str:
-        """End the sequence; return the text that was still pending, as ``decode`` of the whole has it."""
+        """End the sequence; return the pending text."""
 
     def seal(self) -> str:
-        """End the prompt; return its pending text but for the bytes of an incomplete character, which stay pending."""
+        """End the prompt; return its pending text. The bytes of an incomplete character remain pending."""
 
 
 class PieceTable:
-    """What every id stands for, special tokens for themselves; `skipping_special_tokens` gives the other table."""
+    """Text of every id, special tokens included. `skipping_special_tokens` returns the table without them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -60,21 +58,18 @@ class PieceTable:
         self.num_ids = len(vocabulary.tokens)
         self.absent = frozenset(i for i, token in enumerate(vocabulary.tokens) if token is None)
         self.raw: list[bytes] = []
-        """The bytes of each id's text by itself; empty for ids that stand for nothing."""
+        """Bytes of each id decoded alone; empty for ids without a token."""
         self.pieces: list[str | None] = []
-        """The text of each id, or None where `Decoder.push` must be asked."""
+        """Text of each id, or None if `Decoder.push` must be called."""
         self.pending: list[str | None] = [None] * self.num_ids
-        """The table of a decoder that is not clean: `Decoder.push` must always be asked."""
+        """Table for a decoder that is not clean: `Decoder.push` must be called for every id."""
         self.silent: list[str | None] = [""] * self.num_ids
-        """The table of a request that wants no text."""
+        """Table for a request without detokenization."""
         self.is_byte = bytearray(self.num_ids)
         self._fill()
 
     def skipping_special_tokens(self, but: frozenset[str] = frozenset()) -> PieceTable:
-        """Return the table in which special tokens stand for nothing, but those spelled like one of ``but``, or a part of it.
-
-        It is a copy, since few ids differ of a hundred thousand.
-        """
+        """Return a copy in which special tokens have empty text, except tokens that are a substring of a mark in ``but``."""
         table = copy.copy(self)
         table.skip_special_tokens = True
         tokens, special = self.vocabulary.tokens, self.vocabulary.special
@@ -87,7 +82,7 @@ class PieceTable:
         return table
 
     def decoder(self, context: Sequence[int] = (), *, whole: bool = True) -> Decoder:
-        """Return the state after ``context``, the prompt or (not ``whole``) its tail."""
+        """Return a decoder after ``context``: the prompt, or its tail if not ``whole``."""
         match self.spec.kind:
             case "bytes":
                 return ByteDecoder(self, context)
@@ -106,21 +101,21 @@ class PieceTable:
         return decoder
 
     def _from_boundary(self, tail: Sequence[int]) -> Sequence[int]:
-        """Drop byte tokens that continue a character which began before the tail."""
+        """Drop leading byte tokens that continue a character from before the tail."""
         first = 0
         while first < len(tail) and self.is_byte[tail[first]] and 0x80 <= self.raw[tail[first]][0] < 0xC0:
             first += 1
         return tail[first:]
 
     def text_of(self, token_id: int) -> str:
-        """Return one token's text by itself, invalid UTF-8 replaced."""
+        """Return one token's text decoded alone, with invalid UTF-8 replaced."""
         return self.raw[token_id].decode("utf-8", "replace")
 
     def _fill(self) -> None:
         tokens = [token or "" for token in self.vocabulary.tokens]
         match self.spec.kind:
             case "bytes":
-                self.raw = through_alphabet(tokens)
+                self.raw = byte_level_bytes(tokens)
                 self.pieces = [_text_or_none(raw) for raw in self.raw]
             case "pieces":
                 self._fill_pieces(tokens)
@@ -162,7 +157,7 @@ def _text_or_none(raw: bytes) -> str | None:
 
 
 class ByteDecoder:
-    """Byte level: at most three bytes of an incomplete character are pending."""
+    """Byte-level decoder. At most three bytes of an incomplete character are pending."""
 
     __slots__ = ("_pending", "_table", "clean")
 
@@ -173,12 +168,12 @@ class ByteDecoder:
     def __init__(self, table: PieceTable, context: Sequence[int] = ()) -> None:
         self._table = table
         raw = table.raw
-        data = b"".join([raw[token_id] for token_id in context])  # where bytes are cut changes nothing
+        data = b"".join([raw[token_id] for token_id in context])  # token boundaries do not matter
         self._pending = data[codecs.utf_8_decode(data, "replace", False)[1] :]
         self.clean = not self._pending
 
     def push(self, token_id: int) -> str:
-        """Add the token's bytes; return the characters they complete."""
+        """Add the token's bytes; return the completed characters."""
         data = self._pending + self._table.raw[token_id]
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
@@ -186,18 +181,18 @@ class ByteDecoder:
         return text
 
     def flush(self) -> str:
-        """Return a replacement character for an incomplete one."""
+        """Return a replacement character for a pending incomplete character."""
         text = self._pending.decode("utf-8", "replace")
         self._pending, self.clean = b"", True
         return text
 
     def seal(self) -> str:
-        """Keep what is pending."""
+        """Keep the pending bytes."""
         return ""
 
 
 class PieceDecoder:
-    """SentencePiece: pieces of text, byte tokens in runs, perhaps a space to strip from the very beginning."""
+    """SentencePiece decoder: text pieces, runs of byte tokens, optional stripping of leading spaces."""
 
     __slots__ = (
         "_broken",
@@ -216,16 +211,16 @@ class PieceDecoder:
         self._table = table
         self._strip_left = table.spec.strip_count if at_start else 0
         self._parts: list[str] = []  # complete characters of the run
-        self._partial = b""  # bytes of its incomplete last one
+        self._partial = b""  # bytes of the run's incomplete last character
         self._num_bytes = 0
-        self._broken = False  # the run is not UTF-8: every byte of it is replaced
+        self._broken = False  # the run is not UTF-8: all its bytes are replaced
         self.clean = not self._strip_left
         self.tentative = ""
         self.tentative_length = 0
         self.revoked = False
 
     def push(self, token_id: int) -> str:
-        """Add a piece, which ends a run of bytes, or one byte of a run."""
+        """Add a byte to the current run, or a text piece, which ends the run."""
         table = self._table
         self.tentative = ""
         self.revoked = False
@@ -258,20 +253,20 @@ class PieceDecoder:
         if used:
             self._parts.append(text)
             self._partial = b""
-            # Only a run that nothing was kept of yet can be stripped: it is no longer than what is stripped.
+            # Stripping applies only while the whole run so far was stripped.
             to_strip = self._strip_left and not self.tentative_length
             self.tentative = self._lstripped_tentative(text) if to_strip else text
             self.tentative_length += len(self.tentative)
         return ""
 
     def _lstripped_tentative(self, text: str) -> str:
-        """Return the part of ``text``, the newest of the run's characters, that stripping the beginning would leave."""
+        """Return the part of ``text``, the run's newest characters, that remains after stripping the run's beginning."""
         run = "".join(self._parts)
         kept = len(run) - self._num_stripped(run)
         return text[-kept:] if kept < len(text) and kept else text if kept else ""
 
     def _end_run(self) -> str:
-        """Return the run's text that was not returned yet: its characters, or a replacement for each byte."""
+        """End the run; return its text that was not returned yet: characters, or a replacement per byte."""
         if self._broken:
             text = ""
         elif self._partial:
@@ -296,7 +291,7 @@ class PieceDecoder:
         return text[count:]
 
     def flush(self) -> str:
-        """Return the text of the run that was open."""
+        """Return the text of the open run."""
         self.revoked = False
         text = self._end_run()
         if self._strip_left:
@@ -306,7 +301,7 @@ class PieceDecoder:
         return text
 
     def seal(self) -> str:
-        """Return the run's complete characters; an incomplete last one goes on as a run of its own."""
+        """Return the run's complete characters. An incomplete last character starts a new run."""
         if self._broken:
             return ""
         partial = self._partial
@@ -322,7 +317,7 @@ class PieceDecoder:
 
 
 class MetaspaceDecoder:
-    """Metaspace: the first token of a text has no spaces, every other stands for itself."""
+    """Metaspace decoder: removes the spaces of a text's first token."""
 
     __slots__ = ("_table", "clean")
 
@@ -344,21 +339,20 @@ class MetaspaceDecoder:
         return token.replace(table.spec.space, "")
 
     def flush(self) -> str:
-        """Return nothing: every token is certain at once."""
+        """Return an empty string: every text is final at once."""
         return ""
 
     def seal(self) -> str:
-        """Return nothing: every token is certain at once."""
+        """Return an empty string: every text is final at once."""
         return ""
 
 
 class LibraryDecoder:
-    """Any other decoder: the library decodes a window of the newest tokens, with the ones before it as context.
+    """Decoder by the tokenizers library: decodes a window of the newest tokens, with the previous window as context.
 
-    ``_ids[:_read]`` is the context, whose text was returned; it is what the previous window held. The text of the
-    window is what ``decode`` gives for both beyond what it gives for the context, held back while it ends in a
-    replacement character. Exact for decoders whose text of a token depends on its neighbours only; tokens that
-    ``decode`` skips never enter the window, so it stays short.
+    ``_ids[:_read]`` is the context; its text was returned before. The new text is the decoded window minus the decoded
+    context. It is held back while it ends in a replacement character. The result is exact if a token's text depends
+    only on adjacent tokens. Skipped tokens never enter the window, so it remains short.
     """
 
     __slots__ = ("_context_text", "_ids", "_read", "_table", "clean")
@@ -375,7 +369,7 @@ class LibraryDecoder:
         self.clean = False
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is complete."""
+        """Add a token; return the completed text."""
         if token_id in self._table.absent:
             return ""
         self._ids.append(token_id)
@@ -389,14 +383,14 @@ class LibraryDecoder:
         return delta
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         delta = self._decode(self._ids)[len(self._context_text) :]
         self._read = len(self._ids)
         self._context_text += delta
         return delta
 
     def seal(self) -> str:
-        """Keep what is held back."""
+        """Keep the text that is held back."""
         return ""
 
     def _decode(self, ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Log-probabilities as columns of ids, turned into tokens with their text."""
+"""Conversion of log-probability columns to tokens with text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from quintet.wire.step import PromptLogprobs, TokenLogprobs
 def position(
     table: PieceTable, token_ids: Sequence[int], logprobs: Sequence[float], rank: int, text_offset: int
 ) -> PositionLogprobs:
-    """Name the tokens of one position: the token itself first in both columns, then alternatives, most likely first.
+    """Build the log-probabilities of one position. Both columns hold the chosen token, then the alternatives by rank.
 
-    A token's text is its own, replacement characters where it is part of a character; ``token_bytes`` are exact.
-    ``table`` must show special tokens, whatever the request does with them in its text.
+    A token's text is decoded alone, with replacement characters for a partial character; ``token_bytes`` are exact.
+    ``table`` must show special tokens, even if the request skips them in its text.
     """
     chosen, *top = (
         Alternative(token_id, logprob, table.text_of(token_id), table.raw[token_id], order)
@@ -27,7 +27,7 @@ def position(
 
 
 def of_token(table: PieceTable, entry: TokenLogprobs, text_offset: int) -> PositionLogprobs:
-    """Read one sampled position."""
+    """Convert one sampled position."""
     return position(table, unpack_i32(entry.token_ids), unpack_f32(entry.logprobs), entry.rank, text_offset)
 
 
@@ -37,9 +37,9 @@ def of_prompt(
     known: list[PositionLogprobs | None],
     text_offsets: Sequence[int] | None,
 ) -> None:
-    """Write a stretch of prompt positions into ``known``, one place per prompt token.
+    """Convert a range of prompt positions and write them into ``known``, a list with one entry per prompt token.
 
-    ``text_offsets`` say where each prompt token's text begins, when the text begins with the prompt.
+    ``text_offsets``: start of each prompt token's text, if the text includes the prompt.
     """
     width = entry.width
     token_ids, logprobs = unpack_i32(entry.token_ids), unpack_f32(entry.logprobs)
@@ -50,7 +50,7 @@ def of_prompt(
 
 
 def prompt_offsets(table: PieceTable, prompt_ids: Sequence[int]) -> list[int]:
-    """Return where each prompt token's text begins in the prompt's text."""
+    """Return the start of each prompt token's text within the prompt's text."""
     decoder, offsets, length = table.decoder(), [], 0
     for token_id in prompt_ids:
         offsets.append(length + decoder.tentative_length)

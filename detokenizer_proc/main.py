@@ -1,4 +1,4 @@
-"""The detokenizer process: a blocking loop from the core's tokens to the frontends' text."""
+"""Main loop of the detokenizer process: receives the cores' tokens, sends text to the frontends."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from quintet.wire.request import Echo
 from quintet.wire.supervision import Drain, Drained, Topology
 
 QUERY_SLICE = 4096
-"""Tokens of a `DetokenizeQuery` decoded between two looks at the inbox: no query delays a step by more."""
+"""Tokens of a `DetokenizeQuery` decoded per loop iteration; bounds the delay of a step by a query."""
 
-MAX_EARLY = 4096
-"""Messages kept for frontends that the topology has not named yet. Requests of those beyond are ended."""
+MAX_QUEUED_TEXTS = 4096
+"""Messages queued for frontends that are not in the topology yet. Requests of further messages fail."""
 
-MAX_LOST = 1 << 16
-"""Requests ended so that are remembered, to tell their frontends once they are named."""
+MAX_FAILED = 1 << 16
+"""Failed requests kept until their frontend is in the topology."""
 
 
 class QueryJob:
-    """A `DetokenizeQuery` that is being answered, a slice at a time."""
+    """A `DetokenizeQuery` in progress, decoded in slices."""
 
     def __init__(self, query: DetokenizeQuery, token_ids: Sequence[int], state: TextState) -> None:
         self.query = query
@@ -56,7 +56,7 @@ class QueryJob:
         self._parts: list[str] = []
 
     def advance(self) -> Detokenized | None:
-        """Decode one slice; return the answer when it was the last."""
+        """Decode one slice; return the answer after the last slice."""
         state, end = self._state, self._position + QUERY_SLICE
         self._parts.append(state.add(self._token_ids[self._position : end]))
         self._position = end
@@ -72,22 +72,22 @@ class QueryJob:
         return answer
 
 
-def _text_alone(query_id: int) -> Open:
-    """Return how a text begins that is no request's output: with nothing before it, and nothing of it hidden."""
+def _open_without_request(query_id: int) -> Open:
+    """Return the `Open` of a text without a request: empty prompt, special tokens shown."""
     return Open(query_id, 0, 0, b"", [], False, False, True, True, Echo.NONE, False, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What is made of the tokenizer, before anything is known of a slot."""
+    """Tables of the tokenizer; independent of the slot."""
 
     showing: PieceTable
     skipping: PieceTable
-    """Without special tokens."""
+    """Table without special tokens."""
 
 
 class Detokenizer:
-    """Handlers of the process's messages, and its figures."""
+    """Message handlers and metrics of the process."""
 
     def __init__(self, process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> None:
         self._process = process
@@ -97,11 +97,13 @@ class Detokenizer:
         self._first = Steps(self._skipping, self._showing)
         self._cores = Cores(self._first)
         self._jobs: deque[QueryJob] = deque()
-        self._early: PendingTopology[tuple[int, int], tuple[int, int, Text]] = PendingTopology(MAX_EARLY)
+        self._queued_texts: PendingTopology[tuple[int, int], tuple[int, int, Text]] = PendingTopology(
+            MAX_QUEUED_TEXTS
+        )
         self._is_retiring = False
-        """Whether the supervisor wants to hear when nothing is left."""
-        self._lost: dict[int, Failed] = {}
-        """Requests whose tokens or text were dropped, and what their frontends are to be told."""
+        """True after `Drain`, until `Drained` is sent."""
+        self._failed: dict[int, Failed] = {}
+        """Errors to send to the frontends of requests with dropped tokens or text."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="core_detokenizer"
@@ -110,26 +112,26 @@ class Detokenizer:
         self._num_tokens = metrics.counter("detokenized_tokens", "Tokens turned into text.")
         self._num_stop_hits = metrics.counter("stop_string_hits", "Requests ended by a stop string.")
         self._num_differences = metrics.counter(
-            "audit_differences", "Requests that two processes did not agree on, twice in a row."
+            "audit_differences", "Requests open in only one of two processes, twice in a row."
         )
-        self._num_open = metrics.gauge("detokenizer_open_requests", "Requests whose text is being made.")
+        self._num_open = metrics.gauge("detokenizer_open_requests", "Requests open in the detokenizer.")
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the tables cover."""
+        """Number of ids in the tables."""
         return self._showing.num_ids
 
     @property
     def style(self) -> str:
-        """How ids become text: ``bytes``, ``pieces``, ``metaspace`` or ``library``."""
+        """Decoder type: ``bytes``, ``pieces``, ``metaspace`` or ``library``."""
         return self._showing.spec.kind
 
     def run(self) -> None:
-        """Handle messages until told to stop."""
+        """Handle messages until stopped."""
         process = self._process
         while True:
             messages = process.receive(0.0 if self._jobs else None)
-            # The outboxes follow a topology of this batch already: what waited for it goes out before what came with it.
+            # The outboxes already follow a topology of this batch: send queued messages before handling the new ones.
             if any(isinstance(message, Topology) for message in messages):
                 self._follow()
             for message in messages:
@@ -143,10 +145,10 @@ class Detokenizer:
             num_open = self._cores.num_open
             process.pending = num_open + len(self._jobs)
             self._num_open.set(num_open)
-            # An open request whose core is busy elsewhere is not a stall of this process: every turn counts.
+            # Count each iteration as progress: an open request without new tokens is not a stall of this process.
             process.progress += 1
             if self._is_retiring and not process.pending:
-                self._is_retiring = False  # said once is enough
+                self._is_retiring = False  # send Drained once
                 process.peers.send(Role.SUPERVISOR, 0, Drained(process.me))
 
     def _handle(self, message: object) -> None:
@@ -156,34 +158,34 @@ class Detokenizer:
             case DetokenizeQuery():
                 self._accept_query(message)
             case Live():
-                self._audit(message)
+                self._reconcile(message)
             case Dropped():
-                self._end_dropped(message)
+                self._fail_dropped(message)
             case Drain():
                 self._is_retiring = True
             case _:
                 pass
 
-    def _end_dropped(self, dropped: Dropped) -> None:
-        """End what a message carried that was dropped on its way here."""
+    def _fail_dropped(self, dropped: Dropped) -> None:
+        """Fail the query and the requests of a dropped message."""
         error = dropped.error(Role.DETOKENIZER)
         if dropped.query_id is not None and dropped.frontend is not None:
             failed = Failed(dropped.query_id, error.code, error.message)
             answer = Detokenized(dropped.query_id, "", failed)
             self._process.peers.send(Role.FRONTEND, dropped.frontend, answer)
-        self._lose(dropped.request_ids, error.code, error.message)
-        self._apologise()
+        self._fail_requests(dropped.request_ids, error.code, error.message)
+        self._send_failures()
 
-    def _audit(self, account: Live) -> None:
-        alone, missing = self._cores.of(account.sender.index).compare(unpack_i64(account.request_ids))
-        if alone or missing:
-            self._num_differences.inc(len(alone) + len(missing))
+    def _reconcile(self, live: Live) -> None:
+        stale, missing = self._cores.of(live.sender.index).compare(unpack_i64(live.request_ids))
+        if stale or missing:
+            self._num_differences.inc(len(stale) + len(missing))
             self._process.log.warning(
-                "%d requests are open here alone, %d that the core has are not: %s",
-                len(alone), len(missing), [*alone, *missing][:8],
+                "reconcile with core %d: %d requests open only in the detokenizer, %d only in the core: %s",
+                live.sender.index, len(stale), len(missing), [*stale, *missing][:8],
             )  # fmt: skip
         if missing:
-            self._process.peers.send(Role.CORE, account.sender.index, Unknown(pack_i64(missing)))
+            self._process.peers.send(Role.CORE, live.sender.index, Unknown(pack_i64(missing)))
 
     def _apply(self, message: Tokens) -> None:
         began_ns = time.monotonic_ns()
@@ -198,51 +200,53 @@ class Detokenizer:
         self._span("detokenize", message.step, began_ns)
 
     def _deliver(self, index: int, tag: int, text: Text) -> None:
-        """Send to the frontend of this epoch; drop for one that is gone; keep for one no topology has named yet."""
+        """Send to the frontend of this epoch. Drop for a replaced frontend; queue for one not in the topology yet."""
         epoch = self._process.peers.epoch(Role.FRONTEND, index)
         if epoch is not None and epoch_tag(epoch) == tag:
             try:
                 self._process.peers.send(Role.FRONTEND, index, text)
             except FrameTooLarge as error:
-                words = f"what one step made of the request is too large to be told: {error}. Ask for fewer log-probabilities."
-                self._lose(_requests_in(text), ErrorCode.TOO_LARGE, words)
-                self._apologise()
-        elif (epoch is None or is_newer(tag, epoch)) and not self._early.keep(
+                cause = (
+                    f"Step output exceeds the message size limit: {error}. Request fewer log-probabilities."
+                )
+                self._fail_requests(_requests_in(text), ErrorCode.TOO_LARGE, cause)
+                self._send_failures()
+        elif (epoch is None or is_newer(tag, epoch)) and not self._queued_texts.keep(
             (index, tag), (index, tag, text)
         ):
-            self._lose_text(text)
+            self._fail_text(text)
 
-    def _lose_text(self, text: Text) -> None:
-        """Drop a message that nobody can be sent, and end its requests."""
-        if not self._lost:
+    def _fail_text(self, text: Text) -> None:
+        """Drop a message to an unknown frontend, and fail its requests."""
+        if not self._failed:
             self._process.log.warning(
-                "%d messages wait for frontends that no topology has named; requests of more are ended",
-                MAX_EARLY,
+                "%d messages queued for frontends that are not in the topology; requests of further messages fail",
+                MAX_QUEUED_TEXTS,
             )
-        message = "output was lost inside the server before this frontend was known; send it again."
-        self._lose(_requests_in(text), ErrorCode.UNAVAILABLE, message)
+        message = "The output was lost inside the server while a frontend started; retry the request."
+        self._fail_requests(_requests_in(text), ErrorCode.UNAVAILABLE, message)
 
-    def _lose(self, request_ids: Sequence[int], code: ErrorCode, message: str) -> None:
-        """End requests of which something was lost: later text would have a gap before it."""
+    def _fail_requests(self, request_ids: Sequence[int], code: ErrorCode, message: str) -> None:
+        """Fail requests with lost text: later text would follow a gap."""
         self._cores.abandon(request_ids)
         for request_id in request_ids:
-            self._lost[request_id] = Failed(request_id, code, message)
-            if len(self._lost) > MAX_LOST:
-                del self._lost[next(iter(self._lost))]
+            self._failed[request_id] = Failed(request_id, code, message)
+            if len(self._failed) > MAX_FAILED:
+                del self._failed[next(iter(self._failed))]
 
-    def _apologise(self) -> None:
-        """Tell the frontends that have been named of the requests they lost here; the others, once they are."""
-        lost, self._lost = self._lost, {}
+    def _send_failures(self) -> None:
+        """Send the errors of lost requests to known frontends; keep those of unknown frontends."""
+        lost, self._failed = self._failed, {}
         for request_id, failed in lost.items():
             index, tag = frontend_of(request_id)
             epoch = self._process.peers.epoch(Role.FRONTEND, index)
             if epoch is None or is_newer(tag, epoch):
-                self._lost[request_id] = failed
+                self._failed[request_id] = failed
             elif epoch_tag(epoch) == tag:
                 self._process.peers.send(Role.FRONTEND, index, failed)
 
     def _follow(self) -> None:
-        """Forget the frontends that were replaced and send what waited for their successors."""
+        """Apply a new topology: drop requests of replaced frontends and cores, then send queued messages."""
         for worker in self._process.replaced:
             if worker.role is Role.FRONTEND:
                 self._cores.forget_frontend(worker.index, epoch_tag(worker.epoch))
@@ -253,9 +257,9 @@ class Detokenizer:
                 self._cores.forget_frontend(slot.worker.index, epoch_tag(slot.worker.epoch + 1))
             elif slot.retired and slot.worker.role is Role.CORE:
                 self._cores.forget_core(slot.worker.index, slot.worker.epoch)
-        for index, tag, text in self._early.take():
+        for index, tag, text in self._queued_texts.take():
             self._deliver(index, tag, text)
-        self._apologise()
+        self._send_failures()
 
     def _accept_query(self, query: DetokenizeQuery) -> None:
         token_ids = unpack_i32(query.token_ids)
@@ -265,7 +269,7 @@ class Detokenizer:
             failed = Failed(query.query_id, error.code, error.message, error.param)
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
             return
-        state = self._first.text_state(query.opened or _text_alone(query.query_id))
+        state = self._first.text_state(query.opened or _open_without_request(query.query_id))
         self._jobs.append(QueryJob(query, token_ids, state))
 
     def _advance_query(self) -> None:
@@ -280,8 +284,8 @@ class Detokenizer:
         try:
             self._process.peers.send(Role.FRONTEND, query.frontend, answer)
         except FrameTooLarge as error:
-            words = f"the text has {error.num_bytes} bytes, and at most {error.most} can be told at a time; send fewer ids."
-            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, words, "tokens")
+            cause = f"The text has {error.num_bytes} bytes, but at most {error.most} are allowed; send fewer tokens."
+            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, cause, "tokens")
             self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
 
 
@@ -292,12 +296,12 @@ def _requests_in(text: Text) -> list[int]:
 
 
 def prepare(config: EngineConfig) -> Tables:
-    """Do the long part of booting: it depends on no slot."""
+    """Load the tables. Independent of the slot, so a standby process calls it in advance."""
     return tables_of(config.model)
 
 
 def tables_of(model: ModelConfig) -> Tables:
-    """Read the tokenizer and make its tables. Raises `ConfigError`."""
+    """Read the tokenizer and build its tables. Raises `ConfigError`."""
     showing = PieceTable(load_vocabulary(model.tokenizer_path, model.vocab_size))
     return Tables(showing, showing.skipping_special_tokens())
 
@@ -313,7 +317,7 @@ def serve(process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> 
 
 
 def run(me: WorkerId, config: EngineConfig, tables: Tables) -> None:
-    """Be the detokenizer process at slot ``me``."""
+    """Run the detokenizer process in slot ``me``."""
     serve(Process(me, config, Tokens | DetokenizeQuery | Live), tables)
 
 

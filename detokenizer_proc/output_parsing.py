@@ -1,4 +1,4 @@
-"""One output read by parsers: its text in channels, and what is counted of it."""
+"""Output parsing: splits the text of an output into channels and counts reasoning tokens and tool calls."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ from quintet.wire.messages import PROMPT_TAIL, Open
 from quintet.wire.request import Echo
 
 MAX_TABLES = 8
-"""Kept for parsers: a server has one pair of them."""
+"""Cached tables, one per pair of parsers; a server normally has one pair."""
 
 
 class OutputReader:
-    """The parsers of one output; what they tell is text and the spans it is made of."""
+    """Parses one output into text and the spans of its channels."""
 
-    __slots__ = ("_insists", "_parser", "_spans", "length", "num_calls", "num_reasoning_tokens")
+    __slots__ = ("_parser", "_requires_calls", "_spans", "length", "num_calls", "num_reasoning_tokens")
 
-    def __init__(self, parser: Parser, *, insists: bool = False) -> None:
-        """``insists``: the form of the output is that of calls, so content can only be markup of one that is not whole."""
+    def __init__(self, parser: Parser, *, requires_calls: bool = False) -> None:
+        """``requires_calls``: the output must be tool calls, so content is markup of an incomplete call and is dropped."""
         self.length = 0
-        """Characters told, of all channels."""
+        """Characters returned, of all channels."""
         self.num_reasoning_tokens = 0
         self.num_calls = 0
         self._parser = parser
-        self._insists = insists
+        self._requires_calls = requires_calls
         self._spans: list[Span] = []
 
     def read(self, text: str) -> str:
-        """Read the text of one token (it may be empty); return what can be told."""
+        """Parse the text of one token, which may be empty; return the text to send."""
         parser = self._parser
         was_reasoning = parser.is_reasoning
         pieces = parser.push(text)
         if was_reasoning and parser.is_reasoning:
             self.num_reasoning_tokens += 1
-        return self._tell(pieces)
+        return self._add_spans(pieces)
 
     def finish(self, text: str = "", *, is_cut: bool = False) -> str:
-        """Read the last text, of no token; return what was held back. ``is_cut``: see `Parser.finish`."""
-        return self._tell(self._parser.push(text) + self._parser.finish(is_cut=is_cut))
+        """Parse the flushed text and end the output; return the text held back. ``is_cut``: see `Parser.finish`."""
+        return self._add_spans(self._parser.push(text) + self._parser.finish(is_cut=is_cut))
 
     def take_spans(self) -> list[Span]:
-        """Return what the text told since the last call is made of."""
+        """Return the spans of the text returned since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
-    def _tell(self, pieces: list[ChannelText]) -> str:
-        if self._insists:
+    def _add_spans(self, pieces: list[ChannelText]) -> str:
+        if self._requires_calls:
             pieces = [piece for piece in pieces if piece.channel is not Channel.CONTENT]
         if not pieces:
             return ""
-        told = ""
+        text_sent = ""
         spans = self._spans
         for channel, call, text in pieces if len(pieces) == 1 else joined(pieces):
-            told += text
+            text_sent += text
             if channel is Channel.NAME:
                 self.num_calls += 1
             if spans and spans[-1][:2] == (channel, call) and channel is not Channel.NAME:
                 spans[-1] = (channel, call, spans[-1][2] + len(text))
             else:
                 spans.append((int(channel), call, len(text)))
-        self.length += len(told)
-        return told
+        self.length += len(text_sent)
+        return text_sent
 
 
 class OutputParsers:
-    """What requests are read by: a table of texts, and parsers where the request names some that there are."""
+    """Selects the piece table and the parsers of a request."""
 
     def __init__(self, skipping: PieceTable, showing: PieceTable) -> None:
         self._skipping = skipping
         self._showing = showing
         self._tables: dict[tuple[str, str], PieceTable] = {}
-        """In which only the marks of parsers show, of all special tokens; by the parsers' names."""
+        """Tables that show only the special tokens in the parsers' marks, by the parsers' names."""
 
     def table_of(self, opened: Open) -> PieceTable:
-        """Return the table of a request: parsers see their marks, whatever it says of special tokens."""
+        """Return the table of a request. Parsers see their marks even if the request skips special tokens."""
         if not opened.skip_special_tokens:
             return self._showing
         if not _is_read(opened):
@@ -91,11 +91,11 @@ class OutputParsers:
         return table
 
     def echo_table_of(self, opened: Open) -> PieceTable:
-        """Return the table of the prompt that a request echoes."""
+        """Return the table of an echoed prompt."""
         return self._showing if opened.echo is Echo.WHOLE else self.table_of(opened)
 
     def reader_of(self, opened: Open) -> OutputReader | None:
-        """Return who reads a request's output, from its beginning; None when it is plain text."""
+        """Return a new reader for the request's output; None for plain text."""
         if not _is_read(opened):
             return None
         reading = opened.reading
@@ -104,11 +104,11 @@ class OutputParsers:
         prompt_ids = unpack_i32(opened.prompt_ids)[-PROMPT_TAIL:]
         prompt = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.flush()
         parser = registry.build(reading.reasoning, reading.tools, reading.schemas, prompt)
-        return OutputReader(parser, insists=reading.insists)
+        return OutputReader(parser, requires_calls=reading.insists)
 
 
 def _is_read(opened: Open) -> bool:
-    """Whether there is text, and a parser for it that this build has."""
+    """Return whether the request has text and names parsers of this build."""
     reading = opened.reading
     return (
         reading is not None

@@ -1,6 +1,6 @@
-"""One step's tokens to one `Text` per frontend: the loop that every token passes.
+"""Detokenization of one step: `Tokens` of a core to one `Text` per frontend. This is the hot loop.
 
-Owns the open requests and the columns being filled. Knows no sockets: `main` sends what `Steps.apply` returns.
+Owns the open requests and the columns of the messages in progress. `main` sends the messages of `Steps.apply`.
 """
 
 from __future__ import annotations
@@ -29,90 +29,90 @@ from quintet.wire.messages import (
 from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 MAX_ENDED = 1 << 16
-"""Requests ended here (by a stop string) that are remembered until the core has heard of it."""
+"""Requests ended by a stop string that are remembered until the core acknowledges it."""
 
 
 class OpenRequest(TextState):
-    """A request's text and the builder of the frontend that owns it."""
+    """Text state of a request and the builder of its frontend."""
 
     __slots__ = ("builder", "prompt_offsets")
     builder: TextBuilder
     prompt_offsets: Sequence[int] | None
-    """Where each prompt token's text begins, once known; of an echoed prompt with log-probabilities, until it is told."""
+    """Text offset of each prompt token, for an echoed prompt with log-probabilities, until the prompt is sent."""
 
 
 class Steps:
-    """The open requests of this detokenizer, and what each step does to them."""
+    """Open requests of one core, and the application of steps to them."""
 
     def __init__(self, skipping: PieceTable, showing: PieceTable) -> None:
         """``skipping`` and ``showing`` are the tables with and without ``skip_special_tokens``."""
         self._skipping = skipping
         self._showing = showing
-        self._readings = OutputParsers(skipping, showing)
+        self._parsers = OutputParsers(skipping, showing)
         self._stops = StopCache()
         self._open: dict[int, OpenRequest] = {}
         self._builders: dict[tuple[int, int], TextBuilder] = {}
         self._ended: dict[int, int] = {}
-        """Requests that ended here, and at which attempt, while the core may not know yet."""
-        self._suspects: set[int] = set()
-        """Requests on which the core's last account and this process did not agree."""
+        """Requests that a stop string ended, with the attempt, until the core ends them too."""
+        self._mismatched: set[int] = set()
+        """Requests that differed in the last reconciliation with the core."""
         self._core_epoch = 0
         self.num_stale = 0
-        """Rows and messages dropped because they came from a core that has a successor, or for requests not open here."""
+        """Dropped rows and messages: from a replaced core, or for requests that are not open."""
         self.stop_hits: list[tuple[int, int]] = []
-        """Requests that ended in their text since the last `take_stop_hits`, and at which attempt."""
+        """(request id, attempt) of stop string hits since the last `take_stop_hits`."""
 
-    def sibling(self) -> Steps:
-        """Return another core's, with nothing open: what is made of tokenizer and parsers is shared."""
+    def clone_empty(self) -> Steps:
+        """Return an empty `Steps` for another core that shares tables, parsers and automata."""
         steps = Steps(self._skipping, self._showing)
-        steps._readings, steps._stops = self._readings, self._stops
+        steps._parsers, steps._stops = self._parsers, self._stops
         return steps
 
     @property
     def num_open(self) -> int:
-        """Requests that have begun and not ended."""
+        """Number of open requests."""
         return len(self._open)
 
     def take_stop_hits(self) -> list[tuple[int, int]]:
-        """Return the requests the core must hear of, once, each with the attempt at it that has ended."""
+        """Return and clear the stop string hits for the core, as (request id, attempt)."""
         hits, self.stop_hits = self.stop_hits, []
         return hits
 
     def compare(self, request_ids: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Compare what is open with the core's account; return what, for the second time, is here alone and is not here.
+        """Reconcile the open requests with the core's live requests. Differences count when seen twice in a row.
 
-        What is here alone is dropped.
+        Return the requests open only in this process, which are dropped, and those open only in the core.
         """
-        theirs = set(request_ids).difference(self._ended)
-        before, self._suspects = self._suspects, theirs ^ self._open.keys()
-        confirmed = sorted(before & self._suspects)
-        alone = [request_id for request_id in confirmed if request_id in self._open]
-        for request_id in alone:
+        in_core = set(request_ids).difference(self._ended)
+        before, self._mismatched = self._mismatched, in_core ^ self._open.keys()
+        confirmed = sorted(before & self._mismatched)
+        stale = [request_id for request_id in confirmed if request_id in self._open]
+        for request_id in stale:
             del self._open[request_id]
-        return alone, [request_id for request_id in confirmed if request_id in theirs]
+        return stale, [request_id for request_id in confirmed if request_id in in_core]
 
     def forget_frontend(self, index: int, epoch_tag: int) -> None:
-        """Drop the requests of frontends that sat at ``index`` before the one with this epoch."""
+        """Drop the requests of replaced frontends at ``index``: all epochs but this one."""
         for key in [key for key in self._builders if key[0] == index and key[1] != epoch_tag]:
             builder = self._builders.pop(key)
             for request_id in [i for i, request in self._open.items() if request.builder is builder]:
                 del self._open[request_id]
 
     def release(self, request_ids: Iterable[int]) -> None:
-        """Forget requests that another core goes on with."""
+        """Forget requests that another core has taken over."""
         for request_id in request_ids:
             self._open.pop(request_id, None)
             self._ended.pop(request_id, None)
 
     def abandon(self, request_ids: Iterable[int]) -> None:
-        """Drop requests whose text cannot be delivered; the core hears of those that had not ended."""
+        """Drop requests with undeliverable text, and stop the open ones in the core."""
         for request_id in request_ids:
             request = self._open.pop(request_id, None)
             if request is not None:
-                self._tell_core(request)
+                self._queue_stop_hit(request)
 
-    def meet_core(self, epoch: int) -> bool:
-        """Return whether this core is the newest known. Requests of its predecessors are dropped: it will open its own."""
+    def accept_core(self, epoch: int) -> bool:
+        """Return whether ``epoch`` is the core's newest. A newer epoch drops the requests of earlier ones."""
         if epoch > self._core_epoch:
             self._core_epoch = epoch
             self._open.clear()
@@ -121,8 +121,8 @@ class Steps:
         return epoch == self._core_epoch
 
     def apply(self, message: Tokens) -> list[tuple[TextBuilder, Text]]:
-        """Take one step's tokens; return what each frontend must be told."""
-        if not self.meet_core(message.core_epoch):
+        """Apply one step's tokens; return the text for each frontend."""
+        if not self.accept_core(message.core_epoch):
             self.num_stale += 1
             return []
         if message.closed:
@@ -132,7 +132,7 @@ class Steps:
             self._begin(opened)
         request_ids = unpack_i64(message.request_ids)
         for entry in message.prompt_logprobs:
-            self._note_prompt(request_ids[entry.row], entry)
+            self._record_prompt(request_ids[entry.row], entry)
         self._apply_rows(message, request_ids)
         return [
             (builder, text)
@@ -178,7 +178,7 @@ class Steps:
                 add_count(1)
                 add_token(token_ids[start])
             elif request is None:
-                self._pass_over(request_id, ended=bool(finish))
+                self._drop_row(request_id, ended=bool(finish))
             elif count or finish:
                 self._apply_row(
                     request,
@@ -190,26 +190,26 @@ class Steps:
                 )
 
     def text_state(self, opened: Open) -> TextState:
-        """Return the text of an output that belongs to no request of this process."""
-        table, reader = self._readings.table_of(opened), self._readings.reader_of(opened)
+        """Return the text state of an output without an open request."""
+        table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
         return TextState(opened, table, self._stops.automaton(opened.stop), reader)
 
     def _begin(self, opened: Open) -> None:
         request_id = opened.request_id
         ended = self._ended.get(request_id)
-        if ended is not None and ended >= opened.attempt:  # the hit crossed this
+        if ended is not None and ended >= opened.attempt:  # the stop hit and this message crossed
             self.stop_hits.append((request_id, opened.attempt))
             return
         self._ended.pop(request_id, None)
         stops = self._stops.automaton(opened.stop)
-        table, reader = self._readings.table_of(opened), self._readings.reader_of(opened)
-        request = OpenRequest(opened, table, stops, reader, self._readings.echo_table_of(opened))
+        table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
+        request = OpenRequest(opened, table, stops, reader, self._parsers.echo_table_of(opened))
         request.builder = self._builder_of(request_id)
         request.prompt_offsets = None
         self._open[request_id] = request
         outputs = unpack_i32(opened.output_ids)
-        if request.hit is not None:  # in what the frontend has seen; the ending itself did not reach it
-            self._tell_start(request)
+        if request.hit is not None:  # the frontend has the text up to the stop string, but not the finish
+            self._queue_started(request)
             self._end(request, FinishReason.NONE, None)
         elif len(outputs) > opened.num_seen:
             self._apply_row(
@@ -232,15 +232,15 @@ class Steps:
         is_named_stop: bool,
         entries: list[TokenLogprobs] | None,
     ) -> None:
-        """Apply a row the long way: the first of a request, the last, several tokens, state, or a replay."""
+        """Apply a row by the slow path: first or last row, several tokens, decoder state, or a replay."""
         opened, builder = request.opened, request.builder
-        self._tell_start(request)
+        self._queue_started(request)
         stop_id = token_ids[-1] if is_named_stop else None
         replayed = request.num_tokens - first
         assert replayed >= 0, f"request {opened.request_id}: token {first} arrived after {request.num_tokens}"
         token_ids = token_ids[replayed:]
-        applied, offset = request.num_tokens, request.num_told
-        # The stop token is the last of its row; like its namesake the string, it shows only when asked for.
+        applied, offset = request.num_tokens, request.num_sent
+        # The stop token is the last of its row; like a stop string, it is shown only with include_stop.
         num_silent = 1 if finish is FinishReason.STOP and token_ids and not opened.include_stop else 0
         offsets: list[int] | None = [] if entries is not None else None
         delta = request.add(token_ids[: len(token_ids) - num_silent], offsets)
@@ -261,7 +261,7 @@ class Steps:
         if request.hit is not None or finish:
             self._end(request, finish, stop_id)
 
-    def _tell_start(self, request: OpenRequest) -> None:
+    def _queue_started(self, request: OpenRequest) -> None:
         if not request.started:
             request.builder.started.append(self._started(request))
             request.prompt_offsets = None
@@ -274,7 +274,7 @@ class Steps:
         if request.hit is None:
             stop_reason = "repetition_detected" if finish is FinishReason.REPETITION else stop_id
         elif not finish:
-            self._tell_core(request)
+            self._queue_stop_hit(request)
         reason = finish if request.hit is None else FinishReason.STOP
         ended = Finish(request_id, reason, stop_reason, request.num_tokens)
         if request.reader is not None:
@@ -282,16 +282,16 @@ class Steps:
             ended.num_calls = request.reader.num_calls
         request.builder.finishes.append(ended)
 
-    def _tell_core(self, request: OpenRequest) -> None:
-        """Have the core end a request that has ended here, and pass over what it still sends of it."""
+    def _queue_stop_hit(self, request: OpenRequest) -> None:
+        """Queue a stop hit for the core, and ignore its further rows for the request."""
         request_id, attempt = request.opened.request_id, request.opened.attempt
         self.stop_hits.append((request_id, attempt))
         self._ended[request_id] = attempt
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def _pass_over(self, request_id: int, *, ended: bool) -> None:
-        """Drop a row of a request that is not open: it ended here, or its story is yet to be told to this process."""
+    def _drop_row(self, request_id: int, *, ended: bool) -> None:
+        """Drop a row of a request that is not open: a stop string ended it, or its `Open` has not arrived."""
         if request_id not in self._ended:
             self.num_stale += 1
         elif ended:
@@ -306,13 +306,13 @@ class Steps:
             for entry, offset in zip(entries, offsets, strict=False)
         ]
 
-    def _note_prompt(self, request_id: int, entry: PromptLogprobs) -> None:
+    def _record_prompt(self, request_id: int, entry: PromptLogprobs) -> None:
         request = self._open.get(request_id)
         if request is None or request.prompt_logprobs is None or request.started:
             return
         opened = request.opened
         if opened.echo and request.prompt_offsets is None:
-            table = self._readings.echo_table_of(opened)
+            table = self._parsers.echo_table_of(opened)
             request.prompt_offsets = logprobs.prompt_offsets(table, unpack_i32(opened.prompt_ids))
         logprobs.of_prompt(self._showing, entry, request.prompt_logprobs, request.prompt_offsets)
 

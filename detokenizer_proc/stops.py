@@ -1,8 +1,8 @@
-"""Finding stop strings in text that arrives in pieces.
+"""Streaming search for stop strings.
 
-An Aho-Corasick automaton (Aho and Corasick, "Efficient string matching", 1975) over characters, with failure links
-followed at run time so that memory is linear in the stop strings. Its node also tells how much of the newest text
-could still become a stop string and must be held back. Nothing here knows of tokens.
+An Aho-Corasick automaton (Aho and Corasick, "Efficient string matching", 1975) over characters. Failure links are
+followed at run time, so memory is linear in the stop strings. Each node has the number of newest characters to hold
+back, because they may become a stop string.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import NamedTuple
 ROOT = 0
 MAX_CACHED = 256
 MAX_CACHED_CHARACTERS = 1 << 18
-"""Stop strings are the client's: this bounds what the automata nobody uses now may hold (at most 30 MB)."""
+"""Stop strings come from clients; this bounds the memory of unused automata (at most 30 MB)."""
 
 
 class Hit(NamedTuple):
-    """A stop string and the index in the scanned text just after its last character."""
+    """A stop string and its end index (exclusive) in the scanned text."""
 
     end: int
     stop: str
 
 
 class StopAutomaton:
-    """The automaton of one tuple of stop strings. Immutable: every request with these strings shares it.
+    """Automaton of one tuple of stop strings. Immutable and shared by requests with these strings.
 
-    Where a string leaves what the others share, its nodes are numbered on from there, so nearly every edge leads from a
-    node to the next and is one entry of a list; only the few that begin such a stretch are in dictionaries.
+    The nodes of a string's unshared suffix are numbered consecutively. So nearly every edge leads to the next number
+    and is one list entry; only the edges to the first node of a suffix are in dictionaries.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._along: list[str] = [""]
-        """Per node: the character that leads to the next number, or nothing."""
+        """Per node: character of the edge to the next number, or an empty string."""
         self._forks: dict[int, dict[str, int]] = {ROOT: {}}
-        """The edges to other numbers, of the nodes that have any."""
+        """Edges to other numbers, by node."""
         self._ends: list[str | None] = [None]
         depth = array("i", [0])
-        letters: dict[str, str] = {}  # one object per character, however often it occurs
+        letters: dict[str, str] = {}  # interned: one object per character
         for stop in stops:
             node, common = ROOT, 0
             while common < len(stop) and (child := self._child(node, stop[common])) is not None:
@@ -54,7 +54,7 @@ class StopAutomaton:
             self._ends[node] = stop
         self._fail = array("i", bytes(4 * len(depth)))
         self.hold = depth[:]
-        """Per node: characters at the end of the text that may yet grow into a stop string."""
+        """Per node: characters at the end of the text that may become a stop string."""
         self._link(depth)
         first = "".join(re.escape(character) for character in sorted(self._forks[ROOT]))
         self._first = re.compile(f"[{first}]")
@@ -89,14 +89,13 @@ class StopAutomaton:
                 if ends[node] is None:
                     ends[node] = ends[fail[node]]
                 if not edges:
-                    # A stop string that nothing extends has been decided: only what follows it counts.
+                    # A complete stop string without extension need not be held back.
                     hold[node] = hold[fail[node]]
 
     def scan(self, node: int, text: str, armed: bool) -> tuple[int, Hit | None]:
-        """Read ``text`` from ``node``; return the node reached and the first hit, where reading ends.
+        """Scan ``text`` from ``node``; return the reached node and the first hit, which ends the scan.
 
-        Of stop strings that end at the same character the longest is the hit: it begins first. Not ``armed``, hits
-        are passed over.
+        Of stop strings that end at the same character, the longest is the hit. If not ``armed``, hits are ignored.
         """
         along, forks, fail, ends = self._along, self._forks, self._fail, self._ends
         position, length = 0, len(text)
@@ -124,14 +123,14 @@ class StopAutomaton:
 
 
 class StopCache:
-    """The automata of the stop strings in use: many requests bring the same ones."""
+    """LRU cache of automata, because many requests have the same stop strings."""
 
     def __init__(self) -> None:
         self._automata: dict[tuple[str, ...], StopAutomaton] = {}
         self._num_characters = 0
 
     def automaton(self, stops: Sequence[str]) -> StopAutomaton | None:
-        """Return the automaton of these strings, or None when there are none."""
+        """Return the automaton of these strings; None for an empty sequence."""
         if not stops:
             return None
         key = tuple(stops)
@@ -139,7 +138,7 @@ class StopCache:
         if known is None:
             known = StopAutomaton(key)
             self._num_characters += sum(map(len, key))
-        self._automata[key] = known  # the newest use goes last, the oldest is dropped first
+        self._automata[key] = known  # most recently used last
         while len(self._automata) > MAX_CACHED or self._num_characters > MAX_CACHED_CHARACTERS:
             oldest = next(iter(self._automata))
             del self._automata[oldest]

@@ -1,4 +1,4 @@
-"""The columns of one `Text`, while they are being filled."""
+"""Builder of `Text` messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quintet.wire.messages import Finish, RowLogprobs, Started, Text
 
 
 class TextBuilder:
-    """The columns of the `Text` that one frontend gets for this step."""
+    """Columns of one frontend's `Text` for the current step."""
 
     __slots__ = (
         "deltas",
@@ -55,7 +55,7 @@ class TextBuilder:
         self.token_ids.extend(token_ids)
 
     def take(self, step: int, tokens_sent_ns: int) -> Text | None:
-        """Return the message and begin an empty one; None when there is nothing to tell."""
+        """Return the message and clear the columns; None if they are empty."""
         if not (self.request_ids or self.finishes or self.started):
             return None
         text = Text(

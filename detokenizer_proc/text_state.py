@@ -1,7 +1,4 @@
-"""The text of one request: what was sent, what is held back, and whether a stop string ended it.
-
-Knows tokens and characters; knows nothing of steps, rows or frontends.
-"""
+"""Text state of one request: text sent, text held back, and the stop string that ended it."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from quintet.wire.messages import Open, PositionLogprobs
 
 
 class TextState:
-    """Text and offsets of one request; rebuilt from `Open` at any time."""
+    """Text and offsets of one request. Can be rebuilt from `Open` at any time."""
 
     __slots__ = (
         "_armed_after",
@@ -44,74 +41,72 @@ class TextState:
         table: PieceTable,
         stops: StopAutomaton | None,
         reader: OutputReader | None = None,
-        echoing: PieceTable | None = None,
+        echo_table: PieceTable | None = None,
     ) -> None:
-        """Begin after the prompt and the outputs that the frontend has seen.
+        """Start after the prompt and the outputs that the frontend has seen.
 
-        ``reader`` reads what is given away; ``echoing`` is the table of an echoed prompt, if not ``table``.
+        ``reader`` parses the released text; ``echo_table`` is the table of an echoed prompt, if not ``table``.
         """
         self.opened = opened
         self.reader = reader
         self.started = False
-        """Whether the frontend has been told that the request runs."""
+        """True once `Started` was queued for the frontend."""
         self.num_tokens = 0
         """Output tokens applied."""
         self.length = 0
-        """Characters of output text given away, to the reader if there is one."""
+        """Characters of output text released, to the reader if there is one."""
         self.hit: str | None = None
         """The stop string that ended the text."""
         self.prompt_text: str | None = None
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
             [None] * opened.num_prompt_tokens if opened.prompt_logprobs else None
         )
-        """When asked for: one place per prompt token, of which the first stays empty."""
+        """If requested: one entry per prompt token; the first is always None."""
         self._table = table
         self._stops = stops
         self._include_stop = opened.include_stop
-        self._armed_after = (
-            opened.min_tokens
-        )  # a stop string may end in this token, counted from 1, or a later one
+        self._armed_after = opened.min_tokens  # first token, counted from 1, in which a stop string may end
         self._held = ""
-        self._node = ROOT  # of the automaton, after what is given away and held
-        self._run_node = ROOT  # of the automaton, after the tentative characters too
-        self._run_scanned = 0  # tentative characters it has read
-        self._decoder = self._begin(echoing or table)
+        self._node = ROOT  # automaton node after the released and the held text
+        self._run_node = ROOT  # automaton node after the tentative characters too
+        self._run_scanned = 0  # tentative characters scanned
+        self._decoder = self._begin(echo_table or table)
         self.pieces = table.pending
-        """The table the row loop may take texts from; all None while the state must be asked."""
+        """Table for the row loop's fast path; all entries are None while `add` must be called."""
         if opened.num_seen:
             self.add(unpack_i32(opened.output_ids)[: opened.num_seen])
             if reader is not None:
                 reader.take_spans()
 
     @property
-    def num_told(self) -> int:
-        """Characters of output text told, as the reader has it."""
+    def num_sent(self) -> int:
+        """Characters of output text sent, after parsing."""
         return self.length if self.reader is None else self.reader.length
 
     @property
     def text_length(self) -> int:
-        """Characters of output text, given away or not."""
+        """Characters of output text, released or held."""
         return self.length + len(self._held) + self._decoder.tentative_length
 
-    def _begin(self, echoing: PieceTable) -> Decoder:
+    def _begin(self, echo_table: PieceTable) -> Decoder:
         opened = self.opened
         prompt_ids = unpack_i32(opened.prompt_ids)
         if opened.echo:
-            decoder = echoing.decoder()
+            decoder = echo_table.decoder()
             self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
         return self._table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
 
     def start(self) -> None:
-        """Note that the frontend has been told; from now on the row loop may take texts from ``pieces``."""
+        """Mark the request as started, which enables ``pieces`` for the row loop."""
         self.started = True
-        self._offer_pieces()
+        self._update_pieces()
 
     def add(self, token_ids: Sequence[int], offsets: list[int] | None = None) -> str:
-        """Apply output tokens up to a stop string; return the text to give away.
+        """Apply output tokens up to a stop string; return the text to send.
 
-        ``offsets`` collects, per token, the characters of output text before it.
+        Appends to ``offsets``, per token, the number of output characters before it.
         """
-        decoder, reader, given = self._decoder, self.reader, []
+        decoder, reader, released = self._decoder, self.reader, []
         for token_id in token_ids:
             self.num_tokens += 1
             if offsets is not None:
@@ -123,20 +118,20 @@ class TextState:
                 self.length += len(text)
             else:
                 text = self._search(self._stops, text, self.num_tokens >= self._armed_after)
-            given.append(text if reader is None else reader.read(text))
+            released.append(text if reader is None else reader.read(text))
             if self.hit is not None:
                 if reader is not None:
-                    given.append(reader.finish(is_cut=True))
+                    released.append(reader.finish(is_cut=True))
                 break
-        self._offer_pieces()
-        return "".join(given)
+        self._update_pieces()
+        return "".join(released)
 
     def add_silently(self, num_tokens: int) -> None:
-        """Count tokens whose text does not appear: the stop token that ended the request."""
+        """Count tokens without text: the stop token that ended the request."""
         self.num_tokens += num_tokens
 
     def finish(self, *, is_cut: bool = False) -> str:
-        """End the text; return what was pending. A stop string in it is a hit like any other.
+        """End the text; return the pending part, in which a stop string is a hit too.
 
         ``is_cut``: a limit ended the output, not the model.
         """
@@ -151,34 +146,34 @@ class TextState:
         if self._stops is None:
             self.length += len(text)
             return text
-        given = self._search(self._stops, text, self.num_tokens >= self._armed_after)
+        released = self._search(self._stops, text, self.num_tokens >= self._armed_after)
         if self.hit is None:
             self.length += len(self._held)
-            given += self._held
+            released += self._held
             self._held = ""
-        return given
+        return released
 
     def _search(self, stops: StopAutomaton, text: str, armed: bool) -> str:
-        """Read certain text, then characters that are tentative; return what can be given away."""
-        given = self._give(stops, text, armed) if text else ""
+        """Scan final text, then tentative characters; return the text to release."""
+        released = self._release_text(stops, text, armed) if text else ""
         tentative = self._decoder.tentative
         if self.hit is None and tentative:
-            # The reference's text of all tokens so far has these characters. If they complete a stop string the
-            # output ends here, and no later token can change them.
+            # ``decode`` of all tokens so far includes these characters. If they complete a stop string, the output
+            # ends, and no later token can change them.
             if not self._run_scanned:
                 self._run_node = self._node
             self._run_node, hit = stops.scan(self._run_node, tentative, armed)
             self._run_scanned += len(tentative)
             if hit is not None:
                 end = self._run_scanned - len(tentative) + hit.end
-                given += self._end_at(Hit(end, hit.stop), self._decoder.flush())
-        return given
+                released += self._end_at(Hit(end, hit.stop), self._decoder.flush())
+        return released
 
-    def _give(self, stops: StopAutomaton, text: str, armed: bool) -> str:
-        """Append certain text to what is held; give away all that cannot belong to a stop string any more."""
+    def _release_text(self, stops: StopAutomaton, text: str, armed: bool) -> str:
+        """Append final text to the held text; return the part that cannot belong to a stop string."""
         node, start = self._node, 0
         if self._run_scanned and not self._decoder.revoked:
-            node, start = self._run_node, self._run_scanned  # read while tentative, and nothing was found
+            node, start = self._run_node, self._run_scanned  # already scanned as tentative, without a hit
         self._run_scanned = 0
         self._node, hit = stops.scan(node, text[start:] if start else text, armed)
         if hit is not None:
@@ -190,16 +185,16 @@ class TextState:
         return whole[:cut]
 
     def _end_at(self, hit: Hit, text: str) -> str:
-        """End the output at a hit in ``text``, which follows what is held."""
+        """End the output at a hit in ``text``, which follows the held text."""
         self.hit = hit.stop
         end = len(self._held) + hit.end
         cut = end if self._include_stop else end - len(hit.stop)
-        given = (self._held + text)[:cut]
+        released = (self._held + text)[:cut]
         self._held = ""
         self.length += cut
-        return given
+        return released
 
-    def _offer_pieces(self) -> None:
+    def _update_pieces(self) -> None:
         if not self.opened.detokenize:
             table = self._table.silent
         else:

@@ -1,8 +1,8 @@
-"""What a tokenizer's ids are spelled like: all of it that turning ids into text needs.
+"""Vocabulary of a tokenizer: the token of every id, the special tokens and the decoder.
 
-Read without the tokenizers library where ``tokenizer.json`` is plain. The library builds what *encoding* needs as well
-(merges, tries, caches), which takes several times as long as all the rest of this process's boot, and as much memory as
-the rest of the process. Whatever is not plain is left to the library, and so is the verdict on a broken file.
+A simple ``tokenizer.json`` is read without the tokenizers library. The library also builds merges, tries and caches for
+encoding. That takes several times as long as the rest of the boot, and as much memory as the rest of the process. Other
+files, broken ones included, are loaded by the library.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from quintet.detokenizer_proc.decoder_spec import DecoderSpec, read_decoder
 from quintet.wire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer  # imported where a file is left to it
+    from tokenizers import Tokenizer  # imported at run time only if a file needs it
 
 PLAIN_DECODERS = frozenset({"bytes", "pieces"})
-"""Kinds whose description in the file leaves nothing out that the library would fill in."""
+"""Decoder kinds that the file describes completely, without defaults of the library."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Every id's spelling."""
+    """Token of every id, special ids and decoder."""
 
     tokens: Sequence[str | None]
-    """By id; None where one stands for nothing."""
+    """By id; None for an unused id."""
     special: frozenset[int]
     """Ids of special tokens."""
     decoder: DecoderSpec
     tokenizer: Tokenizer | None = None
-    """Who decodes where the decoder's kind is ``library``."""
+    """Decodes if the decoder's kind is ``library``."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, num_ids: int = 0) -> Vocabulary:
-        """Ask the library. Ids from the vocabulary's end up to ``num_ids`` stand for nothing, as in its ``decode``."""
+        """Build from a library tokenizer. Ids from the end of its vocabulary up to ``num_ids`` are unused."""
         added = tokenizer.get_added_tokens_decoder()
         size = max(num_ids, tokenizer.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added))
         decoder = tokenizer.decoder
@@ -62,7 +62,7 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """What matters here of a ``tokenizer.json``."""
+    """Parsed part of a ``tokenizer.json``."""
 
     model: _Model
     added_tokens: list[_AddedToken]
@@ -70,15 +70,15 @@ class _File(msgspec.Struct):
 
 
 def load_vocabulary(folder: str | Path, num_ids: int) -> Vocabulary:
-    """Read ``tokenizer.json``. Raises `ConfigError` naming the file when it is missing or unreadable."""
+    """Read ``tokenizer.json``. Raises `ConfigError` with the path if it is missing or invalid."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist; give a folder with a tokenizer.json as --tokenizer.")
+        raise ConfigError(f"{path} does not exist; set --tokenizer to a folder with a tokenizer.json.")
     return read_plain(path, num_ids) or _by_library(path, num_ids)
 
 
 def read_plain(path: Path, num_ids: int) -> Vocabulary | None:
-    """Read a byte-pair vocabulary whose ids are what the library would make them; None for any other file."""
+    """Read a byte-pair vocabulary with the same ids as the library assigns; None for any other file."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except (msgspec.MsgspecError, UnicodeDecodeError, OSError):
@@ -96,7 +96,7 @@ def read_plain(path: Path, num_ids: int) -> Vocabulary | None:
 
 
 def _numbered_as_stated(file: _File) -> bool:
-    """Whether the file states for each added token the id that the library gives it: the vocabulary's, else the next."""
+    """Return whether each added token's id is the library's: its id in the vocabulary, otherwise the next free id."""
     vocab = file.model.vocab
     contents: set[str] = set()
     following = len(vocab)
@@ -114,5 +114,5 @@ def _by_library(path: Path, num_ids: int) -> Vocabulary:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path} is not a tokenizer the tokenizers library can read: {error}") from error
+        raise ConfigError(f"{path}: the tokenizers library cannot read it: {error}") from error
     return Vocabulary.of(tokenizer, num_ids)

@@ -1,1 +1,1 @@
-"""The tokenizer process: text and conversations to ids."""
+"""The tokenizer process: text and chat messages to token ids."""

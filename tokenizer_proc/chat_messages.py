@@ -1,6 +1,6 @@
-"""The normal form of a conversation: the client's messages with the values that a chat template expects.
+"""Normalization of chat messages: the client's messages with the values that a chat template expects.
 
-The roles, contents and calls stay as the client sent them, as in transformers and vLLM. See docs/chat-templates.md.
+Roles, contents and calls are kept as sent, as in transformers and vLLM. See docs/chat-templates.md.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TEXT_PARTS = {
     "thinking": "thinking",
     "reasoning": "text",
 }
-"""Content parts that are text, and the field that holds it."""
+"""Types of text parts, and the field with the text."""
 THINKING_PARTS = ("thinking", "reasoning")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of the field that holds a message's reasoning."""
+"""Field names of a message's reasoning."""
 ROLE_ALIASES = {"developer": "system", "function": "tool"}
-"""Roles of OpenAI's API that few templates know, and the role that templates have for them."""
+"""Roles of OpenAI's API that few templates support, and their replacement."""
 ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 Message = dict[str, Any]
@@ -47,10 +47,10 @@ def normal_messages(
     content_format: ContentFormat | None = None,
     names: Sequence[str] = (),
 ) -> list[Message]:
-    """Return messages in the form that a template of these traits expects.
+    """Normalize messages for a template with these traits.
 
-    ``content_format`` overrules the traits. ``names`` are the client's own for the messages. Raises `RequestError` naming the
-    part that is wrong.
+    ``content_format`` overrides the traits. ``names`` are the messages' names in the client's request, for errors. Raises
+    `RequestError` that names the invalid part.
     """
     messages = objects(messages, "messages")
     if not messages:
@@ -67,19 +67,19 @@ def normal_messages(
 
 
 def name_of(index: int, names: Sequence[str]) -> str:
-    """Return a message's name as the client knows it."""
+    """Return a message's name in the client's request."""
     return names[index] if index < len(names) else f"messages[{index}]"
 
 
 def objects(value: Any, field: str) -> list[Message]:
-    """Return a list of JSON objects. Raises `RequestError` for anything else."""
+    """Return ``value`` if it is a list of JSON objects; raise `RequestError` otherwise."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise invalid(f"{field} must be a list of JSON objects.", field)
     return value
 
 
 def invalid(message: str, param: str) -> RequestError:
-    """Make a 400."""
+    """Build the error for an invalid request (status 400)."""
     return RequestError(ErrorCode.INVALID, message, param)
 
 
@@ -97,7 +97,7 @@ def _normal_message(
     if parts and not (traits.has_thinking_parts and form == "openai"):
         parts = _move_thinking(normal, parts)
     normal["content"] = _content(message.get("content"), parts, form, is_forced=content_format is not None)
-    _spread_reasoning(normal)
+    _copy_reasoning(normal)
     calls = normal.pop("tool_calls", None) or _legacy_calls(normal)
     if calls:
         normal["tool_calls"] = [_normal_call(call) for call in objects(calls, f"{where}.tool_calls")]
@@ -105,7 +105,7 @@ def _normal_message(
 
 
 def _parts_of(content: Any, where: str) -> list[Part] | None:
-    """Return a content's parts as text and thinking; None for a content that is no list."""
+    """Return a content's parts as text and thinking; None for a content that is not a list."""
     if content is None or isinstance(content, str):
         return None
     if not isinstance(content, list):
@@ -125,7 +125,7 @@ def _normal_part(part: Any, where: str) -> Part:
             where,
         )
     text = part.get(field)
-    if kind in THINKING_PARTS and isinstance(text, list):  # Mistral's clients send parts of parts
+    if kind in THINKING_PARTS and isinstance(text, list):  # Mistral's clients nest parts
         text = str(Parts(_normal_part(item, f"{where}.{field}[{i}]") for i, item in enumerate(text)))
     if not isinstance(text, str):
         raise invalid(f"{where}.{field} must be a string.", f"{where}.{field}")
@@ -133,7 +133,7 @@ def _normal_part(part: Any, where: str) -> Part:
 
 
 def _move_thinking(message: Message, parts: list[Part]) -> list[Part]:
-    """Return the parts that are text; those that are thinking become the message's reasoning."""
+    """Move thinking parts to the message's reasoning field; return the text parts."""
     thoughts = [part["thinking"] for part in parts if part["type"] == "thinking"]
     if thoughts and not any(isinstance(message.get(name), str) for name in REASONING):
         message["reasoning_content"] = "\n".join(thoughts)
@@ -141,7 +141,7 @@ def _move_thinking(message: Message, parts: list[Part]) -> list[Part]:
 
 
 def _content(sent: Any, parts: list[Part] | None, form: ContentFormat, *, is_forced: bool) -> Any:
-    """Return a content as the template reads it. Text becomes a list where the operator says so, not where one was detected."""
+    """Convert a content for the template. Text becomes a list only if the operator configured it, not if detected."""
     if sent is None:
         return NoContent()
     if form == "string":
@@ -151,8 +151,8 @@ def _content(sent: Any, parts: list[Part] | None, form: ContentFormat, *, is_for
     return Parts([text_part(sent)]) if is_forced else PartsText(sent)
 
 
-def _spread_reasoning(message: Message) -> None:
-    """Put a message's reasoning under each name that templates read it by."""
+def _copy_reasoning(message: Message) -> None:
+    """Copy a message's reasoning to each field name that templates read."""
     blocks = message.get("thinking_blocks")  # LiteLLM's field for Anthropic's blocks
     if isinstance(blocks, list) and not any(name in message for name in REASONING):
         thoughts = [block.get("thinking") for block in blocks if isinstance(block, dict)]
@@ -164,7 +164,7 @@ def _spread_reasoning(message: Message) -> None:
 
 
 def _legacy_calls(message: Message) -> list[Message]:
-    """Return the call of a message in the form that preceded ``tool_calls``."""
+    """Convert the deprecated ``function_call`` field to a list of tool calls."""
     call = message.get("function_call")
     return [{"type": "function", "function": call}] if isinstance(call, dict) else []
 
@@ -183,7 +183,7 @@ def _normal_call(call: Message) -> Message:
 
 
 def _without_billing_header(content: Any) -> Any:
-    """Return the content of a first system message without a line that differs in each request."""
+    """Remove the billing header from the first system message: it differs per request and defeats prefix caching."""
     if isinstance(content, Parts) and content and content[0]["type"] == "text":
         text = without_billing_header(content[0]["text"])
         return Parts([text_part(text), *content[1:]] if text else content[1:])
@@ -194,7 +194,7 @@ def _without_billing_header(content: Any) -> Any:
 
 
 def _map_call_ids(messages: list[Message], length: int) -> None:
-    """Give calls and their results ids of the length that the template takes. An id that fits is kept."""
+    """Rewrite the ids of calls and results to the template's length. Valid ids are kept."""
     pending: list[str] = []
     number = 0
     for message in messages:
@@ -211,7 +211,7 @@ def _map_call_ids(messages: list[Message], length: int) -> None:
 
 
 def _fitting_id(sent: Any, length: int) -> str:
-    """Return an id of so many letters and digits: the one that was sent, or one that derives from it."""
+    """Return an alphanumeric id of ``length``: the one sent if valid, otherwise a hash of it."""
     text = str(sent)
     if len(text) == length and text.isascii() and text.isalnum():
         return text

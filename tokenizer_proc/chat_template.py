@@ -1,7 +1,7 @@
-"""Conversations to text: the model's chat template, rendered as transformers' ``apply_chat_template`` renders it.
+"""Chat templates: renders messages to text like transformers' ``apply_chat_template``.
 
-Owns the sandbox and the compiled templates. Knows no ids and no requests. The messages' normal form: `chat_messages`.
-A template is foreign code: whatever it raises is the request's error, never this process's.
+Owns the sandbox and the compiled templates. `chat_messages` normalizes the messages. A template is untrusted code: its
+exceptions become errors of the request.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SPECIAL_TOKEN_NAMES = (
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_COMPILED = 64
 JINJA_MARKS = ("{{", "{%", "{#")
-"""Text without any of these is no template: it would say the same of every conversation."""
+"""Text without any of these marks is constant, not a template."""
 
 
 class GenerationTag(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what the model wrote, for training; here it only renders."""
+    """``{% generation %}…{% endgeneration %}`` marks assistant text for training; rendering ignores the tag."""
 
-    tags = {"generation"}  # noqa: RUF012 - the attribute Jinja asks for
+    tags = {"generation"}  # noqa: RUF012 - required by Jinja
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Render the body as a block of its own, so that what it sets stays inside, as in transformers."""
+        """Render the body as a separate block with local variables, as in transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
@@ -55,7 +55,7 @@ class GenerationTag(Extension):
 
 
 class PlainNamespace(Namespace):
-    """``namespace()`` whose attributes cannot reach Python's internals."""
+    """``namespace()`` without access to Python's internals."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set an attribute, which must not begin with an underscore."""
@@ -73,12 +73,12 @@ def _strftime_now(format: str) -> str:
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """``dict(…)`` as a function: templates need not hold the type."""
+    """Build a dict. A function, so that templates cannot access the type."""
     return dict(*args, **kwargs)
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Return the sandbox chat templates are written for."""
+    """Build the sandboxed Jinja environment of chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -94,19 +94,19 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class CompiledTemplate:
-    """A template that is ready to render, and what it expects of messages."""
+    """A compiled template and its traits."""
 
     source: str
     template: jinja2.Template
     traits: TemplateTraits
 
 
-class _Refusal(Exception):
-    """A template's failure on messages; the cause says which."""
+class _TemplateFailed(Exception):
+    """A template failed on messages; see ``__cause__``."""
 
 
-class _Watched(dict[str, Any]):
-    """A message that notes when the template reads it."""
+class _TracedMessage(dict[str, Any]):
+    """A message that records each read by the template."""
 
     def __init__(self, message: Message, index: int, seen: list[int]) -> None:
         super().__init__(message)
@@ -118,13 +118,13 @@ class _Watched(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a field, or the default."""
+        """Return a field or the default."""
         self._seen.append(self._index)
         return super().get(key, default)
 
 
 class ChatTemplates:
-    """The model's templates by name, its special tokens, and the compiled form of those in use."""
+    """Templates of the model by name, its special tokens, and a cache of compiled templates."""
 
     def __init__(
         self,
@@ -140,27 +140,24 @@ class ChatTemplates:
 
     @property
     def names(self) -> list[str]:
-        """Names of the model's templates; empty when it has none."""
+        """Names of the model's templates."""
         return list(self._templates)
 
     def compile(self) -> None:
-        """Compile the model's templates now rather than with the first request.
-
-        Raises `ConfigError` for one that is not valid Jinja.
-        """
+        """Compile the model's templates in advance. Raises `ConfigError` for invalid Jinja."""
         for name, source in self._templates.items():
             try:
                 self._template(source)
             except jinja2.exceptions.TemplateSyntaxError as error:
                 raise ConfigError(
                     f"the chat template {name!r} is not valid Jinja: {error.message} (line {error.lineno}); "
-                    "correct it or give another as --chat-template FILE."
+                    "correct it or set another with --chat-template FILE."
                 ) from error
 
     def render(self, prompt: ChatPrompt) -> str:
         """Return the prompt's text.
 
-        Raises `RequestError` when messages are malformed, when there is no template, or with what the template says.
+        Raises `RequestError` for malformed messages, a missing template, or an error of the template.
         """
         if prompt.continue_final_message and prompt.add_generation_prompt:
             raise invalid(
@@ -183,33 +180,37 @@ class ChatTemplates:
         }
         return _render(compiled, messages, variables, prompt)
 
-    def _choose(self, asked: str | None, has_tools: bool) -> str:
-        if asked is not None:
-            return self._templates[asked] if asked in self._templates else self._own(asked)
+    def _choose(self, requested: str | None, has_tools: bool) -> str:
+        if requested is not None:
+            return (
+                self._templates[requested]
+                if requested in self._templates
+                else self._request_template(requested)
+            )
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:
             return self._templates["default"]
         if self._templates:
             raise invalid(
-                f"this model has chat templates named {', '.join(self._templates)} and no default; "
-                "name one of them as chat_template.",
+                f"this model has the chat templates {', '.join(self._templates)} but no default; "
+                "set chat_template to one of them.",
                 "chat_template",
             )
         raise invalid(
-            "this model has no chat template, so messages cannot be turned into a prompt; start the server with "
+            "this model has no chat template to convert messages to a prompt; start the server with "
             "--chat-template FILE, or use /v1/completions.",
             "messages",
         )
 
-    def _own(self, asked: str) -> str:
-        """Return a template that came with the request. Raises `RequestError` for what is none: a name that nobody has."""
-        if any(mark in asked for mark in JINJA_MARKS):
-            return asked
+    def _request_template(self, requested: str) -> str:
+        """Return a template sent with the request. Raises `RequestError` for an unknown template name."""
+        if any(mark in requested for mark in JINJA_MARKS):
+            return requested
         names = ", ".join(self._templates)
         allowed = f"the name of one of this model's templates ({names}) or a" if names else "a"
         raise invalid(
-            f"chat_template is {shown(asked)}; it must be {allowed} Jinja template.", "chat_template"
+            f"chat_template is {shown(requested)}; it must be {allowed} Jinja template.", "chat_template"
         )
 
     def _compile(self, source: str) -> CompiledTemplate:
@@ -239,13 +240,13 @@ class ChatTemplates:
 def _render(
     compiled: CompiledTemplate, messages: list[Message], variables: dict[str, Any], prompt: ChatPrompt
 ) -> str:
-    """Render the first arrangement of the messages that the template takes and shows. Raises `RequestError`."""
+    """Render the first arrangement that the template accepts without hiding a system message. Raises `RequestError`."""
     as_sent: str | None = None
     for number, arranged in enumerate(arrangements(messages)):
         final = _tag_final(arranged, compiled.source) if prompt.continue_final_message else None
         try:
             text = _run(compiled, arranged, variables)
-        except _Refusal:
+        except _TemplateFailed:
             continue
         text = text if final is None else _cut_at_tag(text, final)
         if number > 0 or not hides_system(arranged, text):
@@ -260,31 +261,31 @@ def _run(compiled: CompiledTemplate, messages: Sequence[Message], variables: dic
     try:
         return compiled.template.render({**variables, "messages": messages})
     except Exception as error:
-        raise _Refusal from error
+        raise _TemplateFailed from error
 
 
 def _error_of(
     compiled: CompiledTemplate, messages: list[Message], variables: dict[str, Any], prompt: ChatPrompt
 ) -> RequestError:
-    """Return the error for messages that the template refuses; it names the one that the template read last."""
+    """Return the error for messages that the template rejects; it names the last message that the template read."""
     seen: list[int] = []
-    watched = [_Watched(message, index, seen) for index, message in enumerate(messages)]
+    watched = [_TracedMessage(message, index, seen) for index, message in enumerate(messages)]
     error: BaseException | None = None
     try:
         _run(compiled, watched, variables)
-    except _Refusal as refusal:
-        error = refusal.__cause__
-    where, what = "messages", "the messages"
+    except _TemplateFailed as failure:
+        error = failure.__cause__
+    where, described = "messages", "the messages"
     if seen:
         where = name_of(seen[-1], prompt.message_names)
-        what = f"{where}, of role {shown(messages[seen[-1]]['role'])}"
+        described = f"{where}, of role {shown(messages[seen[-1]]['role'])}"
     if isinstance(error, jinja2.exceptions.TemplateError):
-        return invalid(f"the chat template refused {what}: {error}", where)
-    return invalid(f"the chat template failed on {what}: {type(error).__name__}: {error}", where)
+        return invalid(f"the chat template refused {described}: {error}", where)
+    return invalid(f"the chat template failed on {described}: {type(error).__name__}: {error}", where)
 
 
 def _tag_final(messages: list[Message], source: str) -> str:
-    """Mark the end of the message to be continued; return its text."""
+    """Append a tag to the message to be continued; return its text."""
     if "content" not in source:
         raise invalid(
             "continue_final_message is true but the chat template does not use the messages' content.",
@@ -307,11 +308,11 @@ def _tag_final(messages: list[Message], source: str) -> str:
 
 
 def _cut_at_tag(text: str, final: str) -> str:
-    """Cut the rendered text where the final message ends; a template that trims it trims the cut too."""
+    """Cut the rendered text at the end of the final message. If the template trims the message, trim the cut too."""
     at = text.rfind(CONTINUE_TAG.strip())
     if at < 0 or final.strip() not in text:
         raise invalid(
-            "continue_final_message is true but the chat template does not show the final message as it is.",
+            "continue_final_message is true but the chat template does not render the final message unchanged.",
             "continue_final_message",
         )
     kept = text[:at]
@@ -328,9 +329,9 @@ def _decode(encoded: bytes | str, field: str) -> Any:
 
 
 def load_templates(model: ModelConfig) -> ChatTemplates:
-    """Compile the configured templates, for the special tokens of the tokenizer's folder.
+    """Compile the configured templates, with the special tokens of the tokenizer's folder.
 
-    Raises `ConfigError` naming a file that cannot be read, or a template that is not valid Jinja.
+    Raises `ConfigError` for an unreadable file or invalid Jinja.
     """
     folder = Path(model.tokenizer_path)
     config = _read_object(folder / "tokenizer_config.json")
@@ -341,7 +342,7 @@ def load_templates(model: ModelConfig) -> ChatTemplates:
 
 
 def special_tokens(sources: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the special tokens that templates may name; later sources go before earlier ones."""
+    """Return the special tokens available to templates. Later sources override earlier ones."""
     found: dict[str, str] = {}
     for source in sources:
         for name in SPECIAL_TOKEN_NAMES:

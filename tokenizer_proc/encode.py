@@ -1,6 +1,6 @@
-"""Prompts to ids: encoding, truncation, limits, bad words.
+"""Encoding of prompts to token ids, with truncation, limits and bad words.
 
-Every function here may run in a lane's thread: nothing is mutated after construction. Knows no sockets.
+All functions may run in a worker thread: nothing is mutated after construction.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from quintet.wire.params import SamplingParams, first_unknown
 from quintet.wire.request import room_for_output
 
 LENGTH_KEEPING = frozenset({"NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
-"""Normalizers that never make a text shorter."""
+"""Normalizers that never shorten a text."""
 
 COMPOSING = frozenset({"NFC", "NFKC"})
-"""Normalizers that make at most `MOST_COMPOSED` characters one."""
+"""Normalizers that compose up to `MOST_COMPOSED` characters into one."""
 
 MOST_COMPOSED = 4
 
 
 class Encoder:
-    """The tokenizer, the chat templates and the limits of one model."""
+    """Tokenizer, chat templates and limits of one model."""
 
     def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates, model: ModelConfig) -> None:
         tokenizer.no_truncation()
@@ -44,7 +44,7 @@ class Encoder:
         self._max_model_len = model.max_model_len
         self._vocab_size = model.vocab_size
         self._infill = open_infill(tokenizer, model.vocab_size, model.eos_token_ids)
-        self._max_characters = _most_characters(tokenizer, model.max_model_len)
+        self._max_characters = _max_characters_of(tokenizer, model.max_model_len)
         self._cutter = cutter_of(tokenizer)
 
     @property
@@ -55,16 +55,16 @@ class Encoder:
     def prompt_ids(
         self, prompt: Prompt, params: SamplingParams, *, limit_gives_way: bool = False
     ) -> Sequence[int]:
-        """Return a request's prompt as ids, truncated as asked.
+        """Return a request's prompt ids, truncated as requested.
 
-        Raises `RequestError` when it is empty, malformed, out of vocabulary or leaves no room for the output: for all of
-        ``max_tokens``, or for one token if that ``limit_gives_way``.
+        Raises `RequestError` if the prompt is empty, malformed, out of vocabulary or too long. The context must also hold
+        ``max_tokens`` output tokens, or one token with ``limit_gives_way``.
         """
         if isinstance(prompt, EmbedsPrompt):
-            return self._ids_in_place_of(prompt, None if limit_gives_way else params.max_tokens)
+            return self._placeholder_ids(prompt, None if limit_gives_way else params.max_tokens)
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        room = room_for_output(params.max_tokens, limit_gives_way, self._max_model_len)
-        keep = self._tokens_to_keep(params.truncate_prompt_tokens, room)
+        num_reserved = room_for_output(params.max_tokens, limit_gives_way, self._max_model_len)
+        keep = self._tokens_to_keep(params.truncate_prompt_tokens, num_reserved)
         if isinstance(prompt, TokenPrompt):
             ids = _ids_of(prompt)
             if keep is not None:
@@ -72,10 +72,10 @@ class Encoder:
         else:
             text = self.text_of(prompt)
             if isinstance(prompt, TextPrompt) and prompt.suffix:
-                self._refuse_hopeless(text + prompt.suffix, field)
-                ids = self._filled(text, prompt)
+                self._check_characters(text + prompt.suffix, field)
+                ids = self._infill_ids(text, prompt)
             elif keep is None:
-                self._refuse_hopeless(text, field)
+                self._check_characters(text, field)
                 ids = self.encode_long(text, prompt.add_special_tokens)
             else:
                 ids = self._encode_truncated(text, prompt.add_special_tokens, keep, params.truncation_side)
@@ -87,28 +87,28 @@ class Encoder:
         self._check_length(len(ids), None if limit_gives_way else params.max_tokens, field)
         return ids
 
-    def _ids_in_place_of(self, prompt: EmbedsPrompt, max_tokens: int | None) -> Sequence[int]:
-        """Return as many ids as a prompt has vectors, which say nothing. Raises `RequestError`."""
+    def _placeholder_ids(self, prompt: EmbedsPrompt, max_tokens: int | None) -> Sequence[int]:
+        """Return one placeholder id per prompt embedding. Raises `RequestError`."""
         wrong = first_not_finite(prompt)
         if wrong is not None:
             row, column = divmod(wrong, prompt.width)
             raise RequestError(
                 ErrorCode.INVALID,
-                f"prompt_embeds holds a number that is infinite or none, the first one at [{row}, {column}]; all must be finite.",
+                f"prompt_embeds has a number that is not finite at [{row}, {column}]; all numbers must be finite.",
                 "prompt_embeds",
             )
         self._check_length(prompt.num_tokens, max_tokens, "prompt_embeds")
         return [0] * prompt.num_tokens
 
     def text_of(self, prompt: TextPrompt | ChatPrompt) -> str:
-        """Return the prompt's text, a conversation rendered by its template."""
+        """Return the prompt's text. Chat messages are rendered by the chat template."""
         return prompt.text if isinstance(prompt, TextPrompt) else self._templates.render(prompt)
 
     def whole(self, prompt: TextPrompt | ChatPrompt) -> Sequence[int]:
-        """Return all ids of a prompt. Raises `RequestError`."""
+        """Return the prompt's ids without truncation and length limits. Raises `RequestError`."""
         text = self.text_of(prompt)
         if isinstance(prompt, TextPrompt) and prompt.suffix:
-            return self._filled(text, prompt)
+            return self._infill_ids(text, prompt)
         return self.encode_long(text, prompt.add_special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -117,27 +117,27 @@ class Encoder:
         return ids
 
     def encode_long(self, text: str, add_special_tokens: bool) -> Sequence[int]:
-        """Return the ids of a text of any length. One in pieces takes the memory of a piece, and 4 bytes for each id."""
+        """Return the ids of a text of any length. Long texts are encoded in pieces, to bound the memory."""
         if len(text) <= PIECE_CHARS or self._cutter is None:
             return self.encode(text, add_special_tokens)
-        before, behind = self._special_around() if add_special_tokens else ([], [])
+        before, after = self._special_tokens_around() if add_special_tokens else ([], [])
         try:
-            return array("i", before) + self._cutter.ids_of(text) + array("i", behind)
+            return array("i", before) + self._cutter.ids_of(text) + array("i", after)
         except (UnicodeEncodeError, TypeError) as error:
             raise _not_unicode(error) from error
 
-    def _special_around(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens that are put before a text and behind it."""
+    def _special_tokens_around(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens added before and after a text."""
         bare, whole = (self._encoding("a", with_special).ids for with_special in (False, True))
         begin = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
         return whole[:begin], whole[begin + len(bare) :]
 
     def ends_of(self, prompt: Prompt) -> list[int]:
-        """Return the tokens that end the output behind a prompt, besides those that end any."""
+        """Return the extra stop tokens for a prompt, besides the model's end-of-sequence tokens."""
         is_filled = isinstance(prompt, TextPrompt) and prompt.suffix and self._infill is not None
         return self._infill.end_ids if is_filled and self._infill is not None else []
 
-    def _filled(self, text: str, prompt: TextPrompt) -> list[int]:
+    def _infill_ids(self, text: str, prompt: TextPrompt) -> list[int]:
         if self._infill is None:
             raise no_infill()
         try:
@@ -146,19 +146,19 @@ class Encoder:
             raise _not_unicode(error) from error
 
     def end_of(self, ids: Sequence[int]) -> str:
-        """Return the text of a prompt's last tokens, special ones too."""
+        """Return the text of a prompt's last tokens, special tokens included."""
         text: str = self._tokenizer.decode(list(ids[-PROMPT_TAIL:]), skip_special_tokens=False)
         return text
 
     def token_strs(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's own spelling of each id."""
+        """Return the vocabulary's token of each id."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token sequences that would write each word, at the start of a text and after a space.
+        """Return the token sequences of each word, at the start of a text and after a space.
 
-        The second spelling counts only where it is as long as the first and begins differently, as in vLLM: otherwise
-        it would ban the bare space.
+        As in vLLM, the second spelling is used only if it has as many tokens and a different first token. Otherwise it
+        would ban the single space.
         """
         sequences: list[list[int]] = []
         for word in words:
@@ -177,37 +177,37 @@ class Encoder:
         return sequences
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
-        # The batch call releases the interpreter lock while it works, the single one does not.
+        # encode_batch_fast releases the GIL; encode does not.
         try:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (UnicodeEncodeError, TypeError) as error:
             raise _not_unicode(error) from error
 
     def _encode_truncated(self, text: str, add_special_tokens: bool, keep: int, side: str) -> list[int]:
-        """Encode and shorten the text proper, so that the special tokens around it stay."""
-        before, behind = self._special_around() if add_special_tokens else ([], [])
+        """Encode and truncate the text, but keep the special tokens around it."""
+        before, after = self._special_tokens_around() if add_special_tokens else ([], [])
         ids = self.encode_long(text, False)
-        num_kept = min(len(ids), max(0, keep - len(before) - len(behind)))
+        num_kept = min(len(ids), max(0, keep - len(before) - len(after)))
         kept = ids[len(ids) - num_kept :] if side == "left" else ids[:num_kept]
-        return [*before, *kept, *behind]
+        return [*before, *kept, *after]
 
-    def _tokens_to_keep(self, keep: int | None, room: int) -> int | None:
-        """Return how much of a prompt to keep; ``room`` is left for the output where everything that fits is."""
+    def _tokens_to_keep(self, keep: int | None, num_reserved: int) -> int | None:
+        """Return the number of prompt tokens to keep; -1 keeps all that fit with ``num_reserved`` output tokens."""
         if keep is None:
             return None
         if keep == -1:
-            return max(1, self._max_model_len - room)
+            return max(1, self._max_model_len - num_reserved)
         if keep > self._max_model_len:
             raise RequestError(
                 ErrorCode.INVALID,
                 f"truncate_prompt_tokens is {keep}; it must be at most {self._max_model_len}, the model's maximum "
-                "context length, or -1 for what fits.",
+                "context length, or -1 to keep as many tokens as fit.",
                 "truncate_prompt_tokens",
             )
         return keep
 
     def _check_known(self, ids: Sequence[int], field: str) -> None:
-        """Refuse ids that the model has no embedding for: tokenizers may have added tokens beyond its vocabulary."""
+        """Reject ids without an embedding: tokenizers may have added tokens beyond the model's vocabulary."""
         size = self._vocab_size
         wrong = first_unknown(ids, size)
         if wrong is None:
@@ -216,13 +216,13 @@ class Encoder:
         spelling = "no token of the tokenizer" if token is None else repr(token)
         raise RequestError(
             ErrorCode.INVALID,
-            f"{field} holds the token id {wrong} ({spelling}), and the model's vocabulary has {size} tokens: ids must be "
-            f"between 0 and {size - 1}. Leave the token out.",
+            f"{field} holds the token id {wrong} ({spelling}), but the model's vocabulary has {size} tokens: ids must be "
+            f"between 0 and {size - 1}. Remove the token.",
             field,
         )
 
-    def _refuse_hopeless(self, text: str, field: str) -> None:
-        """Refuse a text that is too long however it is split, before spending seconds on encoding it."""
+    def _check_characters(self, text: str, field: str) -> None:
+        """Reject a text that is too long for any tokenization, before seconds are spent on encoding it."""
         if self._max_characters is not None and len(text) > self._max_characters:
             raise RequestError(
                 ErrorCode.TOO_LONG,
@@ -261,28 +261,27 @@ def _ids_of(prompt: TokenPrompt) -> Sequence[int]:
     return unpack_i32(prompt.token_ids)
 
 
-def _most_characters(tokenizer: Tokenizer, max_tokens: int) -> int | None:
-    """Return an upper bound on the characters of ``max_tokens`` tokens, or None when there is none.
+def _max_characters_of(tokenizer: Tokenizer, max_tokens: int) -> int | None:
+    """Return an upper bound on the characters of ``max_tokens`` tokens, or None if unbounded.
 
-    There is none when a normalizer drops characters, or when characters outside the vocabulary are dropped or share
-    one unknown token.
+    It is unbounded if a normalizer drops characters, or if unknown characters are dropped or share one token.
     """
     model, splitter, normalizer = tokenizer.model, tokenizer.pre_tokenizer, tokenizer.normalizer
     every_byte = isinstance(model, BPE) and (
         model.byte_fallback or (splitter is not None and b'"ByteLevel"' in splitter.__getstate__())
     )
-    shrink = 1 if normalizer is None else _most_shrunk(msgspec.json.decode(normalizer.__getstate__()))
+    shrink = 1 if normalizer is None else _max_composed(msgspec.json.decode(normalizer.__getstate__()))
     if not every_byte or shrink is None:
         return None
     longest = max((len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0)
     return max_tokens * max(1, longest) * shrink
 
 
-def _most_shrunk(normalizer: dict[str, object]) -> int | None:
-    """Return how many characters a normalizer may turn into one; None when there is no limit."""
+def _max_composed(normalizer: dict[str, object]) -> int | None:
+    """Return the maximum number of characters that a normalizer turns into one; None if unbounded."""
     match normalizer:
         case {"type": "Sequence", "normalizers": list(inner)}:
-            shrinks = [_most_shrunk(child) for child in inner]
+            shrinks = [_max_composed(child) for child in inner]
             known = [shrink for shrink in shrinks if shrink is not None]
             return max(known, default=1) if len(known) == len(shrinks) else None
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
@@ -296,22 +295,22 @@ def _most_shrunk(normalizer: dict[str, object]) -> int | None:
 
 
 def load_encoder(model: ModelConfig) -> Encoder:
-    """Read the tokenizer's folder. Raises `ConfigError` naming the file that is missing or unreadable."""
+    """Load the tokenizer and the chat templates. Raises `ConfigError` with the path of a missing or invalid file."""
     path = Path(model.tokenizer_path) / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist; give a folder with a tokenizer.json as --tokenizer.")
+        raise ConfigError(f"{path} does not exist; set --tokenizer to a folder with a tokenizer.json.")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path} is not a tokenizer the tokenizers library can read: {error}") from error
+        raise ConfigError(f"{path}: the tokenizers library cannot read it: {error}") from error
     encoder = Encoder(tokenizer, load_templates(model), model)
     encoder.encode("The first text builds the tokenizer's caches.", add_special_tokens=True)
     return encoder
 
 
 def size_of(prompt: Prompt, bad_words: Sequence[str] = ()) -> int:
-    """Return roughly how many bytes must be encoded: what decides between inline and a lane."""
-    return _size_of_prompt(prompt) + 2 * sum(map(len, bad_words))  # each in two spellings
+    """Estimate the bytes to encode; decides between inline encoding and a worker thread."""
+    return _size_of_prompt(prompt) + 2 * sum(map(len, bad_words))  # each word is encoded twice
 
 
 def _size_of_prompt(prompt: Prompt) -> int:
@@ -321,6 +320,6 @@ def _size_of_prompt(prompt: Prompt) -> int:
         case ChatPrompt():
             return len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
         case TokenPrompt():
-            return len(prompt.token_ids) // 16  # only checked
+            return len(prompt.token_ids) // 16  # validated, not encoded
         case EmbedsPrompt():
-            return len(prompt.values) // 16  # likewise
+            return len(prompt.values) // 16  # validated, not encoded

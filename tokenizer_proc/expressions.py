@@ -1,19 +1,19 @@
-"""The regular expressions that byte-level tokenizers split a text into words by, and where words end whatever is beyond.
+"""Pre-tokenization expressions of byte-level tokenizers, and positions where every expression ends a word.
 
-They look for the next word from where the last one ended, and never back. So a text may be cut where a word is known to end, if
-the word before the cut is the same where the text ends there.
+An expression matches the next word from the end of the last one and never looks back. So a text may be cut at the end
+of a word, if the word before the cut would also end there at the end of a text.
 
-*Borders* are places that all of the expressions below end a word at, by the characters on either side:
+*Borders* are positions where all expressions below end a word, by the characters on both sides:
 
-* between what is no white space and a space, which belongs to what is behind it;
-* between a letter and ASCII that is none, but for an apostrophe (`don't` may be one word), of Latin, Chinese, Japanese and
-  Korean, whose letters no version of Unicode disputes;
-* between a digit and ASCII that is none, or a sign and a digit.
+* between a non-space character and a space, which belongs to the next word;
+* between a letter and an ASCII non-letter, except an apostrophe (`don't` may be one word). Letters are Latin, Chinese,
+  Japanese and Korean ones, which are equal in all Unicode versions;
+* between a digit and an ASCII non-digit, or between a sign and a digit.
 
-All have ASCII on their right, to which composing (NFC) joins nothing.
+All borders have ASCII on the right, with which composition (NFC) never joins.
 
-*Runs* are characters of a kind of which each expression takes as many as there are. Within one, both parts are the words, or
-the ends of words, that they were.
+*Runs* are sequences of one kind of characters that each expression matches greedily. A cut within a run leaves both
+parts as words or as ends of words.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ _MARKED_SIGNS = r"[^\s\p{L}\p{N}]+"
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where letters begin a word."""
+    """Condition for letters that begin a word."""
 
     run: re.Pattern[str]
-    """As many of them as there are."""
+    """The run of letters."""
     before: re.Pattern[str]
-    """What may stand before the first one, if anything does."""
+    """Allowed character before the first letter, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """What is known of one."""
+    """Properties of a pre-tokenization expression."""
 
     digits: int | None
-    """How many digits make a word; None if as many as there are."""
+    """Digits per word; None if unlimited."""
     runs: tuple[str, ...]
-    """Kinds of characters, as expressions of the library's."""
+    """Kinds of characters, as regular expressions of the tokenizers library."""
     beginnings: tuple[Beginning, ...] = ()
-    """Of the runs that only count where their word begins with them."""
+    """Conditions of the runs that are valid only at the beginning of a word."""
 
 
 _PLAIN = (r"\p{L}+", *_WHITE)
@@ -84,9 +84,9 @@ def _gpt4(digits: str) -> str:
 
 
 _CJK_WORD = Beginning(re.compile(f"[{_CJK}]+"), re.compile(rf"[\s!-@\[-`{{-~{_CJK_SIGNS}]?"))
-"""Letters without case belong to the capitals of a word, or to its small letters."""
+"""Letters without case match both the uppercase and the lowercase part of a word."""
 _ENGLISH_WORD = Beginning(re.compile("[A-Za-z]+"), re.compile(r"[\s0-9]?"))
-"""Behind a sign, DeepSeek's words end where English does."""
+"""After a sign, DeepSeek's words end with the English letters."""
 _CASED = (r"\p{Ll}+", _CJK_WORD.run.pattern, *_WHITE, _SIGNS)
 
 GPT2 = Expression(None, (*_PLAIN, r"\p{N}+", _MARKED_SIGNS))
@@ -102,15 +102,15 @@ EXPRESSIONS = {
     # o200k: GPT-4o, gpt-oss; and Mistral's Tekken
     _cased(f"(?i:{_CONTRACTED})?", r"\p{N}{1,3}"): Expression(3, _CASED, (_CJK_WORD,)),
     _cased("", r"\p{N}"): Expression(1, _CASED, (_CJK_WORD,)),
-    # DeepSeek V3, behind the expressions of `APART`
+    # DeepSeek V3, after the expressions of `APART`
     DEEPSEEK: Expression(
         3, (r"\p{Lo}+", _ENGLISH_WORD.run.pattern, *_WHITE, r"[\p{P}\p{S}]+"), (_ENGLISH_WORD,)
     ),
 }
 APART = (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+")
-"""What DeepSeek's splits a text by first: digits, and Chinese and Japanese."""
+"""Expressions that DeepSeek's tokenizer applies first: digits, then Chinese and Japanese."""
 
 
 def without_marks(runs: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the kinds as they are where a text is composed before: a mark may belong to what is before it."""
+    """Return the kinds for tokenizers that compose texts first (NFC): a mark may combine with the character before it."""
     return tuple(_SIGNS if run == _MARKED_SIGNS else run for run in runs)

@@ -1,6 +1,6 @@
-"""Text to be written between a prompt and a suffix, in the marks that a model was trained to fill in by.
+"""Fill-in-the-middle prompts: prefix and suffix between the model's FIM tokens.
 
-Which marks a model knows is read off its tokenizer: they are tokens of it.
+The format is detected by the tokens of the tokenizer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 
 
 class InfillPart(Enum):
-    """What stands between marks."""
+    """Text between FIM tokens."""
 
     PREFIX = 0
     SUFFIX = 1
@@ -34,23 +34,23 @@ ENDS = (
     *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>"),
     *("<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|repo_name|>"),
 )
-"""What such models write behind what they filled in, if their tokenizers have it."""
+"""Tokens that end the filled-in text, if the tokenizer has them."""
 
 NEUTRAL = "☺"
-"""What a text is encoded behind so that no blank is put before it: as the models' own code does."""
+"""Prefix for encoding a text without an added leading space, as the models' reference code does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """How one model fills in."""
+    """Fill-in-the-middle format of one model."""
 
     tokenizer: Tokenizer
     layout: tuple[int | InfillPart, ...]
     end_ids: list[int]
-    """Tokens behind which there is nothing more to fill in."""
+    """Stop tokens."""
 
     def ids(self, prefix: str, suffix: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the prompt behind which what lies between two texts is written."""
+        """Return the prompt ids for generating the text between ``prefix`` and ``suffix``."""
         found = self._begin() if add_special_tokens else []
         for part in self.layout:
             match part:
@@ -67,14 +67,14 @@ class Infill:
         return ids
 
     def _begin(self) -> list[int]:
-        """Return what the tokenizer puts before every text."""
+        """Return the special tokens that the tokenizer adds before every text."""
         whole: list[int] = self.tokenizer.encode(NEUTRAL, add_special_tokens=True).ids
         own = self._encode(NEUTRAL)
         at = next(i for i in range(len(whole)) if whole[i : i + len(own)] == own)
         return whole[:at]
 
     def _bare(self, text: str) -> list[int]:
-        """Return a text's ids without the blank that some tokenizers put before it."""
+        """Return a text's ids without the leading space that some tokenizers add."""
         if not self.tokenizer.encode("a", add_special_tokens=False).tokens[0].startswith("▁"):
             return self._encode(text)
         before, whole = self._encode(NEUTRAL), self._encode(NEUTRAL + text)
@@ -82,7 +82,7 @@ class Infill:
 
 
 def open_infill(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> Infill | None:
-    """Return how a model fills in, as its tokenizer says; None where it knows no such marks."""
+    """Return the fill-in-the-middle format of a tokenizer; None if it has no FIM tokens."""
 
     def id_of(mark: str) -> int | None:
         found: int | None = tokenizer.token_to_id(mark)
@@ -99,10 +99,10 @@ def open_infill(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int])
 
 
 def no_infill() -> RequestError:
-    """Make the error for a suffix that the model has no marks for."""
+    """Build the error for a suffix sent to a model without FIM tokens."""
     return RequestError(
         ErrorCode.INVALID,
-        "suffix was sent, but the model's tokenizer has no tokens to fill in between two texts by: leave it out, or serve a "
-        "model that was trained for it (StarCoder, CodeLlama, Qwen Coder, DeepSeek Coder, Codestral, CodeGemma).",
+        "suffix was sent, but the model's tokenizer has no fill-in-the-middle tokens: remove it, or serve a model trained "
+        "for it (StarCoder, CodeLlama, Qwen Coder, DeepSeek Coder, Codestral, CodeGemma).",
         "suffix",
     )

@@ -1,6 +1,6 @@
-"""Blanks between the parts of constrained JSON: at most one, or a line break and the indentation that the schema can need.
+"""Bounded whitespace in constrained JSON: at most one blank, or a line break and the schema's maximum indentation.
 
-Where any amount is allowed, models that are not sure how to go on write blanks until their tokens are spent.
+With unbounded whitespace, an uncertain model may write blanks until its token limit.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from collections.abc import Mapping
 from typing import Any
 
 INDENT = 4
-"""Of one level, at most."""
+"""Maximum blanks per level."""
 MIN_LEVELS, MAX_LEVELS = 2, 10
-"""A call's arguments stand in an object of their own, which may be indented too."""
+"""At least 2, because a tool call's arguments are inside another object."""
 OPEN_LEVELS = 4
-"""Counted for a schema that says nothing of what lies within."""
+"""Levels assumed for a schema that does not specify the inner values."""
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 
 
 def whitespace_of(schema: object) -> str:
-    """Return the expression of what may stand between the parts of JSON that this schema describes."""
+    """Return the regular expression of the whitespace in JSON of this schema."""
     levels = min(MAX_LEVELS, max(MIN_LEVELS, 1 + _levels(schema, MAX_LEVELS)))
     return rf"[ \t]|\r?\n[ \t]{{0,{INDENT * levels}}}"
 
 
 def with_blanks(options: Mapping[str, Any], schema: object) -> dict[str, Any]:
-    """Return options of the library for JSON of this schema, with bounded blanks unless they say what is allowed."""
+    """Add bounded whitespace for this schema to the library's options, unless they already define whitespace."""
     if "whitespace_pattern" in options or not options.get("whitespace_flexible", True):
         return dict(options)
     return {**options, "whitespace_pattern": whitespace_of(schema)}
 
 
 def _levels(schema: object, most: int) -> int:
-    """Return how many objects and arrays lie within each other, as far as the schema says; at most ``most``."""
+    """Return the nesting depth of objects and arrays in the schema, at most ``most``."""
     if not isinstance(schema, Mapping) or "$ref" in schema or most <= 0:
         return min(most, OPEN_LEVELS)
     if "enum" in schema or "const" in schema:

@@ -1,7 +1,7 @@
-"""The tokenizer process: requests in, admissions out.
+"""Main loop of the tokenizer process: receives requests from frontends, sends admissions to cores.
 
-Small prompts are encoded at once, in the loop; big ones go to lanes of threads, where encoding releases the
-interpreter lock, so that they delay nothing but other big ones.
+Small prompts are encoded in the event loop. Large prompts go to lanes (thread pools by size): encoding releases the
+GIL, so a large prompt delays only other large prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.embeds import check_embeds
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.tokenizer_proc.offloaded import OffloadedRequests
-from quintet.tokenizer_proc.senders import refusal_of, sender_of
+from quintet.tokenizer_proc.senders import error_answer, sender_of
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
@@ -48,34 +48,27 @@ from quintet.wire.supervision import Drain, Drained, Topology
 Message = Submit | Cancel | InFlightReport | TokenizeQuery
 
 INLINE_BYTES = 8 << 10
-"""Prompts up to this size are encoded in the loop: a few milliseconds at most."""
+"""Maximum size of prompts encoded in the loop; takes at most a few milliseconds."""
 
 LANES = ((256 << 10, 2), (1 << 62, 1))
-"""Sizes up to which a lane takes prompts, and its threads: a huge prompt does not keep big ones waiting either."""
+"""Per lane: maximum prompt size and number of threads. Huge prompts have a separate lane, so large ones do not wait."""
 
 ALLOWANCE_S, SLOWEST_BYTES_PER_S = 1.0, 200 << 10
-"""How long encoding a prompt in a lane may take, on a busy machine, before it counts as a stall."""
+"""Time limit of encoding in a lane, on a busy machine; a prompt beyond it counts as a stall."""
 
-MAX_EARLY_BYTES = 64 << 20
-"""Messages kept for frontends that the topology has not named yet, each with `EARLY_OVERHEAD`; more are refused."""
+MAX_QUEUED_BYTES, QUEUED_OVERHEAD = 64 << 20, 1 << 10
+"""Bytes of messages queued for frontends not in the topology yet, with the overhead of each; more are rejected."""
 
-EARLY_OVERHEAD = 1 << 10
-
-MAX_REFUSALS = 1 << 16
-"""Such refusals that are kept until their frontends are named."""
+MAX_QUEUED_ERRORS = 1 << 16
+"""Error answers queued for frontends not in the topology yet."""
 
 Result = TypeVar("Result")
 
 
 class Tokenizer:
-    """Handlers of the process's messages."""
+    """Message handlers of the process."""
 
-    def __init__(
-        self,
-        process: Process[Message],
-        encoder: Encoder,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def __init__(self, process: Process[Message], encoder: Encoder, loop: asyncio.AbstractEventLoop) -> None:
         self._process = process
         self._encoder = encoder
         self._forms = Forms(process.config.model, is_mock=process.config.executor.kind == "mock")
@@ -84,17 +77,17 @@ class Tokenizer:
         )
         self._loop = loop
         self._lanes = [(size, ThreadPoolExecutor(threads, "lane")) for size, threads in LANES]
-        self._laned = OffloadedRequests()
+        self._offloaded = OffloadedRequests()
         self._due_s: dict[object, float] = {}
-        """When each prompt that a lane encodes just now should be done (`time.monotonic`)."""
-        process.account = self._account
+        """Deadline (`time.monotonic`) of each prompt that a lane is encoding."""
+        process.account = self._report_progress
         self._is_retiring = False
-        self._early: PendingTopology[tuple[int, int | None], msgspec.Struct] = PendingTopology(
-            MAX_EARLY_BYTES, lambda message: len(encode(message)) + EARLY_OVERHEAD
+        self._queued: PendingTopology[tuple[int, int | None], msgspec.Struct] = PendingTopology(
+            MAX_QUEUED_BYTES, lambda message: len(encode(message)) + QUEUED_OVERHEAD
         )
-        """By frontend slot and its epoch's tag."""
-        self._refusals: list[tuple[int, int | None, Failed | Tokenized | Unknown]] = []
-        """Answers to what was too much to wait, or was dropped, with the frontend's index and epoch's tag."""
+        """Queued messages by the frontend's index and epoch tag."""
+        self._queued_errors: list[tuple[int, int | None, Failed | Tokenized | Unknown]] = []
+        """Answers to rejected or dropped messages, with the frontend's index and epoch tag."""
         metrics = process.metrics
         self._hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="frontend_tokenizer"
@@ -102,16 +95,16 @@ class Tokenizer:
         self._seconds = metrics.histogram("tokenize_seconds", "Time to turn a prompt into ids.")
         self._sizes = metrics.histogram("tokenized_prompt_tokens", "Tokens of a prompt.", COUNT_BUCKETS)
         self._num_differences = metrics.counter(
-            "audit_differences", "Requests that two processes did not agree on, twice in a row."
+            "audit_differences", "Requests open in only one of two processes, twice in a row."
         )
-        self._num_failed = metrics.counter("tokenizer_refusals", "Requests refused before admission.")
+        self._num_failed = metrics.counter("tokenizer_refusals", "Requests rejected before admission.")
 
     def handle(self, message: msgspec.Struct) -> None:
-        """Take one message. What comes from a frontend that knows a newer topology waits for that."""
+        """Handle one message. A message based on a newer topology is queued until that topology arrives."""
         if isinstance(message, Topology):
-            for each in self._early.take():
+            for each in self._queued.take():
                 self.handle(each)
-            self._send_refusals()
+            self._send_queued_errors()
             self._check_drained()
             return
         if isinstance(message, Drain):
@@ -119,70 +112,78 @@ class Tokenizer:
             self._check_drained()
             return
         if isinstance(message, Dropped):
-            self._end_dropped(message)
+            self._fail_dropped(message)
             return
         sender = sender_of(message)
         if sender is None:
             return
         index, tag = sender
         version = message.spec.topology if isinstance(message, Submit) else 0
-        if isinstance(message, InFlightReport) and (sender in self._early or self._is_unnamed(index, tag)):
-            return  # some of what it names waits here; the next account comes soon
-        if sender in self._early or version > self._process.topology.version or self._is_unnamed(index, tag):
+        if isinstance(message, InFlightReport) and (
+            sender in self._queued or self._is_unknown_frontend(index, tag)
+        ):
+            return  # some of its requests are still queued; frontends repeat the report
+        if (
+            sender in self._queued
+            or version > self._process.topology.version
+            or self._is_unknown_frontend(index, tag)
+        ):
             self._keep(index, tag, message)
         else:
             self._handle(message)
 
-    def _end_dropped(self, dropped: Dropped) -> None:
-        """End what a message carried that was dropped on its way here."""
+    def _fail_dropped(self, dropped: Dropped) -> None:
+        """Fail the query and the requests of a dropped message."""
         error = dropped.error(Role.TOKENIZER)
         if dropped.query_id is not None and dropped.frontend is not None:
             failed = Failed(dropped.query_id, error.code, error.message)
-            self._refusals.append((dropped.frontend, None, Tokenized(dropped.query_id, b"", None, failed)))
+            self._queued_errors.append(
+                (dropped.frontend, None, Tokenized(dropped.query_id, b"", None, failed))
+            )
         for request_id in dropped.request_ids:
             failed = Failed(request_id, error.code, error.message)
-            self._refusals.append((*frontend_of(request_id), failed))
-        self._send_refusals()
+            self._queued_errors.append((*frontend_of(request_id), failed))
+        self._send_queued_errors()
 
-    def _pass_on(self, account: InFlightReport) -> None:
-        """Send on which requests have left for the core: all but those in lanes."""
-        ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
+    def _forward_report(self, report: InFlightReport) -> None:
+        """Forward the report to the core without the requests that are still in lanes."""
+        ids, attempts = unpack_i64(report.request_ids), unpack_i32(report.attempts)
         left = [
             (request_id, attempt)
             for request_id, attempt in zip(ids, attempts, strict=True)
-            if request_id not in self._laned
+            if request_id not in self._offloaded
         ]
-        account.request_ids = pack_i64(request_id for request_id, _ in left)
-        account.attempts = pack_i32(attempt for _, attempt in left)
-        self._process.peers.send(Role.CORE, account.core, account)
+        report.request_ids = pack_i64(request_id for request_id, _ in left)
+        report.attempts = pack_i32(attempt for _, attempt in left)
+        self._process.peers.send(Role.CORE, report.core, report)
 
     def _keep(self, index: int, tag: int | None, message: msgspec.Struct) -> None:
-        """Keep a message for the next topology, or only its refusal where too much is kept already."""
-        if self._early.keep((index, tag), message):
+        """Queue a message for the next topology. If the queue is full, queue only its error answer."""
+        if self._queued.keep((index, tag), message):
             return
-        if not self._refusals:
+        if not self._queued_errors:
             self._process.log.warning(
-                "%d bytes wait for frontends that no topology has named; more requests are refused",
-                self._early.size,
+                "%d bytes queued for frontends that are not in the topology; further requests are rejected",
+                self._queued.size,
             )
-        refusal = refusal_of(message)
-        if refusal is not None and len(self._refusals) < MAX_REFUSALS:
-            self._refusals.append((index, tag, refusal))
+        error = error_answer(message)
+        if error is not None and len(self._queued_errors) < MAX_QUEUED_ERRORS:
+            self._queued_errors.append((index, tag, error))
 
-    def _send_refusals(self) -> None:
-        refusals, self._refusals = self._refusals, []
-        for index, tag, refusal in refusals:
-            if self._is_unnamed(index, tag):
-                self._refusals.append((index, tag, refusal))
-            elif isinstance(refusal, Failed):
-                self._fail(refusal)
-            elif isinstance(refusal, Unknown):
-                self._tell(unpack_i64(refusal.request_ids)[0], refusal)
+    def _send_queued_errors(self) -> None:
+        queued, self._queued_errors = self._queued_errors, []
+        for index, tag, error in queued:
+            if self._is_unknown_frontend(index, tag):
+                self._queued_errors.append((index, tag, error))
+            elif isinstance(error, Failed):
+                self._fail(error)
+            elif isinstance(error, Unknown):
+                self._send_to_frontend(unpack_i64(error.request_ids)[0], error)
             else:
-                self._process.peers.send(Role.FRONTEND, index, refusal)
+                self._process.peers.send(Role.FRONTEND, index, error)
 
-    def _is_unnamed(self, index: int, tag: int | None) -> bool:
-        """Whether an answer could not be sent yet: the frontend heard of this process before this one of it."""
+    def _is_unknown_frontend(self, index: int, tag: int | None) -> bool:
+        """Return whether the frontend, or its epoch, is not in this process's topology yet."""
         epoch = self._process.peers.epoch(Role.FRONTEND, index)
         return epoch is None or (tag is not None and is_newer(tag, epoch))
 
@@ -194,7 +195,7 @@ class Tokenizer:
             case Cancel():
                 self._cancel(message)
             case InFlightReport():
-                self._pass_on(message)
+                self._forward_report(message)
             case TokenizeQuery():
                 self._dispatch(
                     size_of(message.prompt),
@@ -205,12 +206,12 @@ class Tokenizer:
                 pass
 
     def close(self) -> None:
-        """Wait for the prompts being encoded and forget the others."""
+        """Finish the prompts being encoded and drop the queued ones."""
         for _, lane in self._lanes:
             lane.shutdown(cancel_futures=True)
 
     def _dispatch(self, size: int, work: Callable[[], Result], done: Callable[[Result], None]) -> None:
-        """Do ``work`` here or in a lane, as its `size_of` says; ``done`` gets its result in the loop."""
+        """Run ``work`` inline or in a lane, by ``size``; call ``done`` with its result in the event loop."""
 
         def timed() -> tuple[Result, int, int]:
             began_ns = time.monotonic_ns()
@@ -228,16 +229,16 @@ class Tokenizer:
         job = object()
         self._process.pending += 1
 
-        def clocked() -> tuple[Result, int, int]:
+        def timed_offloaded() -> tuple[Result, int, int]:
             self._due_s[job] = time.monotonic() + ALLOWANCE_S + size / SLOWEST_BYTES_PER_S
             try:
                 return timed()
             finally:
                 del self._due_s[job]
                 if size >= LEFTOVER_BYTES:
-                    give_back_memory()  # before the next one of the lane takes as much
+                    give_back_memory()  # before the lane's next prompt allocates as much
 
-        def land(future: Future[tuple[Result, int, int]]) -> None:
+        def on_offloaded(future: Future[tuple[Result, int, int]]) -> None:
             self._process.pending -= 1
             finish(*future.result())
             if size >= LEFTOVER_BYTES:
@@ -246,41 +247,38 @@ class Tokenizer:
 
         def on_done(future: Future[tuple[Result, int, int]]) -> None:
             if not future.cancelled():
-                self._loop.call_soon_threadsafe(land, future)
+                self._loop.call_soon_threadsafe(on_offloaded, future)
 
         lane = next(lane for limit, lane in self._lanes if size <= limit)
-        lane.submit(clocked).add_done_callback(on_done)
+        lane.submit(timed_offloaded).add_done_callback(on_done)
 
     def _check_drained(self) -> None:
-        """Tell the supervisor when this process is to leave and has nothing left."""
-        if self._is_retiring and not self._process.pending and not self._early:
+        """Send `Drained` to the supervisor if this process is draining and idle."""
+        if self._is_retiring and not self._process.pending and not self._queued:
             self._process.peers.send(Role.SUPERVISOR, 0, Drained(self._process.me))
 
-    def _account(self) -> tuple[int, int]:
-        """Return progress, and how many prompts take longer to encode than their size explains."""
-        if not self._process.pending and self._laned:
-            num_lost = len(self._laned)
+    def _report_progress(self) -> tuple[int, int]:
+        """Return the progress, and the number of prompts past their encoding deadline."""
+        if not self._process.pending and self._offloaded:
+            num_lost = len(self._offloaded)
             self._num_differences.inc(num_lost)
-            self._process.log.warning(
-                "nothing is being encoded, but %d entries wait for it: dropped", num_lost
-            )
-            self._laned.clear()
+            self._process.log.warning("reconcile: %d requests waited for idle lanes; dropped", num_lost)
+            self._offloaded.clear()
         now_s = time.monotonic()
         return self._process.progress, sum(due_s < now_s for due_s in list(self._due_s.values()))
 
     def _submit(self, submit: Submit) -> None:
         size = size_of(submit.prompt, submit.spec.params.bad_words)
         if not self._forms.is_known(submit.spec.params):
-            size = max(
-                size, INLINE_BYTES + 1
-            )  # building a grammar takes a moment, the library's first one a second
+            # use a lane: building a grammar is slow, and the library's first one takes a second
+            size = max(size, INLINE_BYTES + 1)
         if size > INLINE_BYTES:
-            self._laned.enter(submit)
-        admit = self._admit if size <= INLINE_BYTES else self._land
+            self._offloaded.enter(submit)
+        admit = self._admit if size <= INLINE_BYTES else self._finish_offloaded
         self._dispatch(size, lambda: self._admission(submit), lambda result: admit(submit, result))
 
     def _admission(self, submit: Submit) -> Admit | Failed:
-        """Encode; may run in a lane, so it touches no state."""
+        """Encode the prompt and finalize the parameters. May run in a lane's thread, so it mutates no state."""
         params, prompt = submit.spec.params, submit.prompt
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         try:
@@ -288,8 +286,8 @@ class Tokenizer:
                 check_embeds(submit.spec, embeds, self._process.config)
             ids = self._encoder.prompt_ids(prompt, params, limit_gives_way=submit.limit_gives_way)
             bad_words = self._encoder.bad_word_ids(params.bad_words)
-            params = self._forms.enforceable(submit.spec, lambda: self._end_of(ids, embeds))
-            params = self._budgets.bounded(params, lambda: self._end_of(ids, embeds))
+            params = self._forms.enforceable(submit.spec, lambda: self._prompt_end(ids, embeds))
+            params = self._budgets.bounded(params, lambda: self._prompt_end(ids, embeds))
             ends = self._encoder.ends_of(prompt)
             if ends and not params.ignore_eos:
                 stops = [*params.stop_token_ids, *ends]
@@ -303,13 +301,13 @@ class Tokenizer:
             embeds = msgspec.structs.replace(embeds, digest=digest_of(embeds))
         return Admit(submit.request_id, pack_i32(ids), spec, 0, bad_words, embeds)
 
-    def _end_of(self, ids: Sequence[int], embeds: EmbedsPrompt | None) -> str:
-        """Return the text of a prompt's last tokens; of vectors nobody knows any."""
+    def _prompt_end(self, ids: Sequence[int], embeds: EmbedsPrompt | None) -> str:
+        """Return the text of a prompt's last tokens; empty for prompt embeddings."""
         return self._encoder.end_of(ids) if embeds is None else ""
 
-    def _land(self, submit: Submit, result: Admit | Failed) -> None:
-        """Pass on what a lane has encoded, unless its frontend goes on with it elsewhere."""
-        cancelled = self._laned.leave(submit)
+    def _finish_offloaded(self, submit: Submit, result: Admit | Failed) -> None:
+        """Forward a lane's result, unless the frontend moved the request to another attempt."""
+        cancelled = self._offloaded.leave(submit)
         if cancelled is not None:
             self._admit(submit, result, cancelled)
 
@@ -317,41 +315,40 @@ class Tokenizer:
         if isinstance(result, Failed):
             self._fail(result)
         elif len(cancelled) == submit.spec.params.n:
-            self._tell(submit.request_id, Unknown(pack_i64(sorted(cancelled))))
+            self._send_to_frontend(submit.request_id, Unknown(pack_i64(sorted(cancelled))))
         else:
             self._sizes.observe(len(result.prompt_ids) // 4)
             result.sent_ns = time.monotonic_ns()
             try:
                 self._process.peers.send(Role.CORE, submit.core, result)
             except FrameTooLarge as error:
-                self._fail(
-                    Failed(submit.request_id, ErrorCode.TOO_LARGE, f"the request is too large: {error}.")
-                )
+                cause = f"The request exceeds the message size limit: {error}."
+                self._fail(Failed(submit.request_id, ErrorCode.TOO_LARGE, cause))
                 return
             if cancelled:
                 self._process.peers.send(Role.CORE, submit.core, Cancel(sorted(cancelled), submit.core))
 
     def _fail(self, failed: Failed) -> None:
         self._num_failed.inc()
-        self._tell(failed.request_id, failed)
+        self._send_to_frontend(failed.request_id, failed)
 
-    def _tell(self, request_id: int, message: Failed | Unknown) -> None:
-        """Send to the frontend that made this id, unless it is gone."""
+    def _send_to_frontend(self, request_id: int, message: Failed | Unknown) -> None:
+        """Send to the frontend that created the request id, unless it was replaced."""
         index, tag = frontend_of(request_id)
         epoch = self._process.peers.epoch(Role.FRONTEND, index)
         if epoch is not None and epoch_tag(epoch) == tag:
             self._process.peers.send(Role.FRONTEND, index, message)
 
     def _cancel(self, cancel: Cancel) -> None:
-        """Forward, but for requests in lanes: the core does not know them yet, so their cancelling waits for them."""
-        rest = self._laned.cancel(cancel)
+        """Forward to the core, except for requests in lanes: they are cancelled when they leave the lane."""
+        rest = self._offloaded.cancel(cancel)
         if rest is not None:
             self._process.peers.send(Role.CORE, cancel.core, rest)
 
     def _answer(self, query: TokenizeQuery) -> Tokenized:
         try:
             if query.until_ns is not None and time.monotonic_ns() > query.until_ns:
-                raise RequestError(ErrorCode.TIMEOUT, "The question waited too long for a lane; ask again.")
+                raise RequestError(ErrorCode.TIMEOUT, "The query timed out in the tokenizer's queue; retry.")
             ids = self._encoder.whole(query.prompt)
         except RequestError as error:
             failed = Failed(query.query_id, error.code, error.message, error.param)
@@ -363,21 +360,20 @@ class Tokenizer:
         try:
             self._process.peers.send(Role.FRONTEND, query.frontend, answer)
         except FrameTooLarge as error:
-            words = f"the answer has {error.num_bytes} bytes, and at most {error.most} can be told at a time; ask for less."
-            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, words)
-            self._process.peers.send(
-                Role.FRONTEND, query.frontend, Tokenized(query.query_id, b"", None, failed)
-            )
+            cause = f"The answer has {error.num_bytes} bytes, but at most {error.most} are allowed; send a shorter text."
+            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, cause)
+            answer = Tokenized(query.query_id, b"", None, failed)
+            self._process.peers.send(Role.FRONTEND, query.frontend, answer)
 
 
 def prepare(config: EngineConfig) -> Encoder:
-    """Do the long part of booting: it depends on no slot."""
+    """Load the encoder. Independent of the slot, so a standby process calls it in advance."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return load_encoder(config.model)
 
 
 def run(me: WorkerId, config: EngineConfig, encoder: Encoder) -> None:
-    """Be the tokenizer at slot ``me`` until stopped; an exception of ours ends the process."""
+    """Run the tokenizer process in slot ``me`` until stopped. An unhandled exception ends the process."""
     process: Process[Message] = Process(me, config, Message)
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     service = Tokenizer(process, encoder, loop)

@@ -1,7 +1,7 @@
-"""How deep a form is once its references are followed.
+"""Nesting depth of JSON schemas and grammars with references resolved.
 
-The library that builds it descends as far on its thread's stack, and its process ends where no stack is left. So what may be
-deeper is refused before. Counted is an upper bound: of what refers to itself in a circle, every member once.
+The grammar library recurses to this depth, and a stack overflow kills the process. So deeper schemas are rejected first.
+The computed depth is an upper bound: each member of a reference cycle counts once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.structured import FIELD
 
 MAX_LEVELS = 700
-"""Between 1000 and 2000 the library runs out of the 8 MiB that a thread has."""
+"""The library overflows a thread's 8 MiB stack between 1000 and 2000 levels."""
 MAX_BRACKETS = 40
-"""Within each other in one rule of a grammar: the library takes fewer."""
+"""Nested brackets in one rule of a grammar; the library allows fewer."""
 MAX_SCHEMAS = 64
-"""In one grammar."""
+"""JSON schemas in one grammar."""
 MAX_VISITED = 300_000
-"""Values of a schema, those that several references reach as often."""
+"""Visited values of a schema; a value counts once per reference to it."""
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _TEXT = re.compile(r'//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/', re.DOTALL)
 _RULE = re.compile(r"^[ \t\r]*[?!]*([A-Za-z_][\w\-]*)(?:\[[^\]\n]*\]|\.\d+|[ \t])*:", re.MULTILINE)
@@ -34,17 +34,19 @@ _SCHEMA = re.compile(r"%json\s*(?=\{)")
 
 @dataclass(slots=True)
 class _Part:
-    """A definition: what it nests by itself, and which others it names."""
+    """A definition: its own nesting depth, and the definitions that it references."""
 
     levels: int
     names: set[str]
 
 
 def check_schema(schema: object) -> None:
-    """Refuse a JSON schema that is too deep. Raises `RequestError`."""
+    """Raise `RequestError` for a JSON schema that is nested too deeply."""
     root, num_visited = _counted(schema, MAX_VISITED)
     parts, waiting = {"": root}, list(root.names)
-    has_inner_ids = b'"$id"' in msgspec.json.encode(_without_id(schema))  # from which references may count
+    has_inner_ids = b'"$id"' in msgspec.json.encode(
+        _without_id(schema)
+    )  # references may be relative to an inner id
     while waiting:
         name = waiting.pop()
         if name in parts:
@@ -67,7 +69,7 @@ def _without_id(schema: object) -> object:
 
 
 def check_grammar(grammar: str) -> None:
-    """Refuse a grammar of Lark's that is too deep, or has such a schema in it. Raises `RequestError`."""
+    """Raise `RequestError` for a Lark grammar that is nested too deeply, or has such a schema."""
     for schema in schemas_in(grammar):
         check_schema(schema)
     text = _TEXT.sub('""', grammar)
@@ -84,29 +86,29 @@ def check_grammar(grammar: str) -> None:
 
 
 def schemas_in(grammar: str) -> list[object]:
-    """Return the JSON schemas that stand in a grammar of Lark's. Raises `RequestError` for too many."""
+    """Return the JSON schemas in a Lark grammar. Raises `RequestError` for too many."""
     begins = [match.end() for match in _SCHEMA.finditer(grammar)]
     if len(begins) > MAX_SCHEMAS:
         raise RequestError(
             ErrorCode.INVALID,
-            f"{FIELD} holds a grammar with {len(begins)} schemas; it may have {MAX_SCHEMAS}.",
+            f"{FIELD} has a grammar with {len(begins)} schemas, but at most {MAX_SCHEMAS} are allowed.",
             FIELD,
         )
     return [_json_at(grammar, begin) for begin in begins]
 
 
-def _check(parts: Mapping[str, _Part], what: str) -> None:
+def _check(parts: Mapping[str, _Part], kind: str) -> None:
     if (levels := _deepest(parts)) > MAX_LEVELS:
         raise RequestError(
             ErrorCode.INVALID,
-            f"{FIELD} holds {what} that may be {levels} levels deep once its references are followed; it may be {MAX_LEVELS}: "
-            "make it flatter.",
+            f"{FIELD} has {kind} that may be {levels} levels deep with its references resolved, but at most {MAX_LEVELS} "
+            "levels are allowed: make it flatter.",
             FIELD,
         )
 
 
 def _deepest(parts: Mapping[str, _Part]) -> int:
-    """Return how deep the deepest chain of parts may be."""
+    """Return the maximum depth of a chain of parts."""
     named_by: dict[str, list[str]] = {}
     num_open = {name: len(part.names) for name, part in parts.items()}
     for name, part in parts.items():
@@ -126,34 +128,34 @@ def _deepest(parts: Mapping[str, _Part]) -> int:
 
 
 def _counted(value: object, most: int, *, with_definitions: bool = False) -> tuple[_Part, int]:
-    """Return a schema as a part, and how many values that took."""
-    passed_over = frozenset[str]() if with_definitions else _DEFINITIONS
+    """Return a schema's part, and the number of visited values."""
+    skipped_keys = frozenset[str]() if with_definitions else _DEFINITIONS
     part, level, visited = _Part(0, set()), [value], 0
     while level:
         part.levels += 1
         visited += len(level)
         if visited > most:
             raise RequestError(
-                ErrorCode.INVALID, f"{FIELD} holds a schema with too many references: make it smaller.", FIELD
+                ErrorCode.INVALID, f"{FIELD} has a schema with too many references: make it smaller.", FIELD
             )
         part.names.update(
             each["$ref"] for each in level if isinstance(each, dict) and isinstance(each.get("$ref"), str)
         )
-        level = [inner for each in level for inner in _inner(each, passed_over)]
+        level = [inner for each in level for inner in _inner(each, skipped_keys)]
     return part, visited
 
 
-def _inner(value: object, passed_over: frozenset[str]) -> Iterable[object]:
-    """Return what lies in a value and has something in it."""
+def _inner(value: object, skipped_keys: frozenset[str]) -> Iterable[object]:
+    """Return the objects and arrays in a value."""
     if isinstance(value, dict):
-        inner: Iterable[object] = (each for key, each in value.items() if key not in passed_over)
+        inner: Iterable[object] = (each for key, each in value.items() if key not in skipped_keys)
     else:
         inner = value if isinstance(value, list) else ()
     return [each for each in inner if isinstance(each, dict | list)]
 
 
 def target_of(schema: object, reference: str) -> object:
-    """Return what a reference names; None where that is not clear: an anchor, an address."""
+    """Resolve a reference; None if it is not a JSON pointer into the schema, such as an anchor or a URL."""
     found: Any = schema
     for step in reference.removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
@@ -167,7 +169,7 @@ def target_of(schema: object, reference: str) -> object:
 
 
 def _json_at(text: str, begin: int) -> object:
-    """Return the JSON that begins there; an empty schema where there is none, which the library refuses."""
+    """Parse the JSON object at ``begin``. For invalid JSON return an empty schema; the library reports the error."""
     depth = 0
     for match in _QUOTED_OR_BRACE.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(match[0], 0)

@@ -1,4 +1,4 @@
-"""Requests whose prompts are being encoded in lanes: in which attempt, and which of their choices were cancelled meanwhile."""
+"""Requests with prompts in lanes: newest attempt, and choices cancelled meanwhile."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from quintet.wire.messages import Cancel, Submit
 
 
 class OffloadedRequests:
-    """The requests in lanes, each in its newest attempt."""
+    """The requests in lanes, each with its newest attempt."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Submit, set[int]]] = {}
-        """By their first choice."""
+        """Request and cancelled choices, by the id of the first choice."""
         self._first: dict[int, int] = {}
-        """Of every choice, that of its request."""
+        """Id of the first choice, by the id of any choice of the request."""
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._first
@@ -23,13 +23,13 @@ class OffloadedRequests:
         return len(self._waiting)
 
     def enter(self, submit: Submit) -> None:
-        """A request goes into a lane."""
+        """Record that a request enters a lane."""
         self._waiting[submit.request_id] = submit, set()
         for request_id in _choices(submit):
             self._first[request_id] = submit.request_id
 
     def leave(self, submit: Submit) -> set[int] | None:
-        """A request leaves its lane: return the cancelled choices, or None where its frontend goes on with it elsewhere."""
+        """Remove a request that left its lane; return its cancelled choices, or None if this attempt is superseded."""
         waiting = self._waiting.get(submit.request_id)
         if waiting is None or waiting[0] is not submit:
             return None
@@ -37,7 +37,7 @@ class OffloadedRequests:
         return waiting[1]
 
     def cancel(self, cancel: Cancel) -> Cancel | None:
-        """Note who is cancelled, and return what is to be passed on: cancelling what the core does not know yet waits for it."""
+        """Record cancelled requests in lanes; return the rest of the message for the core, or None."""
         rest, moved = [], set()
         for request_id in cancel.request_ids:
             first = self._first.get(request_id)
@@ -52,7 +52,7 @@ class OffloadedRequests:
         return msgspec.structs.replace(cancel, request_ids=rest) if rest else None
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all requests."""
         self._waiting.clear()
         self._first.clear()
 

@@ -1,7 +1,7 @@
-"""A form of an answer, behind the reasoning that comes before it: what a model thinks has no form.
+"""Grammar of an answer after free-form reasoning.
 
-A prompt that ends with the opening mark begins the reasoning, one that ends with the closing mark has it behind it; else the
-answer may begin with it.
+A prompt that ends with the opening mark has started the reasoning. A prompt that ends with the closing mark has finished
+it. Otherwise the answer may start with reasoning.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _EITHER = f"start: @{_FORM} | @{_CALLS}"
 
 
 def or_calls(grammar: str, calls: str) -> str:
-    """Return the grammar of an answer that has a form or is calls. calls: in Lark."""
+    """Return the grammar of an answer in ``grammar`` or of tool calls. ``calls`` is in Lark."""
     form, *others = _named(grammar)
     grammars = [{**form, "name": _FORM}, *others, {"name": _CALLS, "lark_grammar": calls}]
     return msgspec.json.encode({"grammars": [{"lark_grammar": _EITHER}, *grammars]}).decode()
 
 
-def behind_reasoning(
+def with_reasoning(
     grammar: str, marks: ThinkMarks, literal: Callable[[str], str], prompt: str, *, is_content: bool
 ) -> str:
-    """Return the grammar of an answer that may reason before it takes a form.
+    """Return ``grammar`` extended by optional reasoning before it.
 
-    grammar: of the form, in Lark or as the library's JSON. literal: Lark for a text, in which the names of tokens are tokens.
-    prompt: its end, which may begin the reasoning, or end it. is_content: whether the form is of content, which some
-    formats begin with a header.
+    ``grammar`` is in Lark or in the library's JSON. ``literal`` converts a text to Lark, with names of tokens as tokens.
+    ``prompt`` is the end of the prompt, which may start or end the reasoning. With ``is_content``, the answer may start
+    with the format's header for content.
     """
     form, *others = _named(grammar)
     is_either = form.get("lark_grammar") == _EITHER
@@ -61,7 +61,7 @@ def behind_reasoning(
 
 
 def _named(grammar: str) -> list[dict[str, Any]]:
-    """Return the form's grammars, of which the first has a name."""
+    """Return the grammars of ``grammar``; the first one has a name."""
     if not grammar.lstrip().startswith("{"):
         return [{"name": _FORM, "lark_grammar": grammar}]
     first, *others = msgspec.json.decode(grammar)["grammars"]

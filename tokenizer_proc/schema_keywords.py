@@ -1,4 +1,4 @@
-"""Keywords of one JSON schema: those that constrain nothing are left out, others are said with those that the library has."""
+"""Rewrite rules for the keywords of one JSON schema: drop those without effect, replace unsupported ones by supported ones."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ APPLICATORS = frozenset(
         "dependentSchemas",
     }
 )
-"""Keys whose schemas apply to the same value."""
+"""Keys with schemas that apply to the same value."""
 MAX_NAME_LENGTH = 1000
 TYPES = {"null", "boolean", "string", "integer", "number", "array", "object"}
 
 
 def is_anything(schema: Any) -> bool:
-    """Return whether a schema allows every value."""
+    """Return whether a schema allows all values."""
     return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS)
 
 
 def _drop_annotations(schema: Schema) -> None:
-    given = schema.get("format")
-    if isinstance(given, str) and given not in FORMATS:
+    declared = schema.get("format")
+    if isinstance(declared, str) and declared not in FORMATS:
         del schema["format"]
     dialect = schema.get("$schema")
-    if isinstance(dialect, str) and "json-schema.org/" not in dialect:  # OpenAPI's, which cannot be fetched
+    if isinstance(dialect, str) and "json-schema.org/" not in dialect:  # OpenAPI's dialect cannot be fetched
         del schema["$schema"]
     if schema.get("uniqueItems") is False or _at_most_one(schema):
         schema.pop("uniqueItems", None)
@@ -83,7 +83,7 @@ def _drop_conditions(schema: Schema) -> None:
 
 
 def _plain_contains(schema: Schema) -> None:
-    """Drop bounds of what is not asked for; where any element will do, these are bounds of the array's length."""
+    """Drop ``contains`` without effect. If it matches all elements, convert its bounds to bounds of the length."""
     if "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema):
         for key in ("contains", "minContains", "maxContains"):
             schema.pop(key, None)
@@ -102,7 +102,7 @@ def _plain_contains(schema: Schema) -> None:
 
 
 def _plain_unevaluated(schema: Schema) -> None:
-    """Say with ``additionalProperties`` and ``items`` what is not evaluated, where no other schema evaluates anything."""
+    """Replace ``unevaluated…`` by ``additionalProperties`` and ``items`` if no other schema evaluates the value."""
     for key, plainer in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
         if key not in schema:
             continue
@@ -113,7 +113,7 @@ def _plain_unevaluated(schema: Schema) -> None:
 
 
 def _plain_names(schema: Schema) -> None:
-    """Say with ``properties`` or ``patternProperties`` which names an object may have."""
+    """Replace ``propertyNames`` by ``properties`` or ``patternProperties``."""
     names = schema.get("propertyNames")
     if names is None:
         return
@@ -123,13 +123,13 @@ def _plain_names(schema: Schema) -> None:
     if not isinstance(names, dict) or "patternProperties" in schema or not _has_type(names, "string"):
         return
     rest = schema.get("additionalProperties", True)
-    given = schema.get("properties", {})
-    said = names.keys() - ANNOTATIONS - {"type"}
+    declared = schema.get("properties", {})
+    keywords = names.keys() - ANNOTATIONS - {"type"}
     allowed = as_list(names.get("enum", names.get("const")))
-    if said in ({"enum"}, {"const"}) and isinstance(given, dict):
+    if keywords in ({"enum"}, {"const"}) and isinstance(declared, dict):
         strings = [name for name in allowed if isinstance(name, str)]
-        schema["properties"] = {name: given.get(name, rest) for name in dict.fromkeys(strings)}
-    elif not given and (pattern := _pattern_of(names, said)) is not None:
+        schema["properties"] = {name: declared.get(name, rest) for name in dict.fromkeys(strings)}
+    elif not declared and (pattern := _pattern_of(names, keywords)) is not None:
         schema["patternProperties"] = {pattern: rest}
     else:
         return
@@ -137,35 +137,35 @@ def _plain_names(schema: Schema) -> None:
     del schema["propertyNames"]
 
 
-def _pattern_of(names: Schema, said: set[str]) -> str | None:
-    """Return the expression of the names that a schema allows; None where it says something else."""
-    if said == {"pattern"} and isinstance(names["pattern"], str):
+def _pattern_of(names: Schema, keywords: set[str]) -> str | None:
+    """Return the regular expression of the allowed names; None if the schema has other constraints."""
+    if keywords == {"pattern"} and isinstance(names["pattern"], str):
         return str(names["pattern"])
     least, most = names.get("minLength", 0), names.get("maxLength", MAX_NAME_LENGTH)
-    is_length = said <= {"minLength", "maxLength"} and type(least) is type(most) is int
+    is_length = keywords <= {"minLength", "maxLength"} and type(least) is type(most) is int
     if not is_length or not 0 <= least <= most <= MAX_NAME_LENGTH:
         return None
     return rf"^[\s\S]{{{least},{most if 'maxLength' in names else ''}}}$"
 
 
 def _allows_names(schema: Any) -> bool:
-    """Return whether every name of a property is allowed: each is a string."""
+    """Return whether the schema allows all property names, which are strings."""
     return (
         isinstance(schema, dict) and schema.keys() <= ANNOTATIONS | {"type"} and _has_type(schema, "string")
     )
 
 
 def _has_type(schema: Schema, name: str) -> bool:
-    given = schema.get("type", name)
-    return given == name or (isinstance(given, list) and name in given)
+    declared = schema.get("type", name)
+    return declared == name or (isinstance(declared, list) and name in declared)
 
 
 def _plain_not(schema: Schema) -> None:
-    """Take types that are not allowed from those that are."""
-    refused, given = schema.get("not"), schema.get("type")
-    if not isinstance(refused, dict) or refused.keys() - ANNOTATIONS != {"type"} or given is None:
+    """Remove the types in ``not`` from ``type``."""
+    refused, declared = schema.get("not"), schema.get("type")
+    if not isinstance(refused, dict) or refused.keys() - ANNOTATIONS != {"type"} or declared is None:
         return
-    allowed, taken = as_list(given), as_list(refused["type"])
+    allowed, taken = as_list(declared), as_list(refused["type"])
     if not all(isinstance(each, str) and each in TYPES for each in taken):
         return
     if "integer" in taken and "number" in allowed:
@@ -177,14 +177,14 @@ def _plain_not(schema: Schema) -> None:
 
 
 def _drop_branches(schema: Schema) -> None:
-    """Drop branches of ``anyOf`` whose patterns look around, if others are left: Pydantic writes decimals so, beside numbers."""
+    """Drop ``anyOf`` branches with lookaround patterns if others remain. Pydantic writes decimals this way."""
     branches = schema.get("anyOf")
     if isinstance(branches, list):
-        left = [each for each in branches if not _looks_around(each)]
+        left = [each for each in branches if not _has_lookaround(each)]
         schema["anyOf"] = left or branches
 
 
-def _looks_around(schema: Any) -> bool:
+def _has_lookaround(schema: Any) -> bool:
     pattern = schema.get("pattern") if isinstance(schema, dict) else None
     return isinstance(pattern, str) and any(mark in pattern for mark in ("(?=", "(?!", "(?<=", "(?<!"))
 
@@ -194,7 +194,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 RULES: tuple[Callable[[Schema], None], ...] = (
-    _plain_unevaluated,  # first: also conditions that ask for nothing say what is evaluated
+    _plain_unevaluated,  # first: conditions without effect also determine the evaluated properties
     _drop_annotations,
     _drop_conditions,
     _plain_contains,

@@ -1,4 +1,4 @@
-"""Parts of a JSON schema that depend on each other: unions whose branches exclude each other, and sets of a few values."""
+"""Rewriting of unions with disjoint branches, and of arrays with unique elements, in JSON schemas."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from quintet.tokenizer_proc.nesting_depth import target_of
 from quintet.tokenizer_proc.schema_keywords import ANNOTATIONS, TYPES, Schema, as_list
 
 MAX_ORDERS = 100
-"""Orders of a set's elements that are written out: those of four values."""
+"""Permutations enumerated for a set; enough for four values."""
 MAX_SUBSETS = 128
-"""Subsets that are, where there are more orders: those of seven values, each in the order of the schema."""
+"""Subsets enumerated for a larger set, each in the schema's order; enough for seven values."""
 MAX_BRANCHES = 64
-"""Of a ``oneOf`` that is looked through."""
+"""Branches of a ``oneOf`` that is analyzed."""
 
 
 def _resolved(schema: Any, root: Schema) -> Any:
-    """Return the schema that a reference names, where there is nothing beside it but annotations."""
+    """Resolve a schema that has only a reference and annotations; return other schemas unchanged."""
     for _ in range(8):
         if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - ANNOTATIONS != {"$ref"}:
             return schema
@@ -32,9 +32,9 @@ def _resolved(schema: Any, root: Schema) -> Any:
 
 
 def require_discriminator(schema: Schema, root: Schema) -> None:
-    """Require the property by which the branches of a union differ (OpenAPI's ``discriminator``).
+    """Add the discriminator property (OpenAPI's ``discriminator``) to ``required`` in each branch of a union.
 
-    Pydantic leaves it out of ``required`` where it has a default. A value without it fits several branches or none.
+    Pydantic omits it from ``required`` if it has a default. A value without it matches several branches or none.
     """
     discriminator, branches = schema.get("discriminator"), schema.get("oneOf", schema.get("anyOf"))
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
@@ -51,9 +51,10 @@ def require_discriminator(schema: Schema, root: Schema) -> None:
 
 
 def write_out_set(schema: Schema, root: Schema, most: int) -> int:
-    """Replace an array of different elements of a few values by all there are; return how many that were.
+    """Replace an array of unique elements from few values by an enumeration; return the number of alternatives.
 
-    Of four values all orders are written out, of up to seven only the schema's own: answers are stricter there.
+    Up to four values are enumerated in all orders. Five to seven values are enumerated only in the schema's order, which
+    is stricter than the schema.
     """
     if schema.get("uniqueItems") is not True or schema.get("type") not in ("array", ["array"]):
         return 0
@@ -84,7 +85,7 @@ def write_out_set(schema: Schema, root: Schema, most: int) -> int:
 
 
 def _arrangements(values: Sequence[Any], lengths: Iterable[int]) -> list[tuple[Any, ...]]:
-    """Return the sequences of different values; none where they are too many."""
+    """Return the sequences of unique values; empty if there are too many."""
     for arranged, most in ((itertools.permutations, MAX_ORDERS), (itertools.combinations, MAX_SUBSETS)):
         everything = itertools.chain.from_iterable(arranged(values, length) for length in lengths)
         found = list(itertools.islice(everything, most + 1))
@@ -94,7 +95,7 @@ def _arrangements(values: Sequence[Any], lengths: Iterable[int]) -> list[tuple[A
 
 
 def disjoin(schema: Schema, root: Schema) -> None:
-    """Write ``oneOf`` as ``anyOf`` where no value fits two of its branches."""
+    """Replace ``oneOf`` by ``anyOf`` if no value matches two of its branches."""
     branches = schema.get("oneOf")
     if "anyOf" in schema or not isinstance(branches, list) or not 0 < len(branches) <= MAX_BRANCHES:
         return
@@ -105,16 +106,16 @@ def disjoin(schema: Schema, root: Schema) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known of the values that a schema allows."""
+    """Properties of the values that a schema allows."""
 
     types: frozenset[str]
     values: frozenset[bytes] | None
-    """As JSON; None where they are not few."""
+    """All values as JSON; None if they cannot be enumerated."""
     tags: dict[str, frozenset[bytes]]
-    """Values of properties that every object has."""
+    """Values of required properties."""
 
     def excludes(self, other: _Facts) -> bool:
-        """Return whether no value can be allowed by both."""
+        """Return whether no value matches both."""
         if not self.types & other.types:
             return True
         if self.values is not None and other.values is not None and not self.values & other.values:
@@ -130,9 +131,11 @@ def _facts_of(branch: Any, root: Schema) -> _Facts:
     everything = frozenset(TYPES)
     if not isinstance(schema, dict):
         return _Facts(everything, None, {})
-    given = schema.get("type")
+    declared = schema.get("type")
     types = (
-        everything if given is None else frozenset(each for each in as_list(given) if isinstance(each, str))
+        everything
+        if declared is None
+        else frozenset(each for each in as_list(declared) if isinstance(each, str))
     )
     if "number" in types:
         types |= {"integer"}
@@ -150,18 +153,18 @@ def _as_json(values: Iterable[Any]) -> frozenset[bytes]:
 
 
 def _json_of(value: Any) -> bytes:
-    """Return what equal values have in common: to JSON Schema 1.0 is 1."""
+    """Encode a value so that equal values have equal encodings: in JSON Schema 1.0 equals 1."""
     text = msgspec.json.encode(value, order="deterministic")
     return re.sub(rb"(?<=\d)\.0\b", b"", text) if isinstance(value, float) else text
 
 
 def _values(schema: Any, root: Schema, *, is_exact: bool = False) -> list[Any] | None:
-    """Return the few values that a schema allows, or some more unless ``is_exact``; None where they are not known."""
+    """Return the values that a schema allows, or a superset unless ``is_exact``; None if they cannot be enumerated."""
     schema = _resolved(schema, root)
     if not isinstance(schema, dict):
         return None
-    said = schema.keys() - ANNOTATIONS
-    if is_exact and (len(said - {"type"}) > 1 or not said <= {"type", "const", "enum", "anyOf"}):
+    keywords = schema.keys() - ANNOTATIONS
+    if is_exact and (len(keywords - {"type"}) > 1 or not keywords <= {"type", "const", "enum", "anyOf"}):
         return None
     if "const" in schema:
         found = [schema["const"]]
@@ -182,7 +185,7 @@ def _values(schema: Any, root: Schema, *, is_exact: bool = False) -> list[Any] |
 
 
 def _is_of(value: Any, types: list[Any]) -> bool:
-    """Return whether a value that is written as JSON has one of these types for certain."""
+    """Return whether a JSON value has one of these types."""
     match value:
         case None:
             return "null" in types

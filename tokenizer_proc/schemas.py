@@ -1,8 +1,8 @@
-"""JSON schemas in words that the grammar library knows, where these say the same (JSON Schema, draft 2020-12).
+"""Rewriting of JSON schemas to equivalent ones that the grammar library supports (JSON Schema, draft 2020-12).
 
-Keywords that constrain nothing are left out, such as ``propertyNames: {"type": "string"}`` and formats that the library does
-not know, which are annotations. Some keywords that it lacks have an equal among those that it has. What is left is the library's
-to enforce, or to refuse by name.
+Keywords without effect are dropped, such as ``propertyNames: {"type": "string"}`` and unknown formats, which are
+annotations. Some unsupported keywords are replaced by equivalent supported ones. The library enforces the rest, or
+rejects it by name.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ INNER = frozenset(
     }
     | {"contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties"}
 )
-"""Keys whose values are schemas, or lists of some."""
+"""Keys with a schema, or a list of schemas."""
 NAMED_INNER = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keys whose values are schemas by name."""
+"""Keys with an object of schemas by name."""
 MAX_WRITTEN_OUT = 2000
-"""Arrangements of the elements of sets that are written out in one schema."""
+"""Enumerated alternatives of sets per schema."""
 _NULLABLE = frozenset({"const", "default", "examples", "example"})
-"""Keys that may be null; others are null where a serializer writes what was not given."""
+"""Keys that may be null. Null for another key means that a serializer wrote a missing value."""
 
 
 def plain_schema(schema: Any) -> Any:
-    """Return a schema without what constrains nothing, and with other words for some of what the library lacks."""
+    """Return an equivalent schema without ineffective keywords, and with replacements of some unsupported keywords."""
     plain = _plain(schema)
     if not isinstance(plain, dict):
         return plain
@@ -59,7 +59,7 @@ def plain_schema(schema: Any) -> Any:
 
 
 def schemas_of(schema: Any) -> Iterator[Schema]:
-    """Yield every schema within a schema: not the values and names in it."""
+    """Yield the schema and all schemas in it."""
     waiting = [schema]
     while waiting:
         each = waiting.pop()

@@ -1,4 +1,4 @@
-"""Whose a message to the tokenizer process is, and what is told of one that cannot be kept. No state."""
+"""Sender of a message to the tokenizer process, and the error answer to a message that cannot be queued."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quintet.wire.messages import Cancel, Failed, InFlightReport, Submit, Tokeni
 
 
 def sender_of(message: object) -> tuple[int, int | None] | None:
-    """Return the frontend's index and, where the message shows it, its epoch's tag; None for other messages."""
+    """Return the frontend's index and its epoch tag, if the message has it; None for other messages."""
     match message:
         case Submit():
             return frontend_of(message.request_id)
@@ -23,16 +23,16 @@ def sender_of(message: object) -> tuple[int, int | None] | None:
             return None
 
 
-def refusal_of(message: object) -> Failed | Tokenized | Unknown | None:
-    """Return the answer to a message that cannot be kept."""
-    words = "too many requests wait inside the server for it to know this frontend; send it again."
+def error_answer(message: object) -> Failed | Tokenized | Unknown | None:
+    """Return the error answer to a message that cannot be queued."""
+    cause = "Too many requests are queued while a frontend starts; retry the request."
     match message:
         case Submit():
-            return Failed(message.request_id, ErrorCode.OVERLOADED, words)
+            return Failed(message.request_id, ErrorCode.OVERLOADED, cause)
         case Cancel():
             return Unknown(pack_i64(message.request_ids))
         case TokenizeQuery():
-            failed = Failed(message.query_id, ErrorCode.OVERLOADED, words)
+            failed = Failed(message.query_id, ErrorCode.OVERLOADED, cause)
             return Tokenized(message.query_id, b"", None, failed)
         case _:
             return None

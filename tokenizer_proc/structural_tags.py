@@ -1,7 +1,7 @@
-"""Structural tags to Lark: text with parts between tags that have schemas of their own.
+"""Conversion of structural tags to Lark: text with tagged parts, each with its own schema.
 
-Two spellings: ``structures`` and ``triggers`` (any text; what begins with a trigger must be one of the structures), and
-``format``, a tree of the nodes in `_Writer.NODES`. Names of tokens inside of begins and ends are recognised as such.
+Two syntaxes: ``structures`` with ``triggers`` (free text, in which a trigger must begin one of the structures), and
+``format``, a tree of the nodes in `_Writer.NODES`. Names of tokens in begins and ends are converted to tokens.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PARAM = "structural_tag"
 def lark_of_tags(
     tag: Node, named: Mapping[str, int], regex: Callable[[str], str], json_options: Mapping[str, Any]
 ) -> str:
-    """Return the grammar. named: ids of tokens that are written by their names; regex: what makes an expression one of Lark's.
+    """Convert a structural tag to a Lark grammar.
 
-    json_options: how JSON is written, as the library has it; each schema has them, and bounded blanks of its own.
-    Raises `RequestError` naming the node that is not as it must be.
+    ``named``: token ids by name. ``regex`` converts a regular expression to Lark. ``json_options``: the library's options
+    for each schema, extended by bounded whitespace. Raises `RequestError` that names the invalid node.
     """
     writer = _Writer(named, regex, json_options)
     if "format" in tag:
@@ -46,7 +46,7 @@ def lark_of_tags(
 
 
 def lark_of_text(text: str, named: Mapping[str, int]) -> str:
-    """Return what allows this text, in which the names of tokens are tokens: of those that begin at one place the longest."""
+    """Convert a text to Lark. Names of tokens become tokens; the longest name at a position wins."""
     names = sorted((name for name in named if name in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
     written = [
@@ -58,13 +58,13 @@ def lark_of_text(text: str, named: Mapping[str, int]) -> str:
 
 
 def lark_until(literal: str) -> tuple[str, str]:
-    """Return what allows any text up to what `lark_of_text` returned, inclusive: a rule's body, and its attribute."""
-    ends_by_itself = literal.startswith("<[")  # a token: free text has none
+    """Return a rule's body and attribute for any text up to and including ``literal``, a result of `lark_of_text`."""
+    ends_by_itself = literal.startswith("<[")  # free text has no special tokens
     return f"{ANY_TEXT} {literal}", "" if ends_by_itself else "[lazy]"
 
 
 class _Writer:
-    """The rules of one grammar. Each method returns an expression of Lark, and adds the rules that it needs."""
+    """Builds the rules of one grammar. Each method returns a Lark expression and adds the rules that it needs."""
 
     def __init__(
         self, named: Mapping[str, int], regex: Callable[[str], str], json_options: Mapping[str, Any]
@@ -80,7 +80,7 @@ class _Writer:
         return "\n".join((f"start: {start}", *self._rules))
 
     def write(self, node: Node, where: str) -> str:
-        """Return what a node allows."""
+        """Convert a node."""
         kind = node.get("type") if isinstance(node, Mapping) else None
         if kind not in self.NODES:
             known = ", ".join(self.NODES)
@@ -88,11 +88,11 @@ class _Writer:
         return self.NODES[kind](self, node, where)
 
     def literal(self, text: str) -> str:
-        """Return what allows this text, in which the names of tokens are tokens."""
+        """Convert a text, with names of tokens as tokens."""
         return lark_of_text(text, self._named)
 
     def _rule(self, body: str, attribute: str = "") -> str:
-        """Return the name of a rule; what is the same is one rule."""
+        """Return the name of the rule with this body; equal rules are shared."""
         name = self._names.get((body, attribute))
         if name is None:
             name = self._names[body, attribute] = f"rule_{len(self._rules)}"
@@ -105,10 +105,10 @@ class _Writer:
     def _json(self, node: Node, where: str) -> str:
         schema = node.get("json_schema", {})
         if not isinstance(schema, Mapping | bool):
-            raise _bad(f"{where}.json_schema", "is no schema: it must be an object")
+            raise _bad(f"{where}.json_schema", "is not a schema: it must be an object")
         schema = plain_schema(schema)
         check_schema(schema)
-        if schema is not False:  # which nothing matches, and the library says so
+        if schema is not False:  # the library reports a schema that matches nothing
             options = with_blanks(self._json_options, schema)
             schema = {**({} if schema is True else schema), "x-guidance": options}
         return self._rule(f"%json {msgspec.json.encode(schema).decode()}")
@@ -131,18 +131,18 @@ class _Writer:
         return self._rule(f"{begin} {self._content(node, where)}")
 
     def _content(self, node: Node, where: str) -> str:
-        """Return what follows a tag's begin. Free text ends where the tag's end comes first."""
+        """Convert a tag's content and end. Free text ends at the first occurrence of the tag's end."""
         content, end = node.get("content", {}), _text(node, "end", where)
         if isinstance(content, Mapping) and content.get("type") == "any_text" and end:
             return self._until(self.literal(end))
         return f"{self.write(content, f'{where}.content')} {self.literal(end)}"
 
     def _until(self, literal: str) -> str:
-        """Return what allows any text up to this one, inclusive."""
+        """Return a rule for any text up to and including ``literal``."""
         return self._rule(*lark_until(literal))
 
     def _triggered(self, node: Node, where: str) -> str:
-        """Any text; what begins with a trigger goes on as one of the tags."""
+        """Convert free text in which each trigger must begin one of the tags."""
         triggers = _list(node, "triggers", where)
         choices = []
         for i, tag in enumerate(_list(node, "tags", where)):
@@ -150,7 +150,7 @@ class _Writer:
             begin = _text(tag, "begin", place)
             trigger = next((each for each in triggers if begin.startswith(str(each))), None)
             if not trigger:
-                raise _bad(place, f"begins with {begin[:100]!r}, which begins with none of the triggers")
+                raise _bad(place, f"begins with {begin[:100]!r}, but must begin with one of the triggers")
             until = self._until(self.literal(str(trigger)))
             rest = self.literal(begin[len(trigger) :])
             choices.append(f"{until} {rest} {self._content(tag, place)}")
@@ -186,16 +186,16 @@ class _Writer:
 def _text(node: Node, field: str, where: str) -> str:
     value = node.get(field, "") if isinstance(node, Mapping) else None
     if not isinstance(value, str):
-        raise _bad(where, f"has no text as its {field}")
+        raise _bad(where, f"has an invalid {field}; it must be a string")
     return value
 
 
 def _list(node: Node, field: str, where: str) -> list[Any]:
     value = node.get(field) if isinstance(node, Mapping) else None
     if not isinstance(value, list) or not value:
-        raise _bad(where, f"has no {field}; it must be a list of at least one")
+        raise _bad(where, f"has an invalid {field}; it must be a non-empty list")
     return value
 
 
-def _bad(where: str, what: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"structural_tag: {where} {what}.", PARAM)
+def _bad(where: str, problem: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID, f"structural_tag: {where} {problem}.", PARAM)

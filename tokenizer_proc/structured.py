@@ -1,7 +1,7 @@
-"""Whether a structured output can be enforced, and its grammar in words of the library that does.
+"""Validation of structured outputs, and compilation to grammars of the library that enforces them.
 
-What is not understood is refused by name: nothing that a client asks for is dropped in silence. How much work a grammar
-may make is bounded by `quintet.process.grammars`. Every function may run in a lane's thread.
+Unsupported parts are rejected by name, never ignored. `quintet.process.grammars` bounds the work of a grammar. All
+functions may run in a lane's thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vocabulary
 from quintet.tokenizer_proc.json_blanks import with_blanks
 from quintet.tokenizer_proc.nesting_depth import check_grammar, check_schema, schemas_in
-from quintet.tokenizer_proc.reasoning_grammar import behind_reasoning, or_calls
+from quintet.tokenizer_proc.reasoning_grammar import or_calls, with_reasoning
 from quintet.tokenizer_proc.schemas import plain_schema, schemas_of
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_KNOWN = 256
-"""Forms whose grammars are kept: most clients ask for few, again and again."""
+"""Cached grammars; most clients repeat few of them."""
 MAX_KNOWN_CHARS = 4 << 20
 MAX_BUILD_S = 0.5
-"""Of the processor's time. An object of 1000 optional properties takes 0.15 s."""
+"""Processor time. An object of 1000 optional properties takes 0.15 s."""
 NUM_TRIED = 64
-"""Tokens of an answer that are tried out."""
+"""Tokens of the trial answer."""
 MAX_REASON_CHARS = 300
 COMBINED = {"anyOf", "oneOf", "$ref"}
-"""Keys whose schemas have a say in the same object."""
+"""Keys with schemas that apply to the same object."""
 LOOSENING = {"lenient", "coerce_one_of"}
-"""Options of the library's that leave out what it cannot enforce."""
+"""Options with which the library ignores what it cannot enforce."""
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _QUOTED = re.compile(r'"([^"\\]+)"')
 _LISTING = re.compile(r"\n\s*1 \| ")
-"""Behind it the library repeats a whole grammar."""
+"""Start of the grammar listing in an error message of the library."""
 
 
 class Forms:
-    """The forms that were asked for lately. Opens the library, and the vocabulary, when the first one is."""
+    """LRU cache of compiled structured outputs. Loads the library and the vocabulary on first use."""
 
     def __init__(self, model: ModelConfig, *, is_mock: bool) -> None:
-        """is_mock: whether nobody is there who could enforce anything."""
+        """``is_mock``: the executor is a mock and cannot enforce grammars."""
         self._model = model
         self._is_mock = is_mock
         self._lock = threading.Lock()
@@ -64,12 +64,12 @@ class Forms:
         self._num_chars = 0
 
     def is_known(self, params: SamplingParams) -> bool:
-        """Whether `compiled` has nothing to do but to look up."""
+        """Return whether `compiled` needs no compilation: no structured output, or a cache hit."""
         wanted = params.structured_outputs
         return wanted is None or bool(wanted.compiled) or _key(wanted) in self._known
 
     def compiled(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters whose form, if any, is a grammar that the executor can enforce. Raises `RequestError`."""
+        """Return parameters with the structured output, if any, compiled to a grammar. Raises `RequestError`."""
         wanted = params.structured_outputs
         if wanted is None or wanted.compiled:
             return params
@@ -84,7 +84,7 @@ class Forms:
         return msgspec.structs.replace(params, structured_outputs=found)
 
     def enforceable(self, spec: RequestSpec, prompt_end: Callable[[], str]) -> SamplingParams:
-        """Return a request's parameters with a form, if any, that can be enforced, behind the reasoning before it.
+        """Return a request's parameters with a grammar, if any, that also allows reasoning before the answer.
 
         ``prompt_end`` returns the end of the prompt's text. Raises `RequestError`.
         """
@@ -92,7 +92,7 @@ class Forms:
         marks, reading, form = self._model.parsers.thinks, spec.reading, params.structured_outputs
         if params is spec.params or marks is None or reading is None or not reading.reasoning or form is None:
             return params
-        grammar = behind_reasoning(
+        grammar = with_reasoning(
             form.compiled,
             marks,
             lambda text: lark_of_text(text, self._named),
@@ -100,7 +100,7 @@ class Forms:
             is_content=not reading.insists,
         )
         if len(grammar.encode()) > MAX_COMPILED_BYTES:
-            raise refused("the form", "it is too long to stand behind reasoning: make it smaller")
+            raise refused("the grammar", "it is too long in combination with reasoning: make it smaller")
         return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(compiled=grammar))
 
     def _keep(self, key: StructuredKey, found: StructuredOutputsParams) -> None:
@@ -121,13 +121,14 @@ class Forms:
         if wanted.calls:
             tag = msgspec.json.decode(wanted.calls)
             grammar = or_calls(grammar, lark_of_tags(tag, self._named, _expression, _json_options(wanted)))
-        failed, words = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary, limits=bounds())
+        failed, warnings = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary, limits=bounds())
         if failed:
             schema = getattr(wanted, kind) if kind in {"json", "structural_tag"} else None
-            raise refused(kind, words[0], schema if isinstance(schema, str) else None)
+            raise refused(kind, warnings[0], schema if isinstance(schema, str) else None)
         if (size := len(grammar.encode())) > MAX_COMPILED_BYTES:
             raise refused(
-                kind, f"it becomes {size} bytes, and may become {MAX_COMPILED_BYTES}: make it smaller"
+                kind,
+                f"its grammar has {size} bytes, but at most {MAX_COMPILED_BYTES} are allowed: make it smaller",
             )
         _try(vocabulary, grammar, kind)
         return grammar
@@ -136,7 +137,7 @@ class Forms:
         if self._is_mock:
             raise RequestError(
                 ErrorCode.INVALID,
-                f"{FIELD} was sent, but this server has no model: its mock executor draws tokens that mean nothing.",
+                f"{FIELD} was sent, but the mock executor of this server cannot enforce it: serve a model.",
                 FIELD,
             )
         with self._lock:
@@ -152,27 +153,28 @@ class Forms:
 
 
 def _try(vocabulary: LLTokenizer, grammar: str, kind: str) -> None:
-    """Refuse what would keep the executor, which builds it in the middle of everybody's steps."""
+    """Reject a grammar that is slow to build: the executor builds it during a step, which delays all requests."""
     began_s = time.thread_time()
     matcher = open_matcher(vocabulary, grammar)
     draw = random.Random(0)
     for _ in range(NUM_TRIED):
-        words = matcher.compute_bitmask()
+        bitmask = matcher.compute_bitmask()
         if matcher.is_error():
             raise refused(kind, matcher.get_error().split("<")[0])
         if matcher.is_stopped():
             break
-        matcher.consume_token(_any_of(words, draw))
+        matcher.consume_token(_any_of(bitmask, draw))
     if (spent_s := time.thread_time() - began_s) > MAX_BUILD_S:
         raise refused(
-            kind, f"it takes {spent_s:.1f} s to build, and may take {MAX_BUILD_S:g} s: make it smaller"
+            kind,
+            f"it takes {spent_s:.1f} s to build, but at most {MAX_BUILD_S:g} s are allowed: make it smaller",
         )
 
 
-def _any_of(words: bytes, draw: random.Random) -> int:
-    """Return one of the tokens of a mask."""
-    allowed = int.from_bytes(words, "little")
-    at = draw.randrange(8 * len(words))
+def _any_of(bitmask: bytes, draw: random.Random) -> int:
+    """Return a random token of a bitmask."""
+    allowed = int.from_bytes(bitmask, "little")
+    at = draw.randrange(8 * len(bitmask))
     rest = allowed >> at
     if not rest:
         at, rest = 0, allowed
@@ -189,27 +191,27 @@ def _key(wanted: StructuredOutputsParams) -> StructuredKey:
 def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int]) -> str:
     from llguidance import LLMatcher, grammar_from
 
-    given = getattr(wanted, kind)
+    value = getattr(wanted, kind)
     if kind in {"json", "json_object"}:
-        schema = _schema(given, wanted)
+        schema = _schema(value, wanted)
         options = cast("JsonCompileOptions", with_blanks(_json_options(wanted), msgspec.json.decode(schema)))
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "regex":
-        return LLMatcher.grammar_from_lark(f"start: {_expression(given)}")
+        return LLMatcher.grammar_from_lark(f"start: {_expression(value)}")
     if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: /" + "|".join(map(_escaped, given)) + "/")
+        return LLMatcher.grammar_from_lark("start: /" + "|".join(map(_escaped, value)) + "/")
     if kind == "structural_tag":
-        tag = msgspec.json.decode(given)
+        tag = msgspec.json.decode(value)
         return LLMatcher.grammar_from_lark(lark_of_tags(tag, named, _expression, _json_options(wanted)))
     try:
-        grammar = grammar_from("grammar", given)
+        grammar = grammar_from("grammar", value)
     except ValueError as error:
         raise refused(kind, str(error)) from None
     check_grammar(grammar)
     if any(
         isinstance(each, dict) and LOOSENING & _keys(each.get("x-guidance")) for each in schemas_in(grammar)
     ):
-        raise refused(kind, f"x-guidance in a schema has {' or '.join(sorted(LOOSENING))}: leave it out")
+        raise refused(kind, f"x-guidance in a schema has {' or '.join(sorted(LOOSENING))}: remove it")
     return grammar
 
 
@@ -217,35 +219,35 @@ def _keys(value: object) -> set[str]:
     return set(value) if isinstance(value, dict) else set()
 
 
-def _schema(given: str | bool, wanted: StructuredOutputsParams) -> str:
-    """Return the schema that the library enforces. Raises `RequestError`."""
-    if not isinstance(given, str):
+def _schema(value: str | bool, wanted: StructuredOutputsParams) -> str:
+    """Return the rewritten schema for the library. Raises `RequestError`."""
+    if not isinstance(value, str):
         return '{"type":"object"}'
-    schema = plain_schema(msgspec.json.decode(given))
+    schema = plain_schema(msgspec.json.decode(value))
     check_schema(schema)
     if schema is True:
         return "{}"
     if schema is False:
-        raise refused("json", "the schema is false, which nothing is")
+        raise refused("json", "the schema is false, which no value matches")
     if wanted.disable_additional_properties:
         _close(schema)
     return msgspec.json.encode(schema).decode()
 
 
 def _close(schema: dict[str, Any]) -> None:
-    """Have objects that name properties no others, unless the schema says otherwise."""
+    """Set ``additionalProperties`` to false for objects with properties, unless the schema sets it."""
     objects = list(schemas_of(schema))
     if any("allOf" in each or ("properties" in each and each.keys() & COMBINED) for each in objects):
-        return  # the properties of one are additional ones of the other
+        return  # a property of one schema is an additional property of the other
     for each in objects:
         if "properties" in each:
             each.setdefault("additionalProperties", False)
 
 
 def _json_options(wanted: StructuredOutputsParams) -> JsonCompileOptions:
-    """Return how JSON is written, but for the blanks that it has by default.
+    """Return the library's options for JSON, without default whitespace.
 
-    A schema's own ``x-guidance`` cannot loosen what is enforced.
+    They override a schema's ``x-guidance``, so a schema cannot relax its enforcement.
     """
     options: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}
     if wanted.disable_any_whitespace:
@@ -256,7 +258,7 @@ def _json_options(wanted: StructuredOutputsParams) -> JsonCompileOptions:
 
 
 def _expression(pattern: str) -> str:
-    r"""Return a regular expression as Lark spells it. It matches as a whole anyway; ``\d`` and ``\w`` are ASCII."""
+    r"""Convert a regular expression to Lark. It always matches the whole text; ``\d`` and ``\w`` are ASCII."""
     from llguidance import regex_to_lark
 
     if pattern.startswith("^"):
@@ -267,12 +269,12 @@ def _expression(pattern: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return the expression of a text. All choices are one expression: thousands of rules would take seconds to build."""
+    """Escape a text as a regular expression. All choices form one expression: thousands of rules take seconds to build."""
     return _SPECIAL.sub(r"\\\g<0>", text)
 
 
 def refused(kind: str, reason: str, schema: str | None = None) -> RequestError:
-    """Make the error for what the library does not take: its reason, and where in a schema that is."""
+    """Build the error for an unsupported grammar, with the library's reason and the position in the schema."""
     reason = " ".join(_LISTING.split(reason)[0].split())
     if len(reason) > MAX_REASON_CHARS:
         reason = reason[: MAX_REASON_CHARS - 1] + "…"
@@ -280,13 +282,13 @@ def refused(kind: str, reason: str, schema: str | None = None) -> RequestError:
     at = f", at {where}" if where else ""
     return RequestError(
         ErrorCode.INVALID,
-        f"{kind} cannot be enforced: {reason}{at}. See docs/structured.md for what can.",
+        f"{kind} cannot be enforced: {reason}{at}. See docs/structured.md for supported features.",
         FIELD,
     )
 
 
 def _place(schema: Any, reason: str) -> str:
-    """Return where in a schema stands what a reason names, as a JSON pointer; nothing where that is not clear."""
+    """Return the JSON pointer of the keyword that ``reason`` names; empty if ambiguous."""
     named = set(_QUOTED.findall(reason))
     for path, each in _objects(schema):
         if key := next((key for key in each if key in named), None):

@@ -1,16 +1,16 @@
-"""Arrangements of messages for chat templates that refuse or drop some: one policy for every API.
+"""Fallback arrangements of messages for chat templates that reject or drop system messages, for all APIs.
 
-The arrangements are tried in this order, and the first that the template renders counts:
+The arrangements are tried in this order; the first one that the template renders is used:
 
 1. as the client sent them;
-2. the leading system messages merged into one, each later one a user's turn in its place;
-3. as 2, and each such turn merged into the user's turn beside it, or into the result of a tool before it;
-4. as 3, and the leading system message put before the text of the first user's turn.
+2. the leading system messages merged into one, each later system message converted to a user message;
+3. as 2, and each converted message merged into the adjacent user message or the preceding tool result;
+4. as 3, and the leading system message prepended to the first user message.
 
-Where none is taken, and messages have text and reasoning beside calls, all are tried again with the text behind the
-reasoning: gpt-oss's template takes one of them.
+If all fail, messages with calls, text and reasoning get the text appended to the reasoning, and all arrangements are
+tried again: gpt-oss's template accepts only one of the two.
 
-A late message keeps its place, so that the prefix before it stays cached.
+A late message keeps its position, so that the prefix before it still hits the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SHOWN_CHARS = 80
 
 
 def arrangements(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the arrangements of a conversation, the client's own first."""
-    yield from _of_system(messages)
+    """Yield the arrangements of the messages, starting with the original."""
+    yield from _system_arrangements(messages)
     joined = [_with_text_in_reasoning(message) for message in messages]
     if any(one is not other for one, other in zip(joined, messages, strict=True)):
-        yield from _of_system(joined)
+        yield from _system_arrangements(joined)
 
 
 def _with_text_in_reasoning(message: Message) -> Message:
-    """Return a message whose text stands behind its reasoning, where it has both beside calls."""
+    """Append the text of a message to its reasoning if it has calls, text and reasoning."""
     reasoning, content = message.get("reasoning_content"), message["content"]
     if not (message.get("tool_calls") and isinstance(reasoning, str) and reasoning and str(content)):
         return message
@@ -42,8 +42,8 @@ def _with_text_in_reasoning(message: Message) -> Message:
     return {**message, **dict.fromkeys(REASONING, thought), "content": NoContent()}
 
 
-def _of_system(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the arrangements of system messages; without one there is nothing to arrange."""
+def _system_arrangements(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the arrangements of system messages; only the original if there are none."""
     yield list(messages)
     if not any(message["role"] == "system" for message in messages):
         return
@@ -54,14 +54,14 @@ def _of_system(messages: Sequence[Message]) -> Iterator[list[Message]]:
     if leading > 1 or late:
         yield [*first, *(_as_user(message) for message in rest)]
     if late:
-        rest = _joined_to_neighbours(rest)
+        rest = _merge_into_adjacent(rest)
         yield [*first, *rest]
     if first:
-        yield _behind(first[0], rest)
+        yield _with_system_in_user(first[0], rest)
 
 
 def hides_system(messages: Sequence[Message], text: str) -> bool:
-    """Whether a rendered text lacks a system message that is not the conversation's first message."""
+    """Return whether a rendered text lacks a system message other than the first message."""
     return any(
         message["role"] == "system" and not _is_shown(str(message["content"]), text)
         for message in messages[1:]
@@ -69,7 +69,7 @@ def hides_system(messages: Sequence[Message], text: str) -> bool:
 
 
 def _is_shown(content: str, text: str) -> bool:
-    """Whether the beginning of the longest line is in the text: templates trim and wrap."""
+    """Return whether the text has the beginning of the content's longest line: templates trim and wrap contents."""
     line = max((line.strip() for line in content.split("\n")), key=len, default="")[:SHOWN_CHARS]
     return line in text or line.replace('"', '\\"') in text
 
@@ -79,7 +79,7 @@ def _num_leading(messages: Sequence[Message]) -> int:
 
 
 def _merged(messages: Sequence[Message]) -> Message:
-    """Return one message with the contents of several."""
+    """Merge messages into one."""
     first, *others = messages
     for other in others:
         first = {**first, "content": _join(first["content"], other["content"])}
@@ -90,42 +90,42 @@ def _as_user(message: Message) -> Message:
     return {**message, "role": "user"} if message["role"] == "system" else message
 
 
-def _joined_to_neighbours(messages: Sequence[Message]) -> list[Message]:
-    """Merge each system message into the user's turn or the tool's result beside it; else it is a turn of its own."""
+def _merge_into_adjacent(messages: Sequence[Message]) -> list[Message]:
+    """Merge each system message into an adjacent user message or a preceding tool result, or convert it to a user message."""
     found: list[Message] = []
-    takes_next = False
-    """Whether the last message found was a system message, so that a user's turn goes on with it."""
+    is_joining_next = False
+    """True if the last message was a system message, so that a following user message is merged into it."""
     for message in messages:
         last = found[-1] if found else None
         is_system = message["role"] == "system"
         if last is not None and is_system and last["role"] in ("user", "tool"):
             found[-1] = {**last, "content": _join(last["content"], message["content"])}
-            takes_next = last["role"] == "user"
-        elif last is not None and takes_next and message["role"] == "user":
+            is_joining_next = last["role"] == "user"
+        elif last is not None and is_joining_next and message["role"] == "user":
             found[-1] = {**message, "content": _join(last["content"], message["content"])}
-            takes_next = False
+            is_joining_next = False
         else:
             found.append(_as_user(message))
-            takes_next = is_system
+            is_joining_next = is_system
     return found
 
 
-def _behind(system: Message, messages: Sequence[Message]) -> list[Message]:
-    """Return messages with a system message before the text of the first user's turn, or as that turn."""
+def _with_system_in_user(system: Message, messages: Sequence[Message]) -> list[Message]:
+    """Prepend a system message to the first user message, or insert it as a user message."""
     if messages and messages[0]["role"] == "user":
         content = _join(system["content"], messages[0]["content"])
         return [{**messages[0], "content": content}, *messages[1:]]
     return [_as_user(system), *messages]
 
 
-def _join(before: Any, behind: Any) -> Any:
-    """Return two contents as one, in a form that the template reads."""
-    for empty, other in ((before, behind), (behind, before)):
+def _join(before: Any, after: Any) -> Any:
+    """Join two contents in the format that the template reads."""
+    for empty, other in ((before, after), (after, before)):
         if isinstance(empty, NoContent) or not empty:
             return other
-    if isinstance(before, Parts) or isinstance(behind, Parts):
-        return Parts([*_as_parts(before), *_as_parts(behind)])
-    joined = f"{before!s}{SEPARATOR}{behind!s}"
+    if isinstance(before, Parts) or isinstance(after, Parts):
+        return Parts([*_as_parts(before), *_as_parts(after)])
+    joined = f"{before!s}{SEPARATOR}{after!s}"
     return PartsText(joined) if isinstance(before, PartsText) else joined
 
 

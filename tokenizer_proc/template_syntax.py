@@ -1,4 +1,4 @@
-"""Traits of a chat template that its syntax tree tells: content format, roles, lengths of call ids."""
+"""Traits of a chat template from its syntax tree: content format, roles, length of call ids."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from jinja2 import nodes
 
 ContentFormat = Literal["string", "openai"]
 OVER_ITEMS = frozenset({"selectattr", "rejectattr", "map", "groupby"})
-"""Filters that look into the items of what they get."""
+"""Filters that read the items of their input."""
 PART_FIELDS = frozenset({"type", "text"})
 CALL_IDS = frozenset({"id", "tool_call_id", "call_id"})
 
 
 class TemplateTraits(msgspec.Struct, frozen=True):
-    """What a template expects of messages."""
+    """Requirements of a template for messages."""
 
     content_format: ContentFormat = "string"
-    """``openai`` where the template iterates the parts of a content."""
+    """``openai`` if the template iterates the parts of a content."""
     words: frozenset[str] = frozenset()
-    """Its string constants: a role that is none of them is unknown to it."""
+    """String constants of the template; it does not support other roles."""
     has_thinking_parts: bool = False
-    """Whether it tells parts of type thinking from others."""
+    """True if the template handles parts of type thinking."""
     call_id_length: int | None = None
-    """The only length of call ids that it takes."""
+    """Required length of call ids."""
 
 
 def traits_of(tree: nodes.Template) -> TemplateTraits:
-    """Read the traits from a template's syntax tree."""
+    """Derive the traits from a template's syntax tree."""
     names = _content_names(tree)
     is_openai = any(_uses_parts(node, names) for node in tree.find_all(nodes.Expr)) or any(
         _is_content(loop.iter, names) for loop in tree.find_all(nodes.For)
@@ -72,7 +72,7 @@ def _passed(tree: nodes.Template, macros: dict[str, nodes.Macro], names: set[str
 
 
 def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    """Whether an expression is a content, or some parts of one."""
+    """Return whether an expression is a content, or a part of one."""
     match node:
         case nodes.Name():
             return node.name in names
@@ -90,7 +90,7 @@ def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
 
 
 def _uses_parts(node: nodes.Expr, names: set[str]) -> bool:
-    """Whether an expression looks into the parts of a content without a loop."""
+    """Return whether an expression reads the parts of a content without a loop."""
     if isinstance(node, nodes.Filter):
         return node.name in OVER_ITEMS and _is_content(node.node, names)
     if _key_of(node) not in PART_FIELDS or not isinstance(node, nodes.Getattr | nodes.Getitem):
@@ -106,7 +106,7 @@ def _uses_parts(node: nodes.Expr, names: set[str]) -> bool:
 
 
 def _key_of(node: nodes.Node | None) -> str | int | None:
-    """Return the key of an access by attribute or by constant."""
+    """Return the key of an attribute or constant subscript; None for other nodes."""
     if isinstance(node, nodes.Getattr):
         return node.attr
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
@@ -126,7 +126,7 @@ def _compares_type(node: nodes.Compare, value: str) -> bool:
 
 
 def _id_length(node: nodes.Compare) -> int | None:
-    """Return the length that an id is compared with."""
+    """Return the length in a comparison of a call id's length; None for other comparisons."""
     left, operand = node.expr, node.ops[0]
     if not (isinstance(left, nodes.Filter) and left.name in ("length", "count")):
         return None

@@ -1,7 +1,7 @@
-"""Message values whose form depends on the place in the chat template that uses them.
+"""Message values that adapt to the expression of the chat template.
 
-OpenAI's API gives a content as text, as a list of parts or as null, and arguments of calls as JSON text. Published
-templates disagree on what they expect. Each class here acts as the form that the expression at hand asks for.
+In OpenAI's API a content is text, a list of parts or null, and arguments of calls are JSON text. Published templates
+expect different types. Each class behaves as the type that the current expression expects.
 """
 
 from __future__ import annotations
@@ -13,76 +13,76 @@ from typing import Any
 from jinja2 import Environment, filters, tests
 
 UNREADABLE = "INVALID_JSON"
-"""Key under which a template that asks for pairs finds arguments that are no JSON object."""
+"""Key of invalid JSON arguments for templates that iterate pairs."""
 MAX_ENCODED_TWICE = 2
 
 Part = dict[str, Any]
 
 
 class NoContent(str):
-    """Content that is null: none to every test, and empty text where a template writes or joins it."""
+    """Null content: none in tests, empty text when written or joined."""
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        """Compare as none and as empty text alike."""
+        """Equal both None and empty text."""
         return other is None or other == ""
 
     def __ne__(self, other: object) -> bool:
-        """Negate `__eq__`: a str has a comparison of its own."""
+        """Negate `__eq__`; overrides str's method."""
         return not self == other
 
     __hash__ = str.__hash__
 
     def __getitem__(self, key: Any) -> Any:
-        """Return an empty part for 0 and -1, else what an empty str has there."""
+        """Return an empty part for 0 and -1; index an empty str otherwise."""
         return text_part("") if key in (0, -1) else ""[key]
 
 
 class PartsText(str):
-    """Text for a template that iterates parts: text to tests and operators, one text part to loops and indexes."""
+    """Text for a template that iterates parts: text in tests and operators, one text part in loops and subscripts."""
 
     __slots__ = ()
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the text as its only part."""
+        """Iterate the text as one part."""
         return iter([text_part(str(self))])
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the part for 0 and -1, else what a str has there."""
+        """Return the part for 0 and -1; index the str otherwise."""
         return text_part(str(self)) if key in (0, -1) else str(self)[key]
 
 
 class Parts(list[Part]):
-    """A list of parts: a list to tests and loops, the joined text where a template writes or joins it."""
+    """A list of parts: a list in tests and loops, the joined text when written or joined."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        """Return the texts of the text parts, joined by line breaks."""
+        """Return the text of the text parts, joined by line breaks."""
         return "\n".join(part["text"] for part in self if isinstance(part.get("text"), str))
 
     def __add__(self, other: Any) -> Any:
-        """Join with text, else concatenate."""
+        """Concatenate as text with a str, otherwise as a list."""
         return str(self) + other if isinstance(other, str) else [*self, *other]
 
     def __radd__(self, other: Any) -> Any:
-        """Join with text before it, else concatenate."""
+        """Concatenate after a str as text, otherwise as a list."""
         return other + str(self) if isinstance(other, str) else [*other, *self]
 
     def __contains__(self, item: object) -> bool:
-        """Search the text for text, the parts for anything else."""
+        """Search the text for a str, the parts for other values."""
         return item in str(self) if isinstance(item, str) else super().__contains__(item)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the text's method of this name: strip, split, startswith and others that lists lack."""
+        """Return the str method of this name, such as strip, split or startswith."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(str(self), name)
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a past call: an object to tests, filters and loops, JSON text where a template writes or joins it."""
+    """Arguments of a past call: an object in tests, filters and loops, JSON text when written or joined."""
 
     __slots__ = ("text",)
 
@@ -95,34 +95,34 @@ class Arguments(dict[str, Any]):
         return self.text
 
     def __add__(self, other: Any) -> Any:
-        """Join with text behind it."""
+        """Concatenate with text after it."""
         return self.text + other
 
     def __radd__(self, other: Any) -> Any:
-        """Join with text before it."""
+        """Concatenate with text before it."""
         return other + self.text
 
 
 class UnreadableArguments(Arguments):
-    """Arguments that are no JSON object. Filter ``tojson`` writes the text as it is: so the model wrote it."""
+    """Arguments that are not a JSON object. Filter ``tojson`` writes the text unchanged, as the model wrote it."""
 
     __slots__ = ()
 
 
 def text_part(text: str) -> Part:
-    """Return a content part that is text."""
+    """Build a text part."""
     return {"type": "text", "text": text}
 
 
 def arguments_of(sent: Any) -> Arguments:
-    """Return the arguments of a past call. Never fails: they may be cut off, or the model erred."""
+    """Parse the arguments of a past call. Never raises: they may be truncated or invalid."""
     if sent is None or sent == "":
         return Arguments({}, "{}")
     if isinstance(sent, dict):
         return Arguments(sent, json.dumps(sent, ensure_ascii=False))
     text = sent if isinstance(sent, str) else json.dumps(sent, ensure_ascii=False)
     value: Any = text
-    for _ in range(MAX_ENCODED_TWICE):  # some clients encode JSON text again
+    for _ in range(MAX_ENCODED_TWICE):  # some clients encode JSON text twice
         if isinstance(value, str):
             text, value = value, _decoded(value)
     if isinstance(value, dict):
@@ -134,11 +134,11 @@ def arguments_of(sent: Any) -> Arguments:
 
 
 def _decoded(text: str) -> Any:
-    """Return the value of JSON text; a number stands for what is none."""
+    """Parse JSON text; return 0 for invalid JSON."""
     try:
         value = json.loads(text)
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # halves of characters cannot be tokenized
+            json.dumps(value, ensure_ascii=False).encode()  # lone surrogates cannot be tokenized
     except (ValueError, RecursionError):
         return 0
     return value
@@ -151,7 +151,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON without Jinja's escapes of HTML, as transformers does."""
+    """Write JSON without Jinja's HTML escapes, as transformers does."""
     if isinstance(value, UnreadableArguments):
         return value.text
     return json.dumps(
@@ -164,7 +164,7 @@ def _tojson(
 
 
 def _without_null_content(value: Any) -> Any:
-    """Return a value with null in the place of `NoContent`, which stands in messages alone."""
+    """Replace `NoContent` in messages by null."""
     if isinstance(value, NoContent):
         return None
     if isinstance(value, dict) and isinstance(value.get("content"), NoContent):
@@ -179,13 +179,13 @@ def _is_none(value: Any) -> bool:
 
 
 def _never_null(name: str) -> Callable[[Any], bool]:
-    """Return the test of this name, with `NoContent` failing it."""
+    """Return the Jinja test of this name, but false for `NoContent`."""
     test: Any = tests.TESTS[name]
     return lambda value: not isinstance(value, NoContent) and bool(test(value))
 
 
 def install(environment: Environment) -> None:
-    """Make the tests and filters of an environment know the classes of this module."""
+    """Install tests and filters in an environment that support the classes of this module."""
     environment.filters["tojson"] = _tojson
     environment.filters["items"] = _items
     environment.tests["none"] = _is_none
@@ -194,5 +194,5 @@ def install(environment: Environment) -> None:
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Yield pairs; of null content, as of what is undefined, none."""
+    """Iterate pairs; empty for null content, as for undefined values."""
     return iter(()) if isinstance(value, NoContent) else filters.do_items(value)

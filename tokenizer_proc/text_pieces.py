@@ -1,14 +1,15 @@
-"""Long texts in pieces: where a text may be cut so that its pieces' ids are those of the whole.
+"""Encoding of long texts in pieces, cut where the ids of the pieces are equal to the ids of the whole text.
 
-The library keeps some 150 bytes for each byte of a text that it encodes, so a large text is gigabytes for a moment. Byte-level
-tokenizers split a text by a regular expression before anything else, and no token crosses such a border (`expressions.py`).
-Within long words of theirs there are other places, which the ids on either side tell (`runs.py`).
+The tokenizers library uses about 150 bytes of memory per byte of text, so a large text takes gigabytes.
 
-SentencePiece's way to write a space is a letter of its own, U+2581. Its models see a text as one long word, or split before each
-such letter. Where they do not split, BPE still crosses no such border if no token of the vocabulary has a letter with U+2581
-behind it: what is left and right of it is merged by the same merges in the same order, whatever is beyond. The vocabulary is
-looked through once. Unigram models that do not split are not cut: they compare sums of all scores before a place, and in a piece
-those are rounded differently. Texts without such places, and those of other tokenizers, are encoded whole.
+* Byte-level tokenizers first split a text by a regular expression, and no token crosses such a border
+  (`expressions.py`). Cuts within long words are checked by the ids on both sides (`word_cuts.py`).
+* SentencePiece writes a space as U+2581. Its models treat a text as one word, or split before each U+2581. Without the
+  split, a cut between a letter and U+2581 is safe for BPE if no token has a letter followed by U+2581. Then the merges
+  on the two sides are independent. The vocabulary is checked once.
+* Unigram models without the split are not cut: they compare sums of scores, which round differently in a piece.
+
+Other tokenizers, and texts without such positions, encode the whole text at once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _DIGITS = re.compile("[0-9]+")
 _SPACED = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How SentencePiece writes a space."""
+"""SentencePiece's character for a space."""
 _ACROSS = re.compile(f"[A-Za-z]{SPACE}")
 
 
@@ -64,22 +65,22 @@ class _Step(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """Encodes texts in pieces where that changes no token."""
+    """Encodes texts in pieces without changing the ids."""
 
     tokenizer: Tokenizer
     border: re.Pattern[str]
-    """Matches, without characters of its own, where a text may be cut."""
+    """Zero-width match at positions where a text may be cut."""
     digits: int | None = None
-    """How many digits make a word; None where that is not known, or it is any number."""
+    """Digits per word; None if unknown or unlimited."""
     runs: WordRuns | None = None
     drops_space: bool = False
-    """Whether the tokenizer writes a space before every text, so that a piece leaves its own out."""
+    """The tokenizer prepends a space to every text, so the leading space of a piece is removed."""
     added: tuple[str, ...] = ()
-    """The texts that are found before a text is split, which may not be cut."""
+    """Added tokens, which are matched before the split and must not be cut."""
 
     def ids_of(self, text: str, num_chars: int = PIECE_CHARS) -> array[int]:
-        """Return a text's ids, from pieces of about so many characters, or more where it may not be cut."""
-        ids, begin, foreseen = array("i"), 0, list[int]()
+        """Return a text's ids, encoded in pieces of about ``num_chars``, or longer if no cut is possible."""
+        ids, begin, expected_ids = array("i"), 0, list[int]()
         while begin < len(text):
             end, cut = len(text), None
             if end - begin > num_chars:
@@ -94,10 +95,10 @@ class Cutter:
                 piece = encoded(self.tokenizer, text[begin + (self.drops_space and begin > 0) : end])
             else:
                 piece, end = cut.ids, cut.at
-            if piece[: len(foreseen)] != foreseen:
+            if piece[: len(expected_ids)] != expected_ids:
                 return array("i", encoded(self.tokenizer, text))
             ids.extend(piece)
-            begin, foreseen = end, cut.next_ids if cut else []
+            begin, expected_ids = end, cut.next_ids if cut else []
         return ids
 
     def _border_in(self, text: str, begin: int, end: int) -> int | None:
@@ -105,13 +106,13 @@ class Cutter:
         return next((at for at in borders if self._is_clear(text, at)), None)
 
     def _between_digits(self, text: str, begin: int, at: int) -> int | None:
-        """Return where two words of digits meet at a place or just before it, if there are such."""
+        """Return the last border between two words of digits at or before ``at``; None without one."""
         if self.digits is None or not _DIGITS.fullmatch(text, at - 1, at + 1):
             return None
         digits = _DIGITS.match(text[begin:at][::-1])
         first = at - len(digits[0]) if digits else at
         if first > begin and text[first - 1].isnumeric():
-            return None  # it is a digit to the expression as well, so words may begin elsewhere
+            return None  # also a digit for the expression, so words may begin at other positions
         at -= (at - first) % self.digits
         return at if at > first and self._is_clear(text, at) else None
 
@@ -126,7 +127,7 @@ class Cutter:
         return None
 
     def _is_clear(self, text: str, at: int) -> bool:
-        """Whether no added token is near a place."""
+        """Return whether no added token is near a position."""
         reach = max(map(len, self.added), default=0)
         window = text[max(0, at - reach) : at + reach]
         normalizer = self.tokenizer.normalizer
@@ -135,7 +136,7 @@ class Cutter:
 
 
 def cutter_of(tokenizer: Tokenizer) -> Cutter | None:
-    """Return who cuts a tokenizer's texts; None where they must be encoded whole."""
+    """Return the cutter of a tokenizer; None if its texts must be encoded whole."""
     normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
     try:
         steps = [
@@ -143,7 +144,7 @@ def cutter_of(tokenizer: Tokenizer) -> Cutter | None:
             for part in (normalizer, splitter)
         ]
     except (msgspec.ValidationError, TypeError):
-        return None  # nothing that is known here
+        return None  # unsupported tokenizer
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None
@@ -168,16 +169,16 @@ def cutter_of(tokenizer: Tokenizer) -> Cutter | None:
 
 @dataclass(frozen=True, slots=True)
 class _Writing:
-    """How spaces become `SPACE`."""
+    """Conversion of spaces to `SPACE`."""
 
     prepends: bool
-    """Whether one is put before a text that begins with one too."""
+    """One is prepended to every text, even if it begins with a space."""
     splits: bool
-    """Whether each begins a word of the model's."""
+    """Each begins a new word."""
 
 
 def _spaces_written_by(normalizer: _Step | None, splitter: _Step | None) -> _Writing | None:
-    """Return how a tokenizer in SentencePiece's way writes spaces; None where it is another's way, or does more than that."""
+    """Return the conversion of spaces of a SentencePiece-like tokenizer; None if it has other or further steps."""
     if normalizer is None:
         is_metaspace = splitter is not None and (splitter.type, splitter.replacement) == ("Metaspace", SPACE)
         return _Writing(prepends=False, splits=splitter.split) if is_metaspace and splitter else None
@@ -197,7 +198,7 @@ def _spaces_written_by(normalizer: _Step | None, splitter: _Step | None) -> _Wri
 
 
 def _merges_within_borders(tokenizer: Tokenizer) -> bool:
-    """Whether the model merges nothing across a border, and knows what is beside one."""
+    """Return whether the model never merges across a border, and has tokens for the characters next to it."""
     model = tokenizer.model
     if not isinstance(model, BPE) or model.dropout or model.ignore_merges:
         return False
@@ -210,7 +211,7 @@ def _merges_within_borders(tokenizer: Tokenizer) -> bool:
 
 
 def _keeps_borders(normalizer: _Step | None) -> bool:
-    """Whether a text is normalised as its pieces are: composing joins nothing to a space, nor to a letter across one."""
+    """Return whether normalization of pieces equals that of the text: composition never joins across a border."""
     if normalizer is None:
         return True
     if normalizer.type == "Sequence":
@@ -219,14 +220,14 @@ def _keeps_borders(normalizer: _Step | None) -> bool:
 
 
 def _expression_of(step: _Step) -> tuple[Expression, bool] | None:
-    """Return what a text is split into words by, and whether it is by that alone; None where that is not known."""
+    """Return the expression that splits a text, and whether it is the only split; None if unknown."""
     match step:
         case _Step(type="Sequence", pretokenizers=[digits, cjk, words, *others]) if _are_deepseek(
             digits, cjk, words
         ):
             return _expression_of(_Step("Sequence", pretokenizers=[words, *others]))
         case _Step(type="Sequence", pretokenizers=[first, *others]):
-            # What others split further they split within the words of the first.
+            # Later steps split within the words of the first step.
             known = _expression_of(first)
             if any(
                 other.type not in {"Split", "ByteLevel", "Digits"} or other.add_prefix_space

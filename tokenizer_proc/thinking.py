@@ -1,4 +1,4 @@
-"""``thinking_token_budget`` in token ids: what begins, ends, and must end a request's reasoning."""
+"""Conversion of ``thinking_token_budget`` to token ids: the sequences that open and close a request's reasoning."""
 
 from __future__ import annotations
 
@@ -15,56 +15,58 @@ from quintet.wire.thinking import Thinking, ThinkingBound
 
 FIELD = "thinking_token_budget"
 AROUND = ("word\n", "\nWord")
-"""What a mark is tried out between: its tokens must be the same as alone."""
+"""Context in which a mark must have the same tokens as alone."""
 
 
 class Budgets:
-    """Makes the bounds of one model's requests."""
+    """Builds the thinking bounds of one model's requests."""
 
     def __init__(self, marks: ThinkMarks | None, encode: Callable[[str], list[int]]) -> None:
-        """marks: None where no reasoning is read. encode: a text's ids, without any around."""
+        """``marks``: None without a reasoning parser. ``encode`` returns a text's ids without special tokens."""
         self._marks = marks
         self._encode = encode
 
     def bounded(self, params: SamplingParams, prompt_end: Callable[[], str]) -> SamplingParams:
-        """Return parameters whose budget, if any, the executor can enforce. Raises `RequestError`.
+        """Return parameters with the budget, if any, converted to token ids. Raises `RequestError`.
 
-        ``prompt_end`` returns the end of the prompt's text: one that ends the reasoning leaves nothing to bound.
+        ``prompt_end`` returns the end of the prompt's text. A prompt that already closes the reasoning needs no bound.
         """
         budget = params.thinking_token_budget
         if budget is None or params.thinking_bound is not None:
             return params
         if self._marks is None:
             raise _refused(
-                "no reasoning is read by this server: start it with --reasoning-parser, or limit max_tokens"
+                "this server has no reasoning parser: start it with --reasoning-parser, or limit max_tokens"
             )
         prompt, marks = prompt_end().rstrip(), self._marks
-        begun = None
+        opened_by = None
         if prompt.endswith(tuple(marks.closes)):
             return params
         if is_inside(prompt, marks.opens, marks.closes, marks.begins_inside):
-            begun = next((i for i, mark in enumerate(marks.opens) if prompt.endswith(mark)), 0)
-        ways, closes = self._ids
-        return msgspec.structs.replace(params, thinking_bound=ThinkingBound(budget, ways, closes, begun))
+            opened_by = next((i for i, mark in enumerate(marks.opens) if prompt.endswith(mark)), 0)
+        sequences, closes = self._ids
+        return msgspec.structs.replace(
+            params, thinking_bound=ThinkingBound(budget, sequences, closes, opened_by)
+        )
 
     @cached_property
     def _ids(self) -> tuple[list[Thinking], list[list[int]]]:
         marks = self._marks
         assert marks is not None
         closes = [marks.closes[min(i, len(marks.closes) - 1)] for i in range(len(marks.opens))]
-        ways = [
+        sequences = [
             Thinking(self._ids_of(opened), self._encode(closed + marks.answer))
             for opened, closed in zip(marks.opens, closes, strict=True)
         ]
-        return ways, [self._ids_of(mark) for mark in (*marks.closes, *marks.breaks)]
+        return sequences, [self._ids_of(mark) for mark in (*marks.closes, *marks.breaks)]
 
     def _ids_of(self, mark: str) -> list[int]:
         ids = self._encode(mark)
         before, after = AROUND
-        beside = self._encode(before + mark + after)
-        if not any(beside[i : i + len(ids)] == ids for i in range(len(beside))):
+        in_context = self._encode(before + mark + after)
+        if not any(in_context[i : i + len(ids)] == ids for i in range(len(in_context))):
             raise _refused(
-                f"the model's tokenizer writes its mark {mark!r} in different ways: limit max_tokens instead"
+                f"the tokens of the mark {mark!r} depend on the text around it: limit max_tokens instead"
             )
         return ids
 

@@ -1,15 +1,13 @@
-"""Cuts within a word: where the ids of two parts of a word are those of the whole.
+"""Cuts within a word, at positions where the ids of the two parts are equal to the ids of the whole word.
 
-A text without borders (`pieces.py`) is one word, or few: digits, Chinese, emoji, one letter a million times. BPE merges a word
-by rank, leftmost first. Of tokens that it leaves side by side each two are also what it makes of their two texts alone: nothing
-was merged across the borders of the two, so what happened between these did not depend on the rest. And the other way round:
-tokens of which each two neighbours are what BPE makes of their two texts are what it makes of all of it, as the first merge
-across one of their borders would have happened between the two alone as well. (The argument is that of compatible pairs in
-Berglund and van der Merwe, "Formalizing BPE Tokenization", 2023.) So two parts that were encoded apart may be put together where
-the last token of the one and the first of the other keep apart when they are encoded together.
+A text without borders (`text_pieces.py`) has one or few words: digits, Chinese, emoji, one letter a million times. BPE
+merges a word by rank, leftmost first. A token sequence is the encoding of its text if and only if each pair of adjacent
+tokens is the encoding of the pair's text. The first merge across a border would also happen in the pair alone. (See
+compatible pairs in Berglund and van der Merwe, "Formalizing BPE Tokenization", 2023.) So two parts encoded separately
+may be concatenated if the last token of one and the first token of the other remain separate when encoded together.
 
-What splits a text into words must see the parts as it saw the whole. It does in the midst of a *run*: characters of a kind that
-every expression in use takes as many of as there are, wherever it begins.
+The pre-tokenization must also split the parts like the whole. This holds inside a *run*: characters of one kind that
+every supported expression matches greedily from any start.
 """
 
 from __future__ import annotations
@@ -24,37 +22,37 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from quintet.tokenizer_proc.expressions import Beginning, Expression, without_marks
 
 REACH = 256
-"""Characters of one kind that must be on either side of where a piece ends: longer than nearly all tokens."""
+"""Characters of one kind required on both sides of a cut; longer than nearly all tokens."""
 
 MAX_TRIES = 64
-"""Places before where a piece ends that are looked at."""
+"""Positions tried before the intended end of a piece."""
 
 
 class Cut(NamedTuple):
-    """Where a word may be cut if what follows begins as foreseen."""
+    """A cut within a word; valid if the ids of the rest begin with ``next_ids``."""
 
     at: int
-    """In characters of the text."""
+    """Position in characters of the text."""
     ids: list[int]
-    """Of the piece before it."""
+    """Ids of the piece before the cut."""
     next_ids: list[int]
-    """What the ids of the rest must begin with."""
+    """Required first ids of the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class WordRuns:
-    """Cuts words of a byte-level BPE tokenizer."""
+    """Finds cuts within words for a byte-level BPE tokenizer."""
 
     tokenizer: Tokenizer
     beginnings: tuple[Beginning, ...]
     kinds: Split
-    """Leaves a run whole, and any other character by itself."""
+    """Splits a text into runs and single other characters."""
     reach: int = REACH
 
     def is_around(self, text: str, begin: int, at: int) -> bool:
-        """Whether a place lies in the midst of a run, and its word begins where it would if the text ended there.
+        """Return whether ``at`` is inside a run, and its word begins at the same position if the text ends at ``at``.
 
-        ``begin`` is where a piece begins before it.
+        ``begin`` is the start of the piece before ``at``.
         """
         window = text[at - self.reach : at + self.reach]
         if (
@@ -67,7 +65,7 @@ class WordRuns:
         if normalizer is not None and normalizer.normalize_str(window) != window:
             return False
         if window[0].isspace():
-            # Spaces go with line breaks before them, and line breaks with signs: neither may be near.
+            # Spaces join preceding line breaks, and line breaks join signs: neither may precede the run.
             before = text[begin:at].rstrip(window[0])[-1:]
             return not before or (before.isascii() and before.isalnum())
         for word in self.beginnings:
@@ -77,7 +75,7 @@ class WordRuns:
         return True
 
     def cut(self, text: str, begin: int, end: int) -> Cut | None:
-        """Return where to cut the run around ``end``, at it or a little before; None where no place is found."""
+        """Return a cut in the run around ``end``, at or shortly before ``end``; None if there is none."""
         ids = encoded(self.tokenizer, text[begin:end])
         window = text[end - self.reach : end + self.reach]
         at, num_ids = self.reach, len(ids)
@@ -85,15 +83,17 @@ class WordRuns:
             last = self._whole_characters(ids[max(0, num_ids - self.reach) : num_ids][::-1], window[:at], -1)
             if last is None:
                 return None
-            first_ids = self._first_behind(window, at, ids[num_ids - last.num_ids : num_ids], last.num_chars)
+            first_ids = self._first_ids_after(
+                window, at, ids[num_ids - last.num_ids : num_ids], last.num_chars
+            )
             if first_ids is not None:
                 return Cut(end - self.reach + at, ids[:num_ids], first_ids)
             at -= last.num_chars
             num_ids -= last.num_ids
         return None
 
-    def _first_behind(self, window: str, at: int, last_ids: list[int], num_last: int) -> list[int] | None:
-        """Return the first ids behind a place, if they keep apart from the last ones before it."""
+    def _first_ids_after(self, window: str, at: int, last_ids: list[int], num_last: int) -> list[int] | None:
+        """Return the first ids after a position, if they do not merge with the last ids before it."""
         ids = encoded(self.tokenizer, window[at:])
         first = self._whole_characters(ids, window[at:], 1)
         if first is None:
@@ -103,9 +103,9 @@ class WordRuns:
         return first_ids if together == last_ids + first_ids else None
 
     def _whole_characters(self, ids: list[int], text: str, step: int) -> _Part | None:
-        """Return the fewest of the ids that are whole characters of a text from its beginning (1) or, backwards, its end (-1).
+        """Return the fewest ids that form whole characters, from the text's beginning (step 1) or its end (step -1).
 
-        None if they are all that there is of it, or more.
+        None if they would be the whole text.
         """
         written = text.encode()
         num_bytes = 0
@@ -127,7 +127,7 @@ class _Part(NamedTuple):
 
 
 def runs_of(tokenizer: Tokenizer, expression: Expression) -> WordRuns | None:
-    """Return who cuts the words of a byte-level tokenizer; None where its model is none that can be cut."""
+    """Return the word cutter of a byte-level tokenizer; None if its model cannot be cut."""
     model = tokenizer.model
     if not isinstance(model, BPE) or model.dropout:
         return None
@@ -141,7 +141,7 @@ def runs_of(tokenizer: Tokenizer, expression: Expression) -> WordRuns | None:
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return a text's ids, without special tokens around it."""
-    # The batch call releases the interpreter lock while it works, the single one does not.
+    """Return a text's ids without special tokens."""
+    # encode_batch_fast releases the GIL; encode does not.
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids

@@ -74,7 +74,7 @@ def measure(policy: Routing, num_engines: int, num_requests: int) -> Figures:
             going.popleft().leave()
     gc.collect()
     held_bytes = process.memory_info().rss - before
-    num_names = sum(len(server.beginnings) for server in router)
+    num_names = sum(len(server.prefixes) for server in router)
     choice_us = 1e6 * spent_s / (num_requests - num_requests // 2)
     return Figures(policy, num_engines, num_requests, round(choice_us, 1), num_names, held_bytes)
 

@@ -117,7 +117,7 @@ class Fleet:
         if blind:
             for router in self._routers:
                 for server, engine in zip(router or (), self.engines, strict=True):
-                    server.beginnings.max_names = engine.kv_tokens // PIECE_TOKENS
+                    server.prefixes.max_names = engine.kv_tokens // PIECE_TOKENS
         self._num_ended = self._num_outputs = 0
         self._spread = spread
         self._rng = random.Random(0)
@@ -200,7 +200,7 @@ class Fleet:
             if self._is_up[held.server.index]:
                 break
             held.leave()
-            held.server.note("no connection")
+            held.server.set_trouble("no connection")
         self.outcome.choosing_s += time.process_time() - began_s
         if self._blind:
             held.num_before = 0
@@ -257,11 +257,13 @@ class Fleet:
                 continue
             for server in router:
                 index = server.index
-                server.note("" if self._is_up[index] else "does not answer")
+                server.set_trouble("" if self._is_up[index] else "does not answer")
                 if self._is_up[index]:
                     kv_tokens = 0 if self._blind else self.engines[index].kv_tokens
                     had = set(server.holds)
-                    server.hear(running[index], waiting[index], had, kv_tokens, usages[index], num_outputs)
+                    server.update_load(
+                        running[index], waiting[index], had, kv_tokens, usages[index], num_outputs
+                    )
         self._at(now_s + POLL_S, POLL, 0)
 
     # --- what breaks ------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Fleet:
         for flight in lost:
             flight.num_told = engine.outputs_of(flight.at)
             flight.held.leave()
-            flight.held.server.note("is lost")
+            flight.held.server.set_trouble("is lost")
         engine.die()
         self._at_engine[index].clear()
         self._is_up[index] = False
@@ -307,9 +309,9 @@ def make_router(
     drawn: whether it draws among those that seem idle where others send as well, else takes the least loaded of all.
     """
     router = Servers(policy, random.Random(number), others_share=OTHERS_SHARE if drawn else 0, clock=clock)
-    router.become([f"http://10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000" for n in range(num_engines)], 1.0)
+    router.set_urls([f"http://10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000" for n in range(num_engines)], 1.0)
     for server in router:
-        server.note("")
+        server.set_trouble("")
     return router
 
 

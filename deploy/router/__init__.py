@@ -1,1 +1,1 @@
-"""`quintet route`: one door to servers on other machines."""
+"""`quintet route`: load-balancing HTTP router for servers on other machines."""

@@ -1,4 +1,4 @@
-"""The router as an application: its own few paths, and every other one passed on."""
+"""ASGI application of the router: answers its own paths and proxies all others."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from quintet.wire.params import shown
 
 RELAYED = ((RELAY, b"1"),)
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
-"""What the router tells without a key: both are its own. What is a server's goes there with the servers' key."""
+"""Paths of the router that need no key. Proxied paths always need one, because they use the servers' key."""
 _log = logging.getLogger("quintet")
 
 
 class AccessPolicy(NamedTuple):
-    """Who may ask, and how much."""
+    """Authentication and limits of requests."""
 
     keys: Keys
     limits: Limits
     bodies: BodyBuffers
     servers_key: str
-    """Sent to the servers in the place of a client's; "" passes the client's on."""
+    """API key for the servers, which replaces the client's key; "" forwards the client's key."""
 
 
 class App:
     """One router."""
 
     def __init__(
-        self, servers: Servers, figures: RouterMetrics, patience: ProxyTimeouts, door: AccessPolicy
+        self, servers: Servers, metrics: RouterMetrics, timeouts: ProxyTimeouts, policy: AccessPolicy
     ) -> None:
-        self._servers, self._figures, self._patience, self._door = servers, figures, patience, door
+        self._servers, self._metrics, self._timeouts, self._policy = servers, metrics, timeouts, policy
         self.is_draining = False
         self.num_open = 0
 
@@ -68,16 +68,16 @@ class App:
             pass
         except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
             _log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
-            words = f"The router made a mistake; its log names request {exchange.request_id}."
-            await self._end(exchange, RequestError(ErrorCode.INTERNAL, words))
+            message = f"Internal error of the router (request {exchange.request_id}); see its log."
+            await self._end(exchange, RequestError(ErrorCode.INTERNAL, message))
         finally:
             self.num_open -= 1
 
     async def _end(self, exchange: HttpRequest, error: RequestError) -> None:
-        """Tell a client of an error: as a response, or as the last event of a stream."""
+        """Send an error to the client: as a response, or as the last event of a started stream."""
         if not exchange.started:
             await exchange.respond_error(error)
-            self._figures.answered(None, exchange.status)
+            self._metrics.answered(None, exchange.status)
             return
         body = exchange.errors.body(error, exchange.request_id)
         is_messages = exchange.errors is anthropic_errors.ERRORS
@@ -89,7 +89,7 @@ class App:
         await exchange.write(frame, last=True)
 
     async def _answer(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]]) -> None:
-        key = self._door.keys.check(exchange)
+        key = self._policy.keys.check(exchange)
         match exchange.path:
             case "/livez":
                 await exchange.respond(200, b"ok", b"text/plain")
@@ -100,32 +100,34 @@ class App:
                     200 if is_ready else 503,
                 )
             case "/metrics":
-                bodies = self._door.bodies
-                self._figures.held_bodies.set(bodies.num_open_bytes + bodies.num_kept_bytes)
-                await exchange.respond(200, self._figures.text(), CONTENT_TYPE)
+                bodies = self._policy.bodies
+                self._metrics.held_bodies.set(bodies.num_open_bytes + bodies.num_kept_bytes)
+                await exchange.respond(200, self._metrics.text(), CONTENT_TYPE)
             case "/servers":
-                await exchange.respond(200, msgspec.json.encode([_told(server) for server in self._servers]))
+                await exchange.respond(
+                    200, msgspec.json.encode([_server_state(server) for server in self._servers])
+                )
             case _:
-                await self._pass_on(exchange, headers, key)
+                await self._proxy(exchange, headers, key)
 
-    async def _pass_on(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
-        door = self._door
-        if self.is_draining:  # it came over a connection that was open
-            raise RequestError(ErrorCode.UNAVAILABLE, "The router is ending; connect again.", retry_s=1)
+    async def _proxy(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
+        policy = self._policy
+        if self.is_draining:  # the request came over an open connection
+            raise RequestError(ErrorCode.UNAVAILABLE, "The router is draining; reconnect.", retry_s=1)
         check_path(exchange.path)
         try:
-            account = door.limits.enter(key)
+            account = policy.limits.enter(key)
         except RequestError:
-            self._figures.limited.inc()
+            self._metrics.limited.inc()
             raise
         num_kept = 0
         try:
             has_body = exchange.method in ("POST", "PUT", "PATCH")
-            body = await exchange.read_json_body(door.bodies) if has_body else b""
+            body = await exchange.read_json_body(policy.bodies) if has_body else b""
             if body:
-                door.bodies.keep(len(body))
+                policy.bodies.keep(len(body))
                 num_kept = len(body)
-            asked = read(body, exchange.header(SESSION_HEADER) or "") if body else RequestSummary()
+            summary = read(body, exchange.header(SESSION_HEADER) or "") if body else RequestSummary()
             outgoing = Outgoing(
                 "GET" if exchange.method == "HEAD" else exchange.method,
                 quote(exchange.path),
@@ -133,31 +135,31 @@ class App:
                 headers,
                 exchange.request_id,
                 body,
-                door.servers_key,
-                RELAYED if asked.is_streamed else (),
+                policy.servers_key,
+                RELAYED if summary.is_streamed else (),
             )
-            await ProxiedRequest(self._servers, self._figures, self._patience, exchange).answer(
-                outgoing, asked
+            await ProxiedRequest(self._servers, self._metrics, self._timeouts, exchange).answer(
+                outgoing, summary
             )
         finally:
-            door.bodies.let_go(num_kept)
-            door.limits.leave(account)
+            policy.bodies.let_go(num_kept)
+            policy.limits.leave(account)
 
 
 def errors_of(path: str) -> ErrorShape:
-    """Return how clients of a path are told of errors."""
+    """Return the error format of a path's API."""
     return anthropic_errors.ERRORS if path.startswith("/v1/messages") else openai_errors.ERRORS
 
 
 def check_path(path: str) -> None:
-    """Refuse a path (decoded) that a server may read as another one."""
+    """Reject a decoded path with dot segments, which a server may resolve to another path."""
     if not {".", ".."}.isdisjoint(path.split("/")):
         raise RequestError(
-            ErrorCode.INVALID, f"The path is {shown(path)}; send it without segments of dots alone."
+            ErrorCode.INVALID, f"The path is {shown(path)}; send it without the segments . and .. in it."
         )
 
 
-def _told(server: Server) -> dict[str, object]:
+def _server_state(server: Server) -> dict[str, object]:
     return {
         "url": server.url,
         "trouble": server.trouble,

@@ -1,7 +1,7 @@
-"""One copy of a request at one server: sent, waited for, let go; and a second copy where the first is slow to begin.
+"""Attempts of a request at servers, and request hedging: a second attempt if the first is slow to start.
 
-Dean and Barroso, The tail at scale, 2013: a request that has waited longer than nearly all do is asked of another server as
-well, and whichever answers first is taken. The other's connection is closed, which ends what its server computes.
+Hedging (Dean and Barroso, The tail at scale, 2013) also sends a request that waits unusually long to another server. The
+first answer wins. The router closes the other connection, which cancels the request on that server.
 """
 
 from __future__ import annotations
@@ -15,77 +15,77 @@ from quintet.deploy.router.servers import HeldPrefixes, Server
 from quintet.deploy.router.upstream import Outgoing
 
 MAX_HEDGED = 0.05
-"""Share of requests that may get a second copy: where everything is slow, copies would make it slower."""
+"""Share of requests that may be hedged: under overload, hedges would add load."""
 MAX_SAVED = 5.0
-"""Copies that may be sent in a row after however long a quiet time."""
+"""Maximum hedges in a row after an idle time."""
 MIN_ERROR = 400
-"""From this status on a copy's answer is no beginning: one refused at once must not beat what the first is making."""
+"""Minimum status of an error. A hedge that fails at once must not win over the first attempt in progress."""
 
 
 class Attempt:
-    """A request's stay at one server."""
+    """One attempt of a request at one server."""
 
     def __init__(self, held: HeldPrefixes) -> None:
         self.held = held
         self.flow: ResponseFlow | None = None
-        self.is_gone = False
-        """Whether its client is."""
+        self.is_cancelled = False
+        """True once the client has disconnected."""
 
     async def send(self, outgoing: Outgoing, is_fresh: bool = False) -> ResponseFlow:
-        """Send it and wait for the head of its answer, over a new connection if ``is_fresh``. Raises `ConnectionError`."""
-        lines = self.held.server.lines
+        """Send the request and wait for the answer's head. ``is_fresh`` opens a new connection. Raises `ConnectionError`."""
+        pool = self.held.server.pool
         while True:
-            flow = self.flow = await lines.send(outgoing.bytes_for(lines.target), is_fresh=is_fresh)
-            if self.is_gone:  # while it connected
+            flow = self.flow = await pool.send(outgoing.bytes_for(pool.target), is_fresh=is_fresh)
+            if self.is_cancelled:  # the client disconnected during the connect
                 flow.connection.close()
             try:
                 await flow.head()
             except ConnectionError:
-                is_stale = lines.was_stale(flow)
-                lines.give_back(flow)
-                if is_stale and not self.is_gone:
+                is_stale = pool.was_stale(flow)
+                pool.give_back(flow)
+                if is_stale and not self.is_cancelled:
                     is_fresh = True
                     continue
                 raise
             return flow
 
     def leave(self) -> None:
-        """The client is gone: so is whoever computes for it."""
-        self.is_gone = True
+        """Close the connection because the client has disconnected; this cancels the request on the server."""
+        self.is_cancelled = True
         if self.flow is not None:
             self.flow.connection.close()
 
-    def let_go(self) -> None:
-        """Leave the server."""
+    def release(self) -> None:
+        """End the attempt and return its connection to the pool."""
         self.held.leave()
         if self.flow is not None:
-            self.held.server.lines.give_back(self.flow)
+            self.held.server.pool.give_back(self.flow)
 
 
 @dataclass(slots=True)
 class Hedging:
-    """When a second copy is sent, and how many may be: each request saves up a share of one."""
+    """Hedging delay and budget (token bucket): each request adds a fraction of one hedge."""
 
     after_s: float = 0.0
-    """Without a sign of the answer; 0: never."""
+    """Delay without an answer before a hedge is sent; 0 disables hedging."""
     _saved: float = 1.0
-    """Copies that may be sent now."""
+    """Hedges available now."""
 
     def earn(self) -> None:
-        """Save up for one request, however often it is sent."""
+        """Add one request's share to the budget."""
         self._saved = min(MAX_SAVED, self._saved + MAX_HEDGED)
 
-    def may(self) -> bool:
-        """Whether a copy may be sent now."""
+    def is_allowed(self) -> bool:
+        """Return whether the budget allows a hedge now."""
         return self._saved >= 1
 
     def spend(self) -> None:
-        """Pay for a copy."""
+        """Take one hedge from the budget."""
         self._saved -= 1
 
 
 class HedgedAttempt:
-    """A request and its copy. Whoever begins to answer first has it; a refusal, a loss or the copy's error is none."""
+    """An attempt and its optional hedge. The first answer wins, except a retryable refusal, a loss or an error of the hedge."""
 
     def __init__(
         self, first: Attempt, outgoing: Outgoing, is_refusal: Callable[[ResponseFlow], bool]
@@ -93,19 +93,19 @@ class HedgedAttempt:
         self._outgoing, self._is_refusal = outgoing, is_refusal
         self._tasks: dict[asyncio.Task[ResponseFlow], Attempt] = {}
         self.lost: list[tuple[Server, Exception]] = []
-        """Of who did not win: servers that were lost while they had the request, and how."""
+        """Servers of losing attempts that were lost while they had the request, with the error."""
         self._enter(first)
 
-    def _enter(self, sending: Attempt) -> None:
-        self._tasks[asyncio.get_running_loop().create_task(sending.send(self._outgoing))] = sending
+    def _enter(self, attempt: Attempt) -> None:
+        self._tasks[asyncio.get_running_loop().create_task(attempt.send(self._outgoing))] = attempt
 
-    async def has_begun(self, within_s: float) -> bool:
-        """Wait so long at most for the request to begin, or to fail."""
+    async def wait_started(self, within_s: float) -> bool:
+        """Wait at most ``within_s`` for the answer or a failure; return whether one came."""
         done, _ = await asyncio.wait(self._tasks, timeout=within_s)
         return bool(done)
 
     async def run(self, copy: Attempt | None) -> tuple[Attempt, asyncio.Task[ResponseFlow]]:
-        """Return who won, with its task, which is done; the other is let go. Without a copy, or where both fail, the first."""
+        """Return the winner and its finished task, and release the loser. The first attempt wins if both fail."""
         if copy is not None:
             self._enter(copy)
         waiting = set(self._tasks)
@@ -113,30 +113,30 @@ class HedgedAttempt:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             answered = [task for task in done if task.exception() is None]
-            begun = [task for task in answered if self._is_beginning(task.result(), task is first)]
-            if begun:
-                won = first if first in begun else begun[0]
+            started = [task for task in answered if self._can_win(task.result(), task is first)]
+            if started:
+                won = first if first in started else started[0]
                 break
-        for task, sending in self._tasks.items():
+        for task, attempt in self._tasks.items():
             if task is not won:
-                self._retire(task, sending)
+                self._retire(task, attempt)
         return self._tasks[won], won
 
-    def _is_beginning(self, flow: ResponseFlow, is_first: bool) -> bool:
+    def _can_win(self, flow: ResponseFlow, is_first: bool) -> bool:
         return not self._is_refusal(flow) if is_first else flow.status < MIN_ERROR
 
-    def _retire(self, task: asyncio.Task[ResponseFlow], sending: Attempt) -> None:
-        """Let go of who did not win, and remember a server that was lost, or at which nobody listens."""
-        server = sending.held.server
+    def _retire(self, task: asyncio.Task[ResponseFlow], attempt: Attempt) -> None:
+        """Release the loser, and record a lost or unreachable server."""
+        server = attempt.held.server
         match task.exception() if task.done() else None:
             case Unreachable() as error:
-                server.note(str(error))
+                server.set_trouble(str(error))
             case Exception() as error:
                 self.lost.append((server, error))
         task.cancel()
-        sending.let_go()
+        attempt.release()
 
-    def call_off(self) -> None:
-        """End both: nobody waits."""
+    def cancel(self) -> None:
+        """Cancel both attempts."""
         for task in self._tasks:
             task.cancel()

@@ -1,15 +1,14 @@
-"""Which of many servers are worth comparing for a request, so that a choice among a thousand looks at a few of them.
+"""Index of candidate servers by load, so that a choice among a thousand servers compares only a few.
 
-`quintet.frontend.load_balancing.load_balancer.choose` compares all that it is given. What it minimizes is what a
-server has to do less what it has of the prompt; so of the servers that know a prompt equally far, and are of one kind
-(equally fast, and both with memory that is full of beginnings, or neither), only the one with the least to do can be
-chosen, and of those that know nothing of it as well. Servers are kept in order of what they have to do, each kind by
-itself (there are few paces: `quintet.frontend.load_balancing.engine_speed`), and who knows a prompt is asked of
-`Holders`.
+`quintet.frontend.load_balancing.load_balancer.choose` compares all its candidates. It minimizes a server's load minus
+its cached part of the prompt. So among servers of one kind with the same cached prefix, only the least loaded one can be
+chosen. A kind is a speed and a full or not full prefix cache; there are few speeds
+(`quintet.frontend.load_balancing.engine_speed`). Servers of each kind are sorted by load. `Holders` finds the servers
+with a prompt's prefix.
 
-Where other routers send to the same servers, what is known of those is a poll old, and all who go by it would choose the same
-few. So then the servers that are compared besides those that know the prompt are drawn by chance (Mitzenmacher, How useful is old
-information?, 2000): docs/scale.md has what that changes.
+If other routers use the same servers, the known load is one poll old, and all routers would choose the same few servers.
+Then the candidates without the prefix are sampled at random (Mitzenmacher, How useful is old information?, 2000).
+docs/scale.md has measurements.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from itertools import chain, islice
 from random import Random
 
 FEW = 16
-"""So many servers that know a prompt equally far are all compared; of more, those with the least to do."""
+"""Servers with the same cached prefix that are all compared; of more, only the least loaded."""
 EQUALS = 4
-"""So many of those that have the least to do are compared: who is equal takes turns."""
+"""Least loaded servers that are compared; equally loaded ones take turns."""
 Kind = tuple[float, bool]
-"""How slow a server is, and whether its memory is full of beginnings."""
+"""Slowness of a server, and whether its prefix cache is full."""
 Load = tuple[Kind, int]
-"""What a server is, and what it has to do."""
+"""Kind and load of a server."""
 Order = list[tuple[int, int]]
-"""What each of several servers has to do, the least first, and its index."""
+"""Load and index of servers, sorted by load."""
 
 
 def _any(index: int, num_pieces: int) -> bool:
@@ -37,27 +36,27 @@ def _any(index: int, num_pieces: int) -> bool:
 
 
 class CandidateIndex:
-    """The servers that get requests, by what they have to do."""
+    """Index of the usable servers, sorted by load."""
 
     def __init__(self, load_of: Callable[[int], Load | None], rng: Random) -> None:
-        """``load_of`` an index: what the server has to do, None for one that gets nothing."""
+        """``load_of`` maps a server's index to its kind and load, or to None if it gets no requests."""
         self._load_of = load_of
         self._rng = rng
         self._orders: dict[Kind, Order] = {}
-        """Of each kind of servers that there is."""
+        """Sorted servers of each kind."""
         self._placed: dict[int, Load] = {}
         self._changed: set[int] = set()
         self.num_moves = 0
-        """How often a server began to get requests, or ceased to."""
-        self.draws = False
-        """Whether servers are drawn by chance, because others send there too."""
+        """Number of changes of a server between usable and unusable."""
+        self.is_sampling = False
+        """Sample servers at random, because other clients use them too."""
 
     def change(self, index: int) -> None:
-        """What this server has to do may be another now."""
+        """Mark the server's load as changed."""
         self._changed.add(index)
 
-    def everybody(self) -> list[int]:
-        """Return all servers that get requests, by index."""
+    def usable_indexes(self) -> list[int]:
+        """Return the indexes of all usable servers."""
         self.settle()
         return sorted(self._placed)
 
@@ -68,10 +67,10 @@ class CandidateIndex:
         turn: int,
         fits: Callable[[int, int], bool] = _any,
     ) -> dict[int, int]:
-        """Return the few servers among which the best is, with how many pieces of the prompt each has.
+        """Return the candidate servers, with the number of cached pieces of the prompt.
 
-        ``known``: how many pieces who has, those that have most first (`Holders.of`). ``fits``: whether a server that has so many
-        pieces of the prompt has room for it.
+        ``known``: pairs of a number of cached pieces and the servers that have them, longest prefix first (`Holders.of`).
+        ``fits``: whether the KV memory of a server with that many cached pieces has space for the request.
         """
         self.settle()
         found: dict[int, int] = {}
@@ -97,15 +96,15 @@ class CandidateIndex:
     def _others(
         self, without: Collection[int], turn: int, fits: Callable[[int], bool]
     ) -> Iterator[int] | list[int]:
-        """Return who is compared whatever it knows of the prompt."""
-        if self.draws:
-            return self._drawn(without, fits)
+        """Return the candidates independent of the cached prefix."""
+        if self.is_sampling:
+            return self._sampled(without, fits)
         orders = self._orders.values()
         return chain.from_iterable(
             islice(filter(fits, _least(order, without, turn)), EQUALS) for order in orders
         )
 
-    def _drawn(self, without: Collection[int], fits: Callable[[int], bool]) -> list[int]:
+    def _sampled(self, without: Collection[int], fits: Callable[[int], bool]) -> list[int]:
         left = [index for order in self._orders.values() for _, index in order if index not in without]
         drawn = self._rng.sample(left, min(EQUALS, len(left)))
         fitting = list(filter(fits, drawn))
@@ -115,13 +114,13 @@ class CandidateIndex:
         return self._rng.sample(left, min(EQUALS, len(left)))
 
     def settle(self) -> None:
-        """Bring the orders up to what has changed."""
+        """Apply the pending changes to the sorted orders."""
         if not self._changed:
             return
         placed = self._placed
         if len(self._changed) > len(placed) // 8:
             for index in self._changed:
-                self._note(index)
+                self._update(index)
             self._orders = {}
             for index, (kind, load) in placed.items():
                 self._orders.setdefault(kind, []).append((load, index))
@@ -131,7 +130,7 @@ class CandidateIndex:
             for index in self._changed:
                 if index in placed:
                     self._take_out(index)
-                if self._note(index):
+                if self._update(index):
                     kind, load = placed[index]
                     insort(self._orders.setdefault(kind, []), (load, index))
         self._changed.clear()
@@ -143,7 +142,7 @@ class CandidateIndex:
         if not order:
             del self._orders[kind]
 
-    def _note(self, index: int) -> bool:
+    def _update(self, index: int) -> bool:
         load = self._load_of(index)
         self.num_moves += (load is None) == (index in self._placed)
         if load is None:
@@ -154,9 +153,9 @@ class CandidateIndex:
 
 
 def _least(order: Order, without: Collection[int], turn: int) -> Iterator[int]:
-    """Yield servers from the one with the least to do; of those that are equal in that, another one first each turn."""
+    """Yield servers by increasing load; equally loaded servers rotate with ``turn``."""
     num_equal = bisect_right(order, (order[0][0], math.inf)) if order else 0
-    first = turn - turn % EQUALS  # of so many `choose` takes each in its turn
+    first = turn - turn % EQUALS  # `choose` rotates among this many candidates
     for place in range(len(order)):
         at = (place + first) % num_equal if place < num_equal else place
         if order[at][1] not in without:

@@ -1,4 +1,4 @@
-"""Connections to one server: kept while idle, one request at a time on each."""
+"""Connection pool of one server: keep-alive connections with one request at a time."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from quintet.deploy.tools.load_client.connection import Connection, HttpAnswer, 
 from quintet.frontend.http.http_request import Header
 
 FULL_BYTES = 256 << 10
-"""Of a stream that its client does not take: no more is read from the server then."""
+"""Buffered bytes of a stream at which reading from the server pauses (backpressure)."""
 
 STALE_S = 0.005
-"""Besides two round trips: a kept connection that breaks so soon behind a request had been closed by the server before."""
+"""If a reused connection breaks within this time plus two round trips, the server had closed it before the request."""
 
 
 class Unreachable(ConnectionError):
-    """Nobody listens there, or nobody answered in time."""
+    """The connection was refused or timed out."""
 
 
 @dataclass(slots=True, eq=False)
 class ResponseFlow:
-    """One answer on its way: its head, and the pieces of its body that have come and were not taken."""
+    """An answer in progress: its head, and the received pieces of its body."""
 
     connection: Connection
     whole: asyncio.Future[HttpAnswer]
     pieces: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
     waiter: asyncio.Future[None] | None = None
-    heard: Callable[[bytes, float], None] = lambda payload, now_s: None
-    """Told what came of a stream, and when (`time.perf_counter`)."""
+    on_piece: Callable[[bytes, float], None] = lambda payload, now_s: None
+    """Called with each piece of a stream and the time (`time.perf_counter`)."""
     is_stream: bool = False
-    """Whether its head has come, and its body comes in pieces."""
+    """True once the head of a streamed answer is received."""
     sent_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     headers: Sequence[Header] = ()
-    """Of its head, once that has come. They are this flow's own: its connection may have another exchange by now."""
+    """Copy of the answer's headers: the connection may be used by another request later."""
 
     def feed(self, payload: bytes, now_s: float) -> None:
-        """Take a piece of a streamed body."""
+        """Receive a piece of a streamed body."""
         self.pieces.append(payload)
         self.num_bytes += len(payload)
-        self.heard(payload, now_s)
+        self.on_piece(payload, now_s)
         if self.num_bytes > FULL_BYTES:
             self.connection.pause(True)
         self.wake()
 
     def note_head(self) -> None:
-        """The headers have come."""
+        """Record the headers."""
         self.status, self.headers = self.connection.status, tuple(self.connection.headers)
         self.is_stream = self.connection.is_streaming
         self.wake()
 
     def wake(self, _: object = None) -> None:
-        """Let whoever waits for news look."""
+        """Wake the waiting task."""
         waiter = self.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def _news(self) -> None:
+    async def _wait(self) -> None:
         self.waiter = asyncio.get_running_loop().create_future()
         try:
             await self.waiter
@@ -69,25 +69,25 @@ class ResponseFlow:
             self.waiter = None
 
     async def head(self) -> None:
-        """Wait for the headers of a stream, or a whole answer. Raises `ConnectionError`."""
+        """Wait for the headers of a stream, or for a complete answer. Raises `ConnectionError`."""
         while not self.whole.done():
             if self.is_stream:
                 return
-            await self._news()
+            await self._wait()
         self.whole.result()
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing of it is left, nor will come."""
+        """True if the answer is complete and all its pieces are taken."""
         return not self.pieces and self.whole.done() and self.whole.exception() is None
 
     async def take(self) -> bytes:
-        """Return what has come of the body since it was last asked for; nothing at its end. Raises `ConnectionError`."""
+        """Wait for and return the next bytes of the body; empty at its end. Raises `ConnectionError`."""
         while not self.pieces:
             if self.whole.done():
                 self.whole.result()
                 return b""
-            await self._news()
+            await self._wait()
         pieces, self.pieces = self.pieces, []
         if self.num_bytes > FULL_BYTES:
             self.connection.pause(False)
@@ -96,7 +96,7 @@ class ResponseFlow:
 
 
 class ConnectionPool:
-    """The connections to one server."""
+    """Connections to one server."""
 
     def __init__(self, target: Target, connect_s: float) -> None:
         self.target = target
@@ -104,31 +104,33 @@ class ConnectionPool:
         self._tls = ssl.create_default_context() if target.tls else None
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
-        self.last_heard_s = 0.0
-        """When a stream last said anything (`time.perf_counter`)."""
-        self.last_told_s = 0.0
-        """When one last said more than that its server is there."""
+        self.last_received_s = 0.0
+        """Last time (`time.perf_counter`) that a stream received anything."""
+        self.last_event_s = 0.0
+        """Last time that a stream received more than a keep-alive comment."""
         self.round_trip_s = 0.0
-        """What the newest connection took to come about."""
+        """Connect time of the newest connection."""
 
-    def heard(self, payload: bytes, now_s: float) -> None:
-        """Note a piece of a stream."""
-        self.last_heard_s = now_s
-        if not _says_nothing(payload):
-            self.last_told_s = now_s
+    def record_piece(self, payload: bytes, now_s: float) -> None:
+        """Record the time of a stream's piece."""
+        self.last_received_s = now_s
+        if not _is_keepalive(payload):
+            self.last_event_s = now_s
 
     async def send(self, request: bytes, *, is_fresh: bool = False) -> ResponseFlow:
-        """Send a request, over a new connection if it must be ``is_fresh``. Raises `Unreachable`; the flow tells what follows."""
+        """Send a request; ``is_fresh`` opens a new connection. Raises `Unreachable`. Later errors are raised by the flow."""
         connection = (None if is_fresh else self._take_idle()) or await self._connect()
-        flow = ResponseFlow(connection, asyncio.get_running_loop().create_future(), heard=self.heard)
+        flow = ResponseFlow(
+            connection, asyncio.get_running_loop().create_future(), on_piece=self.record_piece
+        )
         flow.whole = connection.send(request, flow, flow.note_head)
         flow.whole.add_done_callback(flow.wake)
         return flow
 
     def was_stale(self, flow: ResponseFlow) -> bool:
-        """Whether a flow was lost because its connection, kept from earlier, was closed already: nobody had the request.
+        """Return whether a flow failed because the server had closed the reused connection before the request.
 
-        Only a loss at once says so: a server that had time to compute may have been lost of the request.
+        Only an immediate failure counts. After a longer time, the request itself may have crashed the server.
         """
         connection = flow.connection
         took_s = time.perf_counter() - flow.sent_s
@@ -137,7 +139,7 @@ class ConnectionPool:
         )
 
     def give_back(self, flow: ResponseFlow) -> None:
-        """Keep the connection of an answer that was read to its end; end one that was not."""
+        """Reuse the connection of a complete answer; close it otherwise."""
         whole = flow.whole
         if whole.done() and not whole.cancelled() and whole.exception() is None and flow.connection.reusable:
             self._idle.append(flow.connection)
@@ -146,7 +148,7 @@ class ConnectionPool:
             whole.cancel()
 
     def hang_up(self) -> None:
-        """End every connection: whatever waits at one hears that it broke."""
+        """Close all connections; their requests fail with `ConnectionError`."""
         for connection in list(self._open):
             connection.close()
         self._idle.clear()
@@ -170,7 +172,7 @@ class ConnectionPool:
             raise Unreachable(f"no connection within {self._connect_s:g} s") from None
         except OSError as error:
             raise Unreachable(f"no connection: {error.strerror or error}") from None
-        except ValueError as error:  # a name that no resolver can be asked for
+        except ValueError as error:  # an invalid host name
             raise Unreachable(f"no connection to {target.host}: {error}") from None
         self.round_trip_s = time.perf_counter() - began_s
         self._open.add(connection)
@@ -178,8 +180,8 @@ class ConnectionPool:
         return connection
 
 
-def _says_nothing(payload: bytes) -> bool:
-    """Whether a piece of a stream only says that the server is there."""
+def _is_keepalive(payload: bytes) -> bool:
+    """Return whether a piece of a stream is only a keep-alive comment or ping event."""
     if payload.startswith(b":"):
         return b"\ndata:" not in payload
     return payload.startswith(b"event: ping") and payload.find(b"\n\n") == len(payload) - 2

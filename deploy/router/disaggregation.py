@@ -1,6 +1,7 @@
-"""A request whose prompt one server computes and whose answer another: what the two are sent (docs/apart.md).
+"""Prefill-decode disaggregation: one server computes the prompt, another one the answer (docs/apart.md).
 
-Whether that is worth it, and who, is `Servers.choose_for_prompt`'s to say. Whatever fails here, the request is sent as it came.
+`Servers.choose_for_prompt` decides whether to disaggregate and selects the prefill server. After any failure, the
+request is sent unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from quintet.deploy.tools.load_client.connection import HttpAnswer
 from quintet.wire.codec import UNREADABLE
 
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""Where servers take the params of a transfer."""
+"""Paths that accept the parameters of a KV transfer."""
 PROMPT_S = 60.0
-"""Who has not computed a prompt in so long is not waited for."""
+"""Timeout of the prefill request."""
 PARAMS = "kv_transfer_params"
-_TOO_MUCH = frozenset({PARAMS, "use_beam_search", "prompt_logprobs", "echo", "truncate_prompt_tokens"})
-"""With one of these the prompt's blocks are no help, or the client has its own way with them."""
-_OF_THE_ANSWER = frozenset(
+_UNSUPPORTED = frozenset({PARAMS, "use_beam_search", "prompt_logprobs", "echo", "truncate_prompt_tokens"})
+"""Fields that prevent disaggregation: transferred blocks cannot be used, or the client controls the transfer."""
+_OUTPUT_FIELDS = frozenset(
     [
         "stream",
         "stream_options",
@@ -41,7 +42,7 @@ _OF_THE_ANSWER = frozenset(
         "max_completion_tokens",
     ]
 )
-"""What the one token of who computes the prompt has nothing of."""
+"""Fields removed from the prefill request, which generates one token."""
 _OFF = (b"null", b"false", b"{}")
 _log = logging.getLogger("quintet")
 Fields = dict[str, msgspec.Raw]
@@ -49,61 +50,63 @@ _fields_decoder = msgspec.json.Decoder(Fields)
 
 
 class _Computed(msgspec.Struct):
-    """What matters of the answer of who computes the prompt."""
+    """Parsed part of the prefill server's answer."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
-async def computed_apart(
+async def prefill_remotely(
     servers: Servers,
-    figures: RouterMetrics,
+    metrics: RouterMetrics,
     outgoing: Outgoing,
-    asked: RequestSummary,
+    summary: RequestSummary,
     held: HeldPrefixes,
     enter: Callable[[Attempt | None], None],
     lose: Callable[[], None],
 ) -> Outgoing:
-    """Have another server compute the prompt, where that is worth it; return what the server is sent that answers.
+    """Compute the prompt on another server if worthwhile; return the request for the decode server.
 
-    ``enter`` hears where the request is meanwhile, ``lose`` that this server was lost with it.
+    ``enter`` is called with the prefill attempt, then with None. ``lose`` is called if the prefill server was lost.
     """
-    chosen = servers.choose_for_prompt(asked, held) if outgoing.path in PATHS else None
+    chosen = servers.choose_for_prompt(summary, held) if outgoing.path in PATHS else None
     if chosen is None:
         return outgoing
     fields = _fields_of(outgoing.body)
     if fields is None:
         chosen.leave()
         return outgoing
-    sending, params = Attempt(chosen), b""
+    attempt, params = Attempt(chosen), b""
     try:
-        enter(sending)
+        enter(attempt)
         async with asyncio.timeout(PROMPT_S):
-            flow = await sending.send(replace(outgoing, body=_first(fields), extra=()))
+            flow = await attempt.send(replace(outgoing, body=_first(fields), extra=()))
             params = _params_of(await flow.whole)
-        figures.answered(chosen.server, flow.status)
+        metrics.answered(chosen.server, flow.status)
     except Unreachable as error:
-        chosen.server.note(str(error))
+        chosen.server.set_trouble(str(error))
     except TimeoutError:
-        _log.warning("%s: no prompt of %s in %g s", chosen.server.url, outgoing.request_id, PROMPT_S)
+        _log.warning(
+            "%s: prefill of request %s timed out after %g s", chosen.server.url, outgoing.request_id, PROMPT_S
+        )
     except ConnectionError as error:
-        _log.info("%s: %s; it had the prompt of %s", chosen.server.url, error, outgoing.request_id)
+        _log.info("%s: %s during prefill of request %s", chosen.server.url, error, outgoing.request_id)
         lose()
     finally:
         enter(None)
-        sending.let_go()
-    figures.apart(is_computed=bool(params))
+        attempt.release()
+    metrics.count_prefill(is_computed=bool(params))
     if not params:
         return outgoing
     return replace(outgoing, body=msgspec.json.encode(fields | {PARAMS: msgspec.Raw(params)}))
 
 
 def _fields_of(body: bytes) -> Fields | None:
-    """Return the fields of a request whose prompt can be computed apart; None of any other."""
+    """Return the fields of a request that can be disaggregated; None otherwise."""
     try:
         fields = _fields_decoder.decode(body)
     except UNREADABLE:
         return None
-    if any(bytes(fields.get(name, _OFF[0])) not in _OFF for name in _TOO_MUCH):
+    if any(bytes(fields.get(name, _OFF[0])) not in _OFF for name in _UNSUPPORTED):
         return None
     prompt = bytes(fields.get("prompt", b""))
     has_several = prompt.startswith(b"[") and not prompt[1:].lstrip()[:1].isdigit()
@@ -111,13 +114,13 @@ def _fields_of(body: bytes) -> Fields | None:
 
 
 def _first(fields: Fields) -> bytes:
-    """Return what the server is sent that computes the prompt."""
-    kept: dict[str, object] = {name: raw for name, raw in fields.items() if name not in _OF_THE_ANSWER}
+    """Build the body of the prefill request."""
+    kept: dict[str, object] = {name: raw for name, raw in fields.items() if name not in _OUTPUT_FIELDS}
     return msgspec.json.encode({**kept, "max_tokens": 1, "stream": False, PARAMS: {"do_remote_decode": True}})
 
 
 def _params_of(answer: HttpAnswer) -> bytes:
-    """Return what the server is to be sent that answers; nothing where none was computed."""
+    """Return the KV transfer parameters for the decode server; empty if the prefill failed."""
     if answer.status != 200:
         return b""
     try:

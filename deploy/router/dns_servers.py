@@ -1,4 +1,4 @@
-"""Servers behind a name of the network: every address that a lookup gives, as of a headless service of Kubernetes."""
+"""Service discovery by DNS: one server per address of a name, such as a headless service of Kubernetes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from quintet.wire.errors import ConfigError
 _log = logging.getLogger("quintet")
 
 LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
-"""From a host and a port to addresses. Raises `OSError`."""
+"""Resolver: host and port to addresses. Raises `OSError`."""
 
 
 async def addresses_of(host: str, port: int) -> Sequence[str]:
-    """Ask the system's resolver, in a thread of its own."""
+    """Resolve with the system's resolver, in a worker thread."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, family=socket.AF_UNSPEC, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
 class DnsServers:
-    """What was found last behind each name. A lookup that fails changes nothing: a resolver that is ill ends no server."""
+    """Last known addresses of each name. A failed lookup keeps them, so a broken resolver removes no server."""
 
     def __init__(self, urls: Sequence[str], look_up: LookUp = addresses_of) -> None:
-        """Raise `ConfigError` for a URL that cannot stand for several addresses."""
+        """Raise `ConfigError` for an unsupported URL."""
         self._targets = [_for_names(url) for url in urls]
         self._look_up = look_up
         self._found: dict[Target, list[str]] = {}
@@ -35,33 +35,33 @@ class DnsServers:
 
     @property
     def urls(self) -> list[str]:
-        """Of all servers found."""
+        """URLs of all known servers."""
         return [url for target in self._targets for url in self._found.get(target, ())]
 
     async def follow(self) -> bool:
-        """Look all names up again; return whether the servers are others now."""
+        """Look up all names again; return whether the servers changed."""
         before = self.urls
         for target in self._targets:
             try:
                 addresses = await self._look_up(target.host, target.port)
-            except (OSError, ValueError) as error:  # ValueError: of a name that is none
-                self._complain(target, str(error))
+            except (OSError, ValueError) as error:  # ValueError: an invalid name
+                self._log_trouble(target, str(error))
             else:
-                self._complain(target, "")
+                self._log_trouble(target, "")
                 self._found[target] = [_url(target, address) for address in sorted(set(addresses))]
         return self.urls != before
 
-    def _complain(self, target: Target, trouble: str) -> None:
-        """Say what is new."""
+    def _log_trouble(self, target: Target, trouble: str) -> None:
+        """Log a new error of a lookup."""
         if trouble and trouble != self._trouble.get(target):
             _log.warning(
-                "--engine-dns %s cannot be looked up (%s); its servers stay as they are", target.host, trouble
+                "--engine-dns %s: lookup failed (%s); its known servers are kept", target.host, trouble
             )
         self._trouble[target] = trouble
 
 
 def parsed(url: str) -> Target:
-    """Read the address of a server. Raises `ConfigError`."""
+    """Parse the URL of a server. Raises `ConfigError`."""
     try:
         target = Target.parse(url)
         target.host.encode("idna")
@@ -69,7 +69,7 @@ def parsed(url: str) -> Target:
         raise ConfigError(str(error)) from None
     except UnicodeError as error:
         raise ConfigError(
-            f"{url!r} is no address of a server: its host cannot be the name of one ({error}); write an address or a name, as in "
+            f"{url!r} is not a URL of a server: its host name is invalid ({error}); use an address or a name, as in "
             "http://127.0.0.1:8000"
         ) from None
     return target
@@ -82,7 +82,7 @@ def _for_names(url: str) -> Target:
         raise ConfigError(f"--engine-dns: {error}") from None
     if target.tls:
         raise ConfigError(
-            f"--engine-dns is {url}; it must be http: certificates are of names, and servers are reached by address"
+            f"--engine-dns is {url}; it must be http: certificates have names, but servers are reached by address"
         )
     return target
 

@@ -1,11 +1,11 @@
-"""The endpoint-picker protocol of Kubernetes' gateways: Envoy's external processing over gRPC, answered by `picking.py`.
+"""Endpoint-picker protocol of Kubernetes gateways: Envoy's external processing over gRPC; `server_choice.py` chooses.
 
-A gateway opens a stream for each request and tells, as its modes say, head, body and trailers of the request and then of
-its answer; each is answered with what it goes on with. The body goes back as it came. Spoken are version 1.0 of the endpoint
-picker protocol (Gateway API Inference Extension, proposal 004) and ``envoy.service.ext_proc.v3``; the messages are those of the
-package ``xds-protos``, which comes with the extra ``quintet[gateway]``.
+A gateway opens a stream per request. It sends head, body and trailers of the request, then those of the answer, as its
+modes say, and gets a reply to each. Bodies are returned unchanged. Implements version 1.0 of the endpoint picker protocol
+(Gateway API Inference Extension, proposal 004) and ``envoy.service.ext_proc.v3``. The package ``xds-protos`` of the extra
+``quintet[gateway]`` has the messages.
 
-    request head ──▶ (body …) ──▶ choice ──▶ head with the endpoint, body ──▶ answer's head ──▶ (its body …) ──▶ over
+    request head ──▶ (body …) ──▶ choice ──▶ head with the endpoint, body ──▶ answer's head ──▶ (its body …) ──▶ end
 """
 
 from __future__ import annotations
@@ -47,141 +47,137 @@ from quintet.frontend.http.error_shape import headers_of, status_of
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 ENDPOINT = "x-gateway-destination-endpoint"
-"""In a header, and in the dynamic metadata of `NAMESPACE`."""
+"""Name of the header, and of the field in the dynamic metadata of `NAMESPACE`."""
 NAMESPACE = "envoy.lb"
 SUBSET = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-MAX_TALKS = 1024
-"""Requests that one gateway's connection may tell of at once; more wait there, or come over another connection."""
+MAX_STREAMS = 1024
+"""Concurrent requests per gateway connection; more wait in the gateway or use another connection."""
 MIN_PING_S = 1.0
-"""Gateways may ask so often whether the picker is there; gRPC by itself hangs up on whoever asks twice in five minutes."""
+"""Minimum interval of a gateway's keepalive pings; gRPC's default closes connections with two pings in five minutes."""
 MAX_CHUNK = 62_000
-"""Bytes of a body in one message: Envoy takes no message over 64 KiB there."""
+"""Bytes of a body per message: Envoy's limit is 64 KiB."""
 MAX_HEAD = 1 << 20
-"""Bytes that a message may have besides a body."""
+"""Maximum bytes of a message besides a body."""
 ALIVE = frozenset({"liveness"})
 READY = frozenset({"", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"})
-"""What is asked for how it is, by the protocol's names."""
+"""Service names of the readiness check in gRPC's health protocol."""
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _WHOLE = frozenset({ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL})
 _OURS = [RELAY.decode()]
-"""Headers that only a router sends to servers."""
+"""Headers that only a router sends to servers; removed from clients' requests."""
 _log = logging.getLogger("quintet")
 
 
-class Talk:
-    """One request of a gateway."""
+class PickerStream:
+    """The stream of one request of a gateway."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
-        self._visit: GatewayRequest | None = None
+        self._gateway_request: GatewayRequest | None = None
         self._head = RequestHead("", {})
         self._is_picked = False
         self._request_mode = self._answer_mode = int(_DUPLEX)
-        """What the protocol asks of gateways, where they do not tell."""
+        """Body modes; the default is the mode that the protocol requires."""
         self.is_over = False
-        """Whether the gateway was told to answer by itself."""
+        """True after an immediate response, which ends the stream."""
 
-    def hear(self, said: ProcessingRequest) -> Iterator[ProcessingResponse]:
-        """Take what the gateway says; return what it is answered."""
+    def handle(self, message: ProcessingRequest) -> Iterator[ProcessingResponse]:
+        """Handle a message of the gateway; yield the replies."""
         try:
-            yield from self._hear(said)
+            yield from self._handle(message)
         except RequestError as error:
             yield self._refusal(error)
         except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
             _log.exception("the choice for request %s failed", self._request_id)
-            words = f"The endpoint picker made a mistake; its log names request {self._request_id}."
-            yield self._refusal(RequestError(ErrorCode.INTERNAL, words))
+            text = f"Internal error of the endpoint picker (request {self._request_id}); see its log."
+            yield self._refusal(RequestError(ErrorCode.INTERNAL, text))
 
     def leave(self) -> None:
-        """The gateway says nothing more."""
-        if self._visit is not None:
-            self._visit.leave()
-            self._visit = None
+        """End the request when the gateway closes the stream."""
+        if self._gateway_request is not None:
+            self._gateway_request.leave()
+            self._gateway_request = None
 
     @property
     def _request_id(self) -> str:
         return self._head.headers.get("x-request-id", "")
 
-    def _hear(self, said: ProcessingRequest) -> Iterator[ProcessingResponse]:
-        if said.HasField("protocol_config"):
-            self._request_mode = said.protocol_config.request_body_mode
-            self._answer_mode = said.protocol_config.response_body_mode
-        kind = said.WhichOneof("request")
+    def _handle(self, message: ProcessingRequest) -> Iterator[ProcessingResponse]:
+        if message.HasField("protocol_config"):
+            self._request_mode = message.protocol_config.request_body_mode
+            self._answer_mode = message.protocol_config.response_body_mode
+        kind = message.WhichOneof("request")
         if kind == "request_headers":
-            if self._visit is not None:
+            if self._gateway_request is not None:
                 raise RequestError(
-                    ErrorCode.INTERNAL, "The gateway told the endpoint picker two heads of one request."
+                    ErrorCode.INTERNAL,
+                    "The gateway sent two request heads in one stream to the endpoint picker.",
                 )
-            self._head = _head_of(said)
-            self._visit = self._picker.enter(self._head)
-            yield from self._on_head(said.request_headers)
+            self._head = _head_of(message)
+            self._gateway_request = self._picker.enter(self._head)
+            yield from self._on_head(message.request_headers)
             return
-        visit = self._visit
-        if visit is None:  # a gateway that tells answers alone
-            raise RequestError(
-                ErrorCode.INTERNAL, "The gateway told the endpoint picker no head of this request."
-            )
+        gateway_request = self._gateway_request
+        if gateway_request is None:  # a gateway that sends only answers
+            raise RequestError(ErrorCode.INTERNAL, "The gateway sent no request head to the endpoint picker.")
         match kind:
             case "request_body":
-                yield from self._on_body(visit, said.request_body)
+                yield from self._on_body(gateway_request, message.request_body)
             case "request_trailers":
-                if self._request_mode in _WHOLE and not self._is_picked:  # it has no body
-                    yield self._picked(visit.pick(), "request_trailers")
+                if self._request_mode in _WHOLE and not self._is_picked:  # a request without a body
+                    yield self._picked(gateway_request.pick(), "request_trailers")
                     return
                 if not self._is_picked:
-                    yield from self._on_end(visit, has_trailers=True)
+                    yield from self._on_end(gateway_request, has_trailers=True)
                 yield ProcessingResponse(request_trailers=TrailersResponse())
             case "response_headers":
-                status = _plain(said.response_headers).get(":status", "")
-                visit.answered(
+                status = _plain(message.response_headers).get(":status", "")
+                gateway_request.answered(
                     int(status) if status.isdecimal() and status.isascii() and len(status) == 3 else 0
                 )
                 yield ProcessingResponse(response_headers=HeadersResponse())
             case "response_body":
-                if said.response_body.body[:1] not in (
-                    b"",
-                    b":",
-                ):  # a comment keeps a line alive, and is no answer
-                    visit.begin()
-                yield ProcessingResponse(response_body=self._unchanged(said.response_body))
+                if message.response_body.body[:1] not in (b"", b":"):  # a comment is only a keep-alive
+                    gateway_request.begin()
+                yield ProcessingResponse(response_body=self._unchanged(message.response_body))
             case "response_trailers":
                 yield ProcessingResponse(response_trailers=TrailersResponse())
 
     def _on_head(self, head: HttpHeaders) -> Iterator[ProcessingResponse]:
         if self._request_mode in _WHOLE and not head.end_of_stream:
-            # What a gateway says next may be trailers, behind which a head cannot be changed any more.
+            # The next message may be trailers, after which the head cannot change.
             common = CommonResponse(header_mutation=HeaderMutation(remove_headers=[ENDPOINT, *_OURS]))
             yield ProcessingResponse(request_headers=HeadersResponse(response=common))
-        elif head.end_of_stream or self._request_mode != _DUPLEX:  # no body comes in time
-            yield self._picked(self._visit_now().pick(), "request_headers")
+        elif head.end_of_stream or self._request_mode != _DUPLEX:  # no body to wait for
+            yield self._picked(self._current().pick(), "request_headers")
 
-    def _on_body(self, visit: GatewayRequest, body: HttpBody) -> Iterator[ProcessingResponse]:
+    def _on_body(self, gateway_request: GatewayRequest, body: HttpBody) -> Iterator[ProcessingResponse]:
         if self._is_picked:
             yield ProcessingResponse(request_body=BodyResponse())
             return
-        visit.take(body.body)
+        gateway_request.take(body.body)
         if self._request_mode in _WHOLE:
-            yield self._picked(visit.pick(), "request_body")
-            visit.body()
+            yield self._picked(gateway_request.pick(), "request_body")
+            gateway_request.body()
         elif body.end_of_stream or body.end_of_stream_without_message:
-            yield from self._on_end(visit, has_trailers=False)
+            yield from self._on_end(gateway_request, has_trailers=False)
 
-    def _on_end(self, visit: GatewayRequest, has_trailers: bool) -> Iterator[ProcessingResponse]:
-        """The whole request has come: choose, and let head and body go on."""
+    def _on_end(self, gateway_request: GatewayRequest, has_trailers: bool) -> Iterator[ProcessingResponse]:
+        """Choose a server when the request is complete, then release head and body."""
         if self._request_mode != _DUPLEX:
             return
-        yield self._picked(visit.pick(), "request_headers")
-        body = visit.body()
+        yield self._picked(gateway_request.pick(), "request_headers")
+        body = gateway_request.body()
         starts = range(0, len(body), MAX_CHUNK) or range(1)
         for start in starts:
             is_last = start == starts[-1] and not has_trailers
             piece = StreamedBodyResponse(body=body[start : start + MAX_CHUNK], end_of_stream=is_last)
             yield ProcessingResponse(request_body=_body_response(piece))
 
-    def _visit_now(self) -> GatewayRequest:
-        assert self._visit is not None
-        return self._visit
+    def _current(self) -> GatewayRequest:
+        assert self._gateway_request is not None
+        return self._gateway_request
 
     def _unchanged(self, body: HttpBody) -> BodyResponse:
         if self._answer_mode != _DUPLEX:
@@ -196,10 +192,10 @@ class Talk:
         )
 
     def _picked(self, endpoint: str, where: str) -> ProcessingResponse:
-        """Make the answer that names the endpoint: to the request's head or body in its head, to trailers as metadata alone."""
+        """Build the reply with the endpoint: as header and metadata, or only as metadata in a reply to trailers."""
         self._is_picked = True
         mutation = HeaderMutation(set_headers=[_set(ENDPOINT, endpoint.encode())], remove_headers=_OURS)
-        if key := self._picker.door.servers_key:
+        if key := self._picker.policy.servers_key:
             mutation.set_headers.append(_set("authorization", f"Bearer {key}".encode("latin-1")))
             mutation.remove_headers.append("x-api-key")
         common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
@@ -214,7 +210,7 @@ class Talk:
     def _refusal(self, error: RequestError) -> ProcessingResponse:
         self.is_over = True
         status = status_of(error)
-        self._picker.figures.answered(None, status)
+        self._picker.metrics.answered(None, status)
         headers = [(b"content-type", b"application/json"), *headers_of(error)]
         return ProcessingResponse(
             immediate_response=ImmediateResponse(
@@ -231,7 +227,7 @@ def _body_response(piece: StreamedBodyResponse) -> BodyResponse:
 
 
 def _set(name: str, value: bytes) -> HeaderValueOption:
-    """Have a header be this, whatever the client said: by default it would be added to what is there."""
+    """Overwrite a header; Envoy's default appends to the client's value."""
     return HeaderValueOption(
         header=HeaderValue(key=name, raw_value=value),
         append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
@@ -239,14 +235,14 @@ def _set(name: str, value: bytes) -> HeaderValueOption:
 
 
 def _plain(head: HttpHeaders) -> dict[str, str]:
-    """Return headers by name. Gateways tell them in one of two fields."""
+    """Return headers by name. Gateways use one of two value fields."""
     return {each.key.lower(): each.value or each.raw_value.decode("latin-1") for each in head.headers.headers}
 
 
-def _head_of(said: ProcessingRequest) -> RequestHead:
-    headers = _plain(said.request_headers)
+def _head_of(message: ProcessingRequest) -> RequestHead:
+    headers = _plain(message.request_headers)
     path = unquote(headers.get(":path", "").partition("?")[0])
-    hints = said.metadata_context.filter_metadata
+    hints = message.metadata_context.filter_metadata
     among = None
     if SUBSET_NAMESPACE in hints and SUBSET in hints[SUBSET_NAMESPACE].fields:
         hint = hints[SUBSET_NAMESPACE].fields[SUBSET]
@@ -256,7 +252,7 @@ def _head_of(said: ProcessingRequest) -> RequestHead:
 
 
 class Processor(ExternalProcessorServicer):
-    """The service."""
+    """gRPC service of the endpoint picker."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
@@ -264,32 +260,32 @@ class Processor(ExternalProcessorServicer):
     async def Process(
         self, requests: AsyncIterator[ProcessingRequest], _context: object
     ) -> AsyncIterator[ProcessingResponse]:
-        """Talk with a gateway about one request."""
-        talk = Talk(self._picker)
+        """Handle the stream of one request."""
+        stream = PickerStream(self._picker)
         try:
-            async for said in requests:
-                for answer in talk.hear(said):
+            async for message in requests:
+                for answer in stream.handle(message):
                     yield answer
-                if talk.is_over:
+                if stream.is_over:
                     return
         finally:
-            talk.leave()
+            stream.leave()
 
 
 class Health(HealthServicer):
-    """How the picker is, as gRPC asks."""
+    """gRPC health service of the endpoint picker."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
 
     async def Check(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> object:
-        """Answer for one of the protocol's names."""
+        """Return the health of one of the protocol's service names."""
         if request.service not in ALIVE | READY:
             names = ", ".join(sorted(ALIVE | READY - {""}))
-            words = f"{request.service!r} is not told of here; these are: {names}"
-            await context.abort(grpc.StatusCode.NOT_FOUND, words)
-        is_well = request.service in ALIVE or self._picker.is_ready
-        status = HealthCheckResponse.SERVING if is_well else HealthCheckResponse.NOT_SERVING
+            message = f"unknown service {request.service!r}; use one of {names}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+        is_healthy = request.service in ALIVE or self._picker.is_ready
+        status = HealthCheckResponse.SERVING if is_healthy else HealthCheckResponse.NOT_SERVING
         return HealthCheckResponse(status=status)
 
 
@@ -298,14 +294,14 @@ async def listen(
 ) -> tuple[grpc.aio.Server, int]:
     """Serve gateways at this address; return the server and its port. ``tls``: the folder of ``tls.crt`` and ``tls.key``.
 
-    A gateway without a sign for ``silent_s`` is gone, and so are its requests. Raises `ConfigError`.
+    A gateway without keepalive for ``silent_s`` is disconnected and its requests end. Raises `ConfigError`.
     """
     half_ms = max(1, round(500 * silent_s))
     server = grpc.aio.server(
         options=[
-            ("grpc.so_reuseport", 0),  # a port that is taken is refused, not shared
-            ("grpc.max_receive_message_length", picker.door.bodies.max_bytes + MAX_HEAD),
-            ("grpc.max_concurrent_streams", MAX_TALKS),
+            ("grpc.so_reuseport", 0),  # fail on a used port instead of sharing it
+            ("grpc.max_receive_message_length", picker.policy.bodies.max_bytes + MAX_HEAD),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
             ("grpc.keepalive_time_ms", half_ms),
             ("grpc.keepalive_timeout_ms", half_ms),
             ("grpc.http2.ping_timeout_ms", half_ms),
@@ -325,11 +321,11 @@ async def listen(
             bound = server.add_secure_port(where, grpc.ssl_server_credentials([pair]))
     except OSError as error:
         raise ConfigError(
-            f"--endpoint-picker-tls {tls}: {error}; give a folder with tls.crt and tls.key in PEM"
+            f"--endpoint-picker-tls {tls}: {error}; set it to a folder with tls.crt and tls.key in PEM"
         ) from None
     except RuntimeError as error:
         raise ConfigError(
-            f"--endpoint-picker cannot listen on {where} ({error}); end what listens there, or name another port"
+            f"--endpoint-picker cannot listen on {where} ({error}); stop the program that uses it, or set another port"
         ) from None
     await server.start()
     return server, bound

@@ -1,7 +1,6 @@
-"""The events of one stream on their way through: whole ones only, without what the server told the router in
-comments.
+"""Event filter of one stream: passes complete events and removes the server's comments for the router.
 
-From those comments, and the id of the last event, follows what another server needs to go on
+The comments and the last event's id have the state with which another server can resume the stream
 (`frontend/resume/token_relay.py`).
 """
 
@@ -20,41 +19,41 @@ _EVENT_ID = re.compile(rb"^id: ([^\r\n:]+):([^\r\n]*)", re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: error\r?\n)?data: (\{(?:"type":"error",)?"error":[^\r\n]*)', re.MULTILINE)
 DONE = b"data: [DONE]"
 _BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
-"""What ends an event, however a server ends its lines."""
+"""Separators of events, for all line endings."""
 _ENDS = tuple(
     b"event: %b%b" % (name, end)
     for name in (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed", b"error")
     for end in (b"\n", b"\r")
 )
 MAX_EVENT_BYTES = 1 << 20
-"""Of a longer one the client gets what has come: it is not held until it is whole."""
+"""Maximum buffered size of an incomplete event; a larger one is forwarded in parts."""
 
 
 class Events:
-    """One stream."""
+    """Events of one stream."""
 
     def __init__(self, is_relayed: bool) -> None:
-        """``is_relayed``: another server could go on with it, and need not be told to the client as having failed."""
+        """``is_relayed``: another server can resume the stream, so an unavailable error is not sent to the client."""
         self._is_relayed = is_relayed
         self._rest = b""
-        """The beginning of an event that has not come whole."""
+        """Beginning of an incomplete event."""
         self._is_torn = False
-        """Whether the client has a part of an event: nobody can go on behind that."""
+        """True if the client has a part of an event; then the stream cannot be resumed."""
         self._notes = bytearray()
-        """A line for each note, as the server wrote it: whether its tokens are more or all, a choice's number, they."""
+        """Server comments, one a line: kind (``ids``: more tokens, ``told``: all tokens), choice, token ids."""
         self._outputs: list[list[int]] = []
-        """What was known when a server went on."""
+        """Output tokens per choice at the last resumption."""
         self._last = b""
-        """The newest piece that had the id of an event."""
-        self.has_begun = False
-        """Whether anything but comments was told."""
+        """Newest piece with an event id."""
+        self.has_started = False
+        """True once an event, not only comments, was returned."""
         self.is_over = False
-        """Whether its end was told."""
+        """True once the stream's last event was returned."""
         self.is_withdrawn = False
-        """Whether its server said, in the place of what comes next, that it cannot go on: that is not for the client."""
+        """True if the server reported that it cannot continue the stream. The report is not sent to the client."""
 
     def take(self, piece: bytes) -> bytes:
-        """Return the events that are whole now, for the client."""
+        """Add received bytes; return the complete events for the client."""
         if self._rest:
             piece, self._rest = self._rest + piece, b""
         if not piece.endswith(_BLANKS):
@@ -63,14 +62,14 @@ class Events:
                 self._is_torn = True
             elif not _are_comments(piece[end:]):
                 piece, self._rest = piece[:end], piece[end:]
-        return self._told(piece)
+        return self._filtered(piece)
 
     def flush(self) -> bytes:
-        """Return what is left of a stream that has ended."""
+        """Return the rest of a stream that has ended."""
         piece, self._rest = self._rest, b""
-        return self._told(piece)
+        return self._filtered(piece)
 
-    def _told(self, piece: bytes) -> bytes:
+    def _filtered(self, piece: bytes) -> bytes:
         if self._is_relayed and b'"error":' in piece:
             piece = self._without_withdrawal(piece)
         if self._is_relayed and b": withdrawn" in piece and (found := _WITHDRAWN.search(piece)):
@@ -82,8 +81,8 @@ class Events:
             piece = _NOTE.sub(b"", piece)
         if b"id: " in piece:
             self._last = piece
-        if not self.has_begun:
-            self.has_begun = not _is_silence(piece)
+        if not self.has_started:
+            self.has_started = not _is_silence(piece)
         if piece.rstrip(b"\r\n").endswith(DONE) or (
             b"event: " in piece and any(end in piece for end in _ENDS)
         ):
@@ -91,7 +90,7 @@ class Events:
         return piece
 
     def _without_withdrawal(self, piece: bytes) -> bytes:
-        """Return what comes before the event of an error that means: ask another server."""
+        """Return the text before an unavailable error, which makes the router use another server."""
         for found in _ERROR.finditer(piece):
             try:
                 error = json.loads(found[1])["error"]
@@ -105,11 +104,11 @@ class Events:
                 return piece[: found.start()]
         return piece
 
-    def begin_again(self) -> tuple[str, str, list[list[int]] | None] | None:
-        """A server is lost: return the name of the stream there, where its reader is, and the tokens of every choice.
+    def take_resume_state(self) -> tuple[str, str, list[list[int]] | None] | None:
+        """Return the resume state after a server was lost: stream name, cursor, and output tokens per choice.
 
-        No tokens where not all are known, as of a client that had come back for its stream; None where the events say nothing.
-        What comes next is of the server that goes on from there.
+        The tokens are None if not all are known, for example after the client reconnected. The result is None if the
+        events had no id. Later pieces come from the server that resumes the stream.
         """
         found = _EVENT_ID.findall(self._last)
         self._rest, self.is_withdrawn = b"", False
@@ -131,7 +130,7 @@ class Events:
 
 
 def _are_comments(lines: bytes) -> bool:
-    """Whether this is nothing but whole comments, which need not wait for an event."""
+    """Return whether the text has only complete comment lines."""
     return lines.endswith(b"\n") and all(line.startswith(b":") for line in lines.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""How much each key may have at once, and in a minute."""
+"""Rate limits per API key: concurrent requests, and requests per minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hashlib import blake2b
 from quintet.wire.errors import ErrorCode, RequestError
 
 MAX_IDLE = 1 << 16
-"""Keys whose last minute is remembered while they have nothing open."""
+"""Idle keys with a remembered rate."""
 
 
 class _Account:
@@ -20,23 +20,23 @@ class _Account:
 
 
 class Limits:
-    """The accounts of all keys; whoever sends none shares one. Without a limit there are no accounts."""
+    """Accounts of all keys. Requests without a key share one account. Without a limit there are no accounts."""
 
     def __init__(
         self, max_open: int, per_minute: int, now_s: Callable[[], float], max_idle: int = MAX_IDLE
     ) -> None:
-        """0: no limit. ``max_idle``: accounts that are remembered while they have nothing open."""
+        """0: no limit. ``max_idle``: number of remembered idle accounts."""
         self._max_open, self._per_minute, self._now_s, self._max_idle = max_open, per_minute, now_s, max_idle
         self._open: dict[bytes, _Account] = {}
         self._idle: OrderedDict[bytes, _Account] = OrderedDict()
-        """The one that was used last is last."""
+        """Most recently used last."""
 
     def __len__(self) -> int:
-        """Accounts that are held."""
+        """Number of accounts in memory."""
         return len(self._open) + len(self._idle)
 
     def enter(self, key: bytes) -> bytes:
-        """Count a request of this key, and return what `leave` takes. Raises `RequestError` with when to try again."""
+        """Count a request of this key; return the account name for `leave`. Raises `RequestError` with a retry delay."""
         if not (self._max_open or self._per_minute):
             return b""
         name = blake2b(key, digest_size=16).digest()
@@ -50,7 +50,7 @@ class Limits:
         return name
 
     def leave(self, name: bytes) -> None:
-        """The request has ended."""
+        """Count the end of a request."""
         account = self._open.get(name)
         if account is not None:
             account.num_open -= 1
@@ -60,8 +60,8 @@ class Limits:
         if self._max_open and account.num_open >= self._max_open:
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"{account.num_open} requests of this key are being answered, and {self._max_open} may be at once: wait for one "
-                "to end.",
+                f"This key has {account.num_open} requests in progress, but at most {self._max_open} are allowed: wait for "
+                "one to end.",
                 retry_s=1,
             )
         if self._per_minute:
@@ -72,7 +72,7 @@ class Limits:
                 wait_s = int((1 - account.allowance) / rate) + 1
                 raise RequestError(
                     ErrorCode.OVERLOADED,
-                    f"This key may send {self._per_minute} requests a minute, and has: try again in {wait_s} s.",
+                    f"This key has sent {self._per_minute} requests a minute, which is its limit: retry in {wait_s} s.",
                     retry_s=wait_s,
                 )
             account.allowance -= 1
@@ -83,7 +83,7 @@ class Limits:
             self._open[name] = account
             return
         self._open.pop(name, None)
-        if self._per_minute:  # else an idle account says nothing
+        if self._per_minute:  # otherwise an idle account has no state
             self._idle[name] = account
             if len(self._idle) > self._max_idle:
                 self._idle.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What the router counts, as Prometheus text, and what it reads of the figures of servers."""
+"""Prometheus metrics of the router, and parsing of the servers' metrics."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ _LINE = re.compile(
     r"\nvllm:(num_requests_running|num_requests_waiting|prompt_tokens_total|generation_tokens_total"
     r"|kv_cache_usage_perc|request_generation_tokens_sum|request_generation_tokens_count)(?:\{[^}]*\})? (\S+)"
 )
-"""It begins with what it can be looked for by, not with ``^``: a thousand servers are read every second."""
+"""Begins with a literal prefix instead of ``^`` for fast search: a thousand servers are parsed every second."""
 _CACHE = re.compile(r"\nvllm:cache_config_info\{([^}]*)\}")
 _SIZE = re.compile(r'\b(num_gpu_blocks|block_size)="(\d{1,12})"')
 _ROLE = re.compile(r'\nquintet:kv_peers_info\{[^}]*\bduty="(\w{1,16})"')
 _WORK = frozenset({"prompt_tokens_total", "generation_tokens_total"})
 STATUSES = frozenset(HTTPStatus)
-"""A server may answer with any other number: those are counted as one."""
+"""Known status codes; others are counted as ``other``."""
 
 
 MOST = 1e15
-"""No figure is as large: what says so is no number that can be."""
+"""Upper bound of valid values; larger ones count as 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerMetrics:
-    """A server's figures, under the names that vLLM and Quintet share, of all its engines together."""
+    """Metrics of a server, summed over its engines. The names are common to vLLM and Quintet."""
 
     num_running: int
     num_waiting: int
     num_tokens: float
-    """Computed so far, of prompts and outputs."""
+    """Prompt and output tokens computed so far."""
     kv_tokens: int
-    """That its KV memory holds; 0 where it does not tell."""
+    """Capacity of the KV memory in tokens; 0 if unknown."""
     role: str = ""
-    """What it does of requests that two servers compute; "" for nothing."""
+    """Role in prefill-decode disaggregation; "" for none."""
     kv_usage: float = 0.0
-    """Share of its KV memory that requests take; 0 where it does not tell."""
+    """Used share of the KV memory; 0 if unknown."""
     num_outputs: int = 0
-    """What answers have had so far, on average; 0 where it does not tell."""
+    """Average output tokens per request; 0 if unknown."""
 
 
-def read_figures(text: str) -> ServerMetrics:
-    """Read `/metrics` of a server; what it does not tell, or not as a number, is nothing."""
+def parse_metrics(text: str) -> ServerMetrics:
+    """Parse the `/metrics` text of a server. Missing or invalid values are 0."""
     sums: defaultdict[str, float] = defaultdict(float)
     usages: list[float] = []
     text = f"\n{text}"
-    for name, told in _LINE.findall(text):
-        value = _number(told)
+    for name, raw in _LINE.findall(text):
+        value = _number(raw)
         if name == "kv_cache_usage_perc":
             usages.append(value if value <= 1 else 0.0)
         sums["tokens" if name in _WORK else name] += value
@@ -72,7 +72,7 @@ def read_figures(text: str) -> ServerMetrics:
 
 
 def _kv_tokens(labels: str) -> int:
-    """Return the tokens that one engine's KV memory holds, told by the labels of a series."""
+    """Return the capacity of one engine's KV memory in tokens, from the labels of a series."""
     sizes = {name: int(value) for name, value in _SIZE.findall(labels)}
     return sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
 
@@ -86,63 +86,60 @@ def _number(text: str) -> float:
 
 
 class RouterMetrics(Collector):
-    """The router's own."""
+    """Metrics of the router."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._metrics = Metrics()
         self._own: Counter[str] = Counter()
-        """The router's own answers, by status."""
+        """Answers by the router itself, by status."""
         self.first_byte = self._metrics.histogram(
-            "time_to_first_byte_seconds", "From a request's arrival to the first of its answer."
+            "time_to_first_byte_seconds", "Time from a request's arrival to the first byte of its answer."
         )
         self.retries = self._metrics.counter(
-            "retries", "Requests sent to another server before anything of an answer had come."
+            "retries", "Requests sent to another server before the first byte of an answer."
         )
         self.hedges = self._metrics.counter(
-            "hedges", "Second copies of requests that were slow to begin (--hedge-after)."
+            "hedges", "Second attempts of requests that were slow to start (--hedge-after)."
         )
         self.resumptions = self._metrics.counter(
-            "resumptions", "Streams that another server, or another connection, went on with."
+            "resumptions", "Streams resumed on another server or another connection."
         )
         self.broken = self._metrics.counter(
-            "broken_streams", "Streams that ended because nobody could go on with them."
+            "broken_streams", "Streams that ended with an error because no server could resume them."
         )
-        help = "Requests whose prompt another server than answers was to compute, by whether it did."
-        self._apart = {
+        help = "Requests with disaggregated prefill, by success (computed) or failure."
+        self._prefills = {
             is_computed: self._metrics.counter("apart", help, computed=str(is_computed).lower())
             for is_computed in (False, True)
         }
         self.held_bodies = self._metrics.gauge(
-            "held_body_bytes", "Of request bodies: those that come, and those of requests that are open."
+            "held_body_bytes", "Bytes of request bodies in memory, received or being received."
         )
         self.limited = self._metrics.counter(
-            "limited_requests", "Requests refused by the limit of their key."
+            "limited_requests", "Requests rejected by the limit of their key."
         )
 
-    def apart(self, *, is_computed: bool) -> None:
-        """Count a request whose prompt another server was to compute."""
-        self._apart[is_computed].inc()
+    def count_prefill(self, *, is_computed: bool) -> None:
+        """Count a request with disaggregated prefill."""
+        self._prefills[is_computed].inc()
 
     def answered(self, server: Server | None, status: int) -> None:
-        """Count an answer of a server, which takes its counts along when it leaves; of the router's own for None."""
+        """Count an answer of a server, or of the router for None. A server's counts are dropped with the server."""
         counts = self._own if server is None else server.answers
         counts[str(status) if status in STATUSES else "other"] += 1
 
     def collect(self) -> Iterable[Metric]:
-        """Return all families: what was counted, and how each server is."""
+        """Return all metric families: counters, and gauges per server."""
         now = Metrics()
         for server in self._servers:
-            now.gauge("server_up", "Whether it gets requests.", server=server.url).set(not server.trouble)
-            now.gauge("server_open_requests", "Requests of ours there.", server=server.url).set(
-                server.num_open
-            )
-            now.gauge("server_queued_tokens", "Prompt tokens of ours not begun.", server=server.url).set(
+            labels = {"server": server.url}
+            now.gauge("server_up", "1 if the server gets requests.", **labels).set(not server.trouble)
+            now.gauge("server_open_requests", "Open requests of this router.", **labels).set(server.num_open)
+            now.gauge("server_queued_tokens", "Queued prompt tokens of this router.", **labels).set(
                 server.num_queued
             )
-            now.gauge("server_other_requests", "Requests of others there.", server=server.url).set(
-                server.num_others
-            )
+            now.gauge("server_other_requests", "Requests of other clients.", **labels).set(server.num_others)
         for url, counts in [("", self._own), *((server.url, server.answers) for server in self._servers)]:
             for status, num in counts.items():
                 of = {"server": url, "status": status}
@@ -156,5 +153,5 @@ class RouterMetrics(Collector):
         return families.values()
 
     def text(self) -> bytes:
-        """Return them as Prometheus reads them."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self)

@@ -1,9 +1,9 @@
-"""One request on its way through: a server is chosen, its answer passed on, and where the server is lost another goes on.
+"""Proxying of one request: choose a server, forward the answer, retry, and resume a stream after a server is lost.
 
-chosen ──▶ sent ──▶ begun ──▶ passed on ──▶ over
-   ▲         │ lost, or it cannot now  │ lost
-   └─────────┘                         └──▶ gone on with: at the same server if it lives, else at another, if the
-                                            server told how (`events.py`); or ended with an error
+choose ──▶ send ──▶ first byte ──▶ forward ──▶ end
+   ▲         │ lost or refused        │ lost
+   └─────────┘                        └──▶ resume on the same server if it is alive, otherwise on another one with the
+                                           state from the events (`events.py`); or end with an error
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from quintet.deploy.router.attempts import Attempt, HedgedAttempt, Hedging
 from quintet.deploy.router.connection_pool import ResponseFlow, Unreachable
-from quintet.deploy.router.disaggregation import computed_apart
+from quintet.deploy.router.disaggregation import prefill_remotely
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.request_summary import RequestSummary
@@ -24,368 +24,375 @@ from quintet.deploy.router.servers import HeldPrefixes, Server, Servers
 from quintet.deploy.router.upstream import (
     RELAY,
     Outgoing,
-    going_on,
+    forwarded_headers,
     header_of,
-    passed_on,
+    rest_request,
+    resume_request,
     retry_after_s,
-    the_rest,
 )
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.streams import UNPROVEN_TOKENS
 from quintet.wire.errors import ErrorCode, RequestError
 
-ELSEWHERE = frozenset({429, 502, 503})
-"""A server that answers so cannot now; another may."""
-ONCE = "/v1/conversations"
-"""What is done here twice is two things: it is sent again only where it was never received."""
+RETRYABLE = frozenset({429, 502, 503})
+"""Retryable status codes: another server may accept the request."""
+NOT_IDEMPOTENT = "/v1/conversations"
+"""Paths with non-idempotent requests: retried only if the server never received the request."""
 HEDGED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"})
-"""What may be done twice at once: only the answer is left of it. A response is kept by its server, twice is two."""
-KEPT = ("/v1/responses/", "/v1/conversations/", "/v1/streams/")
-"""What only the server knows that has it: whoever does is found by asking."""
+"""Paths that may be hedged, because servers store nothing. Responses are stored, so hedging would store two."""
+STORED = ("/v1/responses/", "/v1/conversations/", "/v1/streams/")
+"""Paths of objects stored on one server, which is found by asking the servers in turn."""
 LAST_EVENT = b"last-event-id"
-"""With it a client comes back for a stream by sending its request again."""
-LOOK_S = 0.05
+"""Header with which a client resumes a stream by repeating its request."""
+POLL_S = 0.05
 MAX_PAUSE_S = 5.0
-"""Between two times that one server is asked to go on with a stream, unless it names a longer one."""
+"""Maximum backoff between two resume requests to one server, unless its Retry-After is longer."""
 MAX_REFUSALS = 3
-"""So many servers are asked while all answer that they cannot now: where all are full, asking makes it worse."""
+"""Servers tried while all refuse with a retryable status; more tries would add load to full servers."""
 MAX_LOST = 2
-"""So many servers may be lost with a request that comes no further: it may be what they are lost of."""
+"""Servers that may be lost with a request that makes no progress: the request may be the cause."""
 _log = logging.getLogger("quintet")
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyTimeouts:
-    """How long the router waits."""
+    """Timeouts of the router, and hedging."""
 
     first_s: float
-    """For a server, while there is none."""
+    """Wait for a usable server while there is none."""
     resume_s: float
-    """For a server to go on with a stream."""
+    """Wait for a server that resumes a stream."""
     hedging: Hedging = field(default_factory=Hedging)
 
 
 class ProxiedRequest:
-    """One exchange."""
+    """One request of a client, with all its attempts."""
 
     def __init__(
-        self, servers: Servers, figures: RouterMetrics, patience: ProxyTimeouts, exchange: HttpRequest
+        self, servers: Servers, metrics: RouterMetrics, timeouts: ProxyTimeouts, exchange: HttpRequest
     ) -> None:
         self._servers = servers
-        self._figures = figures
-        self._patience = patience
+        self._metrics = metrics
+        self._timeouts = timeouts
         self._exchange = exchange
         self._events = Events(is_relayed=False)
         self._ticket = b""
-        self._sending: Attempt | None = None
-        """Where the request is."""
-        self._copy: Attempt | None = None
-        """Where it is as well, until one of the two begins."""
-        self._is_gone = False
+        self._attempt: Attempt | None = None
+        """Current attempt."""
+        self._hedge: Attempt | None = None
+        """Hedge or prefill attempt in addition to the current one."""
+        self._is_disconnected = False
         self._tried: set[Server] = set()
-        """Where the request was sent, and did not begin."""
+        """Servers that were tried without an answer."""
         self._num_lost = 0
-        """Servers that were lost with it since it last came further."""
-        self._num_told = 0
-        """Tokens that had been told when the last was lost."""
-        self._back_from = ""
-        """Where the client was when the server that had its stream was asked for the rest."""
+        """Servers lost with the request since its last progress."""
+        self._num_sent = 0
+        """Tokens sent to the client when the last server was lost."""
+        self._resumed_at = ""
+        """Stream cursor at the last resumption on the same server."""
 
-    async def answer(self, outgoing: Outgoing, asked: RequestSummary) -> None:
+    async def answer(self, outgoing: Outgoing, summary: RequestSummary) -> None:
         """Answer the client. Raises `RequestError` before anything was written, or `ClientDisconnected`."""
-        watcher = self._exchange.watch_disconnect(self._leave)
+        watcher = self._exchange.watch_disconnect(self._cancel)
         try:
-            flow = await self._begin(outgoing, asked)
+            flow = await self._begin(outgoing, summary)
             while flow.is_stream:
-                if await self._pass_on(flow, outgoing, asked):
+                if await self._forward(flow, outgoing, summary):
                     return
-                self._let_go()
+                self._release()
                 self._note_loss(0)
-                flow = await self._begin(outgoing, asked)
+                flow = await self._begin(outgoing, summary)
             whole = await flow.whole
-            if self._exchange.started:  # of an answer of which only comments were told
+            if self._exchange.started:  # only comments of a stream were sent
                 raise RequestError(
                     ErrorCode.UNAVAILABLE,
-                    f"The server that had the request was lost, and another answered with status {whole.status}; ask again.",
+                    f"The server of the request was lost, and another one answered with status {whole.status}; retry.",
                 )
             await self._exchange.respond(
                 whole.status,
                 whole.body,
                 header_of(flow.headers, b"content-type") or b"application/json",
-                passed_on(flow.headers),
+                forwarded_headers(flow.headers),
             )
         except (ConnectionError, asyncio.CancelledError):
-            if self._is_gone:
+            if self._is_disconnected:
                 raise ClientDisconnected from None
             raise
         finally:
             watcher.cancel()
-            self._let_go()
+            self._release()
 
-    def _leave(self) -> None:
-        """The client is gone: so is whoever computes for it."""
-        self._is_gone = True
-        for sending in (self._sending, self._copy):
-            if sending is not None:
-                sending.leave()
+    def _cancel(self) -> None:
+        """Cancel all attempts because the client has disconnected."""
+        self._is_disconnected = True
+        for attempt in (self._attempt, self._hedge):
+            if attempt is not None:
+                attempt.leave()
 
     # --- before the first byte --------------------------------------------------------------------------------
 
-    async def _begin(self, outgoing: Outgoing, asked: RequestSummary) -> ResponseFlow:
-        """Return the flow of an answer of which the head has come, or all of it."""
+    async def _begin(self, outgoing: Outgoing, summary: RequestSummary) -> ResponseFlow:
+        """Send the request, with retries; return the flow of an answer with a received head."""
         tried, refused = self._tried, list[ResponseFlow]()
-        until_s = time.monotonic() + self._patience.first_s
-        is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
-        is_once = outgoing.path.startswith(ONCE) and outgoing.method != "GET"
+        until_s = time.monotonic() + self._timeouts.first_s
+        is_stored = _is_stored(outgoing)
+        is_not_idempotent = outgoing.path.startswith(NOT_IDEMPOTENT) and outgoing.method != "GET"
         ready: Outgoing | None = None
-        may_copy = bool(self._patience.hedging.after_s and outgoing.path in HEDGED and not is_kept)
+        may_hedge = bool(self._timeouts.hedging.after_s and outgoing.path in HEDGED and not is_stored)
         while True:
-            if self._is_gone:
+            if self._is_disconnected:
                 raise ClientDisconnected
-            held = None if len(refused) == MAX_REFUSALS else self._servers.choose(asked, tried)
+            held = None if len(refused) == MAX_REFUSALS else self._servers.choose(summary, tried)
             if held is None:
                 if refused:
                     return refused[-1]
                 if tried or time.monotonic() > until_s:
-                    raise self._nobody(tried)
-                await asyncio.sleep(LOOK_S)
+                    raise self._no_server_error(tried)
+                await asyncio.sleep(POLL_S)
                 continue
             tried.add(held.server)
             if len(tried) > 1:
-                self._figures.retries.inc()
-            elif may_copy:
-                self._patience.hedging.earn()
-            held.num_before *= not is_kept  # what is there already says nothing of how fast it was computed
+                self._metrics.retries.inc()
+            elif may_hedge:
+                self._timeouts.hedging.earn()
+            held.num_before *= not is_stored  # a stored answer does not measure the server's speed
             if ready is None:
-                ready = outgoing if is_kept else await self._ready_for(held, outgoing, asked)
+                ready = outgoing if is_stored else await self._prefilled(held, outgoing, summary)
             try:
-                if may_copy and not self._num_lost:  # two at once might be two that are lost of it
-                    flow, held = await self._send_twice(held, ready, asked)
+                if may_hedge and not self._num_lost:  # do not hedge a request that may crash servers
+                    flow, held = await self._send_hedged(held, ready, summary)
                 else:
-                    flow = await self._send(held, ready, is_once)
+                    flow = await self._send(held, ready, is_not_idempotent)
             except Unreachable as error:
-                held.server.note(str(error))
-                self._let_go()
+                held.server.set_trouble(str(error))
+                self._release()
                 continue
             except ConnectionError as error:
-                self._let_go()
-                if self._is_gone:
+                self._release()
+                if self._is_disconnected:
                     raise ClientDisconnected from None
-                _tell_loss(held.server, error, outgoing)
+                _log_loss(held.server, error, outgoing)
                 self._note_loss(0)
-                if is_once:
+                if is_not_idempotent:
                     raise RequestError(
                         ErrorCode.UNAVAILABLE,
-                        "The server was lost while it answered; it may have done what was asked.",
+                        "The server was lost while it answered; it may have executed the request.",
                     ) from None
                 continue
-            self._figures.answered(held.server, status := flow.status)
-            if is_kept and status == 404:
+            self._metrics.answered(held.server, status := flow.status)
+            if is_stored and status == 404:
                 refused[:] = [flow]
-            elif status == 400 and ready is not outgoing:  # what another computed is not wanted there
+            elif status == 400 and ready is not outgoing:  # the server rejects the KV transfer
                 ready = outgoing
                 tried.discard(held.server)
-            elif status in ELSEWHERE:
+            elif status in RETRYABLE:
                 refused.append(flow)
             else:
-                self._figures.first_byte.observe((time.monotonic_ns() - self._exchange.arrival_ns) * 1e-9)
+                self._metrics.first_byte.observe((time.monotonic_ns() - self._exchange.arrival_ns) * 1e-9)
                 return flow
-            self._let_go()
+            self._release()
 
-    async def _ready_for(self, held: HeldPrefixes, outgoing: Outgoing, asked: RequestSummary) -> Outgoing:
-        """Return what a server is sent for a request, its prompt computed by another where that is worth it."""
-        self._sending = Attempt(held)
+    async def _prefilled(self, held: HeldPrefixes, outgoing: Outgoing, summary: RequestSummary) -> Outgoing:
+        """Return the request for a server, after disaggregated prefill on another server if worthwhile."""
+        self._attempt = Attempt(held)
 
-        def enter(sending: Attempt | None) -> None:
-            self._copy = sending
+        def enter(attempt: Attempt | None) -> None:
+            self._hedge = attempt
 
-        ready = await computed_apart(
-            self._servers, self._figures, outgoing, asked, held, enter, lambda: self._note_loss(0)
+        ready = await prefill_remotely(
+            self._servers, self._metrics, outgoing, summary, held, enter, lambda: self._note_loss(0)
         )
-        if self._is_gone:
+        if self._is_disconnected:
             raise ClientDisconnected
         return ready
 
     async def _send(self, held: HeldPrefixes, outgoing: Outgoing, is_fresh: bool = False) -> ResponseFlow:
-        """Send to a server and wait for the head of its answer. Raises `ConnectionError`."""
-        self._sending = Attempt(held)
-        return await self._sending.send(outgoing, is_fresh)
+        """Send to a server and wait for the answer's head. Raises `ConnectionError`."""
+        self._attempt = Attempt(held)
+        return await self._attempt.send(outgoing, is_fresh)
 
-    async def _send_twice(
-        self, held: HeldPrefixes, outgoing: Outgoing, asked: RequestSummary
+    async def _send_hedged(
+        self, held: HeldPrefixes, outgoing: Outgoing, summary: RequestSummary
     ) -> tuple[ResponseFlow, HeldPrefixes]:
-        """The same, with a copy to another server if nothing comes for a while; return who it is at, too."""
-        hedging = self._patience.hedging
-        self._sending = Attempt(held)
-        race = HedgedAttempt(self._sending, outgoing, lambda flow: flow.status in ELSEWHERE)
+        """Send with hedging to another server after the hedging delay; return the winner's flow and account."""
+        hedging = self._timeouts.hedging
+        self._attempt = Attempt(held)
+        race = HedgedAttempt(self._attempt, outgoing, lambda flow: flow.status in RETRYABLE)
         try:
-            if not await race.has_begun(hedging.after_s) and hedging.may():
-                other = self._servers.choose(asked, self._tried)
+            if not await race.wait_started(hedging.after_s) and hedging.is_allowed():
+                other = self._servers.choose(summary, self._tried)
                 if other is not None:
                     hedging.spend()
-                    self._figures.hedges.inc()
+                    self._metrics.hedges.inc()
                     self._tried.add(other.server)
-                    self._copy = Attempt(other)
-            won, task = await race.run(self._copy)
-            self._sending = won
+                    self._hedge = Attempt(other)
+            won, task = await race.run(self._hedge)
+            self._attempt = won
         except asyncio.CancelledError:
-            race.call_off()
-            if self._copy is not None:
-                self._copy.let_go()
+            race.cancel()
+            if self._hedge is not None:
+                self._hedge.release()
             raise
         finally:
-            self._copy = None
-        if not self._is_gone:  # who leaves ends both connections
+            self._hedge = None
+        if not self._is_disconnected:  # a disconnect closes both connections
             for server, error in race.lost:
-                _tell_loss(server, error, outgoing)
+                _log_loss(server, error, outgoing)
             self._num_lost += len(race.lost)
         return task.result(), won.held
 
-    def _let_go(self) -> None:
-        """Leave the server that has the request."""
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.let_go()
+    def _release(self) -> None:
+        """Release the current attempt."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.release()
 
-    def _note_loss(self, num_told: int) -> None:
-        """A server was lost, after so many tokens of its answer. Raises `RequestError` where that was one too many."""
-        if num_told > self._num_told + UNPROVEN_TOKENS:
+    def _note_loss(self, num_sent: int) -> None:
+        """Count a lost server, after ``num_sent`` sent tokens. Raises `RequestError` at `MAX_LOST` without progress."""
+        if num_sent > self._num_sent + UNPROVEN_TOKENS:
             self._num_lost = 0
-        self._num_lost, self._num_told = self._num_lost + 1, num_told
-        if self._num_lost >= MAX_LOST and not self._is_gone:
-            self._figures.broken.inc()
+        self._num_lost, self._num_sent = self._num_lost + 1, num_sent
+        if self._num_lost >= MAX_LOST and not self._is_disconnected:
+            self._metrics.broken.inc()
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                f"{self._num_lost} servers were lost one after the other while they had this request; it is not sent to another.",
+                f"{self._num_lost} servers were lost one after another while they had this request; it is not retried.",
             )
 
-    def _nobody(self, tried: set[Server]) -> RequestError:
-        states = "; ".join(f"{server.url}: {server.trouble or 'lost it'}" for server in self._servers)
-        what = f"{len(tried)} servers were asked" if tried else "No server can take requests"
+    def _no_server_error(self, tried: set[Server]) -> RequestError:
+        states = "; ".join(f"{server.url}: {server.trouble or 'lost'}" for server in self._servers)
+        cause = f"All {len(tried)} servers tried have failed" if tried else "No server is available"
         return RequestError(
-            ErrorCode.UNAVAILABLE, f"{what} ({states or 'none is listed'}); try again shortly.", retry_s=1
+            ErrorCode.UNAVAILABLE, f"{cause} ({states or 'none is listed'}); retry shortly.", retry_s=1
         )
 
-    # --- after it ---------------------------------------------------------------------------------------------
+    # --- after the first byte ---------------------------------------------------------------------------------
 
-    async def _pass_on(self, flow: ResponseFlow, outgoing: Outgoing, asked: RequestSummary) -> bool:
-        """Write a stream to its end. False where it was lost before anything but comments was written."""
+    async def _forward(self, flow: ResponseFlow, outgoing: Outgoing, summary: RequestSummary) -> bool:
+        """Forward a stream to its end. Return False if it was lost before anything but comments was sent."""
         exchange = self._exchange
         content_type = header_of(flow.headers, b"content-type")
-        headers = passed_on(flow.headers)
+        headers = forwarded_headers(flow.headers)
         self._ticket = header_of(flow.headers, RELAY)
         events = self._events = Events(is_relayed=bool(self._ticket))
         while True:
             try:
                 piece = await flow.take()
-                is_lost = not piece and not (events.is_over or _says_its_end(flow))
+                is_lost = not piece and not (events.is_over or _has_framing(flow))
             except ConnectionError:
                 is_lost, piece = not events.is_over, b""
-            if self._is_gone:
+            if self._is_disconnected:
                 raise ClientDisconnected
-            told = events.take(piece) if piece else b"" if is_lost else events.flush()
-            if self._sending is not None and events.has_begun:
-                self._sending.held.answer()
+            forwarded = events.take(piece) if piece else b"" if is_lost else events.flush()
+            if self._attempt is not None and events.has_started:
+                self._attempt.held.answer()
             is_over = not (piece or is_lost) or (events.is_over and flow.is_read)
             is_last = is_over and not events.is_withdrawn
-            if told or is_last:
+            if forwarded or is_last:
                 if not exchange.started:
                     await exchange.start_stream(content_type, headers)
-                await exchange.write(told, last=is_last)
+                await exchange.write(forwarded, last=is_last)
                 if is_last:
                     return True
             if is_lost or events.is_withdrawn:
-                if not events.has_begun:
+                if not events.has_started:
                     return False
-                flow = await self._go_on(outgoing, asked)
+                flow = await self._resume(outgoing, summary)
 
-    async def _go_on(self, outgoing: Outgoing, asked: RequestSummary) -> ResponseFlow:
-        """Return the flow of what comes behind what the client has."""
-        lost = self._sending.held.server if self._sending is not None else None
+    async def _resume(self, outgoing: Outgoing, summary: RequestSummary) -> ResponseFlow:
+        """Resume a stream after the client's last event; return the new flow."""
+        lost = self._attempt.held.server if self._attempt is not None else None
         is_withdrawn = self._events.is_withdrawn
-        self._let_go()
+        self._release()
         flow = None
-        if lost is not None and (found := self._events.begin_again()) is not None:
+        if lost is not None and (found := self._events.take_resume_state()) is not None:
             name, position, outputs = found
-            # One that hangs up again before anything came would be asked for ever.
-            if not lost.trouble and not is_withdrawn and position != self._back_from:
-                self._back_from = position
-                flow = await self._back_at(lost, the_rest(outgoing, name, position))
+            # The cursor must have moved since the last resumption on this server, to avoid an endless loop.
+            if not lost.trouble and not is_withdrawn and position != self._resumed_at:
+                self._resumed_at = position
+                flow = await self._resume_on_same(lost, rest_request(outgoing, name, position))
             if flow is None and outputs is not None:
-                num_told = sum(map(len, outputs))
-                self._note_loss(num_told)
-                if (request := going_on(outgoing, self._ticket, position, outputs)) is not None:
-                    flow = await self._elsewhere(request, asked, lost, num_told)
-        if self._is_gone:
+                num_sent = sum(map(len, outputs))
+                self._note_loss(num_sent)
+                if (request := resume_request(outgoing, self._ticket, position, outputs)) is not None:
+                    flow = await self._resume_on_another(request, summary, lost, num_sent)
+        if self._is_disconnected:
             raise ClientDisconnected
         if flow is None:
-            self._figures.broken.inc()
+            self._metrics.broken.inc()
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                "The server that answered was lost, and nobody can go on with its answer; ask again.",
+                "The server that answered was lost, and no server can resume the stream; retry.",
             )
-        self._figures.resumptions.inc()
+        self._metrics.resumptions.inc()
         self._ticket = header_of(flow.headers, RELAY) or self._ticket
         return flow
 
-    async def _back_at(self, server: Server, request: Outgoing) -> ResponseFlow | None:
-        """Ask the server that had a stream for the rest of it. None where it is lost, or does not have it any more."""
+    async def _resume_on_same(self, server: Server, request: Outgoing) -> ResponseFlow | None:
+        """Resume a stream on the same server. None if the server is lost or has dropped the stream."""
         try:
             flow = await self._send(self._servers.hold(server), request)
         except ConnectionError as error:
             if isinstance(error, Unreachable):
-                server.note(str(error))
-            self._let_go()
+                server.set_trouble(str(error))
+            self._release()
             return None
         if not flow.is_stream:
-            self._let_go()
+            self._release()
             return None
         return flow
 
-    async def _elsewhere(
-        self, request: Outgoing, asked: RequestSummary, lost: Server, num_told: int
+    async def _resume_on_another(
+        self, request: Outgoing, summary: RequestSummary, lost: Server, num_sent: int
     ) -> ResponseFlow | None:
-        """Have another server go on, or the lost one when it is back. None where nobody did in time.
+        """Resume on another server, or on the lost one after its recovery. None after the timeout.
 
-        Raises `RequestError` where one server too many was lost with it.
+        Raises `RequestError` if too many servers were lost with the request.
         """
-        until_s = time.monotonic() + self._patience.resume_s
-        later = {lost: time.monotonic() + LOOK_S}
-        """When each is asked again."""
+        until_s = time.monotonic() + self._timeouts.resume_s
+        later = {lost: time.monotonic() + POLL_S}
+        """Time of the next try, by server."""
         pauses: dict[Server, float] = {}
-        while not self._is_gone and (now_s := time.monotonic()) < until_s:
-            held = self._servers.choose(asked, {server for server, at_s in later.items() if at_s > now_s})
+        while not self._is_disconnected and (now_s := time.monotonic()) < until_s:
+            held = self._servers.choose(summary, {server for server, at_s in later.items() if at_s > now_s})
             if held is None:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
                 continue
-            held.num_before = 0  # its answer has begun long ago
+            held.num_before = 0  # a resumed answer does not measure the server's speed
             server = held.server
-            pauses[server] = pause_s = min(2 * pauses.get(server, LOOK_S), MAX_PAUSE_S)
+            pauses[server] = pause_s = min(2 * pauses.get(server, POLL_S), MAX_PAUSE_S)
             try:
                 flow = await self._send(held, request)
             except Unreachable as error:
-                server.note(str(error))
+                server.set_trouble(str(error))
             except ConnectionError as error:
-                self._let_go()
-                if not self._is_gone:
-                    _log.info("%s: %s; it was to go on with %s", server.url, error, request.request_id)
-                    self._note_loss(num_told)
+                self._release()
+                if not self._is_disconnected:
+                    _log.info("%s: %s while resuming request %s", server.url, error, request.request_id)
+                    self._note_loss(num_sent)
             else:
                 if flow.is_stream:
                     return flow
-                _log.info("%s does not go on with %s: status %d", server.url, request.request_id, flow.status)
-                asks_s = retry_after_s(flow.headers)
-                pause_s = max(pause_s, asks_s) if flow.status in ELSEWHERE else self._patience.resume_s
-            self._let_go()
+                _log.info(
+                    "%s: refused to resume request %s: status %d", server.url, request.request_id, flow.status
+                )
+                retry_s = retry_after_s(flow.headers)
+                pause_s = max(pause_s, retry_s) if flow.status in RETRYABLE else self._timeouts.resume_s
+            self._release()
             later[server] = time.monotonic() + pause_s * random.uniform(1.0, 1.5)
         return None
 
 
-def _tell_loss(server: Server, error: Exception, outgoing: Outgoing) -> None:
-    _log.info("%s: %s; it had request %s", server.url, error, outgoing.request_id)
+def _is_stored(outgoing: Outgoing) -> bool:
+    """Return whether only the server that stores the object or stream can answer the request."""
+    return outgoing.path.startswith(STORED) or any(name == LAST_EVENT for name, _ in outgoing.headers)
 
 
-def _says_its_end(flow: ResponseFlow) -> bool:
-    """Whether a stream that was cut off cannot look as if it had ended."""
+def _log_loss(server: Server, error: Exception, outgoing: Outgoing) -> None:
+    _log.info("%s: %s while it had request %s", server.url, error, outgoing.request_id)
+
+
+def _has_framing(flow: ResponseFlow) -> bool:
+    """Return whether the answer has framing that distinguishes its end from a lost connection."""
     headers = flow.headers
     return bool(header_of(headers, b"transfer-encoding") or header_of(headers, b"content-length"))

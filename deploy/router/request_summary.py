@@ -1,4 +1,4 @@
-"""What the router reads of a request: its prompt, as far as that decides where it goes, and whether it is streamed."""
+"""Parsing of request bodies for routing: prefix hashes, prompt size, session, streaming."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 
 class _Body(msgspec.Struct):
-    """The fields that say so in any dialect."""
+    """Relevant fields of request bodies of all APIs."""
 
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
@@ -32,44 +32,47 @@ class _Body(msgspec.Struct):
 
 
 MAX_DIGITS = 10
-"""A number of more is none of tokens."""
+"""Numbers with more digits are ignored."""
 _decode = msgspec.json.Decoder(_Body).decode
 
 
 @dataclass(slots=True)
 class RequestSummary:
-    """What decides where a request goes."""
+    """Properties of a request for routing."""
 
     names: list[int] = field(default_factory=list)
-    """Of its prompt's beginnings."""
+    """Hashes of the prompt's prefixes."""
     num_tokens: int = 0
-    """Of its prompt, about."""
+    """Estimated prompt tokens."""
     is_streamed: bool = False
     session: str = ""
-    """What it has in common with others of its conversation; "" for nothing."""
+    """Session key, equal for requests of one conversation; "" for none."""
     max_outputs: int = 0
-    """Tokens that its answer may have; 0 where it does not say."""
+    """Maximum output tokens; 0 if not set."""
 
 
 def read(body: bytes, session: str) -> RequestSummary:
-    """Read a request. What cannot be read is a server's to refuse: nothing is known of it."""
+    """Parse a request body. An invalid body gives an empty summary; a server rejects it."""
     try:
-        given = _decode(body)
-        prompt = _prompt_of(given)
-        salt = _text(given.cache_salt)
-        of_body = _text(given.prompt_cache_key) or _text(given.user)
+        fields = _decode(body)
+        prompt = _prompt_of(fields)
+        salt = _text(fields.cache_salt)
+        of_body = _text(fields.prompt_cache_key) or _text(fields.user)
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, ValueError, RecursionError):
         return RequestSummary(session=session)
     names = names_of(prompt, salt)
-    is_streamed = bytes(given.stream) in (b"true", b'"true"', b"1")
+    is_streamed = bytes(fields.stream) in (b"true", b'"true"', b"1")
     max_outputs = next(
-        filter(None, map(_count, (given.max_completion_tokens, given.max_output_tokens, given.max_tokens))), 0
+        filter(
+            None, map(_count, (fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens))
+        ),
+        0,
     )
     return RequestSummary(names, num_prompt_tokens(prompt), is_streamed, session or of_body, max_outputs)
 
 
 def _prompt_of(body: _Body) -> Prompt:
-    """Return the prompt as the frontend of a server would, where that is known from the body alone."""
+    """Return the prompt like a server's frontend, as far as the body determines it."""
     if bytes(body.messages):
         system = without_billing_header_in_json(bytes(body.system))
         return ChatPrompt(bytes(body.messages), tools=bytes(body.tools) + system)

@@ -1,7 +1,7 @@
-"""A server for each request that a gateway passes on itself: the router's choice and accounts, without the request's way through.
+"""Choice of a server for requests that a gateway forwards: the router's load balancing without its proxy.
 
-The gateway asks before it sends (`endpoint_picker.py` speaks its protocol). What it is told here are addresses and refusals; of
-the answers only that they begin and end is known, so nothing is sent again and nothing goes on elsewhere.
+The gateway asks for an endpoint before it sends (`endpoint_picker.py` implements its protocol). The picker returns
+addresses or errors. It sees only the start and the end of answers, so it neither retries requests nor resumes streams.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ class RequestHead:
     path: str
     """Decoded, without the query."""
     headers: Mapping[str, str]
-    """Their names in lower case."""
+    """By lower-case name."""
     among: Set[str] | None = None
-    """Endpoints of which one is to be chosen; None for any."""
+    """Allowed endpoints; None for any."""
 
     @property
     def errors(self) -> ErrorShape:
-        """How its client is told of errors."""
+        """Error format of the path's API."""
         return errors_of(self.path)
 
 
 class Picker:
-    """The choices that one router makes for gateways."""
+    """Chooses servers for the requests of gateways."""
 
-    def __init__(self, servers: Servers, figures: RouterMetrics, door: AccessPolicy) -> None:
-        self.servers, self.figures, self.door = servers, figures, door
+    def __init__(self, servers: Servers, metrics: RouterMetrics, policy: AccessPolicy) -> None:
+        self.servers, self.metrics, self.policy = servers, metrics, policy
         self.is_draining = False
         self.num_open = 0
-        """Requests that were let in, and have not ended."""
+        """Admitted requests that have not ended."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a server takes requests, and this router."""
+        """True if a server is usable and the picker is not draining."""
         return bool(self.servers.usable) and not self.is_draining
 
     def enter(self, head: RequestHead) -> GatewayRequest:
-        """Let a request in; `GatewayRequest.leave` ends it. Raises `RequestError` as the router's door does."""
+        """Admit a request; `GatewayRequest.leave` ends it. Raises `RequestError` for authentication and limits."""
         if self.is_draining:
-            raise RequestError(ErrorCode.UNAVAILABLE, "The endpoint picker is ending; ask again.", retry_s=1)
-        no_path = ""  # none is open here: what is let in asks servers by the router's own key
-        key = self.door.keys.admit(no_path, head.headers.get)
+            raise RequestError(ErrorCode.UNAVAILABLE, "The endpoint picker is draining; retry.", retry_s=1)
+        no_path = ""  # all paths need a key, because admitted requests use the servers' key
+        key = self.policy.keys.admit(no_path, head.headers.get)
         check_path(head.path)
         try:
-            account = self.door.limits.enter(key)
+            account = self.policy.limits.enter(key)
         except RequestError:
-            self.figures.limited.inc()
+            self.metrics.limited.inc()
             raise
         self.num_open += 1
         return GatewayRequest(self, head, account)
 
 
 class GatewayRequest:
-    """One request, from its head to the end of its answer."""
+    """One request of a gateway, from its head to the end of its answer."""
 
     def __init__(self, picker: Picker, head: RequestHead, account: bytes) -> None:
         self._picker, self._head, self._account = picker, head, account
@@ -78,91 +78,92 @@ class GatewayRequest:
         self._held: HeldPrefixes | None = None
 
     def take(self, piece: bytes) -> None:
-        """Keep a piece of the body. Raises `RequestError` where it is too much."""
-        bodies = self._picker.door.bodies
+        """Buffer a piece of the body. Raises `RequestError` if the body is too large."""
+        bodies = self._picker.policy.bodies
         if self._num_bytes + len(piece) > bodies.max_bytes:
             raise RequestError(
                 ErrorCode.TOO_LARGE,
-                f"The request body has more than {bodies.max_bytes} bytes (--max-body-bytes of the endpoint picker); send less.",
+                f"The request body exceeds {bodies.max_bytes} bytes (--max-body-bytes of the endpoint picker); send a "
+                "smaller body.",
             )
         bodies.keep(len(piece))
         self._num_bytes += len(piece)
         self._pieces.append(piece)
 
     def body(self) -> bytes:
-        """Return what was taken, and keep it no longer."""
+        """Return the buffered body and release the buffer."""
         body = b"".join(self._pieces)
-        self._let_go()
+        self._release_body()
         return body
 
     def pick(self) -> str:
-        """Choose a server by what was taken, count the request there, and return its endpoint.
+        """Choose a server by the buffered body, count the request there, and return its endpoint.
 
-        Raises `RequestError` where there is none: a gateway is not kept waiting, as clients of the router are.
+        Raises `RequestError` if there is no server; a gateway does not wait for one, unlike clients of the router.
         """
         servers, among = self._picker.servers, self._head.among
         session = self._head.headers.get(SESSION_HEADER, "")
         body = b"".join(self._pieces)
-        asked = read(body, session) if body else RequestSummary(session=session)
+        summary = read(body, session) if body else RequestSummary(session=session)
         without = () if among is None else [server for server in servers if endpoint_of(server) not in among]
-        self._held = servers.choose(asked, without)
+        self._held = servers.choose(summary, without)
         if self._held is None:
-            where = (
+            subject = (
                 "No server"
                 if among is None
                 else f"None of the {len(among)} endpoints that the gateway allows"
             )
-            states = "; ".join(f"{server.url}: {server.trouble or 'is well'}" for server in servers)
+            states = "; ".join(f"{server.url}: {server.trouble or 'ready'}" for server in servers)
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                f"{where} can take requests ({states or 'none is listed'}); try again shortly.",
+                f"{subject} is available ({states or 'none is listed'}); retry shortly.",
                 retry_s=1,
             )
         return endpoint_of(self._held.server)
 
     def answered(self, status: int) -> None:
-        """The head of the answer has come: one that is refused says nothing of how fast the server answers."""
+        """Count the status of the answer. An error does not measure the server's speed."""
         if self._held is not None:
-            self._picker.figures.answered(self._held.server, status)
+            self._picker.metrics.answered(self._held.server, status)
             if status != 200:
                 self._held.num_before = 0
 
     def begin(self) -> None:
-        """The first of the answer has come."""
+        """Record the first byte of the answer."""
         if self._held is not None:
             self._held.answer()
 
     def leave(self) -> None:
-        """It has ended, or nobody tells its end."""
-        self._let_go()
+        """End the request."""
+        self._release_body()
         if self._held is not None:
             self._held.leave()
-        self._picker.door.limits.leave(self._account)
+        self._picker.policy.limits.leave(self._account)
         self._picker.num_open -= 1
 
-    def _let_go(self) -> None:
-        self._picker.door.bodies.let_go(self._num_bytes)
+    def _release_body(self) -> None:
+        self._picker.policy.bodies.let_go(self._num_bytes)
         self._pieces, self._num_bytes = [], 0
 
 
 def endpoint_of(server: Server) -> str:
-    """Return where a gateway connects to: ``10.0.0.5:8000``, ``[fd00::5]:8000``."""
-    target = server.lines.target
+    """Return a server's endpoint for a gateway: ``10.0.0.5:8000``, ``[fd00::5]:8000``."""
+    target = server.pool.target
     return f"[{target.host}]:{target.port}" if ":" in target.host else f"{target.host}:{target.port}"
 
 
 def by_address(url: str) -> Target:
-    """Read the address of a server that a gateway can be sent to. Raises `ConfigError`."""
+    """Parse the URL of a server for gateways. Raises `ConfigError`."""
     target = parsed(url)
     try:
         ipaddress.ip_address(target.host)
     except ValueError:
         raise ConfigError(
-            f"{url!r} names its host, and gateways take endpoints by address alone: write its address, or for all addresses "
-            f"of the name --engine-dns {url}"
+            f"{url!r} has a host name, but gateways accept only IP addresses: use the address, or --engine-dns {url} for "
+            "all addresses of the name"
         ) from None
     if target.prefix:
         raise ConfigError(
-            f"{url!r} has a path, which an endpoint picker cannot put before those of requests: serve at the root"
+            f"{url!r} has a path, but an endpoint picker cannot add a prefix to request paths: serve at the root"
         )
     return target

@@ -1,8 +1,7 @@
-"""The servers behind the router: how each is, what it has to do, and which one a request goes to.
+"""Servers of the router: health, load, and load balancing.
 
-The choice is that of a frontend among engines (`quintet.frontend.load_balancing.load_balancer.choose`), by the same
-accounts: what was sent there and what came of it, when it came, and the beginnings of prompts. What others send to a
-server, and what that takes of its KV memory, is added from its figures.
+The choice uses `quintet.frontend.load_balancing.load_balancer.choose`, like a frontend's choice among engines: by open
+requests, speed, and cached prefixes. Load and KV memory of other clients' requests are added from the servers' metrics.
 """
 
 from __future__ import annotations
@@ -32,73 +31,73 @@ from quintet.frontend.load_balancing.prefix_affinity import MAX_NAMES, PIECE_TOK
 from quintet.wire.config import Routing
 
 MAX_ALL_NAMES = 1 << 22
-"""That are remembered of all servers together."""
-MAX_HOMES = 1 << 16
-"""Sessions whose server is remembered."""
-LOOK_EVERY = 64
-"""Choices between two looks at whether others send to the servers."""
+"""Prefix hashes remembered for all servers together."""
+MAX_SESSIONS = 1 << 16
+"""Sessions with a remembered server."""
+REFRESH_EVERY = 64
+"""Choices between two checks for requests of other clients."""
 OTHERS_SHARE = 3
-"""From a third of our requests on, those of others count as that."""
+"""Servers count as shared if other clients have at least 1 / OTHERS_SHARE as many requests as this router."""
 FETCHES, OFFERS = frozenset({"decode", "both"}), frozenset({"prefill", "both"})
-"""Roles of servers that begin behind what others have computed of a prompt, and of those that compute it for others."""
-TIMES_LONGER = 4
-"""A prompt is computed apart unless it waits there for so many of its kind more than where it is answered."""
+"""Roles of servers that fetch a computed prompt (decode), and that compute it for others (prefill)."""
+MAX_QUEUE_RATIO = 4
+"""A prefill server may have a longer queue than the decode server, by at most this multiple of the prompt."""
 _log = logging.getLogger("quintet")
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One of them, and what this router has there."""
+    """State of one server, and of this router's requests on it."""
 
     index: int
     url: str
-    lines: ConnectionPool
-    trouble: str = "not asked yet"
-    """Why it gets nothing new; "" while it is well."""
+    pool: ConnectionPool
+    trouble: str = "not summary yet"
+    """Reason that the server gets no requests; "" if it is usable."""
     is_leaving: bool = False
-    """Whether it was taken from the list: it finishes what it has."""
+    """Removed from the list; it finishes its open requests."""
     is_stalled: bool = False
-    """Whether it has work and makes no progress."""
+    """It has work and makes no progress."""
     num_queued: int = 0
-    """Prompt tokens of ours that it has not begun."""
+    """Queued prompt tokens of this router's requests."""
     num_open: int = 0
-    """Requests of ours that it answers."""
+    """Open requests of this router."""
     num_others: int = 0
-    """Requests that it had from others when it was last asked."""
+    """Requests of other clients at the last poll."""
     answers: Counter[str] = field(default_factory=Counter)
-    """How often it answered, by status."""
+    """Number of answers by status."""
     num_kept: int = 0
-    """Tokens of its KV memory that our requests take, or will."""
+    """Tokens of KV memory reserved for this router's requests."""
     num_kept_others: int = 0
-    """Those that others took when it was last asked."""
+    """Tokens of KV memory used by other clients at the last poll."""
     num_outputs: int = 0
-    """What its answers have on average, in tokens; 0 where it does not tell."""
-    beginnings: PrefixAffinity = field(default_factory=PrefixAffinity)
-    pace: EngineSpeeds = field(default_factory=lambda: EngineSpeeds(LinearFit()))
+    """Average output tokens per request; 0 if unknown."""
+    prefixes: PrefixAffinity = field(default_factory=PrefixAffinity)
+    speed: EngineSpeeds = field(default_factory=lambda: EngineSpeeds(LinearFit()))
     clock: Callable[[], float] = time.monotonic
     max_names: int = MAX_NAMES
-    """That there is room for."""
+    """Maximum remembered prefix hashes."""
     kv_tokens: int = 0
-    """That its KV memory holds; 0 where it does not tell."""
+    """Capacity of its KV memory in tokens; 0 if unknown."""
     role: str = ""
-    """What it says that it does of requests that two servers compute; "" for nothing."""
+    """Role in prefill-decode disaggregation; "" for none."""
     changed: Callable[[int], None] = lambda index: None
-    """Told its index whenever what it has to do, or whether it gets requests, has changed."""
+    """Called with the index when the load or the usability changes."""
     holds: set[HeldPrefixes] = field(default_factory=set)
 
-    def note(self, trouble: str) -> None:
-        """Note how it is: "" for well. What it had computed is forgotten when it goes."""
+    def set_trouble(self, trouble: str) -> None:
+        """Set the server's trouble, "" for none. New trouble clears its cached prefixes and its speed."""
         if trouble == self.trouble:
             return
         if trouble and not self.trouble:
-            self.beginnings.clear()
-            self.pace.forget()
-        _log.log(logging.WARNING if trouble else logging.INFO, "%s: %s", self.url, trouble or "is well")
+            self.prefixes.clear()
+            self.speed.forget()
+        _log.log(logging.WARNING if trouble else logging.INFO, "%s: %s", self.url, trouble or "ready")
         self.trouble = trouble
         self.changed(self.index)
 
-    def give(self, num_open: int, num_queued: int, num_kept: int = 0) -> None:
-        """Count requests, prompt tokens, and tokens of KV memory, of ours that came there, or (negative) left."""
+    def add_load(self, num_open: int, num_queued: int, num_kept: int = 0) -> None:
+        """Add to this router's open requests, queued prompt tokens and reserved KV tokens; negative values subtract."""
         self.num_open += num_open
         self.num_queued += num_queued
         self.num_kept += num_kept
@@ -106,21 +105,21 @@ class Server:
 
     @property
     def load(self) -> int:
-        """What it has to do, as `choose` counts it, in tokens of prompts."""
+        """Load in prompt tokens, as in `choose`."""
         return self.num_queued + RUNNING_TOKENS * (self.num_open + self.num_others)
 
     @property
     def kv_free(self) -> int | None:
-        """Tokens that its KV memory has room for; None where it does not tell how many it holds."""
+        """Free tokens of its KV memory; None if the capacity is unknown."""
         return self.kv_tokens - self.num_kept - self.num_kept_others if self.kv_tokens else None
 
     def remember(self, max_names: int) -> None:
-        """Remember so many names of beginnings at most, and not more than its KV memory has tokens for."""
+        """Limit the remembered prefix hashes to ``max_names`` and to the capacity of the KV memory."""
         self.max_names = max_names
         fitting = self.kv_tokens // PIECE_TOKENS
-        self.beginnings.max_names = min(fitting or MAX_NAMES, max_names, MAX_NAMES)
+        self.prefixes.max_names = min(fitting or MAX_NAMES, max_names, MAX_NAMES)
 
-    def hear(
+    def update_load(
         self,
         num_running: int,
         num_waiting: int,
@@ -129,13 +128,13 @@ class Server:
         kv_usage: float = 0.0,
         num_outputs: int = 0,
     ) -> None:
-        """Take over what it says it has; ``before``: our requests that it had when it was asked."""
+        """Update from the server's metrics. ``before``: this router's requests on it when the poll started."""
         if kv_tokens != self.kv_tokens:
             self.kv_tokens = kv_tokens
             self.remember(self.max_names)
         self.num_outputs = num_outputs
         self.num_others = max(0, num_running + num_waiting - len(before))
-        num_ours = sum(held.num_kept for held in before if held.has_begun)
+        num_ours = sum(held.num_kept for held in before if held.has_started)
         self.num_kept_others = max(0, int(kv_usage * kv_tokens) - num_ours)
         self.changed(self.index)
         if not num_waiting:
@@ -146,43 +145,43 @@ class Server:
 
 @dataclass(slots=True, eq=False)
 class HeldPrefixes:
-    """A request's account with a server, from when it was sent there until it left."""
+    """Load of one request on a server, from the send to its end."""
 
     server: Server
     choice: EngineChoice
     num_queued: int
     num_kept: int = 0
-    """Tokens of KV memory that it takes there."""
+    """Reserved tokens of KV memory."""
     num_before: int = 0
-    """Tokens that stood before its first, its prompt's too, when it was sent; 0 where that is to say nothing of the server."""
+    """Tokens to compute before its first output, its prompt included, when it was sent; 0 to exclude it from the speed."""
     sent_s: float = 0.0
-    has_begun: bool = False
+    has_started: bool = False
 
     def answer(self) -> None:
-        """The first of its streamed answer has come."""
+        """Record the first byte of its streamed answer."""
         if self.num_before:
             now_s = self.server.clock()
-            self.server.pace.note(self.num_before, now_s - self.sent_s, now_s)
+            self.server.speed.note(self.num_before, now_s - self.sent_s, now_s)
             self.server.changed(self.server.index)
             self.num_before = 0
         self.begin()
 
     def begin(self) -> None:
-        """Its prompt does not wait there."""
-        self.has_begun = True
+        """Record that its prompt is not queued."""
+        self.has_started = True
         if self.num_queued:
-            self.server.give(0, -self.num_queued)
+            self.server.add_load(0, -self.num_queued)
             self.num_queued = 0
 
     def leave(self) -> None:
-        """It has ended, or goes elsewhere."""
+        """Remove the request from the server."""
         self.begin()
-        self.server.give(-1, 0, -self.num_kept)
+        self.server.add_load(-1, 0, -self.num_kept)
         self.server.holds.discard(self)
 
 
 class Servers:
-    """All of them."""
+    """All servers of the router."""
 
     def __init__(
         self,
@@ -192,42 +191,42 @@ class Servers:
         others_share: int = OTHERS_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``rng`` draws servers where others send there too, as much as ``others_share`` says; 0: never.
+        """``rng`` samples candidates if other clients use the servers (see `OTHERS_SHARE`); ``others_share`` 0: never.
 
-        ``pd_min_tokens``: minimum uncached prompt tokens for disaggregated prefill, on another server than decode; 0: never.
+        ``pd_min_tokens``: minimum uncached prompt tokens for prefill-decode disaggregation; 0 disables it.
         """
         self._policy = policy
         self._pd_min_tokens = pd_min_tokens
         self._others_share = others_share
         self._clock = clock
-        self._usual_pace = LinearFit()
+        self._usual_speed = LinearFit()
         self._num_outputs = 0
-        """What answers have on average, in tokens, at the server in the middle of those that tell it."""
-        self._with_role: dict[int, Server] = {}
-        """Who computes prompts for others."""
-        self._prompts_only: frozenset[int] = frozenset()
-        """Of these, who gets other requests only where nobody else is left."""
+        """Median over the servers of the average output tokens."""
+        self._prefill_servers: dict[int, Server] = {}
+        """Prefill servers."""
+        self._prefill_only: frozenset[int] = frozenset()
+        """Servers with role prefill; they get other requests only if no other server is usable."""
         self._all: list[Server] = []
         self._by_index: dict[int, Server] = {}
         self._holders = Holders()
-        self._shortlist = CandidateIndex(self._load_of, rng or Random())
+        self._candidate_index = CandidateIndex(self._load_of, rng or Random())
         self._num_chosen = 0
-        self._num_made = 0
+        self._num_created = 0
         self._usual = 0.0
-        self._homes: dict[str, int] = {}
-        """Of sessions, as long as the same servers get requests."""
-        self._homes_of = 0
+        self._session_servers: dict[str, int] = {}
+        """Server by session; cleared when the set of usable servers changes."""
+        self._session_version = 0
 
     def __iter__(self) -> Iterator[Server]:
         return iter(self._all)
 
     @property
     def usable(self) -> list[Server]:
-        """Who gets requests now."""
+        """Servers that get requests."""
         return [server for server in self._all if not (server.trouble or server.is_leaving)]
 
-    def become(self, urls: Sequence[str], connect_s: float) -> None:
-        """Have these servers from now on. Who is not among them any more gets nothing new, and leaves when it has nothing."""
+    def set_urls(self, urls: Sequence[str], connect_s: float) -> None:
+        """Replace the list of servers. Removed servers get no requests and are dropped once they are idle."""
         known = {server.url: server for server in self._all}
         for url in urls:
             if url in known:
@@ -237,149 +236,154 @@ class Servers:
         for url in known.keys() - set(urls):
             known[url].is_leaving = True
         for server in self._all:
-            self._shortlist.change(server.index)
+            self._candidate_index.change(server.index)
             server.remember(MAX_ALL_NAMES // len(self._all))
 
     def _add(self, url: str, connect_s: float) -> None:
-        index = self._num_made
-        self._num_made += 1
-        beginnings = PrefixAffinity(holders=self._holders, who=index)
-        lines = ConnectionPool(Target.parse(url), connect_s)
-        pace, changed = EngineSpeeds(self._usual_pace), self._shortlist.change
-        server = Server(
-            index, url, lines, beginnings=beginnings, pace=pace, clock=self._clock, changed=changed
-        )
+        index = self._num_created
+        self._num_created += 1
+        prefixes = PrefixAffinity(holders=self._holders, who=index)
+        pool = ConnectionPool(Target.parse(url), connect_s)
+        speed, changed = EngineSpeeds(self._usual_speed), self._candidate_index.change
+        server = Server(index, url, pool, prefixes=prefixes, speed=speed, clock=self._clock, changed=changed)
         self._by_index[index] = server
         self._all.append(server)
 
-    def part(self) -> list[Server]:
-        """Take out, and return, who was to leave and has nothing left to do."""
-        gone = [server for server in self._all if server.is_leaving and not server.num_open]
-        for server in gone:
-            server.beginnings.clear()
+    def remove_idle(self) -> list[Server]:
+        """Drop and return the removed servers without open requests."""
+        idle = [server for server in self._all if server.is_leaving and not server.num_open]
+        for server in idle:
+            server.prefixes.clear()
             del self._by_index[server.index]
-            self._shortlist.change(server.index)
+            self._candidate_index.change(server.index)
             self.note_role(server, "")
-        self._all = [server for server in self._all if server not in gone]
-        return gone
+        self._all = [server for server in self._all if server not in idle]
+        return idle
 
     def note_role(self, server: Server, role: str) -> None:
-        """Note what a server says that it does."""
+        """Set the role that a server reports."""
         if role == server.role:
             return
         server.role = role
-        self._with_role.pop(server.index, None)
+        self._prefill_servers.pop(server.index, None)
         if role in OFFERS:
-            self._with_role[server.index] = server
-        self._prompts_only = frozenset(i for i, each in self._with_role.items() if each.role == "prefill")
+            self._prefill_servers[server.index] = server
+        self._prefill_only = frozenset(
+            i for i, each in self._prefill_servers.items() if each.role == "prefill"
+        )
 
     def _load_of(self, index: int) -> Load | None:
-        """Return what a server has to do; None where it gets nothing new."""
+        """Return a server's kind and load; None if it is not usable."""
         server = self._by_index.get(index)
         if server is None or server.trouble or server.is_leaving:
             return None
-        is_full = self._policy == "prefix" and server.beginnings.is_full
-        return (server.pace.slowness(self._clock()), is_full), server.load
+        is_full = self._policy == "prefix" and server.prefixes.is_full
+        return (server.speed.slowness(self._clock()), is_full), server.load
 
-    def choose(self, asked: RequestSummary, without: Collection[Server]) -> HeldPrefixes | None:
-        """Choose who answers a request, and count it there; None where nobody is left."""
+    def choose(self, summary: RequestSummary, without: Collection[Server]) -> HeldPrefixes | None:
+        """Choose a server for a request and count it there; None if no server is usable."""
         turn = self._num_chosen + 1
-        session = asked.session or (str(asked.names[0]) if asked.names else "")
+        session = summary.session or (str(summary.names[0]) if summary.names else "")
         left_out = {server.index for server in without}
-        num_kept = asked.num_tokens + min(self._num_outputs, asked.max_outputs or self._num_outputs)
-        pieces = self._candidates(asked, left_out | self._prompts_only, turn, session, num_kept)
-        if not pieces and self._prompts_only:
-            pieces = self._candidates(asked, left_out, turn, session, num_kept)
+        num_kept = summary.num_tokens + min(self._num_outputs, summary.max_outputs or self._num_outputs)
+        pieces = self._candidates(summary, left_out | self._prefill_only, turn, session, num_kept)
+        if not pieces and self._prefill_only:
+            pieces = self._candidates(summary, left_out, turn, session, num_kept)
         if not pieces:
             return None
         self._num_chosen = turn
         engines = [self._engine(self._by_index[index], num) for index, num in pieces.items()]
         usual = max(PIECE_TOKENS, self._usual) if self._num_chosen > USUAL_OVER // 4 else 0.0
-        choice = choose(engines, self._policy, turn, session, asked.num_tokens, usual, num_kept)
-        num_queued = max(0, asked.num_tokens - choice.num_cached)
+        choice = choose(engines, self._policy, turn, session, summary.num_tokens, usual, num_kept)
+        num_queued = max(0, summary.num_tokens - choice.num_cached)
         self._usual += (num_queued - self._usual) / min(self._num_chosen, USUAL_OVER)
         if self._policy == "session" and session and not without:
-            self._homes[session] = choice.index
-        if turn % LOOK_EVERY == 1:
-            self._look()
+            self._session_servers[session] = choice.index
+        if turn % REFRESH_EVERY == 1:
+            self._refresh()
         server = self._by_index[choice.index]
-        server.beginnings.note(asked.names)
-        num_before = server.load + num_queued if asked.is_streamed else 0
+        server.prefixes.note(summary.names)
+        num_before = server.load + num_queued if summary.is_streamed else 0
         held = self.hold(server, choice, num_queued, max(0, num_kept - choice.num_cached))
         held.num_before, held.sent_s = num_before, self._clock()
         return held
 
-    def choose_for_prompt(self, asked: RequestSummary, held: HeldPrefixes) -> HeldPrefixes | None:
-        """Choose who computes the prompt of a request that was given to a server, and count it there; None where that does it.
+    def choose_for_prompt(self, summary: RequestSummary, held: HeldPrefixes) -> HeldPrefixes | None:
+        """Choose a prefill server for a request held by its decode server, and count it there; None to prefill locally.
 
-        It does where there is little to compute, where nobody else is answered whom that would stop, and where the prompt would
-        wait for much longer elsewhere.
+        The prompt is computed locally if it is short, if it would delay no other request, or if the prefill servers have
+        much longer queues.
         """
-        server, num_new = held.server, asked.num_tokens - held.choice.num_cached
+        server, num_new = held.server, summary.num_tokens - held.choice.num_cached
         is_alone = server.num_open + server.num_others < 2
         if not self._pd_min_tokens or num_new < self._pd_min_tokens or is_alone or server.role not in FETCHES:
             return None
-        most = server.num_queued - held.num_queued + TIMES_LONGER * num_new
+        most = server.num_queued - held.num_queued + MAX_QUEUE_RATIO * num_new
         others = {
             index: other
-            for index, other in self._with_role.items()
+            for index, other in self._prefill_servers.items()
             if other is not server and not (other.trouble or other.is_leaving) and other.num_queued <= most
         }
         if not others:
             return None
-        known = self._holders.of(asked.names)
+        known = self._holders.of(summary.names)
         pieces = {index: next((n for n, have in known if index in have), 0) for index in others}
         engines = [self._engine(other, pieces[index]) for index, other in others.items()]
-        choice = choose(engines, "prefix", self._num_chosen, "", asked.num_tokens, num_kept=asked.num_tokens)
-        held.begin()  # nothing of its prompt waits there
+        choice = choose(
+            engines, "prefix", self._num_chosen, "", summary.num_tokens, num_kept=summary.num_tokens
+        )
+        held.begin()  # the prompt is not queued on the decode server
         held.num_before = 0
-        others[choice.index].beginnings.note(asked.names)
-        num_new = max(0, asked.num_tokens - choice.num_cached)
+        others[choice.index].prefixes.note(summary.names)
+        num_new = max(0, summary.num_tokens - choice.num_cached)
         return self.hold(others[choice.index], choice, num_new, num_new)
 
-    def _look(self) -> None:
-        """Look at all servers: whether others send enough to them for what is known to be old, and what answers have."""
+    def _refresh(self) -> None:
+        """Update the sampling of candidates and the average output length from all servers."""
         num_ours = sum(server.num_open for server in self._all)
         others = sum(server.num_others for server in self._all)
-        self._shortlist.draws = self._others_share * others > num_ours
-        told = [server.num_outputs for server in self._all if server.num_outputs]
-        self._num_outputs = median_low(told) if told else 0  # of which one server that errs is no matter
+        self._candidate_index.is_sampling = self._others_share * others > num_ours
+        lengths = [server.num_outputs for server in self._all if server.num_outputs]
+        self._num_outputs = median_low(lengths) if lengths else 0  # the median tolerates a wrong server
 
     def _candidates(
-        self, asked: RequestSummary, without: Collection[int], turn: int, session: str, num_kept: int
+        self, summary: RequestSummary, without: Collection[int], turn: int, session: str, num_kept: int
     ) -> dict[int, int]:
-        """Return who is worth comparing, with how many pieces of the prompt each has: not more than decide."""
+        """Return the candidate servers with their numbers of cached pieces of the prompt."""
         if self._policy in ("load", "prefix") or (self._policy == "session" and not session):
             saved_by_piece = PIECE_TOKENS if self._policy == "prefix" else 0
 
             def fits(index: int, num_pieces: int) -> bool:
                 return has_room(self._by_index[index].kv_free, num_kept, saved_by_piece * num_pieces)
 
-            known = self._holders.of(asked.names)
-            roomy = self._shortlist.candidates(known, without, turn, fits)
-            return roomy or self._shortlist.candidates(known, without, turn)
-        if (home := self._home_of(session)) is not None and home not in without:
+            known = self._holders.of(summary.names)
+            fitting_only = self._candidate_index.candidates(known, without, turn, fits)
+            return fitting_only or self._candidate_index.candidates(known, without, turn)
+        if (home := self._session_server(session)) is not None and home not in without:
             return {home: 0}
-        left = [index for index in self._shortlist.everybody() if index not in without]
+        left = [index for index in self._candidate_index.usable_indexes() if index not in without]
         if self._policy == "round-robin" and left:
             left = [left[turn % len(left)]]
         return dict.fromkeys(left, 0)
 
-    def _home_of(self, session: str) -> int | None:
-        """Return the server of a session, if it was chosen among those that get requests now: to choose asks all of them."""
-        self._shortlist.settle()
-        if self._homes_of != self._shortlist.num_moves or len(self._homes) > MAX_HOMES:
-            self._homes, self._homes_of = {}, self._shortlist.num_moves
-        return self._homes.get(session)
+    def _session_server(self, session: str) -> int | None:
+        """Return the remembered server of a session; None if the set of usable servers has changed."""
+        self._candidate_index.settle()
+        if (
+            self._session_version != self._candidate_index.num_moves
+            or len(self._session_servers) > MAX_SESSIONS
+        ):
+            self._session_servers, self._session_version = {}, self._candidate_index.num_moves
+        return self._session_servers.get(session)
 
     def hold(
         self, server: Server, choice: EngineChoice | None = None, num_queued: int = 0, num_kept: int = 0
     ) -> HeldPrefixes:
-        """Count a request at this server."""
+        """Count a request on this server."""
         held = HeldPrefixes(
-            server, choice or EngineChoice(server.index, "it has the request"), num_queued, num_kept
+            server, choice or EngineChoice(server.index, "has the request"), num_queued, num_kept
         )
-        server.give(1, num_queued, num_kept)
+        server.add_load(1, num_queued, num_kept)
         server.holds.add(held)
         return held
 
@@ -390,7 +394,7 @@ class Servers:
             server.num_open + server.num_others,
             PIECE_TOKENS * num_pieces,
             name=server.url,
-            slowness=server.pace.slowness(self._clock()),
+            slowness=server.speed.slowness(self._clock()),
             kv_free=server.kv_free,
-            is_full=server.beginnings.is_full,
+            is_full=server.prefixes.is_full,
         )

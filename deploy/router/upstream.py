@@ -1,4 +1,4 @@
-"""What is sent to a server for a client's request, and what of its answer goes back."""
+"""Conversion of client requests to upstream requests, and filtering of answer headers."""
 
 from __future__ import annotations
 
@@ -14,42 +14,41 @@ from quintet.frontend.http.http_request import Header
 HOP_BY_HOP = frozenset(
     b"connection proxy-connection keep-alive te trailer transfer-encoding upgrade proxy-authenticate proxy-authorization".split()
 )
-"""Headers that are between two neighbours (RFC 9110, section 7.6.1), besides those that a Connection header names."""
-OURS = HOP_BY_HOP | frozenset(
+"""Hop-by-hop headers (RFC 9110, section 7.6.1), besides those named by a Connection header."""
+NOT_SENT = HOP_BY_HOP | frozenset(
     b"host content-length content-encoding expect accept-encoding x-request-id x-quintet-relay".split()
 )
-"""Headers of a request that are between a client and the router, which also decompresses bodies."""
+"""Request headers that are not forwarded. The router decompresses bodies, so content-encoding is among them."""
 
-NOT_THEIRS = HOP_BY_HOP | frozenset(
+NOT_FORWARDED = HOP_BY_HOP | frozenset(
     b"content-type content-length x-request-id request-id x-quintet-relay".split()
 )
-"""Headers of an answer that are between the router and a server, or that its client gets otherwise."""
-FOR_PAGES = b"access-control-"
-"""How headers begin that say which pages may read an answer: the router says that of its own answers."""
+"""Answer headers that are not forwarded, or that the router sets itself."""
+CORS_PREFIX = b"access-control-"
+"""Prefix of CORS headers, which the router sets itself."""
 
 RELAY = b"x-quintet-relay"
 TICKET = re.compile(rb"(-?[0-9]{1,19}(?:,-?[0-9]{1,19})*)\.([0-9]{1,19})(?:\.([0-9a-z_]{1,64}))?")
-"""What a server says in that header: the seed of each prompt, when the answer began, in seconds since 1970, and its name, where
-the request does not say that."""
+"""Value of the relay header: seed of each prompt, start of the answer in seconds since 1970, and an optional name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A request on its way to whichever server."""
+    """A request for any server."""
 
     method: str
     path: str
     query: str
     headers: Sequence[Header]
-    """The client's."""
+    """Headers of the client."""
     request_id: str
     body: bytes
     key: str = ""
-    """The servers' own, in the place of the client's."""
+    """API key for the servers, which replaces the client's key."""
     extra: Sequence[Header] = ()
 
     def bytes_for(self, target: Target) -> bytes:
-        """Return it as HTTP."""
+        """Serialize the request as HTTP/1.1."""
         host = f"[{target.host}]" if ":" in target.host else target.host
         where = f"{target.prefix}{self.path}" + (f"?{self.query}" if self.query else "")
         lines = [
@@ -57,7 +56,7 @@ class Outgoing:
                 "latin-1"
             )
         ]
-        left_out = OURS | _named(self.headers)
+        left_out = NOT_SENT | _named(self.headers)
         if self.key:
             left_out |= {b"authorization", b"x-api-key"}
         lines += [b"%b: %b" % header for header in self.headers if header[0] not in left_out]
@@ -69,32 +68,36 @@ class Outgoing:
         return b"\r\n".join([*lines, b"", self.body])
 
 
-def passed_on(headers: Sequence[Header]) -> list[Header]:
-    """Return what of an answer's headers its client gets, besides type and length of the content."""
-    left_out = NOT_THEIRS | _named(headers)
-    return [header for header in headers if header[0] not in left_out and not header[0].startswith(FOR_PAGES)]
+def forwarded_headers(headers: Sequence[Header]) -> list[Header]:
+    """Return the forwarded headers of an answer, without content type and length."""
+    left_out = NOT_FORWARDED | _named(headers)
+    return [
+        header for header in headers if header[0] not in left_out and not header[0].startswith(CORS_PREFIX)
+    ]
 
 
 def _named(headers: Iterable[Header]) -> set[bytes]:
-    """Return the headers that the Connection header declares to be between two neighbours."""
+    """Return the hop-by-hop headers named by Connection headers."""
     return {
         name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")
     }
 
 
 def header_of(headers: Iterable[Header], name: bytes) -> bytes:
-    """Return the first header of this name; empty where there is none."""
+    """Return the first header of this name; empty if missing."""
     return next((value for key, value in headers if key == name), b"")
 
 
 def retry_after_s(headers: Iterable[Header]) -> int:
-    """Return when a server wants to be asked again, in seconds; 0 where it says nothing that can be read."""
-    given = header_of(headers, b"retry-after").strip()
-    return int(given[:6]) if given.isdigit() else 0
+    """Return the Retry-After header in seconds; 0 if missing or invalid."""
+    value = header_of(headers, b"retry-after").strip()
+    return int(value[:6]) if value.isdigit() else 0
 
 
-def going_on(outgoing: Outgoing, ticket: bytes, position: str, outputs: list[list[int]]) -> Outgoing | None:
-    """Return the request that has another server go on with a stream; None where the first one did not say how."""
+def resume_request(
+    outgoing: Outgoing, ticket: bytes, position: str, outputs: list[list[int]]
+) -> Outgoing | None:
+    """Build the request that resumes a stream on another server; None if the first server sent no valid ticket."""
     match = TICKET.fullmatch(ticket)
     if match is None:
         return None
@@ -112,8 +115,8 @@ def going_on(outgoing: Outgoing, ticket: bytes, position: str, outputs: list[lis
     return replace(outgoing, path="/v1/streams", query="", body=body)
 
 
-def the_rest(outgoing: Outgoing, name: str, position: str) -> Outgoing:
-    """Return the request that has the same server go on with a stream."""
+def rest_request(outgoing: Outgoing, name: str, position: str) -> Outgoing:
+    """Build the request that resumes a stream on the same server."""
     headers = [header for header in outgoing.headers if header[0] != b"content-type"]
     path, query = f"/v1/streams/{name}", f"from={position}"
     return replace(outgoing, method="GET", path=path, query=query, headers=headers, body=b"")

@@ -1,8 +1,8 @@
-"""How the servers are, found out by asking each again and again; and which there are, where a file lists
-them or a name stands for them.
+"""Health checks by polling, and discovery of servers from a file or from DNS names.
 
-A server is well while it says it is ready and makes progress: with work and without a token computed for a while it is stalled,
-and gets nothing new. One that answers nothing, neither this nor a stream, is given up: its streams go on elsewhere.
+A server is usable if it is ready and makes progress. With work but without a computed token for some time it is stalled
+and gets no requests. If neither polls nor streams receive anything, its connections are closed, and other servers resume
+its streams.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quintet.deploy.router.dns_servers import DnsServers, parsed
-from quintet.deploy.router.metrics import ServerMetrics, read_figures
+from quintet.deploy.router.metrics import ServerMetrics, parse_metrics
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import Outgoing
 from quintet.deploy.tools.load_client.connection import HttpAnswer
@@ -26,19 +26,19 @@ _log = logging.getLogger("quintet")
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """How often, and how long, servers are asked."""
+    """Interval and timeouts of the polls."""
 
     every_s: float
     silent_s: float
-    """Without any answer a server is given up after so long."""
+    """Timeout without any received byte, after which a server's connections are closed."""
     stall_s: float
-    """With work and without progress it is stalled after so long."""
+    """Timeout with work and without progress, after which a server is stalled."""
     key: str
     connect_s: float
 
 
 class Watch:
-    """The watch over all servers."""
+    """Polls all servers."""
 
     def __init__(
         self,
@@ -49,20 +49,20 @@ class Watch:
         names: DnsServers | None = None,
         check: Callable[[str], object] = parsed,
     ) -> None:
-        """Raise `ConfigError` where the list cannot be used; ``check`` does, for an address that cannot."""
+        """Raise `ConfigError` for an invalid list; ``check`` raises it for an invalid URL."""
         self._check = check
         self._servers, self._urls, self._file, self._pulse = servers, urls, file, pulse
         self._names = names or DnsServers([])
         self._stamp: tuple[int, int] | None = None
         self._tasks: dict[Server, asyncio.Task[None]] = {}
-        self._figures_status: dict[Server, int] = {}
-        """What `/metrics` of each answered last."""
+        self._metrics_status: dict[Server, int] = {}
+        """Last status of each server's `/metrics`."""
         if file is not None:
             self._stamp = _stamp_of(file)
-        servers.become(self._listed(), pulse.connect_s)
+        servers.set_urls(self._listed(), pulse.connect_s)
 
     async def run(self) -> None:
-        """Watch for ever."""
+        """Poll until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_names())
             group.create_task(self._watch())
@@ -72,15 +72,15 @@ class Watch:
             self._follow_file()
             for server in self._servers:
                 if server not in self._tasks:
-                    self._tasks[server] = asyncio.get_running_loop().create_task(self._look_after(server))
+                    self._tasks[server] = asyncio.get_running_loop().create_task(self._poll_server(server))
             for task in self._tasks.values():
                 if task.done():
-                    task.result()  # a watch that ends is a mistake of ours: better none than a router that knows nothing
-            for server in self._servers.part():
+                    task.result()  # a finished poll task is a bug: stop the router instead of running without polls
+            for server in self._servers.remove_idle():
                 self._tasks.pop(server).cancel()
-                self._figures_status.pop(server, None)
-                server.lines.hang_up()
-                _log.info("%s left", server.url)
+                self._metrics_status.pop(server, None)
+                server.pool.hang_up()
+                _log.info("%s: removed", server.url)
             await asyncio.sleep(self._pulse.every_s)
 
     def _listed(self) -> list[str]:
@@ -94,59 +94,61 @@ class Watch:
         return list(dict.fromkeys(url.rstrip("/") for url in urls))
 
     def _follow_file(self) -> None:
-        """Take over a list that has changed; one that cannot be read changes nothing."""
+        """Reload a changed file; an unreadable file changes nothing."""
         if self._file is None or (stamp := _stamp_of(self._file)) == self._stamp:
             return
         self._stamp = stamp
-        self._take_over()
+        self._reload()
 
     async def _follow_names(self) -> None:
-        """A lookup may take seconds: nobody waits for it."""
+        """Repeat the DNS lookups. A separate task, because a lookup may take seconds."""
         while True:
             if await self._names.follow():
-                self._take_over()
+                self._reload()
             await asyncio.sleep(self._pulse.every_s)
 
-    def _take_over(self) -> None:
+    def _reload(self) -> None:
         try:
             urls = self._listed()
         except ConfigError as error:
-            _log.warning("%s; the servers stay as they are", error)
+            _log.warning("%s; the server list is unchanged", error)
             return
         _log.info("servers: %s", ", ".join(urls) or "none")
-        self._servers.become(urls, self._pulse.connect_s)
+        self._servers.set_urls(urls, self._pulse.connect_s)
 
-    async def _look_after(self, server: Server) -> None:
-        last_s = moved_s = time.perf_counter()
-        num_tokens: float | None = None  # not heard of yet
+    async def _poll_server(self, server: Server) -> None:
+        last_s = progress_s = time.perf_counter()
+        num_tokens: float | None = None  # no poll yet
         while True:
             began_s = time.perf_counter()
             before = set(server.holds)
             try:
                 async with asyncio.timeout(max(self._pulse.every_s, self._pulse.connect_s)):
-                    trouble, reading = await self._ask(server)
-            except (
-                OSError,
-                TimeoutError,
-                ValueError,
-            ) as error:  # ValueError: what it answers is not to be read
-                silent_s = began_s - max(last_s, server.lines.last_heard_s)
+                    trouble, reading = await self._poll(server)
+            except (OSError, TimeoutError, ValueError) as error:  # ValueError: an invalid answer
+                silent_s = began_s - max(last_s, server.pool.last_received_s)
                 if isinstance(error, TimeoutError) and silent_s < self._pulse.silent_s:
                     await asyncio.sleep(self._pulse.every_s)
                     continue
-                server.note(f"does not answer ({error or 'in time'})")
+                server.set_trouble(f"no answer ({error or 'timeout'})")
                 if silent_s >= self._pulse.silent_s:
-                    server.lines.hang_up()
+                    server.pool.hang_up()
             else:
                 last_s = time.perf_counter()
-                if reading is None or _moves(reading, num_tokens) or server.lines.last_told_s > moved_s:
-                    moved_s = last_s
-                if last_s - moved_s > self._pulse.stall_s:
-                    trouble = trouble or f"has work, and computed nothing for {self._pulse.stall_s:g} s"
+                if (
+                    reading is None
+                    or _has_progress(reading, num_tokens)
+                    or server.pool.last_event_s > progress_s
+                ):
+                    progress_s = last_s
+                if last_s - progress_s > self._pulse.stall_s:
+                    trouble = (
+                        trouble or f"stalled: pending work, but no progress for {self._pulse.stall_s:g} s"
+                    )
                 if reading is not None:
                     num_tokens = reading.num_tokens
                     self._servers.note_role(server, reading.role)
-                    server.hear(
+                    server.update_load(
                         reading.num_running,
                         reading.num_waiting,
                         before,
@@ -155,39 +157,37 @@ class Watch:
                         reading.num_outputs,
                     )
                 else:
-                    server.hear(0, 0)
-                server.note(trouble)
+                    server.update_load(0, 0)
+                server.set_trouble(trouble)
             await asyncio.sleep(self._pulse.every_s)
 
-    async def _ask(self, server: Server) -> tuple[str, ServerMetrics | None]:
-        """Return what keeps a server from taking requests, "" for nothing, and its figures, if it tells them.
+    async def _poll(self, server: Server) -> tuple[str, ServerMetrics | None]:
+        """Poll a server; return its trouble, "" for none, and its metrics, if available.
 
-        Raises `OSError`, or `ValueError` where what it says cannot be read.
+        Raises `OSError`, or `ValueError` for an invalid answer.
         """
         ready = await self._get(server, "/readyz")
         if ready.status in (404, 405):
             ready = await self._get(server, "/health")
-        trouble = "" if ready.status == 200 else f"is not ready: {ready.body[:200].decode(errors='replace')}"
-        figures = await self._get(server, "/metrics")
-        if figures.status != self._figures_status.get(server, 200):
+        trouble = "" if ready.status == 200 else f"not ready: {ready.body[:200].decode(errors='replace')}"
+        metrics = await self._get(server, "/metrics")
+        if metrics.status != self._metrics_status.get(server, 200):
             _log.warning(
                 "%s: /metrics answers %d%s",
                 server.url,
-                figures.status,
-                ""
-                if figures.status == 200
-                else "; what others sent there, and whether it is stalled, is not known",
+                metrics.status,
+                "" if metrics.status == 200 else "; its other clients' requests and its progress are unknown",
             )
-        self._figures_status[server] = figures.status
-        if figures.status != 200:
+        self._metrics_status[server] = metrics.status
+        if metrics.status != 200:
             return trouble, None
-        return trouble, read_figures(figures.body.decode(errors="replace"))
+        return trouble, parse_metrics(metrics.body.decode(errors="replace"))
 
     async def _get(self, server: Server, path: str) -> HttpAnswer:
         outgoing = Outgoing("GET", path, "", (), "route", b"", self._pulse.key)
         is_fresh = False
         while True:
-            flow = await server.lines.send(outgoing.bytes_for(server.lines.target), is_fresh=is_fresh)
+            flow = await server.pool.send(outgoing.bytes_for(server.pool.target), is_fresh=is_fresh)
             try:
                 return await flow.whole
             except ConnectionError:
@@ -195,16 +195,16 @@ class Watch:
                     raise
                 is_fresh = True
             finally:
-                server.lines.give_back(flow)
+                server.pool.give_back(flow)
 
 
-def _moves(reading: ServerMetrics, num_tokens: float | None) -> bool:
-    """Whether a server computed something since it had these tokens, or has nothing to compute."""
+def _has_progress(reading: ServerMetrics, num_tokens: float | None) -> bool:
+    """Return whether a server has computed tokens since the last poll, or is idle."""
     return reading.num_tokens != num_tokens or not reading.num_running + reading.num_waiting
 
 
 def read_list(file: Path) -> list[str]:
-    """Return the addresses that a file lists, one a line; what follows a # is a remark. Raises `ConfigError`."""
+    """Return the URLs in a file, one a line, with comments after #. Raises `ConfigError`."""
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,1 +1,1 @@
-"""The supervisor: starts the processes, watches them, tells everyone who is there. It carries no request data."""
+"""The supervisor: starts the processes, watches their heartbeats and publishes the topology. It carries no request data."""

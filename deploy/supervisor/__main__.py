@@ -1,7 +1,7 @@
-"""``python -m quintet.deploy.supervisor --run-dir DIR``: a supervisor for a configuration that is already written.
+"""``python -m quintet.deploy.supervisor --run-dir DIR``: run a supervisor for an existing configuration file.
 
-The Python API starts one of these and holds the write end of the pipe behind ``--parent-fd``: when the API's process
-ends, however it ends, the pipe closes and everything here stops.
+The Python API starts this process and holds the write end of the pipe of ``--parent-fd``. The pipe closes when the
+API's process exits for any reason; then the supervisor stops all processes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 
 def main() -> int:
-    """Supervise until told to stop, or until the parent is gone."""
+    """Supervise until a stop signal, or until the parent exits."""
     parser = argparse.ArgumentParser(prog="python -m quintet.deploy.supervisor", description=__doc__)
     parser.add_argument(
-        "--run-dir", type=Path, required=True, help="folder with config.json; removed at the end"
+        "--run-dir", type=Path, required=True, help="folder with config.json; removed at exit"
     )
-    parser.add_argument("--parent-fd", type=int, help="read end of a pipe; its end of file means: stop")
-    parser.add_argument("--report-fd", type=int, help="where the one line about the boot is written")
+    parser.add_argument("--parent-fd", type=int, help="read end of a pipe; end of file stops the server")
+    parser.add_argument(
+        "--report-fd", type=int, help="descriptor for the result of the boot, one line of JSON"
+    )
     arguments = parser.parse_args()
     setproctitle.setproctitle("quintet-supervisor")
     config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
@@ -39,17 +41,16 @@ def main() -> int:
     nursery.fork(roles_to_fork(config.executor.kind != "mock", has_frontends=False))
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     if arguments.parent_fd is not None:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # a terminal's Ctrl-C reaches the parent too, which decides
+        # Ctrl-C in a terminal reaches the parent too; the parent decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signals.remove(signal.SIGINT)
-    surroundings = SupervisorContext(parent_fd=arguments.parent_fd, signals=signals, nursery=nursery)
-    story = ReportedStartupLog(arguments.report_fd)
+    context = SupervisorContext(parent_fd=arguments.parent_fd, signals=signals, nursery=nursery)
+    startup_log = ReportedStartupLog(arguments.report_fd)
     try:
         with alone(config):
-            return Supervisor(config, story, surroundings).run()
+            return Supervisor(config, startup_log, context).run()
     except ConfigError as error:
-        story.failed(Failure("supervisor", str(error), "", EXIT_CONFIG))
+        startup_log.failed(Failure("supervisor", str(error), "", EXIT_CONFIG))
         nursery.end()
         return EXIT_CONFIG
 

@@ -1,6 +1,6 @@
-"""Where ``quintet admin`` is heard and answered: begins what an operator asks for, or says why not.
+"""Server side of ``quintet admin``: validates a command and starts the change, or replies with an error.
 
-Knows the words and who may be asked; the changes themselves are made in ``changes.py``.
+``changes.py`` carries out the changes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from quintet.deploy.config.memory import available_ram_bytes
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.commands import CommandError, Scale, Status, parse, status_lines
-from quintet.deploy.supervisor.memory_check import check_room
+from quintet.deploy.supervisor.memory_check import check_memory
 from quintet.deploy.supervisor.process_slots import SlotTable
 from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus
@@ -22,8 +22,8 @@ from quintet.wire.ids import Role
 from quintet.wire.supervision import Command, CommandAnswer
 
 
-class Asker:
-    """The way back to one run of ``quintet admin``."""
+class AdminClient:
+    """Reply channel to one run of ``quintet admin``."""
 
     def __init__(self, bus: Bus, run_dir: Path, reply_to: str) -> None:
         """Raise `CommandError` for an address outside the run folder."""
@@ -36,13 +36,13 @@ class Asker:
         self._outbox.send(encode(CommandAnswer(line)))
 
     def end(self, line: str, *, failed: bool = False) -> None:
-        """Send the last line, and hang up."""
+        """Send the last line and close the channel."""
         self._outbox.send(encode(CommandAnswer(line, is_last=True, failed=failed)))
         self._outbox.close(drop=False)
 
 
 class AdminServer:
-    """Takes one command after the other; changes take their time and are one at a time."""
+    """Handles commands in order of arrival. At most one change is in progress."""
 
     def __init__(
         self, config: EngineConfig, bus: Bus, slots: SlotTable, changes: Changes, *, has_frontends: bool
@@ -55,47 +55,46 @@ class AdminServer:
         self._log = logging.getLogger("quintet")
 
     def receive(self, command: Command, phase: str, is_serving: bool, now: float) -> None:
-        """Answer a command, or begin to carry it out. ``phase``: of the server's life, in a word."""
+        """Answer a command, or start its change. ``phase`` is the name of the server's lifecycle phase."""
         try:
-            asker = Asker(self._bus, Path(self._config.run_dir), command.reply_to)
+            client = AdminClient(self._bus, Path(self._config.run_dir), command.reply_to)
         except CommandError as error:
-            self._log.warning("a command was dropped: %s", error)
+            self._log.warning("admin: command dropped: %s", error)
             return
         try:
-            wish = parse(command.words)
-            if isinstance(wish, Status):
-                self._tell_status(asker, phase, now)
+            parsed = parse(command.words)
+            if isinstance(parsed, Status):
+                self._send_status(client, phase, now)
                 return
             if not is_serving:
-                raise CommandError(f"the server is {phase}; only a serving one can be changed")
+                raise CommandError(f"the server is {phase}; changes are possible only while it is serving")
             if self._changes.name:
-                raise CommandError(f"{self._changes.name} is in progress; try again when it is done")
-            if isinstance(wish, Scale):
-                there = len(self._slots.lasting(Role.CORE))
-                check_room(self._config, wish.wanted.get(Role.CORE, there) - there, available_ram_bytes())
-            roles = set(wish.wanted) if isinstance(wish, Scale) else {wish.role}
+                raise CommandError(f"{self._changes.name} is in progress; retry when it is done")
+            if isinstance(parsed, Scale):
+                num_engines = len(self._slots.active(Role.CORE))
+                num_more = parsed.wanted.get(Role.CORE, num_engines) - num_engines
+                check_memory(self._config, num_more, available_ram_bytes())
+            roles = set(parsed.wanted) if isinstance(parsed, Scale) else {parsed.role}
             if Role.FRONTEND in roles and not self._has_frontends:
-                raise CommandError(
-                    "this server has no frontends of its own: a Python program is its frontend"
-                )
+                raise CommandError("this server has no frontend processes: a Python program is its frontend")
         except CommandError as error:
-            asker.end(str(error), failed=True)
+            client.end(str(error), failed=True)
             return
-        limit_s = wish.drain_timeout_s
+        limit_s = parsed.drain_timeout_s
         if limit_s is None:
             limit_s = self._config.processes.drain_timeout_s
-        if isinstance(wish, Scale):
-            steps = self._changes.scale(wish.wanted, limit_s, asker.say)
+        if isinstance(parsed, Scale):
+            steps = self._changes.scale(parsed.wanted, limit_s, client.say)
         else:
-            steps = self._changes.restart(wish.role, limit_s, asker.say)
+            steps = self._changes.restart(parsed.role, limit_s, client.say)
         name = " ".join(command.words)
         self._log.info("%s", name)
-        self._changes.begin(name, steps, asker)
+        self._changes.begin(name, steps, client)
 
-    def _tell_status(self, asker: Asker, phase: str, now: float) -> None:
+    def _send_status(self, client: AdminClient, phase: str, now: float) -> None:
         changing = f"; {self._changes.name} is in progress" if self._changes.name else ""
         names = ", ".join(self._config.model.served_names)
-        asker.say(f"{names} on port {self._config.frontend.port}: {phase}{changing}")
-        for line in status_lines(self._slots.figures(now)):
-            asker.say(line)
-        asker.end("")
+        client.say(f"{names} on port {self._config.frontend.port}: {phase}{changing}")
+        for line in status_lines(self._slots.process_metrics(now)):
+            client.say(line)
+        client.end("")

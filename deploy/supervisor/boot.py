@@ -1,8 +1,8 @@
-"""Boot state of the server: whether requests can be served, whether boot is complete, and which failures end the server.
+"""Boot state of the server: ability to serve, completion of the boot, and fatal failures.
 
-a process that was ready once dies             its slot is filled again
-a process dies that was never ready            fatal until `has_served`; then its slot is filled again, a few times
-a slot is not ready within the boot timeout    fatal, if no process of the slot ever was
+a process dies that was ready                  restart
+a process dies that was never ready            fatal until `has_served`; then restart, a few times
+a slot is not ready within the boot timeout    fatal if no process of the slot was ready before
 exit status 78 (configuration)                 always fatal
 """
 
@@ -16,36 +16,36 @@ from quintet.wire.supervision import SlotState
 
 
 class Boot:
-    """Reads the process slots and reports each role to the story, once."""
+    """Reads the process slots and reports each role to the startup log, once."""
 
-    def __init__(self, slots: SlotTable, story: StartupLog, timeout_s: float) -> None:
+    def __init__(self, slots: SlotTable, startup_log: StartupLog, timeout_s: float) -> None:
         self._slots = slots
-        self._story = story
+        self._startup_log = startup_log
         self._timeout_s = timeout_s
         self._reported: set[Role] = set()
         self.has_served = False
-        """Whether a frontend may have answered /readyz with 200. Never reset."""
+        """True once a frontend may have answered /readyz with 200. Never reset."""
 
-    def look(self) -> None:
-        """Update `has_served`. Call before a slot whose process died is vacated."""
+    def update(self) -> None:
+        """Update `has_served`. Call before the slot of a dead process is vacated."""
         if not self.has_served:
-            self.has_served = self._is_able_to_serve()
+            self.has_served = self._can_serve()
 
-    def _is_able_to_serve(self) -> bool:
+    def _can_serve(self) -> bool:
         ready = {(slot.role, slot.index) for slot in self._slots.own() if slot.state is SlotState.READY}
         engines = [index for role, index in ready if role is Role.CORE and (Role.EXECUTOR, index) in ready]
         roles = {role for role, _ in ready}
         return bool(engines) and roles.issuperset((Role.TOKENIZER, Role.DETOKENIZER, Role.FRONTEND))
 
     def report(self, role: Role) -> None:
-        """Report a role to the story the first time that all its processes are ready."""
+        """Report a role to the startup log the first time that all its processes are ready."""
         siblings = [slot for slot in self._slots.own() if slot.role is role]
         if role not in self._reported and all(slot.state is SlotState.READY for slot in siblings):
             self._reported.add(role)
-            self._story.role_ready(siblings)
+            self._startup_log.role_ready(siblings)
 
     def is_complete(self) -> bool:
-        """Whether every process is ready and the frontends know it: none may refuse the first request."""
+        """True if all processes are ready and all frontends have acknowledged it, so none rejects the first request."""
         version = self._slots.version
         return all(
             slot.state is SlotState.READY and (slot.role is not Role.FRONTEND or slot.topology == version)
@@ -53,11 +53,11 @@ class Boot:
         )
 
     def is_fatal(self, slot: SlotRecord, exit_status: int) -> bool:
-        """Whether the death of a slot's process ends the server at once."""
+        """True if the death of a slot's process ends the server at once."""
         return exit_status == EXIT_CONFIG or not (slot.was_ready or self.has_served)
 
-    def lateness(self, now: float) -> Failure | None:
-        """Return the failure of the slots that were never ready and have had their time."""
+    def timeout_failure(self, now: float) -> Failure | None:
+        """Return the failure for slots that were never ready and exceeded the boot timeout, if any."""
         late = [
             slot
             for slot in self._slots.own()

@@ -1,11 +1,14 @@
-"""Changes of who is there while the server serves: new processes for a role, more of them, or fewer; nothing is lost.
+"""Rolling restarts and scaling of a serving server, without losing requests.
 
-A change is a generator that yields what it waits for; the supervisor's loop takes it a step further whenever that is so.
+A change is a generator that yields the condition it waits for. The supervisor's loop resumes it when the condition holds.
 
-    frontend, tokenizer, detokenizer:  a new process in a slot of its own ──ready, and known to everyone──▶ the old slot is
-        published as RETIRING: nothing new goes there ──known to everyone──▶ Drain ──Drained, or too late──▶ Stop ──gone──▶ out
-    core, executor:  Stop ──gone──▶ the same slot, next epoch; their requests recover as they do from a death
-    engines (a core and its executor), when their number changes: as the first; the core is asked to drain, both leave
+    frontend, tokenizer, detokenizer:
+        start a process in a new slot ──ready and acknowledged by all──▶ publish the old slot as RETIRING
+        ──acknowledged by all──▶ Drain ──Drained or timeout──▶ Stop ──exited──▶ retired
+    core, executor:
+        Stop ──exited──▶ same slot, next epoch; requests recover as they do from a crash
+    number of engines (a core and its executor):
+        like a frontend; the core is drained, then both are stopped
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from quintet.wire.ids import Role
 from quintet.wire.supervision import Drain, SlotState, Stop
 
 SCALABLE = (Role.FRONTEND, Role.TOKENIZER, Role.DETOKENIZER)
-"""Roles whose processes come and go alone."""
+"""Roles that scale independently of other roles."""
 
-TOGETHER = {Role.CORE: (Role.EXECUTOR, Role.CORE)}
-"""Roles that others come and go with, at the same index: an engine goes by the name of its core."""
+ENGINE_ROLES = {Role.CORE: (Role.EXECUTOR, Role.CORE)}
+"""Roles added and removed together, at the same index. The core's role names the engine."""
 
 Condition = Callable[[], bool]
 Waiting = Generator[Condition, None, None]
@@ -32,21 +35,21 @@ Send = Callable[[Role, int, msgspec.Struct], bool]
 
 
 class CommandReply(Protocol):
-    """Whoever asked for the change."""
+    """Reply channel to the client that requested the change."""
 
     def say(self, line: str) -> None:
-        """Tell of progress."""
+        """Send a line of progress."""
 
     def end(self, line: str, *, failed: bool = False) -> None:
-        """Tell how it ended."""
+        """Send the result."""
 
 
 class ChangeFailed(Exception):
-    """The change cannot go on; the message says why, and how things are now."""
+    """The change failed; the message has the reason and the resulting state."""
 
 
 class Changes:
-    """The change in progress, if there is one. One at a time."""
+    """The change in progress, if any. At most one."""
 
     def __init__(self, slots: SlotTable, fill: Callable[[SlotRecord], None], send: Send) -> None:
         self._slots = slots
@@ -56,15 +59,15 @@ class Changes:
         self._steps: Waiting | None = None
         self._condition: Condition = lambda: True
         self.name = ""
-        """What is being done, in the words of whoever asked; empty when nothing is."""
+        """Command line of the change in progress; empty without one."""
 
     def begin(self, name: str, steps: Waiting, answer: CommandReply) -> None:
-        """Begin with what `restart` or `scale` returned; ``answer`` hears how it goes. Nothing may be in progress."""
+        """Start the change that `restart` or `scale` returned; ``answer`` gets its progress. None may be in progress."""
         assert not self.name, f"{name} while {self.name}"
         self.name, self._steps, self._answer, self._condition = name, steps, answer, lambda: True
 
     def advance(self) -> None:
-        """Go on as far as possible."""
+        """Resume the change while its condition holds."""
         while self._steps is not None and self._condition():
             try:
                 self._condition = next(self._steps)
@@ -73,10 +76,10 @@ class Changes:
             except ChangeFailed as error:
                 self._end(str(error), failed=True)
 
-    def give_up(self, why: str) -> None:
-        """End the change in progress where it is."""
+    def cancel(self, reason: str) -> None:
+        """Cancel the change in progress in its current state."""
         if self._steps is not None:
-            self._end(f"{self.name} was given up: {why}", failed=True)
+            self._end(f"{self.name} was given up: {reason}", failed=True)
 
     def _end(self, line: str, *, failed: bool = False) -> None:
         assert self._answer is not None
@@ -84,53 +87,53 @@ class Changes:
         answer.end(line, failed=failed)
 
     def restart(self, role: Role, drain_timeout_s: float, say: Callable[[str], None]) -> Waiting:
-        """Replace every process of a role by a new one, one after the other."""
-        for slot in self._slots.lasting(role):
+        """Replace the processes of a role sequentially."""
+        for slot in self._slots.active(role):
             if role in SCALABLE:
                 yield from self._add(role, 1, say)
                 yield from self._retire([slot], drain_timeout_s, say)
             else:
-                yield from self._renew(slot, say)
+                yield from self._restart_in_place(slot, say)
 
     def scale(
         self, wanted: Mapping[Role, int], drain_timeout_s: float, say: Callable[[str], None]
     ) -> Waiting:
-        """Have so many processes of each role; those that were added last leave first."""
+        """Scale each role to the wanted number of processes. The newest processes are retired first."""
         for role, count in wanted.items():
-            there = self._slots.lasting(role)
-            if count > len(there):
-                yield from self._add(role, count - len(there), say)
-            elif count < len(there):
-                by_age = sorted(there, key=lambda slot: slot.spawned_at)
+            active = self._slots.active(role)
+            if count > len(active):
+                yield from self._add(role, count - len(active), say)
+            elif count < len(active):
+                by_age = sorted(active, key=lambda slot: slot.spawned_at)
                 yield from self._retire(self._with_partners(by_age[count:]), drain_timeout_s, say)
             else:
                 say(f"there are {count} of {role} already")
 
     def _with_partners(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
-        """Return these slots and those that come and go with them."""
-        wanted = {(role, slot.index) for slot in slots for role in TOGETHER.get(slot.role, (slot.role,))}
+        """Return the slots and their partners of the same engine."""
+        wanted = {(role, slot.index) for slot in slots for role in ENGINE_ROLES.get(slot.role, (slot.role,))}
         return [slot for slot in self._slots.own() if (slot.role, slot.index) in wanted]
 
     def _add(self, role: Role, count: int, say: Callable[[str], None]) -> Waiting:
-        newcomers = []
+        added = []
         for _ in range(count):
-            for slot in self._slots.vacancy(*TOGETHER.get(role, (role,))):
+            for slot in self._slots.allocate(*ENGINE_ROLES.get(role, (role,))):
                 self._fill(slot)
-                slot.is_on_trial = True
-                newcomers.append(slot)
+                slot.is_booting_new = True
+                added.append(slot)
         began = time.monotonic()
-        say(f"starting {_names(newcomers)}")
-        yield lambda: not any(slot.is_on_trial for slot in newcomers)
-        failed = [slot for slot in newcomers if slot.is_retired]
+        say(f"starting {_names(added)}")
+        yield lambda: not any(slot.is_booting_new for slot in added)
+        failed = [slot for slot in added if slot.is_retired]
         if failed:
-            why = "; ".join(f"{slot.worker}: {slot.note}" for slot in failed)
+            reason = "; ".join(f"{slot.worker}: {slot.note}" for slot in failed)
             indexes = {slot.index for slot in failed}
-            alone = [slot for slot in newcomers if slot.index in indexes and not slot.is_retired]
-            if alone:
-                yield from self._retire(alone, 0.0, say)
-            raise ChangeFailed(f"a new process could not start ({why}); those that were there still serve")
-        yield self._slots.is_known
-        say(f"{_names(newcomers)} ready after {time.monotonic() - began:.1f} s")
+            partners = [slot for slot in added if slot.index in indexes and not slot.is_retired]
+            if partners:
+                yield from self._retire(partners, 0.0, say)
+            raise ChangeFailed(f"a new process could not start ({reason}); the old processes still serve")
+        yield self._slots.is_acknowledged
+        say(f"{_names(added)} ready after {time.monotonic() - began:.1f} s")
 
     def _retire(self, leaving: Sequence[SlotRecord], timeout_s: float, say: Callable[[str], None]) -> Waiting:
         for slot in leaving:
@@ -138,13 +141,13 @@ class Changes:
         self._slots.is_changed = True
         say(f"retiring {_names(leaving)}")
 
-        def staying() -> list[SlotRecord]:
+        def running() -> list[SlotRecord]:
             return [slot for slot in leaving if slot.process is not None]
 
-        yield lambda: self._slots.is_known() or not staying()
+        yield lambda: self._slots.is_acknowledged() or not running()
 
         def busy() -> list[SlotRecord]:
-            return [slot for slot in staying() if not (slot.is_drained or slot.role is Role.EXECUTOR)]
+            return [slot for slot in running() if not (slot.is_drained or slot.role is Role.EXECUTOR)]
 
         for slot in busy():
             self._send(slot.role, slot.index, Drain())
@@ -152,18 +155,18 @@ class Changes:
         yield lambda: not busy() or time.monotonic() > deadline
         late = busy()
         if late:
-            say(f"{_names(late)} still had work after {timeout_s:g} s and had to leave it to others")
-        self._stop(staying())
-        yield lambda: not staying()
+            say(f"{_names(late)} not drained after {timeout_s:g} s; other processes take over the requests")
+        self._stop(running())
+        yield lambda: not running()
         self._slots.is_changed = True
         say(f"{_names(leaving)} left")
 
-    def _renew(self, slot: SlotRecord, say: Callable[[str], None]) -> Waiting:
+    def _restart_in_place(self, slot: SlotRecord, say: Callable[[str], None]) -> Waiting:
         before, began = slot.worker, time.monotonic()
-        say(f"stopping {before}; its requests wait")
+        say(f"stopping {before}; its requests resume on the new process")
         self._stop([slot] if slot.process is not None else [])
         yield lambda: slot.worker != before and slot.state is SlotState.READY
-        yield self._slots.is_known
+        yield self._slots.is_acknowledged
         say(f"{slot.worker} ready after {time.monotonic() - began:.1f} s")
 
     def _stop(self, slots: Sequence[SlotRecord]) -> None:

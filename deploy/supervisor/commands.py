@@ -1,7 +1,4 @@
-"""What ``quintet admin`` may ask of a running server, and the answers.
-
-Reads words and writes lines. How a change is carried out is in ``changes.py``.
-"""
+"""Parser of ``quintet admin`` commands, and the status table. ``changes.py`` carries out the commands."""
 
 from __future__ import annotations
 
@@ -15,21 +12,21 @@ from quintet.wire.supervision import ProcessMetrics
 
 RESTARTABLE = (Role.FRONTEND, Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
 MAX_PROCESSES = 64
-"""Of one role: more of them than a machine has cores help nobody."""
+"""Per role."""
 
 ENGINE = "engine"
-"""A core and its executor, as one."""
+"""Name of a core and its executor together."""
 
 _DRAIN_TIMEOUT = "drain-timeout"
 
 
 class CommandError(Exception):
-    """The command cannot be carried out; the message says what is possible."""
+    """The command is invalid or impossible now; the message has the alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Say how everybody is."""
+    """Show the state of all processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +39,16 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Have so many processes of each of these roles."""
+    """Scale each role to a number of processes."""
 
     wanted: Mapping[Role, int]
-    """Engines go by the name of their cores."""
+    """`Role.CORE` means engines."""
     drain_timeout_s: float | None
 
 
-def parse(words: Sequence[str]) -> Status | Restart | Scale:
-    """Read a command's words, as the command line has them. Raises `CommandError`."""
-    verb, *rest = words or [""]
+def parse(arguments: Sequence[str]) -> Status | Restart | Scale:
+    """Parse the arguments of ``quintet admin``. Raises `CommandError`."""
+    verb, *rest = arguments or [""]
     rest, drain_timeout_s = _take_timeout(rest)
     match verb, rest:
         case "status", []:
@@ -62,14 +59,14 @@ def parse(words: Sequence[str]) -> Status | Restart | Scale:
             return Scale(dict(_count(word) for word in rest), drain_timeout_s)
         case _:
             raise CommandError(
-                f"{' '.join(words)!r} is not a command; there are `status`, `restart ROLE` and `scale ROLE=COUNT …`"
+                f"{' '.join(arguments)!r} is not a command; use `status`, `restart ROLE` or `scale ROLE=COUNT …`"
             )
 
 
-def _take_timeout(words: Sequence[str]) -> tuple[list[str], float | None]:
+def _take_timeout(arguments: Sequence[str]) -> tuple[list[str], float | None]:
     prefix = f"{_DRAIN_TIMEOUT}="
-    given = [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
-    rest = [word for word in words if not word.startswith(prefix)]
+    given = [word.removeprefix(prefix) for word in arguments if word.startswith(prefix)]
+    rest = [word for word in arguments if not word.startswith(prefix)]
     if not given:
         return rest, None
     if not re.fullmatch(r"\d{1,6}(\.\d+)?", given[-1]):
@@ -82,7 +79,7 @@ def _role(name: str, possible: Sequence[Role], *others: str) -> Role:
     for role in possible:
         if role == singular:
             return role
-    raise CommandError(f"{name!r} is none of {', '.join([*possible, *others])}")
+    raise CommandError(f"unknown role {name!r}; use one of {', '.join([*possible, *others])}")
 
 
 def _count(word: str) -> tuple[Role, int]:
@@ -92,11 +89,11 @@ def _count(word: str) -> tuple[Role, int]:
     is_engine = match[1].removesuffix("s") == ENGINE
     role, count = Role.CORE if is_engine else _role(match[1], SCALABLE, ENGINE), int(match[2])
     if not 1 <= count <= MAX_PROCESSES:
-        raise CommandError(f"{word!r}: there can be 1 to {MAX_PROCESSES} of a role")
+        raise CommandError(f"{word!r}: the number of processes must be 1 to {MAX_PROCESSES}")
     return role, count
 
 
-def status_lines(figures: Sequence[ProcessMetrics]) -> list[str]:
+def status_lines(processes: Sequence[ProcessMetrics]) -> list[str]:
     """Return a table of the processes."""
     rows = [
         ("process", "state", "pid", "up", "completed", "pending", "heartbeat", "restarts", "cpu", "note"),
@@ -113,7 +110,7 @@ def status_lines(figures: Sequence[ProcessMetrics]) -> list[str]:
                 duration(process.cpu_ns * 1e-9),
                 process.note,
             )
-            for process in figures
+            for process in processes
         ),
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -128,7 +125,7 @@ def status_lines(figures: Sequence[ProcessMetrics]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it: ``4.2 s``, ``3 m 05 s``, ``2 h 10 m``, ``5 d 03 h``."""
+    """Format a duration: ``4.2 s``, ``3 m 05 s``, ``2 h 10 m``, ``5 d 03 h``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, whole = divmod(int(seconds), 60)

@@ -1,4 +1,4 @@
-"""What wakes the supervisor's loop: a message, a signal, a child's end, the parent's end."""
+"""Wakeup sources of the supervisor's loop: messages, signals, child exits, the parent's exit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from types import FrameType
 
 
 class EventLoop:
-    """Waits for any of the above. Signal handlers do nothing: the numbers are read from a pipe, by the loop.
+    """Waits for any of these sources. Signal handlers do nothing; the loop reads the numbers from a wakeup socket.
 
-    Belongs to the main thread, as Python's signals do.
+    Must be used in the main thread, like Python's signal module.
     """
 
     def __init__(self, inbox_fd: int, signals: Iterable[signal.Signals], parent_fd: int | None) -> None:
@@ -28,17 +28,17 @@ class EventLoop:
         self._selector.register(self._reader, selectors.EVENT_READ)
         if parent_fd is not None:
             self._selector.register(parent_fd, selectors.EVENT_READ)
-        self.parent_is_gone = False
-        # a SIGHUP that nohup had ignored stays ignored
+        self.parent_exited = False
+        # keep SIGHUP ignored under nohup
         watched = [*(number for number in signals if not _is_ignored_hangup(number)), signal.SIGCHLD]
         self._old_handlers = {number: signal.signal(number, _do_nothing) for number in watched}
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something happened, or after ``timeout_s``."""
+        """Wait for an event, at most ``timeout_s``."""
         for key, _ in self._selector.select(timeout_s):
             if key.fd == self._parent_fd:
-                self._listen_to_parent(key.fd)
+                self._read_parent(key.fd)
         try:
             numbers = self._reader.recv(4096)
         except BlockingIOError:
@@ -46,23 +46,23 @@ class EventLoop:
         self._signals += [signal.Signals(number) for number in numbers if number != signal.SIGCHLD]
 
     def take_signals(self) -> list[signal.Signals]:
-        """Return the signals that came since the last call, children's ends left out."""
+        """Return the signals received since the last call, except SIGCHLD."""
         taken, self._signals = self._signals, []
         return taken
 
-    def swallow_echoes(self, seconds: float) -> None:
-        """Forget the signals that come within the next moment."""
+    def discard_signals(self, seconds: float) -> None:
+        """Wait ``seconds`` and discard the signals received meanwhile."""
         time.sleep(seconds)
         self.wait(0)
         self._signals.clear()
 
-    def _listen_to_parent(self, parent_fd: int) -> None:
+    def _read_parent(self, parent_fd: int) -> None:
         if os.read(parent_fd, 4096) == b"":
-            self.parent_is_gone = True
+            self.parent_exited = True
             self._selector.unregister(parent_fd)
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers and close the descriptors."""
         signal.set_wakeup_fd(self._old_wakeup_fd)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
@@ -76,4 +76,4 @@ def _is_ignored_hangup(number: signal.Signals) -> bool:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Be a handler, so that the signal is written to the wakeup descriptor."""
+    """Handle a signal by doing nothing; Python has written it to the wakeup descriptor."""

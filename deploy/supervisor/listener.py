@@ -1,4 +1,4 @@
-"""The listening socket: bound by the supervisor before anything is spawned, inherited by every frontend."""
+"""The listening socket: bound before any process is spawned, inherited by every frontend."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_PORT = 65535
 
 
 class PortInUse(Exception):
-    """Somebody else listens there; the message is for the user."""
+    """Another program listens on the address; the message is for the user."""
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Bind a Unix socket and listen, for whoever may open the file. Unlink it when done.
+    """Bind a Unix socket and listen. The file's permissions control access; the caller unlinks it.
 
-    The file of a server that is gone is replaced. Raises `PortInUse` while somebody answers there, or `ConfigError`.
+    A stale socket file is replaced. Raises `PortInUse` if another program accepts connections on it, or `ConfigError`.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -31,25 +31,25 @@ def bind_unix(path: str) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"{path} is in use by another program, or is no socket; stop it, or choose another path with --uds"
+                f"{path} is in use by another program, or is not a socket; stop it, or choose another path with --uds"
             ) from None
         raise ConfigError(f"cannot listen on --uds {path}: {error.strerror}") from None
     return listener
 
 
 def _is_abandoned(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as asking:
+    with socket.socket(socket.AF_UNIX) as probe:
         try:
-            asking.connect(path)
+            probe.connect(path)
         except ConnectionRefusedError:
             return True
     return False
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Bind and listen. Port 0 takes a free one: read it from ``getsockname()``.
+    """Bind and listen. Port 0 selects a free port; read it from ``getsockname()``.
 
-    Raises `PortInUse`, or `ConfigError` for an address that is not ours to bind, or no port.
+    Raises `PortInUse`, or `ConfigError` for an invalid port or an address that cannot be bound.
     """
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--port is {port}; a port is from 0 (a free one) to {MAX_PORT}")
@@ -75,7 +75,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Raise `PortInUse`, naming the flag, for a port of this machine's that another program has now."""
+    """Raise `PortInUse`, naming the flag, if another program listens on the port."""
     try:
         bind_listener(host, port).close()
     except PortInUse:

@@ -1,6 +1,6 @@
-"""The slots: one per process that should exist, filled again under the next epoch when its process dies.
+"""Process slots: one per process that should run. A replacement process fills the same slot with the next epoch.
 
-Owns what is known of each process, and the version of the topology. What a silence means is judged elsewhere (``watch.py``).
+Owns the state of each process and the version of the topology. ``watch.py`` evaluates missing heartbeats.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from quintet.wire.supervision import Heartbeat, ProcessMetrics, ProcessSlot, Slo
 
 @dataclass(slots=True)
 class SlotRecord:
-    """What the supervisor knows of one slot. Times are ``time.monotonic()``."""
+    """Supervisor's state of one slot. Times are ``time.monotonic()``."""
 
     role: Role
     index: int
     external: bool = False
-    """Filled by a process of the user's: not spawned, not watched."""
+    """The user's program fills the slot: not spawned, not watched."""
     epoch: int = 1
     process: ChildProcess | None = None
     pid: int = 0
@@ -37,60 +37,60 @@ class SlotRecord:
     last_beat: float = 0.0
     progress: int = 0
     progress_at: float = 0.0
-    """When work was last completed, or there was none to do."""
+    """Last time that work was completed or none was pending."""
     busy_at: float = 0.0
-    """When work was last completed, or there was some to do."""
+    """Last time that work was completed or some was pending."""
     pending: int = 0
     cpu_ns: int = 0
     metrics: bytes = b""
     past: bytes = b""
-    """What the slot's former processes had counted, encoded; see `SlotHistory`."""
+    """Counts of the slot's earlier processes, encoded; see `SlotHistory`."""
     topology: int = 0
     """Version of the topology that the process has acknowledged."""
     aborted_at: float | None = None
-    """When SIGABRT was sent to a silent process."""
+    """Time of the SIGABRT to a stalled process."""
     stopped_at: float | None = None
-    """When the process was told to exit."""
+    """Time of the `Stop` message to the process."""
     restart_at: float | None = None
-    """When to fill the slot again."""
+    """Scheduled time of the restart."""
     was_ready: bool = False
-    """Whether any of its processes ever said that it can work."""
+    """True once any process of the slot was ready."""
     is_retiring: bool = False
-    """Its process leaves, and has no successor."""
-    is_on_trial: bool = False
-    """Its process was added while the server serves and is not ready yet: should it die, the slot is given up."""
+    """The process is being removed and not replaced."""
+    is_booting_new: bool = False
+    """The process was added to a serving server and is not ready yet. If it dies, the slot is retired."""
     is_drained: bool = False
-    """The process says that it has nothing left."""
+    """The process has sent `Drained`."""
     deaths: deque[float] = field(default_factory=deque)
     restarts: int = 0
 
     @property
     def worker(self) -> WorkerId:
-        """The process that fills the slot, or filled it last."""
+        """Id of the slot's current or last process."""
         return WorkerId(self.role, self.index, self.epoch)
 
     @property
     def is_retired(self) -> bool:
-        """Whether nobody fills the slot, and nobody shall."""
+        """True if the slot has no process and gets none."""
         return self.is_retiring and self.state is SlotState.DOWN
 
     def fill(self, process: ChildProcess, now: float) -> None:
-        """ProcessSlot a process that has just been started."""
+        """Assign a process that was just started."""
         self.process, self.pid, self.state, self.note = process, process.pid, SlotState.STARTING, ""
         self.facts, self.metrics = {}, b""
         self.spawned_at, self.ready_at, self.aborted_at, self.restart_at = now, None, None, None
         self.stopped_at = None
-        self.is_retiring = self.is_on_trial = self.is_drained = False
+        self.is_retiring = self.is_booting_new = self.is_drained = False
         self.progress = self.pending = self.cpu_ns = self.topology = 0
 
     def became_ready(self, facts: dict[str, str], now: float) -> None:
-        """The process says that it can work."""
-        self.state, self.facts, self.ready_at, self.is_on_trial = SlotState.READY, facts, now, False
+        """Record that the process is ready."""
+        self.state, self.facts, self.ready_at, self.is_booting_new = SlotState.READY, facts, now, False
         self.was_ready = True
         self.last_beat = self.progress_at = self.busy_at = now
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
-        """The process says that it is alive."""
+        """Record a heartbeat."""
         if heartbeat.progress != self.progress:
             self.progress_at = self.busy_at = now
         elif heartbeat.pending:
@@ -102,22 +102,22 @@ class SlotRecord:
         self.topology = heartbeat.topology
         self.last_beat = now
 
-    def excuse(self, seconds: float, now: float) -> None:
-        """Do not count a time, until ``now``, in which nobody listened."""
+    def exclude_pause(self, seconds: float, now: float) -> None:
+        """Exclude the ``seconds`` before ``now``, in which the supervisor read no messages, from all timeouts."""
         self.last_beat = min(now, self.last_beat + seconds)
         self.progress_at = min(now, self.progress_at + seconds)
         self.busy_at = min(now, self.busy_at + seconds)
 
     def vacate(self, note: str) -> None:
-        """The process is gone."""
+        """Record that the process has exited."""
         self.process, self.state, self.note = None, SlotState.DOWN, note
         self.ready_at = self.aborted_at = self.stopped_at = None
         self.pending = 0
-        self._keep_counts()
+        self._accumulate_counts()
 
-    def _keep_counts(self) -> None:
-        """Add what the process counted to the slot's past: whoever comes next begins at zero."""
-        restarts = self.restarts if self.is_retiring else 0  # are told by the slot itself while it is filled
+    def _accumulate_counts(self) -> None:
+        """Add the process's counts to the slot's past; its replacement counts from zero."""
+        restarts = self.restarts if self.is_retiring else 0  # a filled slot reports its restarts itself
         parts = (self.past, self.metrics, supervised(self.cpu_ns, restarts).encoded())
         counts = merged(map(decode_snapshot, parts))
         counts.gauges.clear()
@@ -126,13 +126,13 @@ class SlotRecord:
 
 
 class SlotTable:
-    """All slots of one server, in the order in which they are started. A slot once made stays: its epoch must not return."""
+    """All slots of one server, in start order. Slots are never removed, because an epoch must not be reused."""
 
     def __init__(self, run_dir: Path, processes: ProcessesConfig) -> None:
         self._run_dir = run_dir
         self._version = 0
         self.is_changed = True
-        """Whether the newest topology is not told yet."""
+        """True if the topology changed since the last publication."""
         counts = (
             (Role.EXECUTOR, processes.engines),
             (Role.CORE, processes.engines),
@@ -152,20 +152,20 @@ class SlotTable:
         return iter(self._slots.values())
 
     def own(self) -> list[SlotRecord]:
-        """Return the slots that the supervisor fills."""
+        """Return the slots with processes of the supervisor."""
         return [slot for slot in self if not slot.external]
 
-    def lasting(self, role: Role) -> list[SlotRecord]:
-        """Return the role's slots that are filled, or will be again."""
+    def active(self, role: Role) -> list[SlotRecord]:
+        """Return the role's slots that are not retiring."""
         return [slot for slot in self.own() if slot.role is role and not slot.is_retiring]
 
     def of(self, worker: WorkerId) -> SlotRecord | None:
-        """Return the slot that ``worker`` fills now; None for a process of an earlier epoch."""
+        """Return the slot of ``worker``; None for a process of an earlier epoch."""
         slot = self._slots.get((worker.role, worker.index))
         return slot if slot is not None and slot.worker == worker else None
 
-    def vacancy(self, *roles: Role) -> list[SlotRecord]:
-        """Return slots of one index for one more process of each role: retired ones, under their next epoch, or new ones."""
+    def allocate(self, *roles: Role) -> list[SlotRecord]:
+        """Allocate one slot per role, all with the same index. Retired slots are reused with the next epoch."""
         index = 0
         while not all(self._is_free(role, index) for role in roles):
             index += 1
@@ -183,8 +183,8 @@ class SlotTable:
         slot = self._slots.get((role, index))
         return slot is None or slot.is_retired
 
-    def is_known(self) -> bool:
-        """Whether every process that listens has acknowledged how things are now."""
+    def is_acknowledged(self) -> bool:
+        """True if every ready process has acknowledged the current topology."""
         return not self.is_changed and all(
             slot.topology == self._version for slot in self.own() if slot.state is SlotState.READY
         )
@@ -207,11 +207,11 @@ class SlotTable:
         return ProcessSlot(slot.worker, address, slot.pid, state, slot.note, slot.is_retired, slot.was_ready)
 
     def past(self) -> list[SlotHistory]:
-        """Return what processes that are gone had counted."""
+        """Return the counts of exited processes."""
         return [SlotHistory(slot.role, slot.index, slot.past) for slot in self if slot.past]
 
-    def figures(self, now: float) -> list[ProcessMetrics]:
-        """Return everybody's newest figures."""
+    def process_metrics(self, now: float) -> list[ProcessMetrics]:
+        """Return the newest metrics of all processes."""
         return [
             ProcessMetrics(
                 slot.worker,

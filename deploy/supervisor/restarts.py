@@ -1,4 +1,4 @@
-"""When a dead process may be started again (the restart intensity of Erlang/OTP supervisors)."""
+"""Restart policy with backoff and restart limit (restart intensity of Erlang/OTP supervisors)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from quintet.wire.ids import Role
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """At once the first time, then with exponential backoff, and not for ever."""
+    """Immediate first restart, then exponential backoff, up to a limit."""
 
     max_deaths: int = 5
-    """More deaths of one slot than this within the window, and the server gives up."""
+    """Deaths of one slot within the window; with more, the server gives up."""
     max_boot_deaths: int = 5
-    """More deaths than this of a slot that was never ready, however far apart, and the server gives up."""
+    """Deaths of a slot that was never ready, at any distance in time; with more, the server gives up."""
     window_s: float = 60.0
     first_backoff_s: float = 0.25
     max_backoff_s: float = 8.0
 
     def delay_s(self, deaths: deque[float], now: float, *, was_ready: bool = True) -> float | None:
-        """Count a death and return how long to wait before the restart, or None to give up.
+        """Count a death and return the delay of the restart, or None to give up.
 
-        ``deaths`` are the times of the slot's earlier deaths. Of a slot that was ready once, those that left the window
-        are dropped; a model may take longer than the window to load.
+        ``deaths`` are the times of the slot's earlier deaths; it is mutated. Deaths before the window are dropped only
+        for a slot that was ready: loading a model may take longer than the window.
         """
         if not was_ready:
             deaths.append(now)
@@ -34,7 +34,7 @@ class RestartPolicy:
         return None if len(deaths) > self.max_deaths else pause_s
 
     def pause_s(self, deaths: deque[float], now: float) -> float:
-        """Do the same for whoever never gives up."""
+        """Count a death and return the delay of the restart, without a limit."""
         while deaths and now - deaths[0] > self.window_s:
             deaths.popleft()
         deaths.append(now)
@@ -46,10 +46,10 @@ class RestartPolicy:
 
 
 def policy_of(role: Role, max_deaths: int | None = None) -> RestartPolicy:
-    """Return the policy for a role; ``max_deaths`` if the operator wants another number.
+    """Return the policy of a role. ``max_deaths`` overrides its limit.
 
-    Which request makes the executor die is found by halving the batch, and each half costs a death: it may die more often,
-    and the search does not wait long. Whoever allows many deaths wants no pauses either.
+    The executor gets a higher limit and a short backoff: poison isolation bisects the batch, and each half may cost a
+    death. A limit above the default also shortens the backoff.
     """
     policy = RestartPolicy()
     if role is Role.EXECUTOR:

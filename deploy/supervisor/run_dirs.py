@@ -1,4 +1,4 @@
-"""The folder of one server's sockets: marked with a locked file while its supervisor lives, swept when the lock is gone."""
+"""Run folder of a server: a locked mark file while its supervisor runs; folders without a lock are stale."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PREFIX = "quintet-"
 
 
 def claim(run_dir: Path) -> int:
-    """Mark the folder as this process's until the returned descriptor is closed or the process dies.
+    """Mark the folder as in use until the returned descriptor is closed or the process dies.
 
-    A lock rather than the process id is what counts: it holds across containers and is never mistaken for a
-    later process. The mark appears locked, so that nobody sweeps in between.
+    The mark is a file lock, not a process id: it works across containers, and process ids are reused. The file is
+    locked before the rename, so that `sweep_stale` never sees it unlocked.
     """
     unfinished = run_dir / f".{_MARK}"
     descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -27,7 +27,7 @@ def claim(run_dir: Path) -> int:
 
 
 def sweep_stale(parent: Path | None = None) -> list[Path]:
-    """Remove the folders of servers that were killed; return what was removed. Unmarked folders stay."""
+    """Remove the folders of killed servers and return their paths. Unmarked folders are kept."""
     swept = []
     for path in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
         if _is_locked(path) is False:
@@ -37,17 +37,17 @@ def sweep_stale(parent: Path | None = None) -> list[Path]:
 
 
 def claimed(parent: Path) -> list[Path]:
-    """Return the folders of this user's servers that run."""
+    """Return the folders of this user's running servers."""
     return sorted(path for path in parent.glob(f"{_PREFIX}*") if is_claimed(path))
 
 
 def is_claimed(run_dir: Path) -> bool:
-    """Whether the folder is that of a running server of this user's."""
+    """Return whether the folder belongs to a running server of this user."""
     return _is_locked(run_dir) is True
 
 
 def _is_locked(run_dir: Path) -> bool | None:
-    """Whether somebody holds the folder's mark; None when it is not ours or has none."""
+    """Return whether the folder's mark is locked; None without a mark, or for another user's folder."""
     try:
         if run_dir.stat().st_uid != os.getuid():
             return None

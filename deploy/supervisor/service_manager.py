@@ -1,7 +1,7 @@
-"""What systemd is told of the server, by its notification protocol (sd_notify(3)): ready, alive, stopping.
+"""Notifications to systemd (sd_notify(3)): ready, watchdog, stopping.
 
-A datagram to the socket that ``NOTIFY_SOCKET`` names; where there is none, nothing is said. The supervisor proves the progress of
-its processes (`Watch`), and systemd the supervisor's: a turn of its loop is what keeps the watchdog quiet.
+Datagrams to the socket named by ``NOTIFY_SOCKET``; without it, none are sent. `Watch` monitors the processes, and
+systemd's watchdog monitors the supervisor's loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 
 class ServiceManager:
-    """Whoever started the server and wants to hear how it is. Nothing here ever blocks or fails: it is only told."""
+    """Sends notifications to the service manager. Never blocks and never fails."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._address = environment.get("NOTIFY_SOCKET", "")
@@ -22,40 +22,40 @@ class ServiceManager:
         watched = environment.get("WATCHDOG_USEC", "")
         is_for_us = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self._alive_every_s = int(watched) * 1e-6 / 4 if watched.isdecimal() and is_for_us else None
-        """A quarter of what systemd waits for: a busy machine may delay two of them."""
-        self._said_alive_at: float | None = None
-        self._unheard: tuple[str, ...] | None = None
-        """That the server is ready, where it did not go out: systemd waits for it, and is told again at every turn."""
+        """A quarter of systemd's watchdog timeout: a busy machine may delay two notifications."""
+        self._watchdog_sent_at: float | None = None
+        self._unsent: tuple[str, ...] | None = None
+        """Ready notification that could not be sent; retried in every iteration of the loop."""
 
     def ready(self, url: str) -> None:
-        """The server can answer."""
-        self._unheard = ("READY=1", f"STATUS=Serving on {url}")
+        """Notify that the server accepts requests."""
+        self._unsent = ("READY=1", f"STATUS=Serving on {url}")
         self._repeat()
 
     def alive(self, now: float) -> None:
-        """The supervisor's loop has turned."""
+        """Reset systemd's watchdog. Call in every iteration of the supervisor's loop."""
         self._repeat()
         if self._alive_every_s is None:
             return
-        is_due = self._said_alive_at is None or now - self._said_alive_at >= self._alive_every_s
-        if is_due and self._tell("WATCHDOG=1"):
-            self._said_alive_at = now
+        is_due = self._watchdog_sent_at is None or now - self._watchdog_sent_at >= self._alive_every_s
+        if is_due and self._send_lines("WATCHDOG=1"):
+            self._watchdog_sent_at = now
 
-    def stopping(self, patience_s: float) -> None:
-        """The server leaves, and may take so long: systemd's own timeout for that is extended where it is shorter."""
-        self._unheard = None
-        self._tell(
+    def stopping(self, timeout_s: float) -> None:
+        """Notify that the server stops, and extend systemd's stop timeout to at least ``timeout_s``."""
+        self._unsent = None
+        self._send_lines(
             "STOPPING=1",
-            f"EXTEND_TIMEOUT_USEC={int(patience_s * 1e6)}",
+            f"EXTEND_TIMEOUT_USEC={int(timeout_s * 1e6)}",
             "STATUS=Requests in flight may finish",
         )
 
     def _repeat(self) -> None:
-        if self._unheard is not None and self._tell(*self._unheard):
-            self._unheard = None
+        if self._unsent is not None and self._send_lines(*self._unsent):
+            self._unsent = None
 
-    def _tell(self, *lines: str) -> bool:
-        """Return whether it went out: systemd itself may be starting again, or have too much to read."""
+    def _send_lines(self, *lines: str) -> bool:
+        """Return whether the datagram was sent. It fails while systemd restarts or its buffer is full."""
         if self._socket is None:
             return True
         try:
@@ -65,6 +65,6 @@ class ServiceManager:
         return True
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()

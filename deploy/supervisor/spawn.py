@@ -1,4 +1,4 @@
-"""Starts child processes by module name. Must be called from the main thread: children die with the thread that made them."""
+"""Start child processes by module name. Call from the main thread: children die with the thread that started them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MODULES: Mapping[Role, str] = {
 }
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
-"""Environment variable that tells a frontend which descriptor is the listening socket."""
+"""Environment variable with the descriptor of a frontend's listening socket."""
 
 
 class ChildProcess(Protocol):
-    """What the supervisor asks of a child, however it was made: a `subprocess.Popen`, or one that was forked off."""
+    """Interface of a child process: `subprocess.Popen`, or a forked child."""
 
     @property
     def pid(self) -> int:
         """Process id."""
 
     def poll(self) -> int | None:
-        """Return the exit status if it ended."""
+        """Return the exit status; None while the child runs."""
 
     def wait(self) -> int:
-        """Return the exit status once it ended."""
+        """Wait for the exit and return the exit status."""
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal, unless it ended."""
+        """Send a signal, unless the child has exited."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL."""
 
 
 class WaitingProcess(ChildProcess, Protocol):
@@ -48,11 +48,11 @@ class WaitingProcess(ChildProcess, Protocol):
 
     @property
     def stdin(self) -> IO[bytes] | None:
-        """The way to its standard input."""
+        """Pipe to the child's standard input."""
 
 
 def assign_slot(process: WaitingProcess, worker: WorkerId) -> bool:
-    """Make a child that waits ``worker``. Return False where it has ended instead."""
+    """Assign the slot of ``worker`` to a waiting child. Return False if the child has exited."""
     assert process.stdin is not None
     if process.poll() is not None:
         process.stdin.close()
@@ -67,7 +67,7 @@ def assign_slot(process: WaitingProcess, worker: WorkerId) -> bool:
 
 
 class Spawner:
-    """Knows how a child of each role is started."""
+    """Starts the child processes of each role."""
 
     def __init__(self, run_dir: Path, modules: Mapping[Role, str], listen_fd: int | None) -> None:
         self._run_dir = run_dir
@@ -77,8 +77,8 @@ class Spawner:
     def spawn(self, worker: WorkerId) -> subprocess.Popen[bytes]:
         """Start ``worker``.
 
-        Each child leads a process group of its own, so that a terminal's Ctrl-C reaches only the supervisor even
-        before the child has had time to ignore it.
+        Each child leads a new process group. Ctrl-C in a terminal then reaches only the supervisor, even before the
+        child ignores the signal.
         """
         environment, descriptors = dict(os.environ), []
         if worker.role is Role.FRONTEND and self._listen_fd is not None:
@@ -93,8 +93,8 @@ class Spawner:
             process_group=0,
         )
 
-    def spawn_spare(self, role: Role) -> subprocess.Popen[bytes]:
-        """Start a process of this role that boots and then waits for a slot: a line ``INDEX EPOCH`` at its input."""
+    def spawn_standby(self, role: Role) -> subprocess.Popen[bytes]:
+        """Start a standby process: it boots, then waits for its slot, a line ``INDEX EPOCH`` on its standard input."""
         return subprocess.Popen(self._command(role), stdin=subprocess.PIPE, process_group=0)
 
     def _command(self, role: Role) -> list[str]:

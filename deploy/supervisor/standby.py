@@ -1,7 +1,7 @@
-"""Processes that were booted in advance, without a slot: one takes over at once when one of its role dies.
+"""Standby processes: booted in advance without a slot, so that one replaces a dead process of its role at once.
 
-Booting a tokenizer or detokenizer means reading a large vocabulary: seconds, on a machine whose cores all compute. A
-spare has that behind it, and waits at its standard input for the line that names its slot (`quintet.process.runtime`).
+Booting a tokenizer or detokenizer reads a large vocabulary, which takes seconds on a loaded machine. A standby process
+has booted and waits on its standard input for its slot (`quintet.process.runtime`).
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ from collections.abc import Sequence
 from quintet.deploy.supervisor.spawn import Spawner, assign_slot
 from quintet.wire.ids import Role, WorkerId
 
-SPARE_ROLES = (Role.TOKENIZER, Role.DETOKENIZER)
+STANDBY_ROLES = (Role.TOKENIZER, Role.DETOKENIZER)
 PAUSE_S = 1.5
-"""After one was taken: whoever took over comes first, then the next spare."""
+"""Delay of the next standby process after one was used, so that the replacement gets the processor first."""
 FIRST_PAUSE_S = 3.0
-"""After the server is ready: the first request comes before anybody's reserve."""
+"""Delay after the server is ready, so that first requests get the processor first."""
 MAX_LOSSES = 3
-"""A role whose spares die unused so often has none any more."""
+"""Unused standby processes of a role that may die before no more are started."""
 
 
 class StandbyProcesses:
-    """One waiting process for each of ``roles``."""
+    """One standby process for each of ``roles``."""
 
     def __init__(self, spawner: Spawner, roles: Sequence[Role]) -> None:
         self._spawner = spawner
         self._waiting: dict[Role, subprocess.Popen[bytes]] = {}
         self._roles = roles
-        self._has_begun = False
+        self._started = False
         self._due: dict[Role, float] = {}
-        """When the next one is started, of each role that lacks one."""
+        """Start time of the next standby process, for each role without one."""
         self._losses = dict.fromkeys(roles, 0)
         self._log = logging.getLogger("quintet")
 
-    def keep(self, now: float) -> None:
-        """Start what is missing, once it is time; notice those that died."""
-        if not self._has_begun:
-            self._has_begun = True
+    def replenish(self, now: float) -> None:
+        """Start missing standby processes that are due, and count dead ones."""
+        if not self._started:
+            self._started = True
             self._due = dict.fromkeys(self._roles, now + FIRST_PAUSE_S)
         for role, process in list(self._waiting.items()):
             if process.poll() is not None:
                 del self._waiting[role]
                 self._losses[role] += 1
-                self._log.warning("the spare %s ended with exit status %s", role, process.returncode)
+                self._log.warning("standby %s exited with status %s", role, process.returncode)
                 if self._losses[role] < MAX_LOSSES:
                     self._due[role] = now + PAUSE_S
         for role, due in list(self._due.items()):
             if now >= due:
                 del self._due[role]
-                self._waiting[role] = self._spawner.spawn_spare(role)
+                self._waiting[role] = self._spawner.spawn_standby(role)
 
     def take(self, worker: WorkerId, now: float) -> subprocess.Popen[bytes] | None:
-        """Make the spare of this role ``worker``, if there is one."""
+        """Assign ``worker``'s slot to the standby process of its role and return it; None without one."""
         process = self._waiting.get(worker.role)
         if process is None or process.poll() is not None:
             return None
@@ -62,7 +62,7 @@ class StandbyProcesses:
         return process if assign_slot(process, worker) else None
 
     def end(self) -> None:
-        """Kill them, and start no more."""
+        """Kill the standby processes, and start no more."""
         for process in self._waiting.values():
             process.kill()
         for process in self._waiting.values():
@@ -71,4 +71,4 @@ class StandbyProcesses:
             process.stdin.close()
         self._waiting.clear()
         self._due.clear()
-        self._has_begun = True
+        self._started = True

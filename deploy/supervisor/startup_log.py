@@ -1,4 +1,4 @@
-"""What an operator reads while the server boots: under twenty lines, or one cause of failure."""
+"""Startup output for an operator: under twenty lines, or one cause of failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quintet.wire.ids import Role
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the server could not boot, or gave up."""
+    """Cause of a failed boot, or of a server that gave up."""
 
     role: str
     cause: str
@@ -38,91 +38,90 @@ class Failure:
 
 
 class StartupLog(Protocol):
-    """Whoever wants to hear how the boot goes."""
+    """Receives the events of the boot."""
 
     def role_ready(self, slots: Sequence[SlotRecord]) -> None:
-        """All processes of one role are ready."""
+        """Report that all processes of one role are ready."""
 
     def all_ready(self) -> None:
-        """The server can answer."""
+        """Report that the server accepts requests."""
 
     def failed(self, failure: Failure) -> None:
-        """The server exits with ``failure.exit_code``."""
+        """Report that the server exits with ``failure.exit_code``."""
 
 
 class PrintedStartupLog:
-    """Tells the story on a terminal."""
+    """Prints the events of the boot on a terminal."""
 
     def __init__(self, config: EngineConfig, opening: Sequence[str], out: TextIO | None = None) -> None:
         self._config = config
         self._out = sys.stdout if out is None else out
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         for line in opening:
-            self._say(line)
+            self._print(line)
 
     def role_ready(self, slots: Sequence[SlotRecord]) -> None:
-        """Say how long the role took, and the facts that its first process told."""
+        """Print the boot time of the role and the facts that its first process reported."""
         slowest = max((slot.ready_at or slot.spawned_at) - slot.spawned_at for slot in slots)
         name = slots[0].role + (f" ×{len(slots)}" if len(slots) > 1 else "")
         facts = ", ".join(f"{name}: {value}" for name, value in slots[0].facts.items())
-        self._say(f"  {name:<14} {slowest:5.1f} s  {facts}".rstrip())
+        self._print(f"  {name:<14} {slowest:5.1f} s  {facts}".rstrip())
 
     def all_ready(self) -> None:
-        """Say where to knock, with a line to paste."""
-        seconds = time.monotonic() - self._began
+        """Print the server's URL and example commands."""
+        seconds = time.monotonic() - self._started_at
         url = base_url(self._config)
-        self._say(f"All processes ready after {seconds:.1f} s. Try:")
+        self._print(f"All processes ready after {seconds:.1f} s. Try:")
         if can_chat(self._config) and not self._config.frontend.uds:
-            self._say(f"  {chat_line(self._config)}")
-        self._say(f"  {curl_line(self._config)}")
-        self._say(f"Quintet is ready: {url}")
+            self._print(f"  {chat_line(self._config)}")
+        self._print(f"  {curl_line(self._config)}")
+        self._print(f"Quintet is ready: {url}")
 
     def failed(self, failure: Failure) -> None:
-        """Say why, on stderr."""
+        """Print the cause on stderr."""
         self._out.flush()
         print(f"quintet: {failure}", file=sys.stderr, flush=True)
 
-    def _say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody reads the story any more; the server goes on
-            self._out.write(
-                line + "\n"
-            )  # once: the children write to the same terminal, and may come in between
+    def _print(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # a closed stdout does not stop the server
+            # a single write: child processes write to the same terminal
+            self._out.write(line + "\n")
             self._out.flush()
 
 
 class ReportedStartupLog:
-    """Tells a program the ending alone: one JSON line to a descriptor, ``{"ready": true}`` or ``{"error": "…"}``."""
+    """Reports the result of the boot to a program: one JSON line, ``{"ready": true}`` or ``{"error": "…"}``."""
 
     def __init__(self, report_fd: int | None) -> None:
         self._report_fd = report_fd
 
     def role_ready(self, slots: Sequence[SlotRecord]) -> None:
-        """Stay silent."""
+        """Do nothing."""
 
     def all_ready(self) -> None:
         """Report success."""
         self._report({"ready": True})
 
     def failed(self, failure: Failure) -> None:
-        """Report the cause; to stderr when nobody listens any more."""
+        """Report the cause; print it on stderr when the pipe is closed."""
         if not self._report({"error": str(failure), "exit_code": failure.exit_code}):
             print(f"quintet: {failure}", file=sys.stderr, flush=True)
 
-    def _report(self, words: dict[str, object]) -> bool:
-        """Write the one line. Return False when it had been written before, or cannot be."""
+    def _report(self, message: dict[str, object]) -> bool:
+        """Write the line. Return False when it was already written, or the pipe is closed."""
         if self._report_fd is None:
             return False
         descriptor, self._report_fd = self._report_fd, None
         try:
             with os.fdopen(descriptor, "w") as pipe:
-                pipe.write(json.dumps(words) + "\n")
+                pipe.write(json.dumps(message) + "\n")
         except BrokenPipeError:
             return False
         return True
 
 
 def base_url(config: EngineConfig) -> str:
-    """Return the URL a client on this host can use."""
+    """Return the server's URL for a client on this host."""
     if config.frontend.uds:
         return f"unix:{config.frontend.uds}"
     host = config.frontend.host
@@ -132,13 +131,13 @@ def base_url(config: EngineConfig) -> str:
 
 
 def can_chat(config: EngineConfig) -> bool:
-    """Return whether the model holds a conversation: it has a chat template, and is not the toy."""
+    """Return whether the model supports chat: it has a chat template, and is not the embedded toy model."""
     is_toy = Path(config.model.path) == embedded.default_model_path()
     return "default" in config.model.chat_templates and not is_toy
 
 
 def chat_line(config: EngineConfig) -> str:
-    """Return a command that opens a conversation in the terminal."""
+    """Return a command that starts a chat in the terminal."""
     url = base_url(config)
     program = (
         "quintet" if shutil.which("quintet") else shlex.quote(str(Path(sys.executable).with_name("quintet")))
@@ -148,7 +147,7 @@ def chat_line(config: EngineConfig) -> str:
 
 
 def curl_line(config: EngineConfig) -> str:
-    """Return a command that streams an answer from the server."""
+    """Return a curl command that streams a completion from the server."""
     body: dict[str, object] = {"model": config.model.served_names[0]}
     if can_chat(config):
         route = "/v1/chat/completions"
@@ -159,26 +158,26 @@ def curl_line(config: EngineConfig) -> str:
         body |= {"prompt": "def fibonacci(n):", "temperature": 0}
     body |= {"max_tokens": 64, "stream": True}
     key = ' -H "Authorization: Bearer $YOUR_API_KEY"' if config.frontend.api_keys else ""
-    url, how = base_url(config), ""
+    url, options = base_url(config), ""
     if config.frontend.uds:
-        how = f"--unix-socket {shlex.quote(config.frontend.uds)} "
+        options = f"--unix-socket {shlex.quote(config.frontend.uds)} "
         url = "https://localhost" if config.frontend.ssl_certfile else "http://localhost"
     elif "[" in url:
-        how = "-g "
+        options = "-g "
     if config.frontend.ssl_certfile:
-        how += f"--cacert {shlex.quote(config.frontend.ssl_certfile)} "
+        options += f"--cacert {shlex.quote(config.frontend.ssl_certfile)} "
     return (
-        f"curl -N {how}{url}{route} -H 'Content-Type: application/json'{key} "
+        f"curl -N {options}{url}{route} -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(json.dumps(body))}"
     )
 
 
 def child_failure(run_dir: Path, slot: SlotRecord, exit_status: int) -> Failure:
-    """Explain a child's end with its own first exception, if it left one."""
-    words_file = error_file(run_dir, slot.worker)
-    words = words_file.read_text().strip() if words_file.exists() else ""
-    cause = words or f"the process {_ending(exit_status)} before it could say why"
-    hint = "" if exit_status == EXIT_CONFIG else _hint(slot.role, exit_status, words)
+    """Return the failure of a child: its first exception if it wrote one, otherwise its exit status."""
+    error_path = error_file(run_dir, slot.worker)
+    error_text = error_path.read_text().strip() if error_path.exists() else ""
+    cause = error_text or f"the process {_ending(exit_status)} without an error message"
+    hint = "" if exit_status == EXIT_CONFIG else _hint(slot.role, exit_status, error_text)
     return Failure(f"{slot.role} {slot.index}", cause, hint, EXIT_CONFIG if exit_status == EXIT_CONFIG else 1)
 
 
@@ -191,11 +190,11 @@ def _ending(exit_status: int) -> str:
         return f"was killed by signal {-exit_status}"
 
 
-def _hint(role: Role, exit_status: int, words: str) -> str:
-    if exit_status == -signal.SIGKILL or "MemoryError" in words or "out of memory" in words:
+def _hint(role: Role, exit_status: int, error_text: str) -> str:
+    if exit_status == -signal.SIGKILL or "MemoryError" in error_text or "out of memory" in error_text:
         return "probably out of memory: try a smaller --kv-cache-memory, --max-model-len or --max-num-seqs"
-    if words.startswith(("ModuleNotFoundError", "ImportError")):
+    if error_text.startswith(("ModuleNotFoundError", "ImportError")):
         return "the installation is incomplete: run `make install`, then `quintet collect-env`"
     if role is Role.EXECUTOR:
-        return "the traceback is above; `quintet serve --executor mock` tells whether the rest of the server works"
-    return "the traceback is above; --log-level DEBUG says more"
+        return "the traceback is above; `quintet serve --executor mock` tests the server without the executor"
+    return "the traceback is above; --log-level DEBUG prints more detail"

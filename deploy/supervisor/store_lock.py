@@ -1,4 +1,4 @@
-"""That what a server keeps in files is its alone: names in it would mean others to a second one, or be written over by it."""
+"""Locks of a server's persistent stores: a second server would misread or overwrite their files."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from quintet.wire.errors import ConfigError
 
 @contextmanager
 def alone(config: EngineConfig) -> Iterator[None]:
-    """Hold the locks of all that a server keeps in files until the block or the process ends.
+    """Hold the locks of all persistent stores until the block or the process ends.
 
-    Raises `ConfigError` where another process has one, or it cannot be made.
+    Raises `ConfigError` if another process holds one, or a lock file cannot be created.
     """
     disk = config.cache.disk
     with (
-        alone_with(config.frontend.response_store, "--response-store"),
-        alone_with("" if disk is None else disk.folder, "--kv-disk", "/server.lock"),
+        lock_store(config.frontend.response_store, "--response-store"),
+        lock_store("" if disk is None else disk.folder, "--kv-disk", "/server.lock"),
     ):
         yield
 
 
 @contextmanager
-def alone_with(path: str, flag: str, suffix: str = ".lock") -> Iterator[None]:
-    """Hold the lock of a store, ``path`` with ``suffix`` behind it, until the block or the process ends; "" has none.
+def lock_store(path: str, flag: str, suffix: str = ".lock") -> Iterator[None]:
+    """Hold the lock of a store, the file ``path + suffix``, until the block or the process ends. An empty path has none.
 
-    The lock is the process's: children have no part in it. The empty file stays. Raises `ConfigError` where another process
-    has it, or the file cannot be made.
+    Children do not inherit the lock. The empty lock file is kept. Raises `ConfigError` if another process holds the
+    lock, or the file cannot be created.
     """
     if not path:
         yield
@@ -47,7 +47,9 @@ def alone_with(path: str, flag: str, suffix: str = ".lock") -> Iterator[None]:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(file)
-        raise ConfigError(f"{flag} {path} is kept by another server that runs: give each its own") from None
+        raise ConfigError(
+            f"{flag} {path} is in use by another running server: give each server its own path"
+        ) from None
     try:
         yield
     finally:

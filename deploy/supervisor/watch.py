@@ -1,14 +1,14 @@
-"""Judges the processes by their heartbeats: who stalls, and who must be replaced.
+"""Stall detection by heartbeats.
 
-Knows nothing of requests: only that a process says, every ``heartbeat_s``, how much it has completed and how much it still has.
+Every ``heartbeat_s`` a process reports its completed and its pending work. The watch does not track requests.
 
-    heartbeats, and progress or nothing to do          READY
-    silence or no progress for ``notice_s``            STALLED: /health and /readyz name it
-    silence for ``stall_s``, or no progress for        SIGABRT (its stacks go to the log), then SIGKILL; the death is noticed
-    `HUNG_PATIENCE` times as long                      like any other, and its slot filled again
+    heartbeats, and progress or no pending work        READY
+    no heartbeat or no progress for ``notice_s``       STALLED: reported by /health and /readyz
+    no heartbeat for ``stall_s``, or no progress for   SIGABRT (dumps the stacks to the log), then SIGKILL; the
+    `HUNG_FACTOR` times as long                      supervisor restarts it like any dead process
 
-The core is one whose work others do: it waits for the executor. So it stalls only when the executor has had nothing to do
-for as long (a plan or result was lost); a step that takes minutes, or an executor that hangs, is no fault of the core's.
+The core waits for the executor. It counts as stalled only if the executor was idle for the same time, that is if a plan
+or a result was lost. A step of minutes, or a hung executor, does not stall the core.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ ABORT_GRACE_S = 2.0
 """Between SIGABRT (dump the stacks) and SIGKILL."""
 STOP_GRACE_S = 3.0
 """Between `Stop` and SIGKILL."""
-HUNG_PATIENCE = 3
-"""Who still beats may only be slow: torch without the compiled kernels on a large model completes an operation in seconds."""
-STARVED_PATIENCE = 6
-"""A process that waits for a processor all the time is given so many times ``stall_s``."""
-NODDED_OFF_S = 0.8
-"""The loop wakes several times a second; when it did not for this long, nobody was heard, whoever spoke."""
+HUNG_FACTOR = 3
+"""Multiple of ``stall_s`` for a process with heartbeats: one torch operation on a large model may take seconds."""
+STARVED_FACTOR = 6
+"""Multiple of ``stall_s`` for a process that waits for a processor most of the time."""
+LOOP_PAUSE_S = 0.8
+"""If the supervisor's loop pauses for longer, heartbeats were not read, and the pause is excluded from timeouts."""
 
 
 class Watch:
-    """Looks at every slot, once per turn of the supervisor's loop."""
+    """Checks every slot in every iteration of the supervisor's loop."""
 
     def __init__(
         self,
@@ -45,26 +45,26 @@ class Watch:
         processes: ProcessesConfig,
         waited_ns: Callable[[int], int] | None = None,
     ) -> None:
-        """``waited_ns`` tells how long a process waited for a processor so far, by its id."""
+        """``waited_ns`` maps a process id to its total wait for a processor so far, in nanoseconds."""
         self._slots = slots
         self._processes = processes
-        self._ask_waited_ns = waited_ns or waited_for_processor_ns
+        self._read_waited_ns = waited_ns or waited_for_processor_ns
         self._log = logging.getLogger("quintet")
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
         self._waited_ns: dict[int, tuple[float, int]] = {}
-        """Of each silent process: since when it is watched, and how long it had waited for a processor until then."""
+        """Per process in trouble: start of the observation, and its total wait for a processor at that time."""
 
-    def look(self, now: float) -> None:
-        """Publish and end stalls, and end processes that are beyond hope."""
-        if self._looked_at is not None and now - self._looked_at > NODDED_OFF_S:
+    def check(self, now: float) -> None:
+        """Mark stalls and recoveries, and abort processes that exceed their timeouts."""
+        if self._checked_at is not None and now - self._checked_at > LOOP_PAUSE_S:
             for slot in self._slots.own():
-                slot.excuse(now - self._looked_at, now)
-        self._looked_at = now
+                slot.exclude_pause(now - self._checked_at, now)
+        self._checked_at = now
         for slot in self._slots.own():
             if slot.process is not None:
-                self._look_at(slot, now)
+                self._check_slot(slot, now)
 
-    def _look_at(self, slot: SlotRecord, now: float) -> None:
+    def _check_slot(self, slot: SlotRecord, now: float) -> None:
         assert slot.process is not None
         limits = self._processes
         if slot.aborted_at is not None:
@@ -77,14 +77,14 @@ class Watch:
             if now - slot.spawned_at > limits.boot_timeout_s:
                 self._abort(slot, now, f"not ready within {limits.boot_timeout_s:g} s")
         else:
-            self._judge(slot, now)
+            self._check_progress(slot, now)
 
-    def _judge(self, slot: SlotRecord, now: float) -> None:
+    def _check_progress(self, slot: SlotRecord, now: float) -> None:
         limits = self._processes
         trouble = self.trouble(slot, now, limits.notice_s, limits.notice_s)
         if not trouble:
             self._waited_ns.pop(slot.pid, None)
-        elif self.trouble(slot, now, limits.stall_s, limits.stall_s * HUNG_PATIENCE) and not self._is_starved(
+        elif self.trouble(slot, now, limits.stall_s, limits.stall_s * HUNG_FACTOR) and not self._is_starved(
             slot, now
         ):
             self._abort(slot, now, trouble)
@@ -93,10 +93,10 @@ class Watch:
         if state is not slot.state:
             slot.state, slot.note = state, trouble
             self._slots.is_changed = True
-            self._log.warning("%s: %s", slot.worker, f"stalled: {trouble}" if trouble else "goes on")
+            self._log.warning("%s: %s", slot.worker, f"stalled: {trouble}" if trouble else "recovered")
 
     def trouble(self, slot: SlotRecord, now: float, silent_s: float, stuck_s: float) -> str:
-        """Say what has been wrong with a process for longer than these limits; nothing when nothing is."""
+        """Describe a missing heartbeat or missing progress beyond the limits; empty if neither applies."""
         if now - slot.last_beat > silent_s:
             return f"no heartbeat for {now - slot.last_beat:.1f} s"
         is_stuck = slot.pending > 0 and now - slot.progress_at > stuck_s
@@ -105,7 +105,7 @@ class Watch:
         return f"{slot.pending} pending, none completed for {now - slot.progress_at:.1f} s"
 
     def _is_executor_idle(self, engine: int, now: float, limit_s: float) -> bool:
-        """Whether the executor of this engine is well and has had nothing to do for ``limit_s``."""
+        """Return whether the engine's executor is ready and was idle for ``limit_s``."""
         return all(
             slot.state is SlotState.READY and slot.pending == 0 and now - slot.busy_at > limit_s
             for slot in self._slots.own()
@@ -113,32 +113,32 @@ class Watch:
         )
 
     def _is_starved(self, slot: SlotRecord, now: float) -> bool:
-        """Whether a process spends its time waiting for a processor: then the machine is overloaded, not the process ill."""
-        waited_ns = self._ask_waited_ns(slot.pid)
+        """Return whether the process mostly waits for a processor: the machine is overloaded, the process not hung."""
+        waited_ns = self._read_waited_ns(slot.pid)
         since, before_ns = self._waited_ns.setdefault(slot.pid, (now, waited_ns))
         limit_s = self._processes.stall_s
-        if now - min(slot.last_beat, slot.progress_at) > limit_s * STARVED_PATIENCE:
+        if now - min(slot.last_beat, slot.progress_at) > limit_s * STARVED_FACTOR:
             return False
         watched_s = now - since
         if watched_s < limit_s / 10:
-            return True  # watch for a moment before the verdict
+            return True  # too short an observation
         return (waited_ns - before_ns) * 1e-9 > watched_s / 2
 
-    def _abort(self, slot: SlotRecord, now: float, why: str) -> None:
-        """Have the process dump its stacks and end, even one that was stopped."""
+    def _abort(self, slot: SlotRecord, now: float, reason: str) -> None:
+        """Send SIGABRT, which dumps the stacks and ends the process. SIGCONT wakes a stopped process first."""
         assert slot.process is not None
-        self._log.error("%s: %s; aborting it (its stack follows)", slot.worker, why)
+        self._log.error("%s: %s; aborting it (its stack follows)", slot.worker, reason)
         self._waited_ns.pop(slot.pid, None)
-        slot.aborted_at, slot.note, slot.state = now, why, SlotState.STALLED
+        slot.aborted_at, slot.note, slot.state = now, reason, SlotState.STALLED
         self._slots.is_changed = True
         slot.process.send_signal(signal.SIGABRT)
         slot.process.send_signal(signal.SIGCONT)
 
 
 def waited_for_processor_ns(pid: int, proc: Path = PROC) -> int:
-    """Return how long a thread of a process, or of its children, has been ready to run and did not (Linux).
+    """Return the longest run-queue wait of any thread of the process or its descendants (Linux), in nanoseconds.
 
-    The one that has waited longest: an executor waits for its other ranks, which are its children. 0 where that is not known.
+    Descendants count because an executor waits for its other ranks, which are its children. 0 if unknown.
     """
     waited_ns, children = 0, []
     for task in (proc / str(pid) / "task").glob("*"):

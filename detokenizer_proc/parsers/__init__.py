@@ -1,1 +1,1 @@
-"""Output read as content, reasoning and calls of tools: pure state machines over text. `registry` knows them by name."""
+"""Parsers of outputs into content, reasoning and tool calls: pure state machines over text. `registry` lists them."""

@@ -1,18 +1,18 @@
-"""One parser behind another: what the first takes for content, the second reads."""
+"""Chain of parsers: the tool call parser reads the content of the reasoning parser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser
-from quintet.detokenizer_proc.parsers.thinking import LateClose, Thinking
+from quintet.detokenizer_proc.parsers.thinking import LateCloseFilter, Thinking
 from quintet.wire.channels import Channel
 
 
 class Chain:
-    """A parser of reasoning, then one of calls, then one that removes a closing mark that comes behind a call."""
+    """Reasoning parser, then tool call parser, then a filter for a closing mark that follows a call."""
 
-    def __init__(self, reasoning: Thinking, tools: Parser, late: LateClose) -> None:
+    def __init__(self, reasoning: Thinking, tools: Parser, late: LateCloseFilter) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._late = late
@@ -25,29 +25,29 @@ class Chain:
 
     def push(self, text: str) -> list[ChannelText]:
         """See `Parser`."""
-        return self._pass_on(self._reasoning.push(text))
+        return self._forward(self._reasoning.push(text))
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
         """See `Parser`."""
-        found = self._pass_on(self._reasoning.finish(is_cut=is_cut))
-        told = self._tools.finish(is_cut=is_cut)
-        found += told if self._reasoning.broken_off_at is None else self._without_close(told)
+        found = self._forward(self._reasoning.finish(is_cut=is_cut))
+        parsed = self._tools.finish(is_cut=is_cut)
+        found += parsed if self._reasoning.content_before_break is None else self._filter_close(parsed)
         return found + self._late.finish(is_cut=is_cut)
 
-    def _pass_on(self, pieces: Iterable[ChannelText]) -> list[ChannelText]:
+    def _forward(self, pieces: Iterable[ChannelText]) -> list[ChannelText]:
         found: list[ChannelText] = []
         for piece in pieces:
             if piece.channel is not Channel.CONTENT:
                 found.append(piece)
                 continue
-            at = self._reasoning.broken_off_at
-            is_behind = at is not None and self._num_content >= at
+            at = self._reasoning.content_before_break
+            is_after_break = at is not None and self._num_content >= at
             self._num_content += len(piece.text)
-            told = self._tools.push(piece.text)
-            found += self._without_close(told) if is_behind else told
+            parsed = self._tools.push(piece.text)
+            found += self._filter_close(parsed) if is_after_break else parsed
         return found
 
-    def _without_close(self, pieces: list[ChannelText]) -> list[ChannelText]:
+    def _filter_close(self, pieces: list[ChannelText]) -> list[ChannelText]:
         found: list[ChannelText] = []
         for piece in pieces:
             found += self._late.push(piece.text) if piece.channel is Channel.CONTENT else [piece]

@@ -1,7 +1,7 @@
-"""Which parsers read the answers of a model, by the marks that its chat template writes.
+"""Automatic choice of a model's parsers by the marks in its chat template.
 
-A template shows past calls and reasoning to the model as the model is to write them, so its marks name the format. Of
-several rows that fit the first counts: the marks of later ones are more common.
+A template renders past calls and reasoning in the model's format, so its marks identify the format. The first matching
+row wins; later rows have more common marks.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _REASONING: Sequence[tuple[str, Signs]] = (
 
 
 def tools_by(template: str) -> str:
-    """Return the name of the parser of calls that a chat template speaks of; empty for none."""
+    """Return the name of the tool call parser for a chat template; empty for none."""
     return _first(_TOOLS, template)
 
 
 def reasoning_by(template: str) -> str:
-    """Return the name of the reasoning parser that a chat template speaks of; empty for none."""
+    """Return the name of the reasoning parser for a chat template; empty for none."""
     return _first(_REASONING, template)
 
 

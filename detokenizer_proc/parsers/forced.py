@@ -1,6 +1,6 @@
-"""How calls are written that a request insists on, in each format; and what stands around reasoning.
+"""Syntax of required tool calls per format, and the marks of reasoning, for structured output.
 
-Formats whose arguments are not JSON are not enforced: calls are then written as `hermes` reads them, and read by it.
+Formats with arguments other than JSON cannot be enforced. Their required calls use the `hermes` format and parser.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ FORCED: dict[str, ForcedCalls] = {
 
 
 def forced_calls(reasoning: str, tools: str) -> ForcedCalls:
-    """Return how calls are written for a model of these formats (empty: none)."""
+    """Return the syntax of required calls for a model with these parsers (empty: none)."""
     if isinstance(REASONING.get(reasoning), HarmonyFormat):
         return FORCED["openai"]
     return FORCED.get(tools, _HERMES)
 
 
 def think_marks(reasoning: str) -> ThinkMarks | None:
-    """Return what stands around reasoning of this format; None for none."""
+    """Return the marks around reasoning of this format; None without a reasoning parser."""
     form = REASONING.get(reasoning)
     if form is None:
         return None

@@ -1,4 +1,4 @@
-"""OpenAI's harmony: messages with headers, which say by channel and recipient what their text is.
+"""OpenAI's harmony format: messages with headers; channel and recipient give the type of the text.
 
 <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
 <|message|>{…}<|call|>
@@ -19,7 +19,7 @@ MAX_HEADER = 4 * MAX_NAME
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
 _BUILT_IN = frozenset({"browser", "container", "python"})
-"""Tools that the model was trained to use in its reasoning, and that nobody here has."""
+"""Tools that the model was trained to use in its reasoning; the server does not have them."""
 _HEADER = re.compile(
     r"(<\|start\|>)?\s*(assistant)?\s*(to=[^\s<]+)?\s*(<\|channel\|>\s*(analysis|commentary|final))?\s*(to=[^\s<]+)?\s*"
     r"(<\|constrain\|>)?\s*(json|code|text)?\s*"
@@ -28,30 +28,30 @@ _HEADER_BEGINS = Marks(CHANNEL, START, MESSAGE, "to=")
 _HEADER_ENDS = Marks(MESSAGE, START, *ENDS)
 _MESSAGE_ENDS = Marks(START, *ENDS)
 _REASONING_ENDS = Marks(START, CHANNEL, *ENDS)
-"""Reasoning that was not closed ends with the next header, although its beginning is left out."""
+"""Unclosed reasoning ends at the next header, even without the header's start mark."""
 _MESSAGE_BEGINS = Marks(START, CHANNEL, *ENDS)
 
 
 class Harmony(Machine):
-    """Reads messages as they come; what has no header, or a header that nothing follows, is content."""
+    """Parses messages incrementally. Text without a header, and a header without a message, are content."""
 
     marks = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS})
 
     def __init__(self, *, with_reasoning: bool, with_calls: bool) -> None:
-        """What is not asked for is content."""
+        """Reasoning or calls that are not enabled are content."""
         super().__init__(Harmony._first)
         self._with_reasoning = with_reasoning
         self._with_calls = with_calls
         self._header = ""
         self._num_calls = 0
-        self._is_empty = True  # whether nothing of the message's text was told
-        self._told: set[Channel] = set()
+        self._is_empty = True  # no text of the message was emitted
+        self._used_channels: set[Channel] = set()
         self._prose = Prose(Channel.CONTENT, leading=False)
 
     def _first(self) -> bool:
-        """The prompt has begun the first header, if the model knows of headers at all."""
+        """Read the first header, which the prompt may have begun."""
         text = self._text.lstrip()
-        self._say(self._text[: len(self._text) - len(text)])
+        self._emit_prose(self._text[: len(self._text) - len(text)])
         self._text = text
         mark = _HEADER_BEGINS.at_start(text) if text else ""
         if mark == "" and not self._over:
@@ -65,10 +65,10 @@ class Harmony(Machine):
             self._text = ""
         if self._over and not mark:
             before, self._text = before + self._text, ""
-        self._say(before)
+        self._emit_prose(before)
         if not mark:
             if self._over:
-                self._tell(self._prose.channel, self._prose.end())
+                self._emit(self._prose.channel, self._prose.end())
             return False
         self._prose.at_mark()
         if mark not in ENDS:
@@ -80,10 +80,10 @@ class Harmony(Machine):
         before, mark, rest = _HEADER_ENDS.split(self._text)
         if self._over and not mark:
             before, rest = before + rest, ""
-        room = MAX_HEADER - len(self._header)
-        if len(before) > room:
-            self._header, self._text = self._header + before[: room + 1], self._text[room + 1 :]
-            return self._speak_header()
+        num_free = MAX_HEADER - len(self._header)
+        if len(before) > num_free:
+            self._header, self._text = self._header + before[: num_free + 1], self._text[num_free + 1 :]
+            return self._emit_header()
         self._header += before
         self._text = rest
         if mark == MESSAGE:
@@ -93,32 +93,31 @@ class Harmony(Machine):
             self._state = Harmony._outside
             return True
         if mark in ENDS or (self._over and not mark):
-            return self._speak_header()
+            return self._emit_header()
         if mark and self._header not in {"", START}:
-            self._speak_header()
+            self._emit_header()
         if mark:
             self._header, self._state = mark, Harmony._in_header
         return bool(mark)
 
-    def _speak_header(self) -> bool:
-        """Nothing follows the header: what it says is content."""
+    def _emit_header(self) -> bool:
+        """Emit a header without a message as content."""
         self._prose = Prose(Channel.CONTENT, leading=True)
-        self._say(self._header)
+        self._emit_prose(self._header)
         self._state = Harmony._outside
         return True
 
     def _begin_message(self) -> None:
-        if (
-            _HEADER.fullmatch(" ".join(self._header.split())) is None
-        ):  # runs of blanks would be tried in every split
-            self._speak_header()
+        # collapse blanks first: the pattern would try every split of a run of blanks
+        if _HEADER.fullmatch(" ".join(self._header.split())) is None:
+            self._emit_header()
         recipient = _RECIPIENT.search(self._header)
         is_built_in = recipient is not None and recipient[1].partition(".")[0] in _BUILT_IN
         is_analysis = CHANNEL + "analysis" in self._header
         self._is_empty = True
         if recipient is not None and not is_built_in and self._with_calls:
             name = recipient[1].removeprefix(_FUNCTIONS) or recipient[1]
-            self._tell(Channel.NAME, name, self._num_calls)
+            self._emit(Channel.NAME, name, self._num_calls)
             self._num_calls += 1
             channel = Channel.ARGUMENTS
         elif (is_analysis or is_built_in) and self._with_reasoning:
@@ -135,13 +134,13 @@ class Harmony(Machine):
         if self._over and not mark:
             before, rest = before + rest, ""
         self._text = rest
-        self._say(before)
+        self._emit_prose(before)
         if not mark:
             if self._over:
-                self._tell(self._prose.channel, self._prose.end(), self._call_of_message())
+                self._emit(self._prose.channel, self._prose.end(), self._call_of_message())
             return False
         if self._is_empty and self._prose.channel is Channel.ARGUMENTS:
-            self._tell(Channel.ARGUMENTS, "{}", self._call_of_message())
+            self._emit(Channel.ARGUMENTS, "{}", self._call_of_message())
         self.is_reasoning = False
         self._prose = Prose(Channel.CONTENT, leading=True)
         self._header = mark
@@ -151,14 +150,14 @@ class Harmony(Machine):
     def _call_of_message(self) -> int:
         return self._num_calls - 1 if self._prose.channel is Channel.ARGUMENTS else 0
 
-    def _say(self, text: str) -> None:
-        """Tell text of the message; messages of one channel are lines."""
+    def _emit_prose(self, text: str) -> None:
+        """Emit text of the message. Messages of one channel are separated by newlines."""
         channel = self._prose.channel
         text = self._prose.take(text)
         if not text:
             return
-        if self._is_empty and channel in self._told and channel is not Channel.ARGUMENTS:
-            self._tell(channel, "\n")
+        if self._is_empty and channel in self._used_channels and channel is not Channel.ARGUMENTS:
+            self._emit(channel, "\n")
         self._is_empty = False
-        self._told.add(channel)
-        self._tell(channel, text, self._call_of_message())
+        self._used_channels.add(channel)
+        self._emit(channel, text, self._call_of_message())

@@ -1,7 +1,7 @@
-"""JSON that comes in pieces: where a value ends, and what an object says that describes a call.
+"""Streaming JSON scanner: finds the end of a value, and the name and arguments in an object that describes a call.
 
-Models write JSON that is not quite JSON. Nothing here checks values: they are passed on as written, and end where their
-brackets and quotes do, or at a ``<``, which JSON has only in strings and marks begin with.
+Models write JSON with errors, so values are not validated but copied. A value ends with its brackets or quotes, or at a
+``<``: it begins a mark, and JSON allows it only in strings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_BLANK = re.compile(r"\S")
 
 
 def unquoted(text: str) -> str:
-    """Return what a JSON string stands for; a broken one stands for what is between its quotes."""
+    """Decode a JSON string; for an invalid one, return the text between its quotes."""
     try:
         found = json.loads(text, strict=False)
     except ValueError:
@@ -31,17 +31,17 @@ def unquoted(text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return a text that has an encoding: halves of characters, which escapes can write, are replaced."""
+    """Replace lone surrogates, which escapes can produce and UTF-8 cannot encode."""
     return _SURROGATES.sub("\ufffd", text)
 
 
 def quoted(text: str) -> str:
-    """Return the JSON string that stands for a text."""
+    """Encode a text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 class JsonValue:
-    """Where one value ends. Begins with its first character."""
+    """Finds the end of one value. ``first`` is its first character."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_is_nested", "is_over", "is_string")
 
@@ -55,11 +55,11 @@ class JsonValue:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it is a number or a word."""
+        """True for a number or a literal name."""
         return not (self.is_string or self._is_nested)
 
     def read(self, text: str) -> int:
-        """Read on; return how many characters belong to the value. It may be over."""
+        """Read text; return the number of characters of the value. Sets `is_over` at its end."""
         if self.is_scalar:
             end = _SCALAR_END.search(text)
             self.is_over = end is not None
@@ -104,44 +104,44 @@ KNOWN_KEYS = NAME_KEYS | ARGUMENT_KEYS | {"id", "index", "type"}
 
 
 class CallObject:
-    """An object that describes a call: its name under one key, its arguments under another, in either order.
+    """An object that describes a call: name and arguments under two keys, in any order.
 
-    ``{"function": {…}}`` around it, as OpenAI has it, is passed over.
+    OpenAI's ``{"function": {…}}`` around it is skipped.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.has_arguments = False
-        """Whether arguments have begun."""
+        """True once the arguments have begun."""
         self.is_over = False
         self.is_broken = False
-        """It is over too, and this cannot describe a call."""
+        """True if the object cannot describe a call; then `is_over` is set too."""
         self._expects = _Expects.OPENING
         self._depth = 0
         self._value = JsonValue('"')
-        self._parts: list[str] = []  # of the key or value that is read
+        self._parts: list[str] = []  # of the current key or value
         self._num_held = 0
         self._key = ""
         self._fresh: list[str] = []
-        self._aside: list[str] = []
+        self._extra: list[str] = []
 
     @property
     def describes_call(self) -> bool:
-        """Whether it has a name and the key of arguments, so far as it is read."""
+        """True if the object so far has a name and the key of the arguments."""
         return self.name is not None and self._key in ARGUMENT_KEYS
 
     @property
-    def aside(self) -> str:
-        """What it says that no call does."""
-        return "".join(self._aside)
+    def extra(self) -> str:
+        """Text of keys and values that are not part of a call."""
+        return "".join(self._extra)
 
     def take_arguments(self) -> str:
-        """Return what is new of the arguments."""
+        """Return and clear the new text of the arguments."""
         fresh, self._fresh = self._fresh, []
         return "".join(fresh)
 
     def read(self, text: str) -> int:
-        """Read on; return how many characters belong to the object."""
+        """Read text; return the number of characters of the object."""
         at = 0
         while at < len(text) and not self.is_over:
             if self._expects in {_Expects.KEY_TEXT, _Expects.VALUE_TEXT}:
@@ -154,12 +154,12 @@ class CallObject:
         return at
 
     def end(self) -> None:
-        """No more text comes: let go of the arguments that are held."""
+        """End the text and release the held arguments."""
         if self._expects is _Expects.VALUE_TEXT and self._key in ARGUMENT_KEYS:
             self._end_arguments()
 
     def _read_sign(self, sign: str, at: int) -> int:
-        """Read a character of the object's own; return where reading goes on."""
+        """Read a structural character; return the next position."""
         match self._expects:
             case _Expects.OPENING if sign == "{":
                 self._expects, self._depth = _Expects.KEY, self._depth + 1
@@ -197,17 +197,17 @@ class CallObject:
         part = text[at : at + num_chars]
         is_key = self._expects is _Expects.KEY_TEXT
         if is_key or self._key in NAME_KEYS:
-            room = MAX_NAME - self._num_held
-            if num_chars > room:
+            num_free = MAX_NAME - self._num_held
+            if num_chars > num_free:
                 self._break()
-                return at + room + 1
+                return at + num_free + 1
             self._num_held += num_chars
             self._parts.append(part)
         elif self._key in ARGUMENT_KEYS:
             held = self._value.is_string or self._value.is_scalar
             (self._parts if held else self._fresh).append(part)
         elif self._key not in KNOWN_KEYS:
-            self._aside.append(part)
+            self._extra.append(part)
         if self._value.is_over:
             self._end_text(is_key)
         return at + num_chars
@@ -218,9 +218,9 @@ class CallObject:
             self._expects = _Expects.COLON
             is_repeated = self.name is not None if self._key in NAME_KEYS else self.has_arguments
             if self._key not in KNOWN_KEYS:
-                self._aside += [*self._parts, ": "]
+                self._extra += [*self._parts, ": "]
             elif is_repeated and self._key in NAME_KEYS | ARGUMENT_KEYS:
-                self._aside += self._parts
+                self._extra += self._parts
                 self._break()
             return
         if self._key in NAME_KEYS:
@@ -232,7 +232,7 @@ class CallObject:
         self._expects = _Expects.COMMA
 
     def _end_arguments(self) -> None:
-        """Arguments that are a string are what it says; none at all are an empty object."""
+        """Complete the arguments: decode a string, and replace null by an empty object."""
         held, self._parts = "".join(self._parts), []
         if self._value.is_string:
             held = unquoted(held)

@@ -1,4 +1,4 @@
-"""Calls written like code: ``name(key=value)`` of Python, ``call:name{key:value}`` of Gemma."""
+"""Tool calls written like code: Python's ``name(key=value)``, Gemma's ``call:name{key:value}``."""
 
 from __future__ import annotations
 
@@ -15,74 +15,74 @@ _PART_OF_KEY = re.compile(r"\s*(?:[A-Za-z_]\w*\s*)?=?")
 
 @dataclass(frozen=True, slots=True)
 class LiteralFormat:
-    """How a model writes calls."""
+    """Syntax of a model's calls."""
 
     begins: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     is_bare: bool = False
-    """Whether a list of calls may begin a line without any mark."""
+    """A list of calls may begin a line without a mark."""
     prefix: str = ""
-    """What stands before a name."""
+    """Text before a name."""
     opening: str = "("
     notation: Notation = PYTHON
 
     @property
     def marks(self) -> frozenset[str]:
-        """Special tokens that must be seen."""
+        """Special tokens that the parser must see as text."""
         quotes = () if self.notation.has_escapes else self.notation.quotes
         return frozenset({*self.begins, *self.ends, *quotes})
 
 
 class LiteralCalls(ListReader):
-    """Reads calls of a `LiteralFormat`."""
+    """Parses calls of a `LiteralFormat`."""
 
     def __init__(self, form: LiteralFormat) -> None:
         super().__init__(form.begins, form.ends, ",", is_bare=form.is_bare)
         self._form = form
         self._values = Literals(form.notation)
-        self._needs_list = form.is_bare
+        self._requires_list = form.is_bare
 
-    def _meet(self, mark: str) -> bool:
-        self._needs_list = mark == "\n"
-        return super()._meet(mark)
+    def _on_mark(self, mark: str) -> bool:
+        self._requires_list = mark == "\n"
+        return super()._on_mark(mark)
 
-    def _begun(self) -> bool:
-        """Read the beginning of a list, or of a call, up to where it certainly is one."""
+    def _read_start(self) -> bool:
+        """Read the beginning of a list or a call until it is certain to be a call."""
         if not self._skip_blanks():
-            return self._refuse() if self._over else False
+            return self._reject() if self._over else False
         form = self._form
         if self._text[0] == "[" and not self._is_list:
             self._take(1)
             self._is_list = True
             return True
-        if self._needs_list and not self._is_list:
-            return self._refuse()
+        if self._requires_list and not self._is_list:
+            return self._reject()
         text = self._text
         if not text.startswith(form.prefix):
-            return False if form.prefix.startswith(text) and not self._over else self._refuse()
+            return False if form.prefix.startswith(text) and not self._over else self._reject()
         match = _NAME.match(text, len(form.prefix))
         end = len(form.prefix) if match is None else match.end()
         if end == len(text):
-            return self._refuse() if self._over or end > MAX_NAME else False
+            return self._reject() if self._over or end > MAX_NAME else False
         if match is None or text[end] != form.opening or end > MAX_NAME:
-            return self._refuse()
+            return self._reject()
         if form.opening == "(":
             key = _KEY.match(text, end + 1)
             if key is None or (key["end"] is None and key.end() == len(text)):  # "=" may become "=="
                 part = _PART_OF_KEY.match(text, end + 1)
                 may_be = part is not None and part.end() == len(text) and len(text) - end <= MAX_NAME
-                return False if may_be and not self._over else self._refuse()
+                return False if may_be and not self._over else self._reject()
             if key.end() - end > MAX_NAME:
-                return self._refuse()
+                return self._reject()
         self._take(end + 1)
-        self._announce(text[len(form.prefix) : end])
+        self._start_call(text[len(form.prefix) : end])
         self._is_inside = self._is_list
-        self._argue("{")
+        self._emit_arguments("{")
         self._values = Literals(form.notation)
         self._state = LiteralCalls._in_call
         return True
 
     def _in_call(self) -> bool:
         self._take(self._values.read(self._text, is_last=self._over))
-        self._argue(self._values.take())
+        self._emit_arguments(self._values.take())
         return self._end_once(self._values.is_over)

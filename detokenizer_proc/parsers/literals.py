@@ -1,6 +1,6 @@
-"""Values as Python or Gemma write them, turned into JSON while they come.
+"""Streaming conversion of Python's or Gemma's literals to JSON.
 
-Whatever is no value of the notation becomes a string, so the JSON is whole where brackets and quotes are.
+An invalid value becomes a string, so the JSON is valid if brackets and quotes are balanced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_NUMBER = 64
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How values are written."""
+    """Syntax of values."""
 
     quotes: tuple[str, ...]
     has_escapes: bool
@@ -38,7 +38,7 @@ GEMMA = Notation(("<escape>", '<|"|>'), has_escapes=False)
 
 
 def json_word(word: str) -> str:
-    """Return the JSON of a bare word: a number, a constant, or the string it is."""
+    """Convert a bare word to JSON: a number, a constant, or a string."""
     if word in _WORDS:
         return _WORDS[word]
     if len(word) <= MAX_NUMBER and (word[:1].isdigit() or word[:1] in {"-", "+", "."}):
@@ -59,28 +59,28 @@ def json_word(word: str) -> str:
 
 
 class Literals:
-    """The inside of a call's brackets or braces, with keys, as the inside of a JSON object's braces and its closing one."""
+    """Converts a call's arguments, without the opening bracket, to a JSON object without the opening brace."""
 
     def __init__(self, notation: Notation) -> None:
         self.is_over = False
         self._notation = notation
         self._quotes = Marks(*notation.quotes)
-        self._quote: Marks | None = None  # the one that ends the string that is read
+        self._quote: Marks | None = None  # end of the current string
         self._closers = ["}"]
         self._wants_key = True
-        self._has_value = False  # whether the item that is read has one
+        self._has_value = False  # of the current item
         self._has_key = False
-        self._comma = False  # whether one is due before the next item
+        self._comma = False  # write a comma before the next item
         self._word = ""
         self._out: list[str] = []
 
     def take(self) -> str:
-        """Return what is new of the JSON."""
+        """Return and clear the new JSON text."""
         out, self._out = self._out, []
         return "".join(out)
 
     def read(self, text: str, *, is_last: bool = False) -> int:
-        """Read on; return how many characters were understood: the others must come again, with more.
+        """Read text; return the number of consumed characters. The caller passes the rest again with more text.
 
         ``is_last``: no more text comes.
         """
@@ -133,7 +133,7 @@ class Literals:
         if length == 1:
             following = text[at + 1 : at + 3]
             if len(following) < 2 and following in {"", quote} and not is_last:
-                return 0  # may begin a long string
+                return 0  # may begin a triple-quoted string
             if following == quote * 2:
                 quote *= 3
         self._begin_item()
@@ -179,7 +179,7 @@ class Literals:
         return 2 + num_digits
 
     def _begin_item(self) -> None:
-        """Write what stands before a value or a key."""
+        """Write the separator before a value or a key."""
         if self._comma:
             self._out.append(", ")
             self._comma = False
@@ -203,7 +203,7 @@ class Literals:
         self._wants_key = self._has_key = self._has_value = False
 
     def _end_item(self) -> None:
-        """End a value; a key without one gets null."""
+        """End a value; a key without a value gets null."""
         self._end_word()
         if self._closers[-1] == "}":
             if self._wants_key and self._has_key:

@@ -1,6 +1,6 @@
-"""The engine under every parser: text that is not consumed yet, a state that consumes it, pieces that came of it.
+"""Base state machine of the parsers: unread text, a state that consumes it, and the emitted pieces.
 
-Whitespace beside a mark belongs to the mark: a model puts it there because its template does.
+Whitespace next to a mark belongs to the mark, because chat templates put it there.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from quintet.detokenizer_proc.parsers.pieces import ChannelText
 from quintet.wire.channels import Channel
 
 MAX_NAME = 256
-"""Characters of a function's name or of a parameter's: what is longer is none, so little is ever held back."""
+"""Characters of a function's or parameter's name; a longer name is invalid, which bounds the text held back."""
 
 
 class Machine:
     """A state machine over text.
 
-    A state is a function of the machine that consumes from ``_text`` and returns whether the state it left behind should
-    go on at once; False waits for more text. With ``_over`` there will be none: it consumes all or changes the state.
+    A state is a method that consumes from ``_text`` and may set the next state. It returns True to run the next state
+    at once, or False to wait for more text. If ``_over``, no more text comes: a state consumes all of it or changes the
+    state.
     """
 
     def __init__(self, state: Callable[..., bool]) -> None:
@@ -46,24 +47,24 @@ class Machine:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def _tell(self, channel: Channel, text: str, call: int = 0) -> None:
+    def _emit(self, channel: Channel, text: str, call: int = 0) -> None:
         if text:
             self._pieces.append(ChannelText(channel, call, text))
 
 
 class Prose:
-    """Text of one channel between marks: what stands at its ends and is blank is left out beside a mark."""
+    """Text of one channel between marks. Whitespace next to a mark is removed."""
 
     __slots__ = ("_blank", "_leading", "channel")
 
     def __init__(self, channel: Channel, *, leading: bool) -> None:
-        """``leading``: a mark has just ended, so blanks that come first are left out."""
+        """``leading``: a mark precedes the text, so leading whitespace is removed."""
         self.channel = channel
         self._blank: list[str] = []
         self._leading = leading
 
     def take(self, text: str) -> str:
-        """Return what can be told: blanks at the end wait for what follows."""
+        """Return the text to emit. Trailing whitespace is held back until the next text."""
         if self._leading:
             text = text.lstrip()
             if not text:
@@ -78,20 +79,20 @@ class Prose:
         return kept
 
     def at_mark(self) -> None:
-        """Forget blanks before a mark, and leave out those that follow it."""
+        """Drop the whitespace before a mark, and remove the whitespace after it."""
         self._blank, self._leading = [], True
 
     def end(self) -> str:
-        """Return the blanks at the end of the whole text."""
+        """Return the trailing whitespace at the end of the output."""
         blank, self._blank = "".join(self._blank), []
         return blank
 
 
 class CallReader(Machine):
-    """Content with calls in it, each begun by a mark. Subclasses read what follows the mark.
+    """Parses content with calls, each begun by a mark. Subclasses read the text after the mark.
 
-    What is consumed from the mark on is kept in ``_raw`` until it certainly is a call (`_announce`) or certainly none
-    (`_refuse`): then it is content.
+    Text consumed from the mark on is kept in ``_raw`` until it is certain to be a call (`_start_call`). If it is no call
+    (`_reject`), it becomes content.
     """
 
     def __init__(self, begins: Marks, state: Callable[..., bool] | None = None) -> None:
@@ -100,40 +101,40 @@ class CallReader(Machine):
         self._prose = Prose(Channel.CONTENT, leading=False)
         self._num_calls = 0
         self._expects_calls = False
-        """Whether the output has a call, or a mark that stands around several."""
+        """True once the output has a call, or a mark around a group of calls."""
         self._raw: list[str] = []
         self._is_raw = False
 
     def _content(self) -> bool:
         before, mark, self._text = self._begins.split(self._text)
         if mark:
-            self._say(before)
-            return self._meet(mark)
+            self._emit_prose(before)
+            return self._on_mark(mark)
         if self._is_cut and self._text and (self._expects_calls or self._begins.is_half(self._text)):
-            self._say(before)
+            self._emit_prose(before)
             return self._drop()
         if self._over:
             before, self._text = before + self._text, ""
-        self._say(before)
+        self._emit_prose(before)
         if self._over:
-            self._tell(Channel.CONTENT, self._prose.end())
+            self._emit(Channel.CONTENT, self._prose.end())
         return False
 
-    def _meet(self, mark: str) -> bool:
-        """Go on behind a mark in the content."""
+    def _on_mark(self, mark: str) -> bool:
+        """Handle a mark in the content."""
         self._attempt(mark)
-        self._state = type(self)._begun
+        self._state = type(self)._read_start
         return True
 
-    def _begun(self) -> bool:
-        """Read what follows the mark that begins a call."""
+    def _read_start(self) -> bool:
+        """Read the text after the mark that begins a call."""
         raise NotImplementedError
 
-    def _say(self, text: str) -> None:
-        self._tell(Channel.CONTENT, self._prose.take(text))
+    def _emit_prose(self, text: str) -> None:
+        self._emit(Channel.CONTENT, self._prose.take(text))
 
     def _attempt(self, consumed: str) -> None:
-        """Remember what is consumed from here on: it may turn out to be no call."""
+        """Start to record consumed text, which may turn out to be no call."""
         self._raw, self._is_raw = [consumed], True
 
     def _take(self, num_chars: int) -> str:
@@ -144,50 +145,50 @@ class CallReader(Machine):
         return taken
 
     def _skip_blanks(self) -> bool:
-        """Consume blanks; return whether there is something else."""
+        """Consume whitespace; return whether other text remains."""
         rest = self._text.lstrip()
         if len(rest) < len(self._text):
             self._take(len(self._text) - len(rest))
         return bool(rest)
 
-    def _announce(self, name: str) -> None:
-        """It is a call: tell its name."""
+    def _start_call(self, name: str) -> None:
+        """Accept a call and emit its name."""
         self._raw, self._is_raw = [], False
         self._prose.at_mark()
-        self._tell(Channel.NAME, name, self._num_calls)
+        self._emit(Channel.NAME, name, self._num_calls)
         self._num_calls += 1
         self._expects_calls = True
 
-    def _argue(self, text: str) -> None:
-        self._tell(Channel.ARGUMENTS, text, self._num_calls - 1)
+    def _emit_arguments(self, text: str) -> None:
+        self._emit(Channel.ARGUMENTS, text, self._num_calls - 1)
 
-    def _is_begun_call(self) -> bool:
-        """Whether what was consumed can hardly be anything but the beginning of a call."""
+    def _is_partial_call(self) -> bool:
+        """Return whether the consumed text is very likely the beginning of a call."""
         return bool(self._raw and self._raw[0])
 
     def _drop(self) -> bool:
-        """Leave out what is left of a call, or of the marks around it, that the end of the output cut off."""
+        """Drop the rest of a call, or of a mark, that the end of the output truncated."""
         self._text = ""
         self._prose.at_mark()
         return self._return()
 
-    def _refuse(self) -> bool:
-        """It is no call: what was consumed of it is content, and so is what follows."""
-        if self._is_cut and self._is_begun_call():
+    def _reject(self) -> bool:
+        """Reject the call: the consumed text and the text after it are content."""
+        if self._is_cut and self._is_partial_call():
             return self._drop()
         raw, self._raw, self._is_raw = "".join(self._raw), [], False
-        self._say(raw)
+        self._emit_prose(raw)
         return self._return()
 
     def _return(self) -> bool:
-        """Go on with content."""
+        """Return to reading content."""
         self._raw, self._is_raw = [], False
         self._state = type(self)._content
         return True
 
 
 class ListReader(CallReader):
-    """Calls that may stand in a list, one behind the other. Subclasses read each (`_begun`), and then go on with `_after`."""
+    """Parses calls that may be in a list. Subclasses read each call (`_read_start`) and continue with `_after`."""
 
     def __init__(
         self,
@@ -197,36 +198,36 @@ class ListReader(CallReader):
         *,
         is_bare: bool,
     ) -> None:
-        """separators: what may stand between two calls; ``{`` belongs to the second. is_bare: lines may begin with a call."""
+        """``separators``: characters between two calls; ``{`` belongs to the second. ``is_bare``: a line may begin a call."""
         super().__init__(Marks(*begins, *(("\n",) if is_bare else ())))
         self._ends = Marks(*ends)
         self._separators = separators
         self._is_list = False
         self._is_inside = False
-        """Whether another call may follow without a mark."""
+        """True if another call may follow without a mark."""
         if is_bare:
             self._attempt("")
-            self._state = type(self)._begun
+            self._state = type(self)._read_start
 
-    def _is_begun_call(self) -> bool:
-        return self._is_inside or super()._is_begun_call()
+    def _is_partial_call(self) -> bool:
+        return self._is_inside or super()._is_partial_call()
 
-    def _meet(self, mark: str) -> bool:
+    def _on_mark(self, mark: str) -> bool:
         if mark == "\n":
-            self._say(mark)
+            self._emit_prose(mark)
             mark = ""
         self._is_list = self._is_inside = False
-        return super()._meet(mark)
+        return super()._on_mark(mark)
 
     def _end_once(self, is_read: bool) -> bool:
-        """Go on behind a call once it ``is_read``, or where the output ends in it."""
+        """Continue after a call once it ``is_read``, or when the output ends within it."""
         if not (is_read or self._over):
             return False
         self._state = type(self)._after
         return True
 
     def _after(self) -> bool:
-        """Read what follows a call: another one, the end of a list, a mark, or content."""
+        """Read the text after a call: another call, the end of a list, a mark, or content."""
         if not self._skip_blanks():
             return self._return() if self._over else False
         sign = self._text[0]
@@ -234,7 +235,7 @@ class ListReader(CallReader):
             self._attempt("")
             if sign != "{":
                 self._take(1)
-            self._state = type(self)._begun
+            self._state = type(self)._read_start
             return True
         if sign == "]" and self._is_list:
             self._take(1)

@@ -1,4 +1,4 @@
-"""Finding marks in text that comes in pieces."""
+"""Streaming search for marks (fixed strings)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 class Marks:
-    """A set of marks, none of which lies in another: then the one that begins first also ends first, however text is cut."""
+    """A set of marks, none a substring of another: so the mark that begins first also ends first, for any chunking."""
 
     def __init__(self, *marks: str) -> None:
         for mark in marks:
@@ -20,9 +20,9 @@ class Marks:
         self._longest = max(map(len, marks), default=0)
 
     def split(self, text: str) -> tuple[str, str, str]:
-        """Return the text before the first mark, the mark, and what follows it.
+        """Return the text before the first mark, the mark, and the text after it.
 
-        Without a mark: what certainly is before any, an empty mark, and what may begin one.
+        Without a mark: the text that precedes any mark, an empty mark, and a suffix that may begin one.
         """
         match = self._found.search(text)
         if match is not None:
@@ -35,14 +35,14 @@ class Marks:
         return text, "", ""
 
     def is_half(self, text: str) -> bool:
-        """Whether ``text`` is the beginning of a mark that is no word, and at least half of it."""
+        """Return whether ``text`` is at least half of a mark, from its beginning. Marks that are words do not count."""
         return any(
             mark.startswith(text) and 2 * len(text) >= len(mark) and not mark[0].isalnum()
             for mark in self.marks
         )
 
     def at_start(self, text: str) -> str | None:
-        """Return the mark that ``text`` begins with; empty while it may yet become one, None when there is none."""
+        """Return the mark at the start of ``text``; empty if ``text`` may become one; None otherwise."""
         match = self._found.match(text)
         if match is not None:
             return match[0]

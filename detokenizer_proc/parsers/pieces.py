@@ -1,4 +1,4 @@
-"""What a parser makes of text, and what every parser promises."""
+"""Output type and interface of parsers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quintet.wire.channels import Channel
 
 
 class ChannelText(NamedTuple):
-    """Some text of one channel. Texts are never empty; a name comes whole, before its call's arguments."""
+    """Text of one channel, never empty. A name is emitted whole, before its call's arguments."""
 
     channel: Channel
     call: int
@@ -18,25 +18,25 @@ class ChannelText(NamedTuple):
 
 
 class Parser(Protocol):
-    """Reads one output as it comes.
+    """Incremental parser of one output.
 
-    What has been told after some text depends on that text alone, not on how it was cut. Nothing raises, and no text is
-    lost: what looks like a call and is none is content. Markup of a call that the end of the output cuts off is left out.
+    The emitted text depends only on the text read, not on its chunking. Parsers do not raise and lose no text: an
+    invalid call is content. Markup of a call that the end of the output truncates is dropped.
     """
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text read last belongs to the reasoning."""
+        """True if the last text belongs to the reasoning."""
 
     def push(self, text: str) -> list[ChannelText]:
-        """Read on; return what has become certain."""
+        """Read text; return the parsed pieces that are final."""
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """End the text; return what was held back. ``is_cut``: a limit ended the output, not the model."""
+        """End the text; return the pieces held back. ``is_cut``: a limit ended the output, not the model."""
 
 
 def joined(pieces: Iterable[ChannelText]) -> list[ChannelText]:
-    """Return the pieces with neighbours of one channel and call made one."""
+    """Merge adjacent pieces of the same channel and call."""
     found: list[ChannelText] = []
     for piece in pieces:
         if found and found[-1][:2] == piece[:2] and piece.channel is not Channel.NAME:

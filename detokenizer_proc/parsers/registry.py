@@ -1,6 +1,6 @@
-"""The parsers by name: which formats there are, and what is built for a request.
+"""Registry of parsers by name, and construction of a request's parser.
 
-A format whose shape is known is a row here; another shape is a file beside this one.
+A format of a known type is one entry. A new type of format needs a new module in this folder.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from quintet.detokenizer_proc.parsers.literals import GEMMA
 from quintet.detokenizer_proc.parsers.pieces import Parser
 from quintet.detokenizer_proc.parsers.schemas import Schemas
 from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat, TaggedCalls
-from quintet.detokenizer_proc.parsers.thinking import CallsWithin, LateClose, ThinkFormat, Thinking
+from quintet.detokenizer_proc.parsers.thinking import EmbeddedCalls, LateCloseFilter, ThinkFormat, Thinking
 from quintet.wire.config import CallIds
 
 
 @dataclass(frozen=True, slots=True)
 class HarmonyFormat:
-    """OpenAI's messages, which are one format for reasoning and calls."""
+    """OpenAI's harmony messages: one format for reasoning and calls."""
 
     marks: frozenset[str] = Harmony.marks
 
@@ -34,19 +34,19 @@ _CALL_ID = "[CALL_ID]"
 
 
 def _after_kind(head: str) -> str:
-    """DeepSeek's ``function<sep>name``, before a fence."""
+    """Return the name in DeepSeek's ``function<sep>name`` before a code fence."""
     kind, _, name = head.partition(_SEPARATOR)
     return name.strip().rstrip("`").rstrip() if kind.strip() == "function" else ""
 
 
 def _without_number(head: str) -> str:
-    """Kimi's ``functions.name:0``."""
+    """Return the name in Kimi's ``functions.name:0``."""
     name, _, number = head.strip().rpartition(":")
     return (name if name and number.isdecimal() else head.strip()).removeprefix("functions.")
 
 
 def _before_id(head: str) -> str:
-    """Mistral's ``name[CALL_ID]abc123456``."""
+    """Return the name in Mistral's ``name[CALL_ID]abc123456``."""
     return head.partition(_CALL_ID)[0].strip()
 
 
@@ -169,12 +169,12 @@ TOOLS: dict[str, ToolFormat] = {
 
 
 def needs_schemas(tools: str) -> bool:
-    """Whether arguments of this format have no types of their own, so that the tools' must be known."""
+    """Return whether arguments of this format are untyped, so that the parser needs the tools' schemas."""
     return isinstance(TOOLS.get(tools), TagFormat)
 
 
 def call_ids(tools: str) -> CallIds:
-    """Return what ids of calls the templates of models with this format want."""
+    """Return the kind of call ids that chat templates of this format require."""
     match tools:
         case "mistral":
             return "short"
@@ -185,21 +185,21 @@ def call_ids(tools: str) -> CallIds:
 
 
 def fit(reasoning: str, tools: str) -> bool:
-    """Whether two parsers (empty: none) can read one output."""
+    """Return whether two parsers (empty: none) can be combined for one output."""
     is_harmony = [isinstance(form, HarmonyFormat) for form in (REASONING.get(reasoning), TOOLS.get(tools))]
     return not (reasoning and tools) or is_harmony[0] == is_harmony[1]
 
 
 def marks_of(reasoning: str, tools: str) -> frozenset[str]:
-    """Return the special tokens whose text these parsers (empty: none) must see."""
+    """Return the special tokens that these parsers (empty: none) must see as text."""
     formats = (*([REASONING[reasoning]] if reasoning else ()), *([TOOLS[tools]] if tools else ()))
     return frozenset().union(*(form.marks for form in formats))
 
 
 def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
-    """Return a parser for one output, of one format or both.
+    """Build the parser of one output: reasoning, tool calls or both.
 
-    ``schemas`` is the JSON of the request's tools, ``prompt`` the end of what the output follows, with special tokens.
+    ``schemas`` is the JSON of the request's tools; ``prompt`` is the end of the prompt's text, with special tokens.
     """
     assert reasoning or tools
     thought = REASONING[reasoning] if reasoning else None
@@ -212,12 +212,12 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
     calls = _calls(form, types)
     if thought is None:
         return calls
-    within = CallsWithin(_begins(form), lambda: _calls(form, types))
-    return Chain(Thinking(thought, prompt, within), calls, LateClose(thought))
+    within = EmbeddedCalls(_begins(form), lambda: _calls(form, types))
+    return Chain(Thinking(thought, prompt, within), calls, LateCloseFilter(thought))
 
 
 def _begins(form: ToolFormat) -> frozenset[str]:
-    """Return what begins calls, or a group of them. Calls without a mark are not looked for in reasoning."""
+    """Return the marks that begin calls or groups of calls. Calls without a mark are not detected in reasoning."""
     match form:
         case JsonFormat():
             return frozenset((*form.begins, *form.around)) - frozenset(form.ends)

@@ -1,4 +1,4 @@
-"""What a request's tools say of their parameters' types, for formats whose arguments have none."""
+"""Parameter types from a request's tools, for formats with untyped arguments."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from quintet.detokenizer_proc.parsers.json_scan import encodable, quoted
 from quintet.detokenizer_proc.parsers.literals import PYTHON, Literals
 
 MAX_DEPTH = 8
-"""Nested alternatives that are looked into."""
+"""Maximum nesting of alternatives and references."""
 
 Types = frozenset[str]
 _COMBINED = ("anyOf", "oneOf", "allOf")
 
 
 class Schemas:
-    """The JSON types that each function's parameters may have."""
+    """JSON types of each function's parameters."""
 
     def __init__(self, tools: bytes) -> None:
-        """``tools`` is the request's list, as OpenAI has it; what cannot be read says nothing."""
+        """``tools`` is the request's list in OpenAI's format; invalid entries are ignored."""
         self._types: dict[str, dict[str, Types]] = {}
         try:
             listed = msgspec.json.decode(tools) if tools else []
@@ -39,12 +39,12 @@ class Schemas:
             }
 
     def types(self, function: str, parameter: str) -> Types:
-        """Return the types that a parameter may have; empty when nothing is known of it."""
+        """Return the allowed types of a parameter; empty if unknown."""
         return self._types.get(function, {}).get(parameter, frozenset())
 
 
 def json_of(text: str, types: Types) -> str:
-    """Return a parameter's text as JSON of one of the types; of any, when nothing is known."""
+    """Convert a parameter's text to JSON of one of the types, or of any type if ``types`` is empty."""
     trimmed = text.strip()
     if "string" in types:
         return "null" if trimmed == "null" and "null" in types else quoted(text)
@@ -64,7 +64,7 @@ def json_of(text: str, types: Types) -> str:
 
 
 def _from_python(text: str) -> str | None:
-    """Return a list or a dictionary of Python's as JSON."""
+    """Convert a Python list or dictionary to JSON; None if invalid."""
     reader = Literals(PYTHON)
     reader.read("value=" + text + ")", is_last=True)
     found = "{" + reader.take()
@@ -76,21 +76,21 @@ def _from_python(text: str) -> str | None:
 
 
 def _number(text: str) -> float:
-    """Return a number that JSON has: Python reads others, which parsers of clients do not."""
+    """Parse a finite number. Python's parser also accepts NaN and infinity, which are not JSON."""
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no number of JSON")
+        raise ValueError(f"{text} is not a JSON number")
     return number
 
 
 class _Types:
-    """The types that schemas of one function allow. Each definition is looked into once, however often it is named."""
+    """Types allowed by the schemas of one function. Each definition is resolved once and cached."""
 
     def __init__(self, definitions: Mapping[str, Any]) -> None:
         self._definitions = definitions
         self._known: dict[str, Types] = {}
 
     def of(self, schema: object, depth: int = 0) -> Types:
-        """Return the types that a schema allows; none where it does not say."""
+        """Return the types that a schema allows; empty if it has no type."""
         schema = _mapping(schema)
         if depth > MAX_DEPTH:
             return frozenset()
@@ -110,7 +110,7 @@ class _Types:
 
     def _named(self, name: str, depth: int) -> Types:
         if name not in self._known:
-            self._known[name] = frozenset()  # what it says of itself adds nothing
+            self._known[name] = frozenset()  # a recursive reference adds no types
             self._known[name] = self.of(self._definitions.get(name), depth)
         return self._known[name]
 

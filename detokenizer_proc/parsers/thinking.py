@@ -1,4 +1,4 @@
-"""Reasoning between two marks, before the answer."""
+"""Reasoning between two marks before the answer."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser
 from quintet.wire.channels import Channel, is_inside
 
-MAX_READ_AGAIN = 1024
-"""Characters; so the work is linear in the text, whatever marks are in it."""
+MAX_REPARSED = 1024
+"""Characters; keeps the work linear in the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkFormat:
-    """How a model marks its reasoning."""
+    """Marks of a model's reasoning."""
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     begins_inside: bool = False
-    """Whether output is reasoning from its first character where the prompt does not say so."""
+    """The output starts inside reasoning unless the prompt says otherwise."""
     breaks: tuple[str, ...] = ()
-    """What ends reasoning and belongs to what follows."""
+    """Marks that end reasoning and belong to the text that follows."""
     around: tuple[str, ...] = ()
-    """What stands around the answer, and says nothing."""
+    """Marks around the answer; ignored."""
 
     @property
     def marks(self) -> frozenset[str]:
-        """Special tokens that must be seen."""
+        """Special tokens that the parser must see as text."""
         return frozenset({*self.opens, *self.closes, *self.breaks, *self.around})
 
 
 @dataclass(frozen=True, slots=True)
-class CallsWithin:
-    """Calls that may begin inside reasoning that was not closed."""
+class EmbeddedCalls:
+    """Tool calls that may begin inside unclosed reasoning."""
 
     marks: frozenset[str]
-    """What begins a call, or several."""
+    """Marks that begin a call or a group of calls."""
     reader: Callable[[], Parser]
-    """Makes a parser of calls, to find out whether a mark begins one."""
+    """Builds a call parser, to check that a mark begins a call."""
 
 
 class Thinking(Machine):
-    """Reads reasoning of a `ThinkFormat`; the first only, so that an answer may speak of the marks.
+    """Parses the first reasoning of a `ThinkFormat`. Later marks are content, so an answer may mention them.
 
-    A call ends the reasoning too. A mark of one does not: what follows it is held back until it names a function, or cannot.
+    A tool call also ends the reasoning. The text after a call's mark is held back until it names a function or is
+    certain to be no call.
     """
 
-    def __init__(self, form: ThinkFormat, prompt: str, calls: CallsWithin | None = None) -> None:
+    def __init__(self, form: ThinkFormat, prompt: str, calls: EmbeddedCalls | None = None) -> None:
         inside = is_inside(prompt, form.opens, form.closes, form.begins_inside)
         super().__init__(Thinking._first if inside else Thinking._before)
         self.is_reasoning = inside
@@ -60,20 +61,20 @@ class Thinking(Machine):
         self._begins = calls.marks - self._ends.marks if calls is not None else frozenset[str]()
         self._turns = Marks(*self._ends.marks, *self._begins)
         self._probe: Parser | None = None
-        self._tried: list[str] = []
-        """The mark of what may be a call, and what was read behind it."""
-        self.broken_off_at: int | None = None
-        """Characters of content before reasoning that a call ended; None where none did."""
+        self._attempted: list[str] = []
+        """Mark of a possible call, and the text read after it."""
+        self.content_before_break: int | None = None
+        """Characters of content before reasoning that a call ended; None if no call did."""
         self._num_content = 0
         self._around = Marks(*form.around)
         self._reasoning = Prose(Channel.REASONING, leading=True)
         self._content = Prose(Channel.CONTENT, leading=False)
 
-    def _say(self, prose: Prose, text: str) -> None:
+    def _emit_prose(self, prose: Prose, text: str) -> None:
         text = prose.take(text)
         if prose is self._content:
             self._num_content += len(text)
-        self._tell(prose.channel, text)
+        self._emit(prose.channel, text)
 
     def _until(self, marks: Marks) -> tuple[str, str]:
         """Consume text up to a mark, and the mark."""
@@ -83,19 +84,19 @@ class Thinking(Machine):
         return before, mark
 
     def _before(self) -> bool:
-        """Read what comes before reasoning."""
+        """Read text before reasoning."""
         before, mark = self._until(self._opens)
-        self._say(self._content, before)
+        self._emit_prose(self._content, before)
         if mark:
             self.is_reasoning = True
             self._content.at_mark()
             self._state = Thinking._inside
         elif self._over:
-            self._tell(Channel.CONTENT, self._content.end())
+            self._emit(Channel.CONTENT, self._content.end())
         return bool(mark)
 
     def _first(self) -> bool:
-        """Pass over a mark that repeats the prompt's."""
+        """Skip an opening mark that repeats the prompt's."""
         self._text = text = self._text.lstrip()
         mark = self._opens.at_start(text) if text else ""
         if mark == "" and not self._over:
@@ -107,72 +108,74 @@ class Thinking(Machine):
 
     def _inside(self) -> bool:
         before, mark = self._until(self._turns)
-        self._say(self._reasoning, before)
+        self._emit_prose(self._reasoning, before)
         if mark in self._begins:
             assert self._calls is not None
             self.is_reasoning = False
-            self._probe, self._tried = self._calls.reader(), [mark]
+            self._probe, self._attempted = self._calls.reader(), [mark]
             self._probe.push(mark)
             self._state = Thinking._in_attempt
         elif mark in self._form.breaks:
-            self._break_off(mark)
+            self._break_reasoning(mark)
         elif mark:
-            self._leave("")
+            self._end_reasoning("")
         elif self._over:
-            self._tell(Channel.REASONING, self._reasoning.end())
+            self._emit(Channel.REASONING, self._reasoning.end())
         return bool(mark)
 
-    def _leave(self, first: str) -> None:
-        """Go on behind the reasoning, with this text first."""
+    def _end_reasoning(self, first: str) -> None:
+        """End the reasoning and push ``first`` back in front of the unread text."""
         self.is_reasoning = False
         self._content.at_mark()
         self._text = first + self._text
-        self._state = Thinking._behind
+        self._state = Thinking._after_reasoning
 
-    def _break_off(self, first: str) -> None:
-        self.broken_off_at = self._num_content
-        self._leave(first)
+    def _break_reasoning(self, first: str) -> None:
+        self.content_before_break = self._num_content
+        self._end_reasoning(first)
 
     def _in_attempt(self) -> bool:
-        """Read what follows the mark of a call, up to where it certainly is one, or is none."""
+        """Read the text after a call's mark until it is certain whether it is a call."""
         assert self._probe is not None
         before, end, rest = self._ends.split(self._text)
         if self._over and not end:
             before, rest = before + rest, ""
         found, num_read = None, 0
-        while found is None and num_read < len(before):  # one at a time: what follows the decision is not its
+        while found is None and num_read < len(
+            before
+        ):  # by character: text after the decision is not consumed
             sign = before[num_read]
-            self._tried.append(sign)
+            self._attempted.append(sign)
             found = _first_channel(self._probe.push(sign))
             num_read += 1
         self._text = before[num_read:] + end + rest
         if found is Channel.NAME or (found is None and self._is_cut and not end):
-            self._break_off("".join(self._tried))
+            self._break_reasoning("".join(self._attempted))
         elif found is not None or end or self._over:
-            self._call_off()
+            self._reject_call()
         else:
             return False
         return True
 
-    def _call_off(self) -> None:
-        """It is no call: the mark is reasoning. What was read behind it is read again, if that is not much."""
-        mark, behind = self._tried[0], "".join(self._tried[1:])
+    def _reject_call(self) -> None:
+        """Treat the mark as reasoning. The text read after it is parsed again, up to `MAX_REPARSED` characters."""
+        mark, following = self._attempted[0], "".join(self._attempted[1:])
         self.is_reasoning = True
         self._state = Thinking._inside
-        if len(behind) > MAX_READ_AGAIN:
-            self._say(self._reasoning, mark + behind)
+        if len(following) > MAX_REPARSED:
+            self._emit_prose(self._reasoning, mark + following)
             return
-        self._say(self._reasoning, mark)
-        self._text = behind + self._text
+        self._emit_prose(self._reasoning, mark)
+        self._text = following + self._text
 
-    def _behind(self) -> bool:
+    def _after_reasoning(self) -> bool:
         """Read the answer."""
         before, mark = self._until(self._around)
-        self._say(self._content, before)
+        self._emit_prose(self._content, before)
         if mark:
             self._content.at_mark()
         elif self._over:
-            self._tell(Channel.CONTENT, self._content.end())
+            self._emit(Channel.CONTENT, self._content.end())
         return bool(mark)
 
 
@@ -180,11 +183,11 @@ def _first_channel(pieces: list[ChannelText]) -> Channel | None:
     return pieces[0].channel if pieces else None
 
 
-class LateClose(Machine):
-    """Content behind reasoning that a call broke off: leaves out the reasoning's closing mark, if it comes after all."""
+class LateCloseFilter(Machine):
+    """Removes a late closing mark of reasoning from the content after a call that ended the reasoning."""
 
     def __init__(self, form: ThinkFormat) -> None:
-        super().__init__(LateClose._before)
+        super().__init__(LateCloseFilter._before)
         self._closes = Marks(*form.closes)
         self._prose = Prose(Channel.CONTENT, leading=False)
 
@@ -192,15 +195,15 @@ class LateClose(Machine):
         before, mark, self._text = self._closes.split(self._text)
         if self._over and not mark:
             before, self._text = before + self._text, ""
-        self._tell(Channel.CONTENT, self._prose.take(before))
+        self._emit(Channel.CONTENT, self._prose.take(before))
         if mark:
             self._prose.at_mark()
-            self._state = LateClose._behind
+            self._state = LateCloseFilter._after_reasoning
         elif self._over:
-            self._tell(Channel.CONTENT, self._prose.end())
+            self._emit(Channel.CONTENT, self._prose.end())
         return bool(mark)
 
-    def _behind(self) -> bool:
+    def _after_reasoning(self) -> bool:
         text, self._text = self._text, ""
-        self._tell(Channel.CONTENT, self._prose.take(text) + (self._prose.end() if self._over else ""))
+        self._emit(Channel.CONTENT, self._prose.take(text) + (self._prose.end() if self._over else ""))
         return False

@@ -46,7 +46,7 @@ def test_prompts_as_vectors(llm: LLM) -> None:
     assert first.outputs[0].token_ids == second.outputs[0].token_ids != []
     for given, words in (
         (rows[0], "shape"),
-        (rows[:, 1:], "numbers, the model's"),
+        (rows[:, 1:], "but the model's width is"),
         ("text", "pass a tensor"),
     ):
         with pytest.raises(RequestError, match=words):

@@ -14,7 +14,7 @@ import pytest
 from quintet.deploy.cli.admin import ask, find_server
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.commands import CommandError, Restart, Scale, Status, duration, parse
-from quintet.deploy.supervisor.memory_check import check_room
+from quintet.deploy.supervisor.memory_check import check_memory
 from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role
@@ -68,7 +68,7 @@ def test_one_waits_for_work_in_hand_no_longer_than_told(
     server.expect("all_ready")
     assert ask(server.run_dir, ["restart", "tokenizer", "drain-timeout=0.5"]) == 0
     said = capsys.readouterr().out
-    assert "tokenizer-0.1 still had work after 0.5 s and had to leave it to others" in said
+    assert "tokenizer-0.1 not drained after 0.5 s; other processes take over the requests" in said
     assert "tokenizer-0.1 left" in said
 
 
@@ -167,12 +167,15 @@ def test_commands_are_read() -> None:
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ([], "there are `status`, `restart ROLE` and `scale ROLE=COUNT …`"),
-        (["restart"], "there are `status`"),
-        (["restart", "nobody"], "'nobody' is none of frontend, tokenizer, core, executor, detokenizer"),
-        (["scale", "core=2"], "'core' is none of frontend, tokenizer, detokenizer"),
+        ([], "use `status`, `restart ROLE` or `scale ROLE=COUNT …`"),
+        (["restart"], "use `status`"),
+        (
+            ["restart", "nobody"],
+            "unknown role 'nobody'; use one of frontend, tokenizer, core, executor, detokenizer",
+        ),
+        (["scale", "core=2"], "unknown role 'core'; use one of frontend, tokenizer, detokenizer"),
         (["scale", "tokenizers"], "'tokenizers' is not ROLE=COUNT, such as detokenizers=3"),
-        (["scale", "tokenizers=0"], "there can be 1 to 64 of a role"),
+        (["scale", "tokenizers=0"], "the number of processes must be 1 to 64"),
         (["restart", "core", "drain-timeout=soon"], "must be a number of seconds"),
     ],
 )
@@ -193,11 +196,11 @@ def test_there_must_be_memory_for_one_more_engine(tmp_path: Path) -> None:
         cache=msgspec.structs.replace(config.cache, memory_bytes=3 << 30),
         executor=msgspec.structs.replace(config.executor, kind="torch", weight_bytes=1 << 30),
     )
-    check_room(config, -1, 0)
-    check_room(config, 2, 9 << 30)
+    check_memory(config, -1, 0)
+    check_memory(config, 2, 9 << 30)
     with pytest.raises(
         CommandError,
-        match=r"2 more engines would take 8\.1 GiB .*1\.0 GiB of weights and 3\.0 GiB of KV.*there are 8\.0 GiB",
+        match=r"2 more engines would take 8\.1 GiB .*1\.0 GiB of weights and 3\.0 GiB of KV.*but 8\.0 GiB",
     ):
-        check_room(config, 2, 8 << 30)
-    check_room(make_config(tmp_path), 2, 0)  # the mock takes nothing
+        check_memory(config, 2, 8 << 30)
+    check_memory(make_config(tmp_path), 2, 0)  # the mock takes nothing

@@ -69,7 +69,7 @@ class Server:
         slot.vacate("exit status 0")
 
     def scrape(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        report = MetricsReport(1, self.table.figures(0.0), self.table.past())
+        report = MetricsReport(1, self.table.process_metrics(0.0), self.table.past())
         samples = [sample for family in Page(collect(report), "toy").collect() for sample in family.samples]
         shown = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
         assert len(shown) == len(samples), "a series is shown twice"
@@ -96,7 +96,7 @@ def test_no_count_goes_back_and_none_is_lost_that_was_told(seed: int) -> None:
             case 4 if sum(other.role is slot.role for other in slots) > 1:
                 server.retire(slot)
             case 5 if slot.role in (Role.TOKENIZER, Role.DETOKENIZER, Role.FRONTEND):
-                server.fill(*server.table.vacancy(slot.role))
+                server.fill(*server.table.allocate(slot.role))
         shown = server.scrape()
         for key, value in before.items():
             if key[0].endswith(NEVER_BACK):

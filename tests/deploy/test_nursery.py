@@ -117,10 +117,10 @@ PROGRAM = """
 import errno, os, signal, sys, threading
 from pathlib import Path
 import psutil
-from quintet.deploy.supervisor.prefork import Nursery
+from quintet.deploy.supervisor.prefork import Prefork
 from quintet.wire.ids import Role, WorkerId
 
-nursery = Nursery(Path("."), None, dict.fromkeys(Role, "waits"))
+nursery = Prefork(Path("."), None, dict.fromkeys(Role, "waits"))
 children = psutil.Process().children
 if "beside a thread" in sys.argv:
     stop = threading.Event()

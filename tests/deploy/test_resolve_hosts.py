@@ -12,7 +12,7 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import hosts_config
 from quintet.deploy.supervisor.commands import CommandError
-from quintet.deploy.supervisor.memory_check import check_room
+from quintet.deploy.supervisor.memory_check import check_memory
 from quintet.executor.distributed.hosts.topology import hearer_of, links_between, ranks_of, teller_of
 from quintet.wire.config import ExecutorConfig, HostsConfig
 from quintet.wire.errors import ConfigError
@@ -127,4 +127,4 @@ def test_which_host_has_what() -> None:
 def test_no_engine_is_added_beside_one_on_several_hosts(tmp_path: Path) -> None:
     config = resolve(options_of(tmp_path), tmp_path).config
     with pytest.raises(CommandError, match="start another group of hosts"):
-        check_room(config, 1, 1 << 50)
+        check_memory(config, 1, 1 << 50)

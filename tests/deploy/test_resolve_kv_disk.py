@@ -174,7 +174,10 @@ def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as another:
         assert another.stdin is not None and another.stdout is not None
         assert another.stdout.readline()
-        with pytest.raises(ConfigError, match=r"--kv-disk .* is kept by another server"), alone(config):
+        with (
+            pytest.raises(ConfigError, match=r"--kv-disk .* is in use by another running server"),
+            alone(config),
+        ):
             pass
         another.stdin.close()
     lock.unlink()

@@ -176,15 +176,15 @@ async def world(
         listening.append(await asyncio.start_server(up.take, "127.0.0.1", 0))
         up.url = f"http://127.0.0.1:{listening[-1].sockets[0].getsockname()[1]}"
     servers = Servers("prefix", pd_min_tokens=pd_min_tokens)
-    servers.become([up.url for up in ups], 2.0)
+    servers.set_urls([up.url for up in ups], 2.0)
     for server in servers:
-        server.note("")
+        server.set_trouble("")
     patience = ProxyTimeouts(0.2, 10.0, Hedging(hedge_after_s))
     guard = Keys(keys, OPEN_PATHS.__contains__)
     door = AccessPolicy(guard, Limits(*limits, loop.time), BodyBuffers(1 << 20), servers_key)
     yield World(App(servers, RouterMetrics(servers), patience, door), servers, ups)
     for server in servers:
-        server.lines.hang_up()
+        server.pool.hang_up()
     for _ in range(4):  # turns of the loop, until a connection that was accepted has its task
         await asyncio.sleep(0)
     for each in listening:
@@ -252,7 +252,7 @@ def test_what_must_not_be_done_twice_is_not_sent_twice() -> None:
     async def story() -> None:
         async with world(whole, says(cut=True)) as w:
             told = await w.ask("/v1/conversations", {})
-            assert told.status == 503 and "may have done" in told.body.decode() and not w.ups[0].asked
+            assert told.status == 503 and "may have executed" in told.body.decode() and not w.ups[0].asked
 
     run(story())
 
@@ -269,7 +269,7 @@ def test_what_one_server_knows_is_found_by_asking() -> None:
 def test_nobody_there_is_an_error_of_the_dialect() -> None:
     async def story() -> None:
         async with world(whole) as w:
-            next(iter(w.servers)).note("does not answer")
+            next(iter(w.servers)).set_trouble("does not answer")
             for path, kind in ((C, "ServiceUnavailableError"), (M, "overloaded_error")):
                 told = await w.ask(path, {})
                 assert told.status == 503 and json.loads(told.body)["error"]["type"] == kind
@@ -319,7 +319,7 @@ def test_a_stream_that_is_lost_twice_goes_on_twice() -> None:
         last = by_path(go_on=says(head(200, TICKET), event(20, "e5-f6") + DONE))
         async with world(last, again, LOST) as w:
             for server in w.servers:
-                server.hear({w.ups[2].url: 0, w.ups[1].url: 10, w.ups[0].url: 20}[server.url], 0)
+                server.update_load({w.ups[2].url: 0, w.ups[1].url: 10, w.ups[0].url: 20}[server.url], 0)
             assert texts(await w.ask(C, STREAM)) == [f"t{number}" for number in range(21)]
             assert json.loads(w.ups[0].asked[0]["body"])["outputs"] == [[*range(100, 120)]]
 
@@ -332,7 +332,7 @@ def test_what_servers_are_lost_of_does_not_visit_them_all() -> None:
         for first in (dies, LOST):
             async with world(dies, dies, dies, first) as w:
                 for server in w.servers:
-                    server.hear(0 if server.url == w.ups[3].url else 10, 0)
+                    server.update_load(0 if server.url == w.ups[3].url else 10, 0)
                 told = await w.ask(C, STREAM)
                 assert "2 servers were lost" in told.body.decode()
                 assert sum(bool(up.asked) for up in w.ups) == 2
@@ -416,7 +416,7 @@ def test_a_stream_that_nobody_can_go_on_with_ends_with_an_error() -> None:
             async with world(whole, silent) as w:
                 told = await w.ask(path, STREAM)
                 assert told.status == 200 and told.body.startswith(event(0, ids=False))
-                assert "nobody can go on" in told.body.decode()
+                assert "no server can resume" in told.body.decode()
                 assert (b"event: error" in told.body) == (path == M)
 
     run(story())
@@ -449,7 +449,7 @@ def test_a_key_has_its_limits_and_others_have_theirs() -> None:
     run(story())
     limits = Limits(1, 0, lambda: 0.0)
     held = limits.enter(b"a")
-    with pytest.raises(RequestError, match="1 may be at once"):
+    with pytest.raises(RequestError, match="at most 1 are allowed"):
         limits.enter(b"a")
     limits.leave(held)
     limits.leave(limits.enter(b"a"))
@@ -465,9 +465,9 @@ def test_events_go_through_whole_however_they_are_cut() -> None:
             assert not piece or piece.endswith(b"\n")
             told += piece
         assert told == plain and events.is_over
-        assert events.begin_again() == ("a1-b2", "2", [[100, 101]])
+        assert events.take_resume_state() == ("a1-b2", "2", [[100, 101]])
     assert Events(is_relayed=False).take(b": keep-alive\n") == b": keep-alive\n"
-    assert Events(is_relayed=False).begin_again() is None
+    assert Events(is_relayed=False).take_resume_state() is None
 
 
 def test_the_list_of_servers_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -496,12 +496,12 @@ def test_the_list_of_servers_is_followed(tmp_path: Path, caplog: pytest.LogCaptu
                 await asyncio.sleep(0.01)
             file.write_text("ftp://nowhere\n")
             os.utime(file, ns=(1, 1))
-            while "the servers stay as they are" not in caplog.text:
+            while "the server list is unchanged" not in caplog.text:
                 await asyncio.sleep(0.01)
             assert [server.url for server in servers.usable] == [second]
             task.cancel()
             for server in servers:
-                server.lines.hang_up()
+                server.pool.hang_up()
 
     run(story())
 
@@ -526,13 +526,13 @@ def test_a_server_that_cannot_take_requests_gets_none_until_it_can() -> None:
                 while trouble not in server.trouble or bool(trouble) != bool(server.trouble):
                     await asyncio.sleep(0.01)
 
-            await until("is not ready: why")
+            await until("not ready: why")
             state["status"] = 200
             await until("")
             state["metrics"] = (
                 b'vllm:num_requests_running{engine="0"} 3\nvllm:generation_tokens_total{engine="0"} 5\n'
             )
-            await until("computed nothing")
+            await until("no progress")
             assert server.num_others == 3
             state["metrics"] = b'vllm:num_requests_running{engine="0"} 0\n'
             await until("")
@@ -568,12 +568,12 @@ def test_a_server_that_only_says_it_is_there_makes_no_progress() -> None:
     async def story() -> None:
         lines = ConnectionPool(Target.parse("http://127.0.0.1:1"), 1.0)
         for piece in (b": keep-alive\n", b": ping\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'):
-            lines.heard(piece, 1.0)
-            assert (lines.last_heard_s, lines.last_told_s) == (1.0, 0.0)
+            lines.record_piece(piece, 1.0)
+            assert (lines.last_received_s, lines.last_event_s) == (1.0, 0.0)
         for piece in (event(0), b": ping\n\ndata: {}\n\n", b"data: {}\n\n"):
-            lines.last_told_s = 0.0
-            lines.heard(piece, 1.0)
-            assert lines.last_told_s == 1.0
+            lines.last_event_s = 0.0
+            lines.record_piece(piece, 1.0)
+            assert lines.last_event_s == 1.0
 
     run(story())
 

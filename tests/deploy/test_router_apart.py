@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.router.metrics import read_figures
+from quintet.deploy.router.metrics import parse_metrics
 
 from .test_router import Answer, C, M, Upstream, World, head, run, says, world
 
@@ -47,7 +47,7 @@ def test_a_long_prompt_is_computed_by_one_and_answered_by_another() -> None:
             assert bodies(w.ups[0]) == [first | {"kv_transfer_params": {"do_remote_decode": True}}]
             assert bodies(w.ups[1]) == [LONG | {"kv_transfer_params": PARAMS}]
             assert [(server.num_open, server.num_queued) for server in w.servers] == [(0, 0), (1, 0)]
-            assert b'quintet_route:apart_total{computed="true"} 1' in w.app._figures.text()
+            assert b'quintet_route:apart_total{computed="true"} 1' in w.app._metrics.text()
 
     run(story())
 
@@ -116,7 +116,7 @@ def test_what_nobody_computed_is_sent_as_it_came(prefill: Answer) -> None:
         async with pair(prefill, ANSWERED) as w:
             assert (await w.ask(C, LONG)).body == b'{"answered":true}'
             assert bodies(w.ups[1]) == [LONG]
-            assert b'quintet_route:apart_total{computed="false"} 1' in w.app._figures.text()
+            assert b'quintet_route:apart_total{computed="false"} 1' in w.app._metrics.text()
             assert [server.num_open for server in w.servers] == [0, 1]
 
     run(story())
@@ -155,10 +155,10 @@ def test_who_computes_prompts_gets_other_requests_only_where_nobody_else_is() ->
             for _ in range(3):
                 await w.ask(C, {"prompt": "short"})
             assert not w.ups[0].asked
-            [*w.servers][1].note("gone")
+            [*w.servers][1].set_trouble("gone")
             assert (await w.ask(C, {"prompt": "short"})).status == 200
             assert len(w.ups[0].asked) == 1
-            [*w.servers][1].note("")
+            [*w.servers][1].set_trouble("")
             w.servers.note_role(next(iter(w.servers)), "")
             for _ in range(4):
                 await w.ask(C, {"prompt": "other"})
@@ -171,5 +171,5 @@ def test_servers_say_what_they_do() -> None:
     figures = (
         '# HELP\nquintet:kv_peers_info{role="core",duty="prefill"} 1.0\nvllm:num_requests_running{a="b"} 2\n'
     )
-    assert read_figures(figures).role == "prefill"
-    assert read_figures("vllm:num_requests_running 2\n").role == ""
+    assert parse_metrics(figures).role == "prefill"
+    assert parse_metrics("vllm:num_requests_running 2\n").role == ""

@@ -70,7 +70,7 @@ def test_accounts_do_not_grow_while_the_oldest_is_open() -> None:
         limits.leave(limits.enter(b"%d" % number))
     assert len(limits) == 11
     limits.enter(b"first")
-    with pytest.raises(RequestError, match="2 may be at once"):
+    with pytest.raises(RequestError, match="at most 2 are allowed"):
         limits.enter(b"first")
     limits.leave(held)
     limits.leave(limits.enter(b"first"))
@@ -117,9 +117,9 @@ def test_routers_agree_on_the_server_of_a_session() -> None:
     chosen = []
     for listed in (urls, urls[::-1]):
         servers = Servers("session")
-        servers.become(listed, 1.0)
+        servers.set_urls(listed, 1.0)
         for server in servers:
-            server.note("")
+            server.set_trouble("")
         held = [servers.choose(RequestSummary(session=f"s{number}"), ()) for number in range(40)]
         chosen.append([each.server.url for each in held if each is not None])
     assert chosen[0] == chosen[1] and len(set(chosen[0])) == 4
@@ -137,7 +137,7 @@ def test_bodies_of_open_requests_have_one_budget() -> None:
             await whole(up, asked, writer)
 
         async with world(waits) as w:
-            w.app._door.bodies.max_open_bytes = 3000
+            w.app._policy.bodies.max_open_bytes = 3000
             first = asyncio.create_task(w.ask(C, {"prompt": "x" * 2000}))
             await came.wait()
             told = await w.ask(C, {"prompt": "y" * 2000})
@@ -146,7 +146,7 @@ def test_bodies_of_open_requests_have_one_budget() -> None:
             may_answer.set()
             assert (await first).status == 200
             assert (await w.ask(C, {"prompt": "z" * 4000})).status == 200
-            assert w.app._door.bodies.num_kept_bytes == 0
+            assert w.app._policy.bodies.num_kept_bytes == 0
 
     run(story())
 

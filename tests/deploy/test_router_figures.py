@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.deploy.router.metrics import RouterMetrics, read_figures
+from quintet.deploy.router.metrics import RouterMetrics, parse_metrics
 from quintet.deploy.router.request_summary import read
 from quintet.deploy.router.servers import Servers
 
@@ -10,23 +10,23 @@ from quintet.deploy.router.servers import Servers
 def test_figures_of_servers_are_read() -> None:
     text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
     text += "vllm:num_requests_waiting 4\nvllm:prompt_tokens_total 10\nvllm:generation_tokens_total 5\n"
-    reading = read_figures(text)
+    reading = parse_metrics(text)
     assert (reading.num_running, reading.num_waiting, reading.num_tokens) == (3, 4, 15)
-    assert read_figures("").num_tokens == 0
+    assert parse_metrics("").num_tokens == 0
     for word in ("NaN", "+Inf", "-Inf", "many", "-3", "1e308"):
-        odd = read_figures(f"vllm:num_requests_running {word}\nvllm:prompt_tokens_total {word}\n")
+        odd = parse_metrics(f"vllm:num_requests_running {word}\nvllm:prompt_tokens_total {word}\n")
         assert (odd.num_running, odd.num_tokens) == (0, 0)
 
 
 def test_memory_and_answers_are_read_and_what_cannot_be_is_nothing() -> None:
     text = 'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kv_cache_usage_perc{engine="1"} 0.75\n'
     text += "vllm:request_generation_tokens_sum 900\nvllm:request_generation_tokens_count 9\n"
-    assert (read_figures(text).kv_usage, read_figures(text).num_outputs) == (0.625, 100)
-    assert (read_figures("").kv_usage, read_figures("").num_outputs) == (0.0, 0)
+    assert (parse_metrics(text).kv_usage, parse_metrics(text).num_outputs) == (0.625, 100)
+    assert (parse_metrics("").kv_usage, parse_metrics("").num_outputs) == (0.0, 0)
     for word in ("NaN", "+Inf", "-0.5", "17", "1e300", "much"):
-        assert read_figures(f"vllm:kv_cache_usage_perc {word}\n").kv_usage == 0.0
+        assert parse_metrics(f"vllm:kv_cache_usage_perc {word}\n").kv_usage == 0.0
     for word in ("NaN", "+Inf", "-5", "0", "1e-320", "0.5", "1e300", "many"):
-        assert read_figures(text.replace("count 9", f"count {word}")).num_outputs == 0
+        assert parse_metrics(text.replace("count 9", f"count {word}")).num_outputs == 0
 
 
 def test_how_long_an_answer_may_be_is_read() -> None:
@@ -40,8 +40,8 @@ def test_what_servers_answer_is_counted_in_a_bounded_number_of_series() -> None:
     servers = Servers("load")
     figures = RouterMetrics(servers)
     for generation in range(20):
-        servers.become([f"http://10.0.{generation}.{number}:8000" for number in range(5)], 1.0)
-        servers.part()
+        servers.set_urls([f"http://10.0.{generation}.{number}:8000" for number in range(5)], 1.0)
+        servers.remove_idle()
         for server in servers:
             for status in range(100, 1000):
                 figures.answered(server, status)

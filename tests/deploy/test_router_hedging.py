@@ -48,7 +48,7 @@ class Slow:
 
 def prefer_first(w: World) -> None:
     for place, up in enumerate(w.ups):
-        next(server for server in w.servers if server.url == up.url).hear(100 * place, 0)
+        next(server for server in w.servers if server.url == up.url).update_load(100 * place, 0)
 
 
 async def counted(w: World) -> int:
@@ -169,7 +169,7 @@ def test_a_long_quiet_time_saves_up_only_a_few_copies() -> None:
     for _ in range(10_000):
         hedging.earn()
     num_copies = 0
-    while hedging.may():
+    while hedging.is_allowed():
         hedging.spend()
         num_copies += 1
     assert num_copies == 5
@@ -220,7 +220,7 @@ def test_a_request_that_kills_servers_reaches_two_with_copies_too(
 
     with caplog.at_level("INFO", "quintet"):
         run(story())
-    assert len([line for line in caplog.messages if "it had request" in line]) == 2
+    assert len([line for line in caplog.messages if "while it had request" in line]) == 2
 
 
 def test_a_copy_that_its_server_was_lost_of_counts_where_the_first_answers() -> None:
@@ -233,7 +233,7 @@ def test_a_copy_that_its_server_was_lost_of_counts_where_the_first_answers() -> 
 
         async def begins_and_dies(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
             await slow.may_answer.wait()
-            while copied.lines._open:
+            while copied.pool._open:
                 await asyncio.sleep(0.005)
             await says(head(200), b": keep-alive\n", cut=True)(up, asked, writer)
 

@@ -43,7 +43,7 @@ def prefer(w: World, *order: int) -> None:
     """Have servers chosen in this order."""
     by_url = {w.ups[index].url: 100 * place for place, index in enumerate(order)}
     for server in w.servers:
-        server.hear(by_url[server.url], 0)
+        server.update_load(by_url[server.url], 0)
 
 
 def test_a_refusal_is_told_as_it_came_whatever_its_connection_does_next() -> None:
@@ -100,7 +100,7 @@ def test_only_a_connection_that_breaks_at_once_was_closed_before(is_at_once: boo
             prefer(w, 1, 0)
             await w.ask(C, {"prompt": "x"})
             for server in w.servers:
-                server.lines.round_trip_s = 10.0 if is_at_once else -10.0
+                server.pool.round_trip_s = 10.0 if is_at_once else -10.0
             assert (await w.ask(C, {"prompt": "x"})).status == 200
             assert [len(up.asked) for up in w.ups] == ([0, 3] if is_at_once else [1, 2])
 
@@ -114,7 +114,7 @@ def test_what_must_not_be_done_twice_has_a_connection_of_its_own() -> None:
             prefer(w, 1, 0)
             await w.ask(C, {"prompt": "x"})
             for server in w.servers:
-                server.lines.round_trip_s = 10.0
+                server.pool.round_trip_s = 10.0
             told = await w.ask("/v1/conversations", {})
             assert told.status == 503 and [len(up.asked) for up in w.ups] == [0, 2]
 
@@ -141,10 +141,10 @@ def test_a_server_that_refuses_to_go_on_is_not_asked_again_and_a_full_one_when_i
             by_path(go_on=says(head(400, kind=b"application/json") + b"{}")),
             LOST,
         ) as w:
-            w.app._patience = ProxyTimeouts(0.2, 1.0)
+            w.app._timeouts = ProxyTimeouts(0.2, 1.0)
             prefer(w, 2, 1, 0)
             told = await w.ask(C, STREAM)
-            assert "nobody can go on" in told.body.decode()
+            assert "no server can resume" in told.body.decode()
             assert [len(up.asked) for up in w.ups[:2]] == [1, 1]
 
     run(story())
@@ -281,20 +281,20 @@ def test_events_end_as_their_server_ends_lines(end: bytes) -> None:
     run(story())
     relayed = Events(is_relayed=True)
     assert b"ids" not in relayed.take(event(0).replace(b"\n", b"\r\n"))
-    assert relayed.begin_again() == ("a1-b2", "1", [[100]])
+    assert relayed.take_resume_state() == ("a1-b2", "1", [[100]])
 
 
 def test_an_event_without_an_end_is_not_held_for_ever() -> None:
     events = Events(is_relayed=True)
     assert events.take(event(0))
     assert len(events.take(b"data: " + b"x" * MAX_EVENT_BYTES)) > MAX_EVENT_BYTES
-    assert events.begin_again() is None
+    assert events.take_resume_state() is None
 
 
 def test_nobody_else_goes_on_with_tokens_that_the_router_does_not_know() -> None:
     events = Events(is_relayed=True)
     events.take(event(7))
-    assert events.begin_again() == ("a1-b2", "8", None)
+    assert events.take_resume_state() == ("a1-b2", "8", None)
 
 
 def test_headers_between_two_neighbours_stay_there() -> None:
@@ -361,5 +361,5 @@ def test_a_long_story_told_again_tears_no_stream() -> None:
     pieces = [notes[first : first + 65_536] for first in range(0, len(notes), 65_536)]
     assert not b"".join(map(events.take, pieces)).strip()
     assert events.take(b'id: a1-b2:200000\ndata: {"choices":[]}\n\n')
-    again = events.begin_again()
+    again = events.take_resume_state()
     assert again is not None and again[2] == [list(range(100_000, 300_000))]

@@ -77,7 +77,7 @@ def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
         await become("127.0.0.3")
         task.cancel()
         for server in servers:
-            server.lines.hang_up()
+            server.pool.hang_up()
 
     asyncio.run(asyncio.wait_for(story(), 30))
 
@@ -87,7 +87,7 @@ def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
     [
         ("https://pods:8000", "it must be http"),
         ("ftp://pods", "--engine-dns: 'ftp://pods' is not a server URL; it must have the form"),
-        ("http://10.0.0..5:8000", "its host cannot be"),
+        ("http://10.0.0..5:8000", "its host name is invalid"),
     ],
 )
 def test_what_cannot_stand_for_several_servers(url: str, complaint: str) -> None:

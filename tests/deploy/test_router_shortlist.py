@@ -10,7 +10,7 @@ from zlib import crc32
 import pytest
 
 from quintet.deploy.router.candidate_index import FEW
-from quintet.deploy.router.metrics import read_figures
+from quintet.deploy.router.metrics import parse_metrics
 from quintet.deploy.router.request_summary import RequestSummary
 from quintet.deploy.router.servers import MAX_ALL_NAMES, HeldPrefixes, Server, Servers
 from quintet.frontend.load_balancing.load_balancer import EVICTION_COST, RUNNING_TOKENS
@@ -30,15 +30,15 @@ class Clock:
 def servers(count: int, policy: Routing = "prefix", clock: Clock | None = None) -> Servers:
     """Return so many that are well."""
     router = Servers(policy, random.Random(0), clock=clock or Clock())
-    router.become([f"http://10.0.0.{index}:80" for index in range(count)], 1.0)
+    router.set_urls([f"http://10.0.0.{index}:80" for index in range(count)], 1.0)
     for server in router:
-        server.note("")
+        server.set_trouble("")
     return router
 
 
 def cost(server: Server, asked: RequestSummary) -> int:
     """Return what `choose` minimizes, with nothing left out."""
-    num_known, _ = server.beginnings.find(asked.names)
+    num_known, _ = server.prefixes.find(asked.names)
     load = server.num_queued + RUNNING_TOKENS * (server.num_open + server.num_others)
     return load - PIECE_TOKENS * num_known
 
@@ -70,7 +70,7 @@ def test_nobody_who_was_left_out_would_have_been_better() -> None:
             each.begin()
             each.leave()
         if number % 50 == 0:
-            rng.choice(list(router)).note(rng.choice(("", "is lost")))
+            rng.choice(list(router)).set_trouble(rng.choice(("", "is lost")))
     assert any(len(indexes) > FEW for _, indexes in router._holders.of(chained([0]))), (
         "hot beginnings were had"
     )
@@ -81,7 +81,7 @@ def test_nobody_is_left_out_either_who_is_faster_or_has_room() -> None:
     rng, clock = random.Random(2), Clock()
     router = servers(60, clock=clock)
     for server in router:
-        server.hear(0, 0, kv_tokens=4000)
+        server.update_load(0, 0, kv_tokens=4000)
     going: list[HeldPrefixes] = []
     num_slow = num_full = 0
     for number in range(1500):
@@ -92,11 +92,11 @@ def test_nobody_is_left_out_either_who_is_faster_or_has_room() -> None:
         asked = RequestSummary(names, num_tokens, is_streamed=True)
         costs = {}
         for server in router:
-            num_cached = PIECE_TOKENS * server.beginnings.find(names)[0]
+            num_cached = PIECE_TOKENS * server.prefixes.find(names)[0]
             if server.kv_free is None or server.kv_free >= num_tokens - num_cached:
-                slowness = server.pace.slowness(clock.now_s)
+                slowness = server.speed.slowness(clock.now_s)
                 num_new = num_tokens - num_cached
-                displaced = EVICTION_COST * num_new if server.beginnings.is_full else 0
+                displaced = EVICTION_COST * num_new if server.prefixes.is_full else 0
                 costs[server] = slowness * (server.load + num_new) + displaced
                 num_slow += slowness != 1
         num_full += len(costs) < 60
@@ -137,11 +137,11 @@ def test_a_server_that_is_slow_to_begin_gets_less_until_nobody_knows_that_any_mo
     assert share(64) == pytest.approx(0.5, abs=0.05), "nothing is known yet"
     share(100)
     slow, fast = router
-    assert slow.pace.slowness(clock.now_s) > fast.pace.slowness(clock.now_s)
+    assert slow.speed.slowness(clock.now_s) > fast.speed.slowness(clock.now_s)
     assert share(100) < 0.2
-    slow.note("is lost")
-    slow.note("")
-    assert slow.pace.slowness(clock.now_s) == 1.0, "it may be another machine now"
+    slow.set_trouble("is lost")
+    slow.set_trouble("")
+    assert slow.speed.slowness(clock.now_s) == 1.0, "it may be another machine now"
 
 
 def test_an_answer_that_comes_whole_and_a_prompt_computed_elsewhere_say_nothing_of_pace() -> None:
@@ -155,15 +155,15 @@ def test_an_answer_that_comes_whole_and_a_prompt_computed_elsewhere_say_nothing_
             held.sent_s -= 50.0 * held.server.index
             held.answer()
         held.leave()
-    assert [server.pace.slowness(clock.now_s) for server in router] == [1.0, 1.0]
+    assert [server.speed.slowness(clock.now_s) for server in router] == [1.0, 1.0]
 
 
 def test_whose_memory_is_taken_gets_nothing_that_another_can_hold() -> None:
     """What was sent there counts at once, what others have there from the next poll, and what they gave back as well."""
     router = servers(2, "load")
     little, much = router
-    much.hear(700, 0, kv_tokens=100_000)
-    little.hear(0, 0, kv_tokens=10_000, num_outputs=200)
+    much.update_load(700, 0, kv_tokens=100_000)
+    little.update_load(0, 0, kv_tokens=10_000, num_outputs=200)
     asked = RequestSummary(num_tokens=3000, max_outputs=100)
     held = [router.choose(asked, ()) for _ in range(4)]
     assert [each.server.index for each in held if each is not None] == [0, 0, 0, 1]
@@ -172,25 +172,25 @@ def test_whose_memory_is_taken_gets_nothing_that_another_can_hold() -> None:
         each.begin()
         each.leave()
     assert little.kv_free == 10_000
-    little.hear(1, 0, kv_tokens=10_000, kv_usage=0.9, num_outputs=200)
+    little.update_load(1, 0, kv_tokens=10_000, kv_usage=0.9, num_outputs=200)
     assert little.kv_free == 1000
     third = router.choose(asked, ())
     assert third is not None and third.server is much
     small = router.choose(RequestSummary(num_tokens=500, max_outputs=100), ())
     assert small is not None and small.server is little
-    little.hear(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small], num_outputs=200)
+    little.update_load(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small], num_outputs=200)
     assert little.kv_free == 10_000 - small.num_kept - 500, (
         "of what is used there, none is that of a request that waits"
     )
     small.begin()
-    little.hear(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small])
+    little.update_load(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small])
     assert little.kv_free == 10_000 - small.num_kept, "it is that"
 
 
 def test_where_nobody_can_hold_a_request_it_goes_where_it_would_have() -> None:
     router = servers(3, "load")
     for server in router:
-        server.hear(server.index, 0, kv_tokens=100)
+        server.update_load(server.index, 0, kv_tokens=100)
     held = router.choose(RequestSummary(num_tokens=5000), ())
     assert held is not None and held.server.index == 0
 
@@ -229,10 +229,10 @@ def test_where_others_send_too_not_all_routers_choose_the_same() -> None:
     chosen = Counter()
     for seed in range(20):
         router = Servers("load", random.Random(seed))
-        router.become([f"http://10.0.0.{index}:80" for index in range(50)], 1.0)
+        router.set_urls([f"http://10.0.0.{index}:80" for index in range(50)], 1.0)
         for server in router:
-            server.note("")
-            server.hear(0 if server.index == 7 else 5, 0)
+            server.set_trouble("")
+            server.update_load(0 if server.index == 7 else 5, 0)
         first, second = router.choose(RequestSummary(), ()), router.choose(RequestSummary(), ())
         assert first is not None and second is not None
         chosen[second.server.index] += 1
@@ -248,11 +248,11 @@ def test_a_session_is_looked_up_and_moves_when_its_server_goes() -> None:
         assert held is not None and again is not None and held.server is again.server
         homes[name] = held.server
     gone = homes["0"]
-    gone.note("is lost")
+    gone.set_trouble("is lost")
     for name, home in homes.items():
         held = router.choose(RequestSummary(session=name), ())
         assert held is not None and (held.server is home) == (home is not gone)
-    gone.note("")
+    gone.set_trouble("")
     held = router.choose(RequestSummary(session="0"), ())
     assert held is not None and held.server is gone, "it is back, and so are its sessions"
 
@@ -260,14 +260,14 @@ def test_a_session_is_looked_up_and_moves_when_its_server_goes() -> None:
 def test_what_is_remembered_is_bounded_over_all_servers_and_by_what_each_can_hold() -> None:
     router = servers(100)
     server = next(iter(router))
-    assert server.beginnings.max_names == MAX_ALL_NAMES // 100
-    server.hear(0, 0, kv_tokens=PIECE_TOKENS * 10)
+    assert server.prefixes.max_names == MAX_ALL_NAMES // 100
+    server.update_load(0, 0, kv_tokens=PIECE_TOKENS * 10)
     held = router.choose(RequestSummary(list(range(30))), set(list(router)[1:]))
-    assert held is not None and held.server is server and len(server.beginnings) == 10
+    assert held is not None and held.server is server and len(server.prefixes) == 10
     assert [num for num, _ in router._holders.of(list(range(30)))] == [10], "the end is forgotten"
-    router.become([], 1.0)
+    router.set_urls([], 1.0)
     held.leave()
-    router.part()
+    router.remove_idle()
     assert len(router._holders) == 0, "who left has nothing"
 
 
@@ -285,4 +285,4 @@ def test_what_is_remembered_is_bounded_over_all_servers_and_by_what_each_can_hol
     ],
 )
 def test_how_much_a_server_can_hold_is_read_from_its_figures(text: str, num_tokens: int) -> None:
-    assert read_figures(text).kv_tokens == num_tokens
+    assert parse_metrics(text).kv_tokens == num_tokens

@@ -14,7 +14,7 @@ import pytest
 from quintet.deploy.supervisor.service_manager import ServiceManager
 from tests.deploy.supervised import DEADLINE_S, make_config, world
 
-UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "quintet.service"
+UNIT = Path(__file__).parents[2] / "deploy" / "integrations" / "systemd" / "quintet.service"
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def silence(
     executor.process = victim  # type: ignore[assignment]  # as much of a process as the watch needs
     watch = Watch(table, processes, lambda _pid: int(clock[0] * waited_share * 1e9))
     while clock[0] < until_s:
-        watch.look(clock[0])
+        watch.check(clock[0])
         clock[0] += 0.2
     return executor, victim.signals
 
@@ -105,7 +105,7 @@ def test_who_beats_but_completes_nothing_is_given_three_times_as_long(tmp_path: 
         watch = Watch(table, processes, lambda _pid: 0)
         for tick in range(int(until_s / 0.2)):
             beat(executor, progress=5, pending=1, now=0.2 * tick)
-            watch.look(0.2 * tick)
+            watch.check(0.2 * tick)
         assert executor.state is SlotState.STALLED
         return victim.signals
 
@@ -199,12 +199,12 @@ def test_a_time_in_which_nobody_listened_is_nobodys_silence(tmp_path: Path) -> N
     executor.process = subprocess.Popen(["true"])
     executor.process.wait()
     beat(executor, progress=7, pending=0, now=9.8)
-    watch.look(10.0)
-    watch.look(70.0)
+    watch.check(10.0)
+    watch.check(70.0)
     assert executor.state is SlotState.READY
-    watch.look(70.2)
-    watch.look(70.9)
-    watch.look(71.6)
+    watch.check(70.2)
+    watch.check(70.9)
+    watch.check(71.6)
     assert executor.state is SlotState.STALLED
 
 
@@ -218,25 +218,25 @@ def test_an_executor_may_die_often_while_a_poisonous_request_is_sought() -> None
 
 def test_a_seat_that_is_vacant_is_filled_again_under_its_next_epoch(tmp_path: Path) -> None:
     table = SlotTable(tmp_path, ProcessesConfig(detokenizers=2))
-    first, second = table.lasting(Role.DETOKENIZER)
+    first, second = table.active(Role.DETOKENIZER)
     first.is_retiring = True
-    assert table.lasting(Role.DETOKENIZER) == [second]
+    assert table.active(Role.DETOKENIZER) == [second]
     told = {slot.worker: slot for slot in table.topology(draining=False).slots}
     assert told[first.worker].retired
-    assert table.vacancy(Role.DETOKENIZER) == [first]
+    assert table.allocate(Role.DETOKENIZER) == [first]
     assert first.worker == WorkerId(Role.DETOKENIZER, 0, 2)
     first.is_retiring = False
-    assert table.vacancy(Role.DETOKENIZER)[0].worker == WorkerId(Role.DETOKENIZER, 2, 1)
+    assert table.allocate(Role.DETOKENIZER)[0].worker == WorkerId(Role.DETOKENIZER, 2, 1)
 
 
 def test_what_comes_together_sits_at_one_index(tmp_path: Path) -> None:
     table = SlotTable(tmp_path, ProcessesConfig(engines=2))
-    executor = table.lasting(Role.EXECUTOR)[1]
+    executor = table.active(Role.EXECUTOR)[1]
     executor.is_retiring = True
-    workers = [slot.worker for slot in table.vacancy(Role.EXECUTOR, Role.CORE)]
+    workers = [slot.worker for slot in table.allocate(Role.EXECUTOR, Role.CORE)]
     assert workers == [WorkerId(Role.EXECUTOR, 2, 1), WorkerId(Role.CORE, 2, 1)]
-    table.lasting(Role.CORE)[1].is_retiring = True
-    workers = [slot.worker for slot in table.vacancy(Role.EXECUTOR, Role.CORE)]
+    table.active(Role.CORE)[1].is_retiring = True
+    workers = [slot.worker for slot in table.allocate(Role.EXECUTOR, Role.CORE)]
     assert workers == [WorkerId(Role.EXECUTOR, 1, 2), WorkerId(Role.CORE, 1, 2)]
 
 
@@ -259,7 +259,7 @@ def test_only_the_newest_epoch_speaks_for_a_seat(tmp_path: Path) -> None:
     assert table.of(WorkerId(Role.CORE, 9, 1)) is None
     versions = [table.topology(draining=False).version for _ in range(3)]
     assert versions == [1, 2, 3]
-    assert not any(figures.worker == frontends[2] for figures in table.figures(0.0)), (
+    assert not any(figures.worker == frontends[2] for figures in table.process_metrics(0.0)), (
         "external slots have none"
     )
 

@@ -246,7 +246,7 @@ def test_a_file_is_one_servers_alone(server: Server, store: Path) -> None:
         [*command, "--response-store", str(store)], check=False, capture_output=True, text=True, timeout=60
     )
     assert second.returncode == 78
-    assert f"--response-store {store} is kept by another server that runs" in second.stderr.splitlines()[-1]
+    assert f"--response-store {store} is in use by another running server" in second.stderr.splitlines()[-1]
     assert server.get("/health")[0] == 200
 
 

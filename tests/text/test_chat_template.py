@@ -320,7 +320,7 @@ def test_continue_and_generate_exclude_each_other() -> None:
 
 def test_a_template_that_hides_the_final_message_cannot_continue_it() -> None:
     arguments = {"continue_final_message": True, "add_generation_prompt": False}
-    assert "does not show" in refused("{{ messages[0].content|length }}", CHATS["one"], **arguments).message
+    assert "does not render" in refused("{{ messages[0].content|length }}", CHATS["one"], **arguments).message
     assert "does not use" in refused("fixed", CHATS["one"], **arguments).message
 
 

@@ -136,7 +136,7 @@ def test_what_is_too_much_to_wait_ends_with_an_error(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(main, "MAX_EARLY", 1)
+    monkeypatch.setattr(main, "MAX_QUEUED_TEXTS", 1)
     world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
     world.start(main.run, main.prepare)
     ids = RequestIds(4, 1)
@@ -282,7 +282,7 @@ def test_an_answer_too_large_to_be_told_is_an_error(world: Any, monkeypatch: pyt
     world.send(m.DetokenizeQuery(9, 0, pack_i32([9] * 4000)))
     answer = world.wait(world.frontend, m.Detokenized)
     assert answer.query_id == 9 and answer.error.code is ErrorCode.TOO_LARGE
-    assert "at most 2000 can be told at a time" in answer.error.message
+    assert "at most 2000 are allowed" in answer.error.message
 
 
 def test_text_too_large_to_be_told_ends_its_requests(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

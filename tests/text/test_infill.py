@@ -77,7 +77,7 @@ def test_a_model_without_marks_refuses(
     tokenizer = tokenizers_by_style["byte_level"]
     model = model_of(tokenizer)
     encoder = Encoder(tokenizer, load_templates(model), model)
-    with pytest.raises(RequestError, match="no tokens to fill in"):
+    with pytest.raises(RequestError, match="no fill-in-the-middle tokens"):
         encoder.prompt_ids(TextPrompt("a", suffix="b"), SamplingParams())
     able = marked(tokenizer, FORMATS[1])
     model = model_of(able)

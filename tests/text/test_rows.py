@@ -214,7 +214,7 @@ def test_a_new_core_begins_with_no_request_and_the_old_one_is_not_heard(steps: S
     assert steps.apply(tokens((ONE, 1, [9], NONE), core_epoch=1)) == []
     assert steps.num_stale == 1
     assert only(steps, tokens((ONE, 1, [7], NONE), core_epoch=2)).token_ids == pack_i32([7])
-    assert steps.meet_core(3)
+    assert steps.accept_core(3)
     assert steps.num_open == 0
 
 

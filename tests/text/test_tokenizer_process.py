@@ -269,7 +269,7 @@ def test_a_request_of_a_frontend_not_named_yet_waits_for_the_topology(world: Any
 
 @pytest.fixture
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "MAX_EARLY_BYTES", 2048)
+    monkeypatch.setattr(main, "MAX_QUEUED_BYTES", 2048)
 
 
 @pytest.mark.usefixtures("little_room")
@@ -357,7 +357,7 @@ def test_an_answer_too_large_to_be_told_is_an_error(world: Any, monkeypatch: pyt
     world.send(m.TokenizeQuery(9, 0, m.TextPrompt("x" * 4000), return_token_strs=True))
     answer = world.wait(world.frontend, m.Tokenized)
     assert answer.query_id == 9 and answer.error.code is ErrorCode.TOO_LARGE
-    assert "at most 2000 can be told at a time" in answer.error.message
+    assert "at most 2000 are allowed" in answer.error.message
 
 
 def test_a_request_too_large_for_the_core_ends_with_an_error(

@@ -107,5 +107,5 @@ def test_other_decoders_are_left_to_the_library(
 def test_the_library_has_the_verdict_on_a_broken_file(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: the tokenizers library cannot read it"):
         load_vocabulary(tmp_path, 0)
