@@ -1,4 +1,4 @@
-"""What is told of experts: how unevenly they are asked for, and how evenly ranks share the work. Counted by the kernels."""
+"""Expert load metrics: imbalance between experts and between ranks. The kernels count the work."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from quintet.wire.metrics import Metrics
 
 LOOK_EVERY = 128
-"""Steps."""
+"""Steps between two updates of the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCounts:
-    """Of a process's layers that have experts; numbers that only grow."""
+    """Monotonic counters of a process's layers with experts."""
 
     asked: Sequence[NDArray[np.int64]]
-    """Of each layer; see `quintet.executor.backends.cpu.ops.host_experts.HostExperts`."""
+    """Work counters of each layer; see `quintet.executor.backends.cpu.ops.host_experts.HostExperts`."""
     ranks: int
-    """Who share the work."""
+    """Number of ranks that share the work."""
     copied: Callable[[], tuple[int, int]]
-    """Experts that were copied to other ranks, and bytes that were moved for it."""
+    """Returns the number of experts copied to other ranks, and the bytes moved."""
 
 
 class ExpertFigures:
@@ -36,20 +36,22 @@ class ExpertFigures:
         self._hottest = [
             metrics.gauge(
                 "executor_expert_hottest",
-                "Work of the expert that was asked for most, over the mean of its layer's, lately.",
+                "Recent work of the busiest expert divided by the mean of its layer.",
                 layer=str(layer),
             )
             for layer in range(len(counts.asked))
         ]
         self._busiest = metrics.gauge(
             "executor_experts_busiest_rank",
-            "Work of whichever rank had most in each layer and step, over the mean of all ranks, lately.",
+            "Recent work of the busiest rank of each layer and step, divided by the mean of all ranks.",
         )
         self._copies = metrics.counter("executor_expert_copies", "Experts copied to other ranks.")
-        self._bytes = metrics.counter("executor_expert_copied_bytes", "Weights moved for it.")
+        self._bytes = metrics.counter(
+            "executor_expert_copied_bytes", "Bytes of weights moved to copy experts between ranks."
+        )
 
     def note_step(self) -> None:
-        """Count a step; look at what was asked now and then."""
+        """Count a step; update the metrics every `LOOK_EVERY` steps."""
         copies, moved = self._counts.copied()
         self._copies.value, self._bytes.value = float(copies), float(moved)
         self._num_steps += 1

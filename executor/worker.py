@@ -1,6 +1,6 @@
-"""Executes plans with a real model: tables, forward pass, sampling. Knows nothing of sockets.
+"""Execute plans with a real model: slot tables, forward pass, sampling. Contains no socket code.
 
-The device's order is the plans' order, so a plan may rely on everything its predecessors wrote, tokens included.
+Steps run on the device in plan order, so a plan may read everything that earlier plans wrote, including tokens.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from quintet.wire.step import StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 EAGER_KV_BYTES = 4 << 30
-"""KV memory on a GPU without our kernels, where nobody said how much: it is for trying, not for serving."""
+"""Default KV memory on a GPU without our kernels, a mode for trial use."""
 
 CHORE_S = 0.003
-"""How long a chore takes, about: a twentieth of a step."""
+"""Target duration of an idle task in seconds: about 1/20 of a step."""
 STEPS_PER_CHORE = 4
-"""Under load there is a chore between so many steps. Measured, a step of a model on huge pages is a tenth shorter."""
+"""Under load, one idle task runs every so many steps. Measured: a step is 10% shorter with the weights on huge pages."""
 
 
 class Worker:
@@ -75,9 +75,10 @@ class Worker:
         stage: Stage | None = None,
         crossings: Sequence[int] = (),
     ) -> None:
-        """weights: what they lie in, where that is not all on huge pages yet. ranks: who has chores as well.
+        """Build the worker around a loaded model.
 
-        stage: what is recorded of the model, where it is. crossings: see
+        weights: the host memory of the weights, while part of it is on small pages. ranks: the other ranks, which run
+        idle tasks too. stage: the recorded program of the model, if there is one. crossings: see
         `quintet.executor.distributed.parallel.follower_processes`.
         """
         self.num_blocks = num_blocks
@@ -113,23 +114,23 @@ class Worker:
 
     @property
     def work_done(self) -> int:
-        """What the runner has computed so far."""
+        """The runner's progress counter."""
         return self.runner.work_done
 
     @property
     def num_tenants(self) -> int:
-        """Slots that have a tenant."""
+        """Slots in use."""
         return self.tables.num_tenants
 
     def reset(self) -> None:
-        """Empty every table."""
+        """Reset every table."""
         self.tables.reset()
 
     def is_broken(self, error: Exception) -> bool:
-        """Return whether the device is lost to this process, or the tables are not what the core believes.
+        """Return whether the process can no longer use the device, or its tables differ from the core's.
 
-        The first error that a CUDA kernel reports ends the use of the device by its process, except that it ran out of
-        memory. Tables that differ are our mistake, not a request's.
+        After the first error that a CUDA kernel reports, a process cannot use the device; running out of memory is
+        the exception. Tables that differ are a bug of the engine, not of a request.
         """
         if isinstance(error, torch.OutOfMemoryError):
             return False
@@ -137,14 +138,14 @@ class Worker:
 
     @property
     def has_chores(self) -> bool:
-        """Whether weights still lie on small pages, of any rank, or on ranks that are too busy."""
+        """Whether weights of any rank remain on small pages, or experts on overloaded ranks."""
         if self._stage is not None and self._stage.has_chores:
             return True
         is_scattered = self._weights is not None and self._weights.is_scattered
         return is_scattered or (self._ranks is not None and self._ranks.noted(Note.CHORES) > 0)
 
     def do_chore(self) -> None:
-        """Move some of them, and have the other ranks move some of theirs; or an expert from rank to rank."""
+        """Move some weights to huge pages on every rank, or copy an expert to another rank."""
         if self._stage is not None:
             self._stage.do_chore()
         if self._ranks is not None:
@@ -154,23 +155,23 @@ class Worker:
 
     @property
     def num_split(self) -> int:
-        """Steps that were computed in parts."""
+        """Steps split after running out of memory."""
         return self._smaller_steps.num_split
 
     def waits_for(self, plan: StepPlan) -> bool:
-        """Steps are over when they have begun."""
+        """Return False: a step ends inside `begin`."""
         return False
 
     def begin(self, plan: StepPlan) -> Finished:
-        """See `execute`, which waits for the device: `quintet.executor.backends.cuda` has a worker that does not."""
+        """Execute the plan and wait for the device; the worker in `quintet.executor.backends.cuda` does not wait."""
         self._num_begun += 1
         if self._num_begun % STEPS_PER_CHORE == 0 and self.has_chores:
-            self.do_chore()  # who is never idle gains most
+            self.do_chore()  # a busy server gains most
             self._span("chores", plan.step)
         return Finished(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's deltas, then its swaps and block copies, then compute its rows and draw."""
+        """Apply the plan's deltas, then its swaps and block copies; then compute its rows and draw tokens."""
         self.tables.apply(plan)
         check_tables(plan, self.tables)
         for row in plan.new_rows:
@@ -187,7 +188,7 @@ class Worker:
         return self._smaller_steps.compute(plan, self._compute)
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        """Compute the rows of a plan, or of a part of one, whose deltas the tables hold."""
+        """Compute the rows of a plan, or of a part of one. The tables already hold its deltas."""
         rows = Rows(plan)
         masks = self._sampler.begin_masks(rows)
         result: StepResult | None = None
@@ -204,7 +205,7 @@ class Worker:
 
     @torch.inference_mode()
     def _compute_in_parts(self, plan: StepPlan, rows: Rows, masks: StepMasks | None) -> StepResult:
-        """Compute a step that wants more than tokens, or whose runner draws none."""
+        """Compute a step that needs logits, such as for log-probabilities, or a runner without fused sampling."""
         result = StepResult(plan.step, 0, b"")
         self.runner.forward(rows, self.tables)
         self._span("layers")
@@ -226,7 +227,7 @@ class Worker:
 
 
 def make_worker(config: EngineConfig, span: Span = no_span, ahead: HugeMemory | None = None) -> StepWorker:
-    """Open the device, build and load the model, reserve KV memory. ahead: for weights on the host, see `load_model`."""
+    """Open the device, build and load the model, reserve KV memory. ahead: memory for host weights, see `load_model`."""
     if config.executor.device != "cuda" or config.model.implementation == "transformers":
         return make_torch_worker(config, span, ahead=ahead)
     from quintet.executor.backends.cuda.boot import (
@@ -251,7 +252,7 @@ def make_torch_worker(
     crossings: Sequence[int] = (),
     ahead: HugeMemory | None = None,
 ) -> Worker:
-    """Return the worker of a CPU, or of a GPU without our kernels; of rank 0 of a model that is divided."""
+    """Return the worker of a CPU, of a GPU without our kernels, or of rank 0 of a model split over ranks."""
     begun = time.monotonic()
     platform = open_platform(config.executor)
     num_blocks = num_blocks_of(config)
@@ -279,7 +280,7 @@ def make_torch_worker(
 def _make_transformers_worker(
     config: EngineConfig, platform: Platform, num_blocks: int, begun: float, span: Span
 ) -> Worker:
-    """Return the worker of a model whose layers are those of transformers."""
+    """Return the worker of a model that runs in transformers."""
     from quintet.executor.backends.torch.fallback.boot import (
         open_transformers_model,  # imports transformers: seconds
     )
@@ -292,7 +293,7 @@ def _make_transformers_worker(
 
 
 def facts_of(config: EngineConfig, platform: Platform, num_bytes: int, begun: float) -> dict[str, str]:
-    """Return the boot story; ``begun``: when the device was opened, as `time.monotonic` has it."""
+    """Return the start-up facts for the log. ``begun``: the `time.monotonic` value when the device was opened."""
     whose = " by transformers" if config.model.implementation == "transformers" else ""
     return {
         "worker": f"{config.model.architecture}{whose} in {config.model.dtype} on {platform.description}",
@@ -301,12 +302,12 @@ def facts_of(config: EngineConfig, platform: Platform, num_bytes: int, begun: fl
 
 
 def num_blocks_of(config: EngineConfig) -> int:
-    """Return how many blocks of KV there is to be memory for, where torch or the host kernels compute."""
+    """Return the number of KV blocks that fit in memory, for torch and the host kernels. Raises `ConfigError`."""
     memory_bytes = config.cache.memory_bytes or EAGER_KV_BYTES
     num_blocks = config.model.kv.num_blocks(memory_bytes)
     if num_blocks < 1:
         raise ConfigError(
-            f"KV memory of {memory_bytes} bytes holds no block of {config.model.kv.bytes_per_block};"
+            f"the KV cache has {memory_bytes} bytes, but one block needs {config.model.kv.bytes_per_block};"
             " raise --kv-cache-memory"
         )
     return num_blocks
@@ -321,7 +322,7 @@ def _runner_of(
     span: Span,
     ranks: Ranks | None,
 ) -> Runner:
-    """Return the model's recorded program where the compiled kernels take its shape, else the model itself, undivided."""
+    """Return the recorded program if the compiled kernels support the model's shape, else an eager runner."""
     kv, dtype = config.model.kv, MODEL_DTYPES[config.model.dtype]
     widest = _widest(model)
     if stage is not None:
@@ -330,8 +331,8 @@ def _runner_of(
         raise _not_compiled(model, config)
     if platform.name == "cpu" and program_library() is not None:
         log.warning(
-            "computing with torch: the compiled attention takes heads of up to 576 numbers in keys and 512 in values, in blocks"
-            " of a multiple of 16 tokens; these are heads of up to %d in blocks of %d",
+            "computing with torch: the compiled attention supports head sizes up to 576 for keys and 512 for values, and block"
+            " sizes that are multiples of 16 tokens; this model has head size %d and block size %d",
             widest,
             kv.block_size,
         )
@@ -342,7 +343,7 @@ def _runner_of(
 def make_stage(
     model: CausalModel, config: EngineConfig, platform: Platform, share: Share, ranks: Ranks | None
 ) -> Stage:
-    """Return what a process records of a model that several compute."""
+    """Return one process's recorded part of a model that several processes compute."""
     stage = _open_stage(model, config, platform, num_blocks_of(config), share, ranks)
     if stage is None:
         raise _not_compiled(model, config)
@@ -357,7 +358,7 @@ def _open_stage(
     share: Share,
     ranks: Ranks | None,
 ) -> Stage | None:
-    """Return the recorded layers; None where the compiled kernels do not take them."""
+    """Return the recorded layers; None if the compiled kernels do not support them."""
     library = program_library() if platform.name == "cpu" else None
     if library is None:
         return None
@@ -375,16 +376,16 @@ def _widest(model: CausalModel) -> int:
 
 def _not_compiled(model: CausalModel, config: EngineConfig) -> ConfigError:
     return ConfigError(
-        "--tensor-parallel-size and --pipeline-parallel-size need the compiled attention, which takes heads of up to 576 numbers"
-        f" in blocks of a multiple of 16 tokens; these are heads of up to {_widest(model)} in blocks of"
-        f" {config.model.kv.block_size}: drop them"
+        "--tensor-parallel-size and --pipeline-parallel-size need the compiled attention, which supports head sizes up to 576"
+        f" and block sizes that are multiples of 16 tokens; this model has head size {_widest(model)} and block size"
+        f" {config.model.kv.block_size}: drop these flags"
     )
 
 
 def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
-    """Reject a cache of fewer bits, which only the compiled attention reads, where torch computes."""
+    """Reject a quantized KV cache without the compiled attention: torch cannot read it. Raises `ConfigError`."""
     if config.cache.dtype in NARROW_KV:
         raise ConfigError(
-            f"keys and values in {config.cache.dtype} need the compiled CPU kernels, and they are not built or take no heads of"
-            f" {head_dim} numbers in blocks of {config.model.kv.block_size} tokens: give --kv-cache-dtype model"
+            f"--kv-cache-dtype {config.cache.dtype} needs the compiled CPU kernels, which are not built or do not support"
+            f" head size {head_dim} with block size {config.model.kv.block_size}: use --kv-cache-dtype model"
         )

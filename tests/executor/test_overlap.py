@@ -378,7 +378,7 @@ def test_the_first_plan_of_a_new_core_may_be_dropped_whatever_the_last_one_plann
     house.executor.handle(turn)
     assert house.expect(Capacity).failure == ""
     house.executor.handle([Dropped("plan", step=1, tables=1)])
-    assert "could not be told" in house.expect(Capacity).failure
+    assert "rejected the step's plan" in house.expect(Capacity).failure
 
 
 def test_a_step_that_never_ends_is_work_pending_without_progress(house: House) -> None:
