@@ -1,15 +1,16 @@
-"""Structured outputs: a matcher per slot, which says what its tenant may draw next.
+"""Structured outputs: a grammar matcher per slot determines the allowed next tokens.
 
     step N            layers ─────────────── logits ── draw
                       ┊                                  │ tokens
     step N + 1        ▼  layers ─────────────── logits ──┊── draw
     thread               advance by the tokens, make masks ▲
 
-Masks of a step are made while its layers are computed: they depend on what the step before drew, and are needed when this one
-draws. A matcher knows the outputs that it was told of, and nothing else: a request that enters again, after preemption, in
-another executor, brings its outputs, and is where it was. Matchers of the same grammar are copies of one.
+A thread makes a step's masks while its layers are computed: they depend on the tokens of the previous step and are
+needed at the draw. A matcher's state follows from the request's outputs. So a request that is admitted again, after
+preemption or on another executor, continues at the same state. Matchers of the same grammar are copies of one
+compiled matcher.
 
-Owns the matchers, the masks and the thread. Knows nothing of logits: see `quintet.executor.sampling.masks`.
+This module owns the matchers, the masks and the thread. `quintet.executor.sampling.masks` applies masks to logits.
 """
 
 from __future__ import annotations
@@ -38,74 +39,74 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_KEPT = 128
-"""Grammars whose matchers are kept for the next request that asks for the same."""
+"""Compiled grammars in the LRU cache."""
 
 MAX_THREADS = 8
 
 
 @dataclass(slots=True, eq=False)
 class SlotGrammar:
-    """A slot's request, as far as its form is concerned."""
+    """The grammar state of a slot's request."""
 
     slot: int
     grammar: str
     num_prompt: int
     outputs: list[int]
-    """Those that it is known to have."""
+    """Outputs known to the host."""
     other_ends: list[int]
-    """Tokens that end it, besides the ends of sequence."""
+    """Stop token ids other than end-of-sequence tokens."""
     ignores_eos: bool
     matcher: LLMatcher | None = None
-    """None until the first mask."""
+    """None before the first mask."""
     num_consumed: int = 0
     has_ended: bool = False
-    """An end was drawn: nothing else can follow."""
+    """An end token was drawn; nothing may follow."""
     has_failed: bool = False
-    """The grammar needs more than it may, or leaves nothing to draw: it ends here, and its answer is none."""
+    """The grammar exceeded a limit or allows no token: the request ends with an error."""
 
     def note(self, position: int, token: int) -> None:
-        """Remember what was drawn for this position of the sequence. Drawn again, it is the same."""
+        """Append the token drawn at ``position``. A repeated draw gives the same token and is ignored."""
         if position - self.num_prompt == len(self.outputs):
             self.outputs.append(token)
 
 
 @dataclass(slots=True)
 class StepMasks:
-    """The masks of one step, being made."""
+    """The masks of one step, computed in the thread."""
 
     tenants: list[tuple[SlotGrammar, int, int]]
-    """SlotGrammar, the position its token will have, and which of the step's drawn tokens is its."""
+    """For each masked row: its grammar, the position of its token, and its index among the drawn tokens."""
     _made: Future[Masks]
 
     def wait(self) -> Masks:
-        """Return the masks once they are there."""
+        """Block until the masks are ready and return them."""
         return self._made.result()
 
     def failed(self, sampling: Int) -> bytes:
-        """Return which rows cannot go on, as `StepResult.failed` has it. sampling: the rows that draw."""
+        """Return the failed rows in the format of `StepResult.failed`. sampling: the rows that draw."""
         self._made.result()
         indexes = [index for tenant, _, index in self.tenants if tenant.has_failed]
         return sampling[indexes].astype(np.int32).tobytes() if indexes else b""
 
     def note(self, tokens: Sequence[int]) -> None:
-        """Tell the matchers what was drawn. tokens: of all rows that draw in the step."""
+        """Append the drawn tokens to the matchers' outputs. tokens: of all rows that draw in the step."""
         for tenant, position, index in self.tenants:
             tenant.note(position, tokens[index])
 
 
 @dataclass(slots=True)
 class _Library:
-    """What is opened when the first structured output comes."""
+    """Resources opened at the first structured output."""
 
     vocabulary: LLTokenizer
     executor: LLExecutor
     words: NDArray[np.uint32]
-    """Of the masks of every step."""
+    """Mask words shared by all steps."""
     kept: OrderedDict[str, LLMatcher] = field(default_factory=OrderedDict)
 
 
 class Grammars:
-    """One per worker."""
+    """The grammars of a worker's slots."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Grammars:
         self._eos = frozenset(model.eos_token_ids)
 
     def admit(self, row: NewRow) -> bool:
-        """Remember what a slot's new tenant must write; return whether that is anything."""
+        """Register the grammar of a slot's new request; return whether it has one."""
         self._tenants.pop(row.slot, None)
         wanted = row.params.structured_outputs
         if wanted is None:
@@ -138,9 +139,10 @@ class Grammars:
         return True
 
     def begin(self, slots: Int, positions: Int, which: Int) -> StepMasks:
-        """Begin to make the masks of the rows ``which`` of a step, whose matchers know all tokens before ``positions``.
+        """Start to make masks for the rows ``which`` of a step. Their matchers must know all tokens before
+        ``positions``.
 
-        slots, positions: int64[S], of all rows that draw. Earlier masks of these slots are overwritten, and no others.
+        slots, positions: int64[S], of all rows that draw. Overwrites the masks of these slots only.
         """
         tenants = [
             (self._tenants[slot], position, index)
@@ -182,7 +184,7 @@ class Grammars:
         return masks
 
     def _advance(self, tenant: SlotGrammar) -> LLMatcher:
-        """Return a tenant's matcher, at the end of its outputs."""
+        """Return a slot's matcher, advanced to the end of its outputs."""
         matcher = tenant.matcher
         if matcher is None:
             matcher = tenant.matcher = self._matcher(tenant.grammar)
@@ -206,13 +208,13 @@ class Grammars:
         return kept[grammar].deep_copy()
 
     def _settle(self, tenant: SlotGrammar, words: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
-        """Let a tenant end, where its outputs are a whole answer, by what ends it, and by nothing else."""
+        """Adjust a mask for stop tokens: allow them at a complete output, and nothing else after an end or a failure."""
         matcher = tenant.matcher
         assert matcher is not None
         if not tenant.has_failed and (matcher.is_error() or not words.any()):
             tenant.has_failed = True
-            reason = " ".join(matcher.get_error().split("<")[0].split()) or "no token is left to draw"
-            log.warning("an answer with a form cannot go on, and ends with an error: %s", reason)
+            reason = " ".join(matcher.get_error().split("<")[0].split()) or "the grammar allows no token"
+            log.warning("structured output failed, the request ends with an error: %s", reason)
         if tenant.has_ended or tenant.has_failed:
             words[:] = 0
             _set(words, self._eos)

@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn and of prompt tokens, from the raw logits, before any concern touches them."""
+"""Log-probabilities of drawn and of prompt tokens, from the raw logits before any processing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
 
 class Logprobs:
-    """What each slot's tenant wants to know. Entries hold the token itself first, then the most likely ones."""
+    """Log-probability parameters per slot. Entries hold the token itself first, then the most likely ones."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, ops: SamplingOps) -> None:
         self._ops = ops
@@ -26,7 +26,7 @@ class Logprobs:
         self._chosen_ids: dict[int, Int] = {}
 
     def admit_output(self, row: NewRow) -> bool:
-        """Remember what is asked about drawn tokens; return whether anything is."""
+        """Store the request's parameters for drawn tokens; return whether it has any."""
         params = row.params
         self._chosen_ids.pop(row.slot, None)
         if params.logprob_token_ids:
@@ -36,17 +36,17 @@ class Logprobs:
         return params.logprobs is not None or bool(params.logprob_token_ids)
 
     def admit_prompt(self, row: NewRow) -> bool:
-        """Remember what is asked about prompt tokens; return whether anything is."""
+        """Store the request's parameters for prompt tokens; return whether it has any."""
         self._num_prompt_top[row.slot] = self._number(row.params.prompt_logprobs)
         return row.params.prompt_logprobs is not None
 
     def of_drawn(
         self, logits: torch.Tensor, drawn: torch.Tensor, slots: Int, which: Int, row_numbers: Int
     ) -> list[TokenLogprobs]:
-        """Report on the rows ``which`` of ``logits [S, vocab]`` and ``drawn [S]``.
+        """Return log-probabilities for the rows ``which`` of ``logits [S, vocab]`` and ``drawn [S]``.
 
-        ``slots`` are of all S rows; ``row_numbers`` their indexes in the plan. A request with ``logprob_token_ids``
-        gets those instead of the most likely.
+        ``slots`` are of all S rows; ``row_numbers`` are their indexes in the plan. A request with
+        ``logprob_token_ids`` gets those tokens instead of the most likely ones.
         """
         own = drawn if len(which) == len(drawn) else drawn[to_device(which, logits.device)]
         num_top = self._num_top[slots[which]]
@@ -75,10 +75,9 @@ class Logprobs:
     def of_prompt(
         self, rows: Rows, which: Int, tables: SlotTables, runner: GivesLogits
     ) -> list[PromptLogprobs]:
-        """Report on prompt tokens that follow a position computed in this step, of the rows ``which``.
+        """Return log-probabilities of prompt tokens whose preceding position is in this step, of the rows ``which``.
 
-        The position before the first token of a chunk was computed in the step before, and reported then: entries of
-        successive chunks join without a gap.
+        The previous step covered the first token of a chunk, so entries of successive chunks join without a gap.
         """
         slots, firsts = rows.slots[which], rows.starts[which] + 1
         counts = np.minimum(firsts + rows.counts[which], tables.num_prompt_tokens[slots]) - firsts
@@ -117,5 +116,5 @@ class Logprobs:
         return reports
 
     def _number(self, asked: int | None) -> int:
-        """Return how many of the most likely tokens."""
+        """Return the number of most likely tokens in an entry."""
         return min(asked or 0, self._vocab_size)

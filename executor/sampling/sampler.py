@@ -1,4 +1,4 @@
-"""Draws the step's tokens and writes them into the token table, for the next plan to find."""
+"""Draw the step's tokens and write them into the token table, where later plans refer to them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ SHAPING: tuple[Callable[[int, int], LogitsProcessor], ...] = (
     LogitBias,
     Penalties,
 )
-"""What changes the logits of any row, in this order. Each is made with ``(max_num_seqs, vocab_size)``."""
+"""Logits processors in order. Each is constructed with ``(max_num_seqs, vocab_size)``."""
 
 
 class Sampler:
-    """One per worker. Rows that want no concern go from the model's logits to a token in one call; a step without any
-    other spends one test of one integer on them."""
+    """The sampler of a worker.
+
+    Rows without logits processors go from the model's logits to a token in one call. A step with only such rows
+    spends one integer test on the features.
+    """
 
     def __init__(
         self,
@@ -48,15 +51,16 @@ class Sampler:
         shaping: Sequence[Callable[[int, int], LogitsProcessor]] = SHAPING,
         grammars: Grammars | None = None,
     ) -> None:
-        """shaping: `SHAPING`, or the same concerns in that order as a device computes them. grammars: None where nobody asks
-        for structured outputs."""
+        """shaping: `SHAPING`, or a device's implementations in the same order. grammars: None without structured
+        outputs.
+        """
         self._tables = tables
         self._host_token_ids = tables.token_ids.numpy() if tables.device.type == "cpu" else None
-        """The token table, where numpy can write it: several times faster than torch, for few numbers."""
+        """The token table as a numpy view on a CPU: for few numbers, several times faster than torch."""
         self._ops = ops
         self._vocab_size = vocab_size
         self.settings = settings_table(max_num_seqs)
-        """What every slot's tenant draws with."""
+        """Sampling settings of every slot."""
         self._logprobs = Logprobs(max_num_seqs, vocab_size, ops)
         self._shaping = [(1 << i, make(max_num_seqs, vocab_size)) for i, make in enumerate(shaping)]
         self._shapes = (1 << len(self._shaping)) - 1
@@ -65,19 +69,19 @@ class Sampler:
         self._has_form = self._reports << 2
         self._may_think = self._reports << 3
         self._must_end = self._reports << 4
-        """Set for a step in which reasoning may have to end."""
+        """Set in a step in which a reasoning budget may force a token."""
         self._thinking = ThinkingBudgets(max_num_seqs)
         self._shapes |= self._must_end
         self._beyond_drawing = self._shapes | self._reports
         self._grammars = grammars
         self._wants = np.zeros(max_num_seqs, np.int64)
-        """Per slot, one bit per thing its tenant wants."""
+        """Feature bits per slot."""
         self._num_wanting = 0
-        """Slots whose tenant, or last tenant, wants anything."""
+        """Slots with a feature bit, free slots included until reuse."""
         self._wide = torch.empty(0, vocab_size)
 
     def admit(self, row: NewRow) -> None:
-        """Note what a slot's new tenant asks for."""
+        """Store the parameters of a slot's new request."""
         wants = 0
         for flag, concern in self._shaping:
             wants |= flag * concern.admit(row)
@@ -91,13 +95,13 @@ class Sampler:
         self.settings[row.slot] = settings_of(row.params, row.seed)
 
     def wants_more(self, rows: Rows) -> bool:
-        """Return whether these rows ask, in this step, for more than draws from the model's own logits, masked or not."""
+        """Return whether a row needs more in this step than a draw from the raw logits, masked or not."""
         if not self._num_wanting:
             return False
         return bool((self._wants_now(rows) & self._beyond_drawing).any()) or self.reports_prompt(rows)
 
     def reports_prompt(self, rows: Rows) -> bool:
-        """Return whether these rows ask for log-probabilities of prompt tokens that this step makes known."""
+        """Return whether a row needs log-probabilities of prompt tokens of this step."""
         if not self._num_wanting:
             return False
         wants = self._wants[rows.slots]
@@ -105,7 +109,7 @@ class Sampler:
         return bool((is_in_prompt & (wants & self._reports_prompt != 0)).any())
 
     def _wants_now(self, rows: Rows) -> Int:
-        """Return what the rows that draw want in this step."""
+        """Return the feature bits of the rows that draw in this step."""
         sampling = rows.sampling
         slots = rows.slots[sampling]
         wants = self._wants[slots]
@@ -117,7 +121,7 @@ class Sampler:
         return wants
 
     def begin_masks(self, rows: Rows) -> StepMasks | None:
-        """Begin to make masks for the rows whose answers have a form; None where there are none."""
+        """Start to make masks for rows with structured outputs; None if there are none."""
         if not self._num_wanting or self._grammars is None:
             return None
         sampling = rows.sampling
@@ -130,9 +134,11 @@ class Sampler:
     def draw(
         self, rows: Rows, logits: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, list[TokenLogprobs]]:
-        """Draw for every sampling row of ``rows``, from ``logits [S, vocab]`` of any dtype, which stay as they are.
+        """Draw for every sampling row of ``rows`` from ``logits [S, vocab]`` of any dtype. Does not change the
+        logits.
 
-        masks: what rows with a form may draw. Returns the tokens, int32[S], and the log-probabilities that were asked for.
+        masks: the allowed tokens of rows with structured outputs. Returns the tokens, int32[S], and the requested
+        log-probabilities.
         """
         sampling = rows.sampling
         slots = rows.slots[sampling]
@@ -154,7 +160,7 @@ class Sampler:
         return drawn, self._logprobs.of_drawn(logits, drawn, slots, which, sampling)
 
     def prompt_logprobs(self, rows: Rows, runner: GivesLogits) -> list[PromptLogprobs]:
-        """Return log-probabilities of prompt tokens that the step ``runner`` just computed made known."""
+        """Return log-probabilities of the prompt tokens of the step that ``runner`` has just computed."""
         which = np.flatnonzero(self._wants[rows.slots] & self._reports_prompt)
         if not len(which):
             return []
@@ -169,7 +175,7 @@ class Sampler:
         wanted: int,
         masks: Masks | None,
     ) -> torch.Tensor:
-        """Copy the rows that a concern changes, as fp32, and draw from the copies; from the others as they are."""
+        """Copy the rows with logits processors as fp32 and draw from the copies; draw from the other rows directly."""
         draw, settings = self._ops.draw, self.settings
         shaped = np.flatnonzero(wants & self._shapes)
         mine, wants = slots[shaped], wants[shaped]
@@ -194,7 +200,7 @@ class Sampler:
         return everyone
 
     def _copy(self, logits: torch.Tensor, which: Int) -> torch.Tensor:
-        """Return these rows in fp32. Keeps the room: asking the system for it in each step costs more than filling it."""
+        """Return these rows in fp32. Reuses the buffer: allocating it in each step costs more than filling it."""
         if len(which) > len(self._wide) or self._wide.device != logits.device:
             num_rows = max(len(which), min(2 * len(self._wide), len(self._wants)))
             self._wide = torch.empty((num_rows, self._vocab_size), device=logits.device)

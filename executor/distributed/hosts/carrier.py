@@ -1,4 +1,4 @@
-"""One host's ends of all links to other hosts: what they have to say goes out, what comes is given to the right one."""
+"""Transfer of orders and collectives between this host and others: sends local messages, dispatches received ones."""
 
 from __future__ import annotations
 
@@ -36,25 +36,23 @@ from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 
 Frames = list[Any]
-"""Of a message: its head, and what belongs to it. Bytes, or memory that stays as it is until the order is done with."""
+"""A message's head and payload frames: bytes, or memory that stays unchanged until the order is done."""
 Send = Callable[[int, Frames], None]
 NUM_FRAMES: Mapping[type, int] = {LinkOrder: 3, PayloadChunk: 2, CollectiveRows: 2}
-"""Of messages that are more than a head."""
+"""Number of frames of messages with a payload."""
 
 
 class Carrier:
-    """Used in one thread, that of the sockets."""
+    """A host's ends of all links. Used by the socket thread only."""
 
     def __init__(self, config: EngineConfig, host: int, descriptors: Sequence[int], send: Send) -> None:
-        """descriptors: of the links' memory, or of that of ranks on several hosts. send: takes the number of the host that
-        something is for.
-        """
+        """descriptors: memory of the links, or of ranks on several hosts. send: sends frames to a host number."""
         executor, library = config.executor, open_ranks_library()
         self._send = send
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ears: dict[int, tuple[LinkReceiver, int]] = {}
         self._mouths: dict[int, tuple[LinkSender, int]] = {}
-        """With the host at the other end."""
+        """Each end with the host number of the other end."""
         self._noted: dict[int, tuple[int, int]] = {}
         self._meetings: HostCollectives | None = None
         within = meets_over_hosts(executor)
@@ -76,14 +74,14 @@ class Carrier:
                 self._mouths[link] = LinkSender(end, self._ring), teller
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable while there is something to send."""
+        """Return a descriptor that is readable while messages wait to be sent."""
         return self._bell
 
     def _ring(self) -> None:
         os.eventfd_write(self._bell, 1)
 
     def send_all(self) -> None:
-        """Send what there is to send."""
+        """Send all waiting messages."""
         try:
             os.eventfd_read(self._bell)
         except BlockingIOError:
@@ -105,7 +103,7 @@ class Carrier:
                 self._send(host, [encode(told), content, payload])
 
     def send_notes(self) -> None:
-        """Send what those who hear here say of themselves, if it is news."""
+        """Send changed progress notes of the local receivers."""
         for link, (mouth, host) in self._mouths.items():
             notes = mouth.notes()
             if notes != self._noted.get(link):
@@ -113,11 +111,11 @@ class Carrier:
                 self._send(host, [encode(LinkNote(link, *notes))])
 
     def take(self, message: Carried, frames: Sequence[Any]) -> None:
-        """Take what another host says. Raises `Senseless` where it makes no sense."""
+        """Dispatch a message of another host. Raises `Senseless` for an invalid one."""
         if isinstance(message, OfLink):
             self._take_of_link(message, frames)
         elif self._meetings is None:
-            raise Senseless("speaks of meetings, and there are none")
+            raise Senseless("sent a collective, but there are no ranks on several hosts")
         elif isinstance(message, CollectiveRows):
             self._meetings.take_rows(message, memoryview(frames[1].buffer))
         elif isinstance(message, CollectivesDone):
@@ -128,7 +126,7 @@ class Carrier:
             self._mouths if isinstance(message, PayloadChunk | LinkOrder) else self._ears
         )
         if message.link not in ends:
-            raise Senseless(f"speaks of link {message.link}")
+            raise Senseless(f"sent a message of unknown link {message.link}")
         match message, ends[message.link][0]:
             case PayloadChunk(), LinkSender() as end:
                 end.take_piece(memoryview(frames[1].buffer))
@@ -141,7 +139,7 @@ class Carrier:
 
 
 def largest_frame(config: EngineConfig) -> int:
-    """Return the bytes of the largest frame that hosts send each other."""
+    """Return the maximum frame size between hosts in bytes."""
     library = open_ranks_library()
     links = links_between(config.executor)
     return max(most_bytes(_shape_of(config, link), library) for link in links)
@@ -152,11 +150,11 @@ def _shape_of(config: EngineConfig, link: int) -> CRanksShape:
 
 
 def read_head(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Any]) -> Any:
-    """Return a message of which these are the frames. Raises `Senseless` where they make none."""
+    """Decode a message's head and check the number of frames. Raises `Senseless`."""
     try:
         message = decoder.decode(frames[0].buffer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, IndexError):
-        raise Senseless("says what makes no sense") from None
+        raise Senseless("sent an invalid message") from None
     if len(frames) != NUM_FRAMES.get(type(message), 1):
-        raise Senseless("says what makes no sense")
+        raise Senseless("sent an invalid message")
     return message

@@ -1,13 +1,12 @@
-"""HostCollectives of ranks that are on several hosts: what those of this one leave goes to the others, and what
-theirs leave comes here.
+"""Collectives of ranks on several hosts: each host sends its ranks' contributions to the other hosts.
 
-    host A   rank 0 ── sums, met ──▶ memory ──▶ HostCollectives ── rows, then met ──▶ HostCollectives ──▶ memory ──
-    met ──▶ rank 1   host B
+    host A   rank 0 ── rows, arrival ──▶ memory ──▶ HostCollectives ─╮ rows, then CollectivesDone
+                                                                     ▼
+    host B   rank 1 ◀── rows, arrival ── memory ◀── HostCollectives ─╯
 
-Each host has the ranks' memory of its own, and in it the same place for each rank's sums. A rank on another host has come to a
-meeting here when what it left for it lies here. So what ranks may rely on is what it is on one host: who has met somebody finds
-there what he left, and what a rank writes over has been read by all who have met it since. The process that carries relies on the
-same: no rank is two meetings on before all hosts have heard of the first.
+Each host has its own memory with the same layout for all ranks' sums. A remote rank counts as arrived at a collective
+once its rows are in the local memory. So ranks have the same guarantees as on one host: after a collective, all
+contributions are readable, and overwritten rows have been read by all. No rank is two collectives ahead of a host.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from quintet.wire.config import ExecutorConfig
 
 
 class HostCollectives:
-    """One host's end. A thread waits for the ranks here; everything else is done by the loop that has the sockets."""
+    """One host's end. A thread waits for the local ranks; the socket loop does the rest."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class HostCollectives:
         host: int,
         ring: Callable[[], None],
     ) -> None:
-        """descriptor: of the ranks' memory. ring: called from another thread when there is something to send."""
+        """descriptor: the ranks' memory. ring: called by the thread when there is something to send."""
         self._library, self._executor, self._host, self._ring = library, executor, host, ring
         self._memory = RanksMemory(library, descriptor, shape)
         self._ranks = [
@@ -50,9 +49,9 @@ class HostCollectives:
             for rank in range(executor.num_ranks)
         ]
         self._begin = library.sums(self._ranks[0], 0, shape.sums_width) - self._memory.address
-        """Where what ranks leave begins in their memory."""
+        """Offset of the collectives' rows in the memory."""
         self._num_met = 0
-        """HostCollectives that all ranks here have come to; written by the thread."""
+        """Collectives completed by all local ranks; written by the thread."""
         self._num_sent = 0
         self._num_heard = dict.fromkeys(range(executor.num_hosts), 0)
         threading.Thread(target=self._wait, name="meetings", daemon=True).start()
@@ -65,7 +64,7 @@ class HostCollectives:
             self._ring()
 
     def newly_met(self) -> Iterator[tuple[int, list[bytes | memoryview]]]:
-        """Yield for whom there is what to send, and the frames: they are as they are until it has met the ranks here."""
+        """Yield destination hosts and frames of new contributions; the frames are valid until the next collective."""
         while self._num_sent < self._num_met:
             self._num_sent += 1
             left = [self._left_by(rank) for rank in ranks_of(self._executor, self._host)]
@@ -83,7 +82,7 @@ class HostCollectives:
         return left
 
     def _rows(self, left: CLeft, other: int) -> Iterator[list[bytes | memoryview]]:
-        """Yield messages with what was left, in pieces of whole rows."""
+        """Yield messages with a rank's contribution, in pieces of whole rows."""
         if left.row_bytes == 0:
             return
         most = max(1, PIECE_BYTES // left.row_bytes)
@@ -99,23 +98,21 @@ class HostCollectives:
         return np.ndarray((rows, row_bytes), np.uint8, self._memory.mapped, offset, (stride, 1))
 
     def take_rows(self, message: CollectiveRows, content: memoryview) -> None:
-        """Put what ranks of another host have left where those here read it. Raises `Senseless`."""
+        """Write rows of a remote rank into the local memory. Raises `Senseless`."""
         row_bytes, stride = message.row_bytes, message.stride
         rows = len(content) // row_bytes if row_bytes > 0 else 0
         end = message.offset + (rows - 1) * stride + row_bytes
         if rows < 1 or rows * row_bytes != len(content) or stride < row_bytes:
-            raise Senseless("leaves rows that cannot be")
+            raise Senseless("sent rows of an invalid shape")
         if not self._begin <= message.offset < end <= len(self._memory.mapped):
-            raise Senseless("leaves rows where ranks leave none")
+            raise Senseless("sent rows outside of the collectives' memory")
         place = self._place(message.offset, rows, row_bytes, stride)
         place[:] = np.frombuffer(content, np.uint8).reshape(rows, row_bytes)
 
     def take_met(self, message: CollectivesDone) -> None:
-        """Have the ranks of another host come to a meeting here. Raises `Senseless`."""
+        """Mark the ranks of another host as arrived at a collective. Raises `Senseless`."""
         if message.meetings != self._num_heard[message.host] + 1:
-            raise Senseless(
-                f"says that its ranks have come to meeting {message.meetings}, behind {self._num_heard[message.host]}"
-            )
+            raise Senseless(f"reports collective {message.meetings} after {self._num_heard[message.host]}")
         self._num_heard[message.host] = message.meetings
         for rank in ranks_of(self._executor, message.host):
             self._library.met(self._ranks[rank], message.meetings)

@@ -1,8 +1,7 @@
-"""The process of the first host that the others talk with: ``python -m quintet.executor.distributed.hosts.hub``,
-started by rank 0.
+"""The first host's hub process: ``python -m quintet.executor.distributed.hosts.hub``, started by rank 0.
 
-Listens, admits each other host once, and carries what their stages and this host's tell each other: what one of the others tells
-another passes through here. Ends when one is lost, and with it all ranks. Imports no torch.
+It listens, admits each other host once, and carries orders between stages on different hosts; all traffic passes
+through the hub. It exits when a host is lost, and all ranks exit with it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -54,39 +53,39 @@ from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError
 
 BIND_S = 20.0
-"""So long the address may still be the one's who had it before, or its name be unknown, when a server starts."""
+"""Limit on the time to bind the address at start, while a previous process holds it or the name is unknown."""
 FIRST_EPOCH = 1
-"""Of an executor that has not been there before."""
+"""Epoch of an executor's first start."""
 COMPLAINT_S = 60.0
-"""Between two lines of the log that say that somebody knocks who has no key."""
+"""Minimum interval between log lines about connections without the key."""
 log = logging.getLogger("quintet")
 
 
 @dataclass(slots=True)
 class JoiningHost:
-    """A host that has asked to take part."""
+    """A host that sent `Join`."""
 
     host: int
     descriptor: int
-    """Of its connection."""
+    """File descriptor of its connection."""
     heard_s: float
     has_begun: bool = False
 
 
 class Hub:
-    """Used in one thread."""
+    """The hub's sockets and members. Used by one thread."""
 
     def __init__(self, slot: ChildIdentity, config: EngineConfig, links: Sequence[int]) -> None:
-        """links: descriptors of the memory of links, or of ranks that are on several hosts. Raises `ConfigError`."""
+        """links: descriptors of the memory of links, or of ranks on several hosts. Raises `ConfigError`."""
         assert config.executor.hosts is not None
         hosts = config.executor.hosts
         self._config, self._epoch = config, slot.me.epoch
         self._sources, self._parts = sources(), parts_of(config, RUNNER)
         self._guests: dict[bytes, JoiningHost] = {}
-        """By how ZeroMQ calls the connection."""
+        """Members by ZeroMQ routing id."""
         self._by_host: dict[int, bytes] = {}
         self._held: dict[int, list[Frames]] = {}
-        """What hosts are to hear once they have begun: who is there already, and nothing that a step waits for."""
+        """Frames for hosts that have not begun; no step waits for these."""
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromMember)
         self._carrier = Carrier(config, 0, links, self._send_to)
         self._told_s = self._quiet_until_s = 0.0
@@ -97,7 +96,7 @@ class Hub:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.ROUTER_MANDATORY, 1),
-            (zmq.SNDHWM, 0),  # there is never more under way than links hold
+            (zmq.SNDHWM, 0),  # the links' capacity bounds the queue
             (zmq.MAXMSGSIZE, largest_frame(config)),
         ):
             self._door.setsockopt(option, value)
@@ -109,7 +108,7 @@ class Hub:
             self.close()
             raise
         log.info(
-            "waiting for %d other hosts at %s, of whom each runs: quintet serve MODEL --headless --node-rank N",
+            "waiting for %d other hosts at %s; run on each: quintet serve MODEL --headless --node-rank N",
             hosts.count - 1, hosts.address,
         )  # fmt: skip
 
@@ -119,7 +118,7 @@ class Hub:
         self._context.destroy(linger=0)
 
     def run(self) -> None:
-        """Carry for ever. Raises `HostLost`."""
+        """Carry messages until a host is lost. Raises `HostLost`."""
         poller = zmq.Poller()
         for each in (self._door, self._monitor, self._doorman.socket, self._carrier.fileno()):
             poller.register(each, zmq.POLLIN)
@@ -142,7 +141,7 @@ class Hub:
                 self._look_for_silence(now)
 
     def _hear(self) -> None:
-        """Read what is there."""
+        """Receive all waiting messages."""
         while True:
             try:
                 who, *frames = self._door.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -158,23 +157,23 @@ class Hub:
                 self._take(guest, who.bytes, message, frames)
             except Senseless as error:
                 if guest is None:
-                    log.warning("somebody at the hosts' door %s", error)
+                    log.warning("a connection to the hub %s", error)
                     continue
                 raise HostLost(f"host {guest.host} {error}") from None
 
     def _admit(self, who: zmq.Frame, message: FromMember) -> None:
-        """Let a host take part that was not known."""
+        """Admit a host that sent `Join`, or refuse it."""
         hosts = self._config.executor.hosts
         assert hosts is not None
         if not isinstance(message, Join):
-            raise Senseless("says what makes no sense")
+            raise Senseless("sent an invalid message")
         if not 0 < message.host < hosts.count:
-            words = f"this is a group of --nnodes {hosts.count}: --node-rank is 1 to {hosts.count - 1}"
+            words = f"--node-rank must be 1 to {hosts.count - 1}, since --nnodes is {hosts.count}"
             self._refuse(who.bytes, message.host, words)
         elif message.version != VERSION or message.sources != self._sources:
-            self._refuse(who.bytes, message.host, "it is another version of Quintet; install the same")
+            self._refuse(who.bytes, message.host, "its version of Quintet differs; install the same version")
         elif message.host in self._by_host:
-            self._refuse(who.bytes, message.host, "another with this --node-rank is there", is_final=False)
+            self._refuse(who.bytes, message.host, "another host uses this --node-rank", is_final=False)
         else:
             descriptor: Any = who.get(zmq.SRCFD)
             self._guests[who.bytes] = JoiningHost(message.host, int(descriptor), time.monotonic())
@@ -202,32 +201,32 @@ class Hub:
             case HostHeartbeat():
                 pass
             case _:
-                raise Senseless("says what makes no sense")
+                raise Senseless("sent an invalid message")
 
     def _compare(self, guest: JoiningHost, who: bytes, message: Parts) -> None:
-        """Have a host begin that would compute the same."""
+        """Let a host begin if its weights and kernels are those of the first host; refuse it otherwise."""
         differing = [name for name, part in self._parts.items() if message.parts.get(name) != part]
         if not differing:
             self._send(who, [encode(Begin())])
             if who not in self._guests:
                 return
             guest.has_begun = True
-            log.info("host %d is there", guest.host)
+            log.info("host %d joined", guest.host)
             for frames in self._held.pop(guest.host, []):
                 self._send(who, frames)
             return
         words = f"its {' and '.join(sorted(differing))} differ from the first host's"
         if differing == ["instruction_set"]:
-            words += ": set QUINTET_ISA to one that all processors have"
+            words += ": set QUINTET_ISA to an instruction set that all processors have"
         del self._guests[who], self._by_host[guest.host]
         self._refuse(who, guest.host, words)
 
     def _carry(self, guest: JoiningHost, message: Carried, frames: Frames) -> None:
-        """Give something to whom it is for."""
+        """Deliver a message to its destination host."""
         executor = self._config.executor
         if not isinstance(message, OfLink):
             if message.host != guest.host or message.to not in range(executor.num_hosts):
-                raise Senseless("speaks for another host")
+                raise Senseless("sent a message in the name of another host")
             receiver = message.to
         else:
             receiver = self._receiver(guest, message)
@@ -240,11 +239,11 @@ class Hub:
         """Return the host at the other end of a link."""
         executor = self._config.executor
         if message.link not in links_between(executor):
-            raise Senseless(f"speaks of link {message.link}")
+            raise Senseless(f"sent a message of unknown link {message.link}")
         ends = teller_of(executor, message.link), hearer_of(executor, message.link)
         sender, receiver = ends if isinstance(message, PayloadChunk | LinkOrder) else ends[::-1]
         if sender != guest.host:
-            raise Senseless(f"speaks of link {message.link}")
+            raise Senseless(f"sent a message of foreign link {message.link}")
         return receiver
 
     def _send_to(self, host: int, frames: Frames) -> None:
@@ -259,34 +258,34 @@ class Hub:
             self._door.send_multipart([who, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if who in self._guests:
-                self._lose(who, self._guests[who], f"cannot be reached: {error.strerror}")
+                self._lose(who, self._guests[who], f"is unreachable: {error.strerror}")
 
     def _see_connection(self) -> None:
         event: Any = recv_monitor_message(self._monitor)
         if event["event"] == zmq.EVENT_DISCONNECTED:
             for who, guest in list(self._guests.items()):
                 if guest.descriptor == event["value"]:
-                    self._lose(who, guest, "has closed the connection")
+                    self._lose(who, guest, "closed the connection")
         elif time.monotonic() >= self._quiet_until_s:
             self._quiet_until_s = time.monotonic() + COMPLAINT_S
-            log.warning("somebody at the hosts' door has another %s, or none", GROUP_KEY[0])
+            log.warning("rejected a connection to the hub: its %s is missing or differs", GROUP_KEY[0])
 
     def _look_for_silence(self, now: float) -> None:
         silent_s = self._config.processes.stall_s
         for who, guest in list(self._guests.items()):
             if now - guest.heard_s > silent_s:
-                self._lose(who, guest, f"has been silent for {silent_s:g} s")
+                self._lose(who, guest, f"sent nothing for {silent_s:g} s")
 
     def _lose(self, who: bytes, guest: JoiningHost, words: str) -> None:
-        """End with a host that takes part; the place of another is free again."""
+        """Fail if the host takes part; otherwise free its node rank."""
         if guest.has_begun:
             raise HostLost(f"host {guest.host} {words}")
-        log.warning("host %d, which had not begun, %s", guest.host, words)
+        log.warning("host %d left before it began: it %s", guest.host, words)
         del self._guests[who], self._by_host[guest.host]
 
 
 def shown(config: EngineConfig) -> EngineConfig:
-    """Return what other hosts are told of the configuration: no keys of clients, no paths of this machine."""
+    """Return the configuration for other hosts, without client keys and local paths."""
     replace, hosts = msgspec.structs.replace, config.executor.hosts
     assert hosts is not None
     return replace(
@@ -301,9 +300,9 @@ def shown(config: EngineConfig) -> EngineConfig:
 
 
 def _bind(door: zmq.Socket[bytes], address: str, epoch: int) -> None:
-    """Listen at the address, and no other. Raises `ConfigError`.
+    """Bind the address only. Raises `ConfigError`.
 
-    Where a group has been before, the address was right: what is missing comes back, and requests are kept until then.
+    After the first epoch the address is known to be valid, so retry without limit; requests stay queued meanwhile.
     """
     is_known = epoch > FIRST_EPOCH
     until_s, said_s = time.monotonic() + BIND_S, 0.0
@@ -316,17 +315,17 @@ def _bind(door: zmq.Socket[bytes], address: str, epoch: int) -> None:
             if not is_known and (error.errno == zmq.EADDRNOTAVAIL or now > until_s):
                 name, _, port = address.rpartition(":")
                 raise ConfigError(
-                    f"--master-addr {name} --master-port {port}: {error.strerror}; the first host listens there, so it must be"
-                    " an address of this machine, and a port that is free"
+                    f"--master-addr {name} --master-port {port}: {error.strerror}; the first host listens there, so use"
+                    " an address of this machine and a free port"
                 ) from None
             if is_known and now - said_s > COMPLAINT_S:
                 said_s = now
-                log.warning("the hosts cannot meet at %s: %s; trying again", address, error.strerror)
+                log.warning("the hub cannot bind %s: %s; retrying", address, error.strerror)
         time.sleep(0.1)
 
 
 def _bind_to_first(door: zmq.Socket[bytes], address: str) -> None:
-    """Listen at the first of its addresses that this machine has. Raises `OSError` and `zmq.ZMQError`."""
+    """Bind the first of the address's endpoints that this machine has. Raises `OSError` and `zmq.ZMQError`."""
     *others, last = endpoints_of(address)
     for endpoint in (*others, last):
         door.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))

@@ -1,9 +1,9 @@
-"""Copying experts from rank to rank, a piece between two steps: all ranks carry out the same order.
+"""Copy experts between ranks, one piece between two steps; all ranks execute the same order.
 
-    source: piece of the expert ──▶ shared memory ── meet ──▶ target: its place
+    source: piece of the expert ──▶ shared memory ── barrier ──▶ target: its slot
 
-A place is empty from the first piece on and serves from the last one on, at every rank alike: every rank knows who has what
-(`HostExperts.copies`). An expert stays where it is at home, so nothing is ever lost, whoever dies in the middle.
+A slot is empty from the first piece and serves from the last one, on every rank: all ranks know the slots' contents
+(`HostExperts.copies`). The original expert stays on its rank, so an interrupted copy loses nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PIECE = struct.Struct("8q")
 
 
 class CopyChunk(NamedTuple):
-    """Bytes ``[begin, end)`` of an expert's ``size``, from the rank ``source`` to a place of the rank ``target``."""
+    """Bytes ``[begin, end)`` of an expert's ``size``, copied from rank ``source`` to a slot of rank ``target``."""
 
     layer: int
-    """Which of the layers that have experts."""
+    """Index among the layers with experts."""
     expert: int
     source: int
     target: int
@@ -37,23 +37,23 @@ class CopyChunk(NamedTuple):
 
 
 class ExpertCopies:
-    """One rank's: of all layers of its stage that have experts."""
+    """One rank's side of copies, for all layers with experts of its stage."""
 
     def __init__(self, layers: Sequence[HostExperts], ranks: Ranks) -> None:
         self.layers = layers
         self._ranks = ranks
 
     def tell(self, piece: CopyChunk) -> None:
-        """Rank 0: move a piece, and have the others do so."""
+        """On the leader: copy a piece, and make the followers do the same."""
         self._ranks.tell_mail(OrderKind.MOVE_EXPERT, _PIECE.pack(*piece), _PIECE.size)
         self._move(piece)
 
     def move_told(self, mail: bytes) -> None:
-        """Another rank: do what rank 0 does."""
+        """On a follower: execute the leader's order."""
         self._move(CopyChunk(*_PIECE.unpack(mail)))
 
     def pieces_of(self, layer: int, copy: Copy) -> Iterator[CopyChunk]:
-        """Cut a copy into pieces for which there is room."""
+        """Split a copy into pieces that fit the staging buffer."""
         size = sum(part.numel() for part in self.layers[layer].bytes_at(0))
         most = self._ranks.shape.staging_bytes
         for begin in range(0, size, most):
@@ -77,7 +77,7 @@ class ExpertCopies:
 
 
 def _within(parts: Sequence[torch.Tensor], piece: CopyChunk) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield what the piece has of each part, and where in the piece that begins."""
+    """Yield the piece's overlap with each part, and its offset in the piece."""
     at = 0
     for part in parts:
         begin, end = max(piece.begin, at), min(piece.end, at + part.numel())

@@ -1,7 +1,7 @@
-"""The process of a rank that is not the first: ``python -m quintet.executor.distributed.parallel.follower``, started by rank 0.
+"""The process of a follower: ``python -m quintet.executor.distributed.parallel.follower``, started by the leader.
 
-Has no slot, no sockets, and nothing to lose: between two orders it keeps weights and KV memory, and nobody's requests. Ends with
-rank 0 from its first line on, while torch is being imported too.
+It has no slot and no sockets. It keeps weights and KV memory but no request state. It exits with the leader from its
+start on, even while torch is being imported.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ FOLLOWING = {
     "cpu": "quintet.executor.distributed.parallel.follower_loop",
     "cuda": "quintet.executor.backends.cuda.follower",
 }
-"""Where the work is, by ``ExecutorConfig.device``: imported once this process has a name and a parent, since torch comes
-with it."""
+"""Module of the follower loop by ``ExecutorConfig.device``, imported after start-up because it imports torch."""
 
 
 def _follow(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:

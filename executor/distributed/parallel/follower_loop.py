@@ -1,7 +1,7 @@
-"""What a rank that is not the first does all its life: whatever it is told, over the step that it is shown.
+"""The follower loop: receive orders and execute them over the current step.
 
-Those of the first stage, and all but the first rank of another, are told by the first rank of their stage; that of a later stage
-is told by the stage before.
+The leader of a stage sends orders to the stage's followers. The leader of a later stage receives orders from the
+previous stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 PROGRESS_EVERY_S = 0.2
-"""How often a stage says how far it has come."""
+"""Interval between progress notes of a stage."""
 
 
 def follow_for_ever(
@@ -41,7 +41,7 @@ def follow_for_ever(
     rank: int,
     span: Span,
 ) -> None:
-    """Be a rank whose process has taken its processors, until it is killed. groups, links, crossings: see `Followers`."""
+    """Run a rank with assigned processors until it is killed. groups, links, crossings: see `FollowerProcesses`."""
     platform, share = open_platform(config.executor), share_of_rank(config, rank)
     group = open_ranks(config, groups[share.stage], rank) if groups else None
     if share.rank == 0:
@@ -54,7 +54,7 @@ def follow_for_ever(
 def _live(orders: Iterator[OrderKind | None]) -> None:
     for kind in orders:
         if kind is None:
-            gc.freeze()  # what is loaded stays to the end of the process
+            gc.freeze()  # loaded objects live until the process exits
 
 
 def follow(
@@ -64,7 +64,7 @@ def follow(
     crossings: Sequence[int] = (),
     span: Span = no_span,
 ) -> Iterator[OrderKind | None]:
-    """Load the rank's share, say so, and carry out orders for ever; yield None once, then what each was.
+    """Load the rank's share, report ready, and execute orders; yield None once, then each order's kind.
 
     config: with the rank's threads.
     """
@@ -106,7 +106,7 @@ def follow(
                 pass
         ranks.done()
         if kind is OrderKind.CHORE:
-            _do_chore(pages)  # behind it: rank 0 does its own meanwhile
+            _do_chore(pages)  # after `done`: the leader runs its task meanwhile
             ranks.note(Note.CHORES, _has_chores(pages))
         span("layers" if kind is OrderKind.RUN else "told")
         yield kind
@@ -121,7 +121,7 @@ def be_a_stage(
     crossings: Sequence[int] = (),
     span: Span = no_span,
 ) -> Iterator[OrderKind | None]:
-    """Be the first rank of a stage that is not the first, likewise. group: the stage's ranks, where there are others."""
+    """Run the leader of a stage that is not the first, like `follow`. group: the stage's ranks, if there are several."""
     model = load_model(config, platform, share=share)
     stage = make_stage(model, config, platform, share, group)
     step, pages, num_runs = _step_of(stage, config), model.weights.reservation, 0
@@ -164,7 +164,7 @@ def be_a_stage(
                     for each in tellers:
                         each.tell_chore()
                 case OrderKind.EMBEDS | OrderKind.MOVE_EXPERT:
-                    raise AssertionError(f"{kind.name}: told to ranks of a stage alone")
+                    raise AssertionError(f"{kind.name}: only sent within a stage")
             before.done()
             if kind is OrderKind.CHORE:
                 _do_chore(pages)
@@ -175,7 +175,7 @@ def be_a_stage(
 
 
 def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int, span: Span) -> None:
-    """Run parts of a step, and tell the next stage to."""
+    """Run parts of a step, and send it to the next stage."""
     before, behind, width, count = links.before, links.behind, stage.handed_width, step.c.num_tokens
     is_new = begin == StepPart.LAYERS
     if is_new:
@@ -209,7 +209,7 @@ def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
 
 
 def _open_parts(config: EngineConfig, stage: Stage, crossings: Sequence[int]) -> PartBlocks | None:
-    """Return the rank's part of blocks that go elsewhere; None where none do."""
+    """Return the rank's part of blocks for KV transfer; None if there is no KV transfer."""
     share = stage.share
     rank = share.stage * share.size + share.rank
     return open_parts(config, crossings[0], rank, stage.blocks, share) if crossings else None
@@ -232,7 +232,7 @@ def _do_chore(pages: HugePages | None) -> None:
 def _note_for_ever(
     before: Ranks, tellers: list[Ranks], stage: Stage, pages: HugePages | None, is_over: threading.Event
 ) -> None:
-    """Say what this stage and those behind it have done, and whether one of them has chores left."""
+    """Report progress and idle tasks of this stage and of the following ones."""
     while not is_over.wait(PROGRESS_EVERY_S):
         before.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in tellers))
         own = _has_chores(pages) or stage.has_chores

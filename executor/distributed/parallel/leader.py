@@ -1,4 +1,4 @@
-"""The worker of rank 0, which has the other ranks compute with it."""
+"""The worker of the leader (rank 0), which sends orders to the followers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quintet.wire.config import EngineConfig
 
 
 def make_leading_worker(config: EngineConfig, span: Span, followers: FollowerProcesses) -> StepWorker:
-    """Load rank 0's share while the others load theirs; return when all are there."""
+    """Load the leader's share in parallel with the followers; return when all ranks are ready."""
     group = open_ranks(config, followers.groups[0], 0) if followers.groups else None
     crossings = followers.crossings
     if followers.links:
@@ -40,7 +40,7 @@ def make_pipeline_worker(
     span: Span = no_span,
     crossings: Sequence[int] = (),
 ) -> PipelineWorker:
-    """Likewise, of a model whose layers are in stages. group: the ranks of the first one, where there are others."""
+    """Load the first stage of a pipeline, like `make_leading_worker`. group: the stage's ranks, if there are several."""
     begun, platform = time.monotonic(), open_platform(config.executor)
     share = share_of_rank(config, 0)
     model = load_model(config, platform, share=share)

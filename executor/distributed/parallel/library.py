@@ -1,4 +1,4 @@
-"""What ranks share, as the kernel library has it: ``csrc/cpu/ranks.hpp`` and ``rank_ops.cpp`` say what each argument is."""
+"""Bindings of the ranks' shared memory; ``csrc/cpu/ranks.hpp`` and ``rank_ops.cpp`` document the arguments."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from quintet.executor.backends.cpu.ops.host_library import check_layout, declare
 from quintet.wire.errors import ConfigError
 
 PAIR_BYTES = 8
-"""Of two block ids, int32."""
+"""Size of a pair of block ids, int32."""
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class OrderKind(IntEnum):
-    """What rank 0 has the others do."""
+    """Kinds of orders from the leader to the followers."""
 
     RUN = 0
-    """Operations of the program, over the step that comes with the order."""
+    """Run operations of the program over the step that the order contains."""
     COPY_BLOCKS = 1
-    """Of KV memory: int32 pairs, from and to."""
+    """Copy blocks of KV memory: int32 pairs of source and target."""
     SWAP_OUT = 2
-    """Blocks to host memory; see `quintet.wire.step.StepPlan.swaps_out`."""
+    """Copy blocks to host memory; see `quintet.wire.step.StepPlan.swaps_out`."""
     SWAP_IN = 3
-    """Blocks back from it."""
+    """Copy blocks back from host memory."""
     EMBEDS = 4
-    """Vectors of tokens are written over what the embedding made; see `vector_records`."""
+    """Write input embeddings over the embedding layer's output; see `vector_records`."""
     CHORE = 5
-    """What a worker does while nobody waits."""
+    """Run an idle task."""
     MOVE_EXPERT = 6
-    """A piece of an expert is copied from one rank to another; see `quintet.executor.distributed.parallel.expert_copies`."""
+    """Copy a piece of an expert between ranks; see `quintet.executor.distributed.parallel.expert_copies`."""
     CARRY_OUT = 8
-    """Parts of blocks to where all ranks' come together: int32 pairs, of a block and a row; see
-    `quintet.executor.distributed.parallel.kv_gather`."""
+    """Copy parts of blocks to the gather memory: int32 pairs of block and row.
+
+    See `quintet.executor.distributed.parallel.kv_gather`.
+    """
     CARRY_IN = 9
-    """Parts of blocks back from there."""
+    """Copy parts of blocks back from the gather memory."""
     ON_DEVICE = 7
-    """Of ranks on GPUs: part of what `quintet.executor.backends.cuda.rank_broadcast` says."""
+    """Run a GPU operation of `quintet.executor.backends.cuda.rank_broadcast`."""
 
 
 class StepPart(IntEnum):
-    """Where the parts of a step begin that stages are told to run: layers, then logits of some tokens."""
+    """Boundaries of the parts of a step that a stage can run: layers, then logits of some tokens."""
 
     LAYERS = 0
     LOGITS = 1
@@ -50,16 +52,16 @@ class StepPart(IntEnum):
 
 
 class Note(IntEnum):
-    """What a rank says of itself; ``qt::Note``."""
+    """Kinds of notes about a rank; ``qt::Note``."""
 
     PROGRESS = 0
-    """Work that it has done so far: standing still means hanging."""
+    """Work done so far: no growth during a step means a hang."""
     CHORES = 1
-    """Whether it has chores left."""
+    """Number of idle tasks left."""
 
 
 class CRanksShape(ctypes.Structure):
-    """Field by field ``qt::RanksShape``; its comments say what each is."""
+    """The layout of ``qt::RanksShape``, which documents the fields."""
 
     _fields_ = (
         ("ranks", _SIZE),
@@ -86,7 +88,7 @@ class CRanksShape(ctypes.Structure):
 
 
 class COrder(ctypes.Structure):
-    """Field by field ``qt::Order``; its comments say what each is."""
+    """The layout of ``qt::Order``, which documents the fields."""
 
     _fields_ = (
         ("kind", _SIZE),
@@ -100,7 +102,7 @@ class COrder(ctypes.Structure):
 
 
 class CLeft(ctypes.Structure):
-    """Field by field ``qt::Left``; its comments say what each is."""
+    """The layout of ``qt::Left``, which documents the fields."""
 
     _fields_ = (
         ("offset", _SIZE),
@@ -112,7 +114,7 @@ class CLeft(ctypes.Structure):
 
 
 class RanksLibrary:
-    """The functions, with their C types."""
+    """The library's functions with their C types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layout(library, "qt_ranks_shape_bytes", ctypes.sizeof(CRanksShape))
@@ -157,21 +159,21 @@ class RanksLibrary:
 
 
 def open_ranks_library() -> RanksLibrary:
-    """Return it. Raises `ConfigError` where it was not built."""
+    """Return the library. Raises `ConfigError` if it is not built."""
     library = open_library()
     if library is None:
         raise ConfigError(
-            "--tensor-parallel-size and --pipeline-parallel-size need Quintet's host kernels, and they were not built:"
-            " install a C++ compiler (g++ or clang++) and Quintet again, or drop the flags"
+            "--tensor-parallel-size and --pipeline-parallel-size need Quintet's host kernels, and they are not built:"
+            " install a C++ compiler (g++ or clang++) and reinstall Quintet, or drop the flags"
         )
     return RanksLibrary(library)
 
 
 class RanksMemory:
-    """The memory that ranks share, as this process sees it."""
+    """The memory that ranks share, mapped into this process."""
 
     def __init__(self, library: RanksLibrary, descriptor: int, shape: CRanksShape) -> None:
-        """descriptor: of the memory, which is made as large as ``shape`` says; what it holds begins with zeros."""
+        """descriptor: of the memory, which is extended to the size of ``shape``; initially zero."""
         num_bytes = int(library.num_bytes(ctypes.byref(shape)))
         os.ftruncate(descriptor, num_bytes)
         self.mapped = mmap.mmap(descriptor, num_bytes)

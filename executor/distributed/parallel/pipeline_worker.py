@@ -1,11 +1,11 @@
-"""Executes plans over stages: a `quintet.executor.interface.StepWorker` of the first stage.
+"""Execute plans over pipeline stages: the `quintet.executor.interface.StepWorker` of the first stage.
 
-    begin      first stage's layers of step N + 1, while the others compute theirs of step N
+    begin      the first stage's layers of step N + 1, while later stages compute step N
     result     draw step N's tokens from its logits
 
-The tokens that a step draws are in the token table when it has ended, not before: `begin` sees to it that every step is drawn
-whose tokens its rows read, and none is drawn into a slot that another request has by then. `waits_for` says so beforehand, so
-that the loop sends those results first.
+A step's tokens are in the token table only after its end. So `begin` first finishes every step whose tokens the new
+rows read, and every step that draws into a slot with a new request. `waits_for` reports this in advance, so that the
+loop sends those results first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from quintet.wire.step import StepPlan, StepResult
 
 @dataclass(slots=True, eq=False)
 class PipelinedStep:
-    """A step whose logits are still to come. A `quintet.executor.interface.Pending`."""
+    """A step with outstanding logits. Implements `quintet.executor.interface.Pending`."""
 
     plan: StepPlan
     rows: Rows
@@ -53,7 +53,7 @@ class PipelinedStep:
     _wait: Callable[[InFlightStep], None]
     _finish: Callable[[PipelinedStep], None]
     outcome: StepResult | Exception | None = None
-    """What came of it, once it was drawn."""
+    """Result or error, after the draw."""
 
     device_ms = None
     gap_ms = None
@@ -73,7 +73,7 @@ class PipelinedStep:
 
 @dataclass(frozen=True, slots=True)
 class LogitsOf:
-    """More logits of the step that was begun last. A `quintet.executor.runner.GivesLogits`."""
+    """More logits of the last step. Implements `quintet.executor.runner.GivesLogits`."""
 
     pipeline: Pipeline
     flight: InFlightStep
@@ -89,7 +89,7 @@ class LogitsOf:
 
 
 class PipelineWorker:
-    """The first stage with the tables and the sampler of all."""
+    """The first stage, with the tables and the sampler for all stages."""
 
     num_split = 0
 
@@ -105,7 +105,11 @@ class PipelineWorker:
         weights: HugePages | None,
         crossings: Sequence[int] = (),
     ) -> None:
-        """group: the ranks of the first stage, where there are others. weights: what they lie in. crossings: see `Followers`."""
+        """Build the worker of the first stage.
+
+        group: the ranks of the first stage, if there are several. weights: the host memory of the weights. crossings:
+        see `FollowerProcesses`.
+        """
         self.num_blocks = num_blocks
         self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
         self._pipeline, self._group, self._weights, self._span = pipeline, group, weights, span
@@ -130,7 +134,7 @@ class PipelineWorker:
 
     @property
     def work_done(self) -> int:
-        """What all stages have computed so far, about."""
+        """Approximate progress counter of all stages."""
         return self._pipeline.work_done
 
     @property
@@ -140,18 +144,18 @@ class PipelineWorker:
 
     @property
     def num_tenants(self) -> int:
-        """Slots that have a tenant."""
+        """Slots in use."""
         return self.tables.num_tenants
 
     @property
     def has_chores(self) -> bool:
-        """Whether weights still lie on small pages, of any process, or on ranks that are too busy."""
+        """Whether weights of any process remain on small pages, or experts on overloaded ranks."""
         is_scattered = self._weights is not None and self._weights.is_scattered
         of_ranks = self._group is not None and self._group.noted(Note.CHORES) > 0
         return is_scattered or of_ranks or self._pipeline.has_chores
 
     def do_chore(self) -> None:
-        """Move some of them, in every process, or an expert to another rank."""
+        """Move some weights to huge pages in every process, or copy an expert to another rank."""
         self._pipeline.do_chore()
         if self._group is not None:
             self._group.tell_chore()
@@ -159,17 +163,17 @@ class PipelineWorker:
             self._weights.gather(CHORE_S)
 
     def reset(self) -> None:
-        """Empty every table; what is under way is waited for, and drawn by nobody."""
+        """Reset every table; wait for steps in flight and discard their logits."""
         self._undrawn.clear()
         self._pipeline.drain()
         self.tables.reset()
 
     def is_broken(self, error: Exception) -> bool:
-        """Return whether the tables are not what the core believes."""
+        """Return whether the tables differ from the core's."""
         return isinstance(error, TablesDiffer)
 
     def waits_for(self, plan: StepPlan) -> bool:
-        """Return whether the oldest step that is not drawn has to be, before this plan is begun."""
+        """Return whether the oldest undrawn step must be drawn before this plan starts."""
         if not self._undrawn:
             return False
         if len(self._undrawn) >= self._pipeline.depth:
@@ -216,14 +220,14 @@ class PipelineWorker:
 
     @torch.inference_mode()
     def _finish(self, last: PipelinedStep) -> None:
-        """Draw the steps up to this one, unless they were drawn. One whose draw raises says so when its result is asked for."""
+        """Draw all steps up to this one. A step whose draw raises keeps the error for its `result`."""
         while last.outcome is None:
             step = self._undrawn.popleft()
             logits = self._pipeline.take(step.flight)
             self._span("bubble", step.plan.step)
             try:
                 step.outcome = self._draw(step, logits)
-            except Exception as error:  # noqa: BLE001 - another step's beginning may be what has it drawn now
+            except Exception as error:  # noqa: BLE001 - raised later, by the `result` of the step itself
                 step.outcome = error
             finally:
                 self._pipeline.give_back()

@@ -1,10 +1,11 @@
-"""Blocks of KV whose parts lie in several processes, as rank 0 sees them: whole. Whoever takes them elsewhere knows of no ranks.
+"""Whole KV blocks with parts in several processes, as the leader sees them. KV transfer uses them without regard to
+ranks.
 
-    loop        take_into: order to all ──▶ [ rows under way ]
-    any thread                                   wait ──▶ all have copied ──▶ rows, whole ──▶ memory; rows are free
+    loop        take_into: order to all ──▶ [ rows in flight ]
+    any thread                                   wait ──▶ all ranks have copied ──▶ whole rows ──▶ memory; rows are
+    free
 
-The loop waits only where all rows are under way. While it waits steps go on that were begun: whoever computes them needs nothing
-of it.
+The loop blocks only if all rows are in flight; started steps continue meanwhile.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from quintet.wire.config import EngineConfig
 
 @dataclass(slots=True, eq=False)
 class _Under:
-    """Rows under way."""
+    """Rows in flight."""
 
     number: int
-    """Of the order, from 1 on."""
+    """Number of the order, from 1."""
     rows: Int
     arrive: Callable[[], None]
-    """What is to be done with them once all ranks have done theirs."""
+    """Completion, called after all ranks have copied."""
 
 
 class BlocksOfAllRanks:
     """See `quintet.executor.kv_transfer.block_bytes.WholeBlocks`."""
 
     def __init__(self, crossing: KvGather, own: PartBlocks, moves: Moves) -> None:
-        """own: rank 0's part."""
+        """own: the leader's part."""
         self._ranks, self._parts, self._own, self._moves = crossing.ranks, crossing.parts, own, moves
         ends: list[int] = np.cumsum([part.shape[1] for part in self._parts]).tolist()
         self._columns = [slice(end - part.shape[1], end) for part, end in zip(self._parts, ends, strict=True)]
@@ -47,10 +48,10 @@ class BlocksOfAllRanks:
         self._num_rows = len(self._parts[0])
         self._num_told = 0
         self._lock = threading.Lock()
-        """Guards all below, and what arrives."""
+        """Guards the fields below, and completions."""
         self._free = list(range(self._num_rows))
         self._under_way: dict[_Under, None] = {}
-        """Begun first, first."""
+        """Transfers in flight, oldest first."""
 
     def take_into(self, blocks: Int, memory: Bytes, rows: Int) -> Wait:
         """See `WholeBlocks`."""
@@ -84,7 +85,7 @@ class BlocksOfAllRanks:
             self._tell(OrderKind.CARRY_IN, some, own, lambda: None)
 
     def _reserve(self, count: int) -> Int:
-        """Take rows that nobody copies to or from any more."""
+        """Take rows without a transfer in flight, waiting for the oldest one if needed."""
         while True:
             with self._lock:
                 if len(self._free) >= count:
@@ -102,7 +103,7 @@ class BlocksOfAllRanks:
         return under
 
     def _end(self, under: _Under) -> None:
-        """Wait until all ranks have copied; have what arrives read, and the rows used anew, unless that was done."""
+        """Wait until all ranks have copied; then complete the transfer and free its rows, unless already done."""
         self._ranks.wait_for_done(under.number)
         with self._lock:
             if under in self._under_way:
@@ -114,7 +115,7 @@ class BlocksOfAllRanks:
 def open_whole_blocks(
     config: EngineConfig, crossings: Sequence[int], layers: Sequence[torch.Tensor], share: Share, moves: Moves
 ) -> BlocksOfAllRanks:
-    """Return the blocks of all ranks. crossings: see `Followers`; layers, share: rank 0's."""
+    """Return the blocks of all ranks. crossings: see `FollowerProcesses`; layers, share: the leader's."""
     assert len(crossings) == 1, crossings
     crossing = open_crossing(config, crossings[0], 0)
     table = crossing.part_of(share, config.executor.num_kv_memories)

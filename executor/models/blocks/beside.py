@@ -1,4 +1,4 @@
-"""Attention and a scan side by side, as Falcon-H1 mixes tokens: the sum of what each makes of the layer's input."""
+"""Attention and a Mamba 2 scan in parallel (Falcon-H1): the sum of both outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mixers and feed-forwards of layers, by their specs."""
+"""Build a layer's mixer and feed-forward from their specs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from quintet.executor.models.forward import ForwardPass, ValueT
 
 
 class Block(Protocol):
-    """What a layer adds to the residual."""
+    """A block whose output a layer adds to the residual."""
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """Return ``[rows, hidden]`` for x ``[rows, hidden]``."""
 
 
 def mixer(scope: Scope, spec: MixerSpec) -> Block:
-    """Declare what mixes tokens."""
+    """Declare the token mixer of a spec."""
     match spec:
         case AttentionSpec():
             return Attention(scope, spec)
@@ -54,7 +54,7 @@ def mixer(scope: Scope, spec: MixerSpec) -> Block:
 
 
 def feed_forward(scope: Scope, spec: FeedForwardSpec) -> Block:
-    """Declare what each token goes through by itself."""
+    """Declare the feed-forward of a spec."""
     match spec:
         case MlpSpec():
             return FeedForward(scope, spec)

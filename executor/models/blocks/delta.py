@@ -1,4 +1,4 @@
-"""The gated delta rule between a short convolution and a gated norm, as Qwen3-Next mixes tokens.
+"""The gated delta rule with a short convolution before it and a gated norm after it (Qwen3-Next).
 
 Yang, Kautz and Hatamizadeh, "Gated delta networks" (2024), figure 1::
 
@@ -71,7 +71,7 @@ class Delta:
 def _parts(
     scope: Scope, spec: DeltaSpec, keys: KeptRange, values: KeptRange, heads: KeptRange
 ) -> list[RowRange]:
-    """Return queries, keys, values, gates, betas and alphas, in this order, wherever the checkpoint has them: those kept."""
+    """Return the kept rows of queries, keys, values, gates, betas and alphas, in this order, for any layout."""
     if not spec.by_head:
         named = {"qkv": (keys, keys, values), "z": (values,), "b": (heads,), "a": (heads,)}
         return [

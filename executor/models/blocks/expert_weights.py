@@ -1,4 +1,4 @@
-"""Where a checkpoint has the weights of experts: from the names of its tensors to the rows of each expert's matrices."""
+"""Map a checkpoint's tensors to the rows of each expert's matrices."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from quintet.executor.model_config.share import KeptRange
 from quintet.executor.models.blocks.scope import Scope
 
 _MX = Scheme(stored=(), codes=Packing(4), group=32, is_fp4=True)
-"""Microscaled 4 bits."""
+"""Microscaling FP4 (MXFP4)."""
 _SMALL_EXPONENTS = (118, 122)
-"""Of dummy weights."""
+"""Exponent range of dummy weights."""
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
-"""From one expert's tensor as the checkpoint has it to rows of its matrix."""
+"""Converts one expert's checkpoint tensor to rows of its matrix."""
 
 
 def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
-    """Return where each expert's gates and ups are: a matrix ``[2 width, hidden]``, gates first.
+    """Return the source of each expert's gates and ups: a matrix ``[2 width, hidden]``, gates first.
 
-    A rank has some experts, or some of both of each.
+    A rank has some whole experts, or some gates and ups of each.
     """
     names, hidden, wide = scope.names, scope.hidden_size, spec.width
     here, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
@@ -65,7 +65,9 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
 
 
 def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
-    """Return where each expert's last layer is: a matrix ``[hidden, width]``. A rank has some, or some columns of each."""
+    """Return the source of each expert's down projection ``[hidden, width]``; a rank has some, or some columns of
+    each.
+    """
     names, hidden, wide = scope.names, scope.hidden_size, spec.width
     here, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
     name = scope.name(names.experts_down)
@@ -78,7 +80,7 @@ def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
         case ExpertsLayout.TRANSPOSED | ExpertsLayout.ALTERNATING:
             weights = [_stacked(name, here, (wide, hidden), 0, _transposed(inputs))]
         case ExpertsLayout.MXFP4:
-            assert kept.is_all, "columns of coded experts are not divided"
+            assert kept.is_all, "columns of quantized experts cannot be divided"
             weights = [_mx(name, here, hidden, wide, 0, _as_they_are)]
     biases = []
     if spec.biased:
@@ -126,7 +128,7 @@ def _transposed(rows: Rows) -> Rows:
 def _each(
     scope: Scope, name: str, here: KeptRange, shape: tuple[int, int], begin: int, rows: Rows
 ) -> list[StackPiece]:
-    """Return the pieces of a tensor of each expert that is here."""
+    """Return the pieces of a tensor per expert that this rank keeps."""
     names = [scope.name(name).format(expert=expert) for expert in range(here.whole)]
     scope.weights.elsewhere.update(names[: here.begin], names[here.end :])
     return [
@@ -144,7 +146,7 @@ def _each(
 
 
 def _stacked(name: str, here: KeptRange, shape: tuple[int, ...], begin: int, rows: Rows) -> StackPiece:
-    """Return a piece of one tensor of all experts. shape: of one."""
+    """Return a piece of one tensor of all experts. shape: of one expert."""
     return StackPiece(
         names=(name,),
         shapes=((here.whole, *shape),),
@@ -156,7 +158,7 @@ def _stacked(name: str, here: KeptRange, shape: tuple[int, ...], begin: int, row
 
 
 def _mx(name: str, here: KeptRange, columns: int, depth: int, begin: int, rows: Rows) -> StackPiece:
-    """Return a piece of two tensors, 4-bit numbers and their exponents."""
+    """Return a piece of two tensors: 4-bit values and their exponents."""
     blocks = depth // _MX.group
 
     def take(tensors: Sequence[torch.Tensor], expert: int) -> Coded:

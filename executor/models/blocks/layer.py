@@ -1,12 +1,12 @@
 """One layer of a decoder: a mixer, a feed-forward, and the norms around them.
 
-one after the other     x ── before ─ mixer ─ behind ── + ─ of sum ── before ─ feed-forward ─ behind ── + ─ of sum ── x
-                          └────────────────────────────┘            └────────────────────────────────────┘
+sequential    x ── before ─ mixer ─ behind ── + ─ of sum ── before ─ feed-forward ─ behind ── + ─ of sum ── x
+              └───────────────────────────────┘          └────────────────────────────────────┘
 
-side by side            x ─┬─ before ─┬─ mixer ─ behind ────────── + ── + ── x
-                           │          └──or: before──┐             │    │
-                           │                  feed-forward ─ behind ────┘
-                           └───────────────────────────────────────┘
+parallel      x ─┬─ before ─┬─ mixer ─ behind ────────── + ── + ── x
+                 │          └──or: before──┐             │    │
+                 │                  feed-forward ─ behind ────┘
+                 └───────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quintet.executor.models.forward import ForwardPass, ValueT
 
 
 class _Around:
-    """A block with the norms around it."""
+    """A block with its norms and residual."""
 
     def __init__(
         self, scope: Scope, block: Block, norms: Norms, spec: LayerSpec, before: str, behind: str
@@ -31,11 +31,11 @@ class _Around:
         self._residual_of_norm = spec.residual_of_norm
 
     def read(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """Return what the block reads of ``x``."""
+        """Return the block's input for ``x``."""
         return x if self._before is None else ops.norm(x, self._before)
 
     def added(self, ops: ForwardPass[ValueT], x: ValueT, read: ValueT) -> ValueT:
-        """Return ``x`` with what the block makes of ``read``."""
+        """Return ``x`` plus the block's output for the input ``read``."""
         made = self._block(ops, read)
         if self._behind is not None:
             made = ops.norm(made, self._behind)
@@ -46,7 +46,7 @@ class _Around:
 
 
 class Layer:
-    """See the head of the file."""
+    """A decoder layer, sequential or parallel, as in the module's diagram."""
 
     def __init__(self, scope: Scope, spec: LayerSpec) -> None:
         names = scope.names

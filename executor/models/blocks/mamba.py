@@ -1,4 +1,4 @@
-"""Mamba: a gated short convolution, then a scan whose step widths, inputs and outputs are projected from what was convolved.
+"""Mamba: a gated short convolution, then a scan; time steps, inputs and outputs are projections of the convolution.
 
 Gu and Dao, "Mamba: linear-time sequence modeling with selective state spaces" (2023), figure 3::
 
@@ -38,9 +38,9 @@ class Mamba:
             biased=spec.projection_bias,
         )
         self._conv = convolution(scope, need, "conv1d", rows, biased=spec.conv_bias, silu=True)
-        # What all channels choose together, every rank has.
+        # Every rank has the complete selection, a projection of all channels.
         self._choose = output(scope, "x_proj", channels, spec.chosen_width)
-        # Its bias is the scan's, which adds it in float32.
+        # The scan adds the bias of dt_proj in float32.
         self._widths = scope.linear(rows.parts(scope, "dt_proj"), spec.dt_rank)
         self._norms: list[Norm | None] = [
             scope.norm(spec.inner_norm, below(scope, f"{name}_layernorm"), width)
