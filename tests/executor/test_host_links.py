@@ -229,15 +229,15 @@ def test_what_cannot_be_is_told_to_nobody() -> None:
             bridge.mouth.tell(sent, memoryview(arrays), memoryview(states))
             pytest.fail(what)
     bridge.mouth.take_piece(memoryview(payload)[:4])
-    with pytest.raises(Senseless, match=f"tells {len(payload) + 4} bytes on link 0"):
+    with pytest.raises(Senseless, match=f"sent {len(payload) + 4} bytes of payload on link 0"):
         bridge.mouth.tell(told, memoryview(content), memoryview(payload))
-    with pytest.raises(Senseless, match="more bytes on link 0 than there is room for"):
+    with pytest.raises(Senseless, match="more payload on link 0 than an order can have"):
         bridge.mouth.take_piece(memoryview(bytes(4 * WIDTH * MAX_TOKENS)))
     bridge.mouth.tell(told, memoryview(content), memoryview(payload)[4:])
     bridge.mouth.tell(told, memoryview(content), memoryview(payload))
-    with pytest.raises(Senseless, match="more on link 0 than there is room for"):
+    with pytest.raises(Senseless, match="more orders on link 0 than its depth"):
         bridge.mouth.take_piece(memoryview(payload))
-    with pytest.raises(Senseless, match="more on link 0 than there is room for"):
+    with pytest.raises(Senseless, match="more orders on link 0 than its depth"):
         bridge.mouth.tell(told, memoryview(content), memoryview(payload))
-    with pytest.raises(Senseless, match="says that 2 orders of link 0 are done, of 1"):
+    with pytest.raises(Senseless, match="reports 2 finished orders of link 0, of 1 sent"):
         bridge.ear.done(2)

@@ -129,7 +129,7 @@ def test_a_transfer_that_fails_or_does_not_end_is_an_error(monkeypatch: pytest.M
     agent = StandIn()
     store = NixlStore(agent, "")
     agent.state = "ERR"
-    with pytest.raises(OSError, match="has failed"):
+    with pytest.raises(OSError, match="transfer failed"):
         store.put(NAMES[0], memoryview(b"a" * 1000))
     assert not agent.registered and not store._unreleased
     agent.state, agent.is_releasable = "PROC", False

@@ -127,7 +127,7 @@ def test_who_computes_other_bits_is_refused_by_name(
     gives, takes = sides(closed, whose=b"x" * 32)
     gives.offer([2], KEYS[:1])
     assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([], [FIRST])
-    assert "computes other bits: its weights differ from ours: 1 blocks of KV are computed" in caplog.text
+    assert "has another identity: its weights differ: 1 blocks will be computed instead" in caplog.text
 
 
 def test_nobody_who_does_not_listen_is_waited_for(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ def test_a_damaged_run_is_a_miss_and_put_anew(
     wanted = ((0, FIRST, KEYS[0]), (1, FIRST + 1, KEYS[1]))
     answers = bench.told(get(KEYS[1], 2, *wanted))
     assert (answers.fetched, answers.missed) == (pack_i32([FIRST]), pack_i32([FIRST + 1]))
-    assert "not what was put" in caplog.text and not path.exists()
+    assert "is damaged" in caplog.text and not path.exists()
     assert bench.put([2, 3], KEYS[:2])
     assert len(bench.told(get(KEYS[1], 2, *wanted)).fetched) == 8
     path.write_bytes(content[:-5])
@@ -239,7 +239,7 @@ def test_errors_are_misses_and_told_of_now_and_then_without_secrets(
     assert (answers.num_searches, answers.search_ns) == (0, 0), "it says nothing of how long a search takes"
     assert bench.told(get(KEYS[0], 1, (0, FIRST, KEYS[0]))).missed == pack_i32([FIRST])
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "the store of KV had 1 errors, the last one PermissionError (Permission denied): what it does not have is computed"
+        "the KV store had 1 errors, the last one PermissionError (Permission denied): missing blocks are computed"
     ]
     gate.error = None
     assert bench.put([2], KEYS[:1])
@@ -351,5 +351,5 @@ def test_a_mistake_in_a_thread_is_the_end_of_the_loop(
     bench = Bench(folder(tmp_path))
     monkeypatch.setattr(bench.store._format, "finish", lambda *_: 1 // 0)
     bench.store.order(KvTierRequests(0, store=StoreRequests([Put(pack_i32([2]), KEYS[:1])])))
-    with pytest.raises(RuntimeError, match="thread that talks with the store"):
+    with pytest.raises(RuntimeError, match="KV store thread failed"):
         bench.answers()

@@ -248,7 +248,7 @@ def test_a_package_that_cannot_begin_is_named_without_its_words(monkeypatch: pyt
 @pytest.mark.parametrize("url", ["s3://bucket/prefix", "nobody://knows/it"])
 def test_what_nothing_reaches_is_refused_in_words(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ConfigError, match="with the package of that storage"):
+    with pytest.raises(ConfigError, match="the package of that storage"):
         open_connector(config(url))
 
 

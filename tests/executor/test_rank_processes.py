@@ -85,7 +85,7 @@ def test_two_processes_draw_what_one_does_and_end_together(tmp_path: Path) -> No
         [rank] = psutil.Process(first.pid).children()
         rank.kill()
         assert first.wait(60) == 1
-    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
+    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
 
 
 def test_two_stages_draw_what_one_process_does_and_end_together(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_two_stages_draw_what_one_process_does_and_end_together(tmp_path: Path) 
         [stage] = psutil.Process(first.pid).children()
         stage.kill()
         assert first.wait(60) == 1
-    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
+    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
 
 
 @pytest.mark.whole

@@ -1,11 +1,11 @@
-"""KV on disk, the device's half: takes blocks out of KV memory, and brings them to host memory, from where plans copy them.
+"""KV disk tier, the executor's half: stores blocks from KV memory, and fetches them to host staging blocks.
 
-    loop        order: copies blocks out ──▶ [ stores ]                  [ answers ] ──▶ core
-    I/O thread                               [ fetches ] ──▶ files ──▶ staging ─┘ rings
+    loop        order: copies blocks out ──▶ [ stores ]                  [ results ] ──▶ core
+    I/O thread                               [ fetches ] ──▶ files ──▶ staging ─┘ wakes the loop
 
-The loop does nothing with the files, so a step waits for no disk. Fetches are done first: a request waits for them. They do not
-overtake what matters to them, since the core fetches only what it has heard to be stored. What the disk cannot keep up with is
-not stored. Which block is where is the core's to know (`quintet.core.kv.disk_pool`).
+Only the thread accesses the files, so no step waits for a disk. Fetches have priority, because requests wait for
+them; this is safe, because the core fetches only blocks that are reported as stored. Stores beyond the queue limit
+are dropped. The core decides on the placement of blocks (`quintet.core.kv.disk_pool`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults
 
 MAX_WAITING_BYTES = 256 << 20
-"""Copies of blocks that may wait for the disk."""
+"""Limit on block copies that wait for the disk."""
 MAX_UNTOLD = 64
-"""Blocks stored before the core hears of them, while more are to be."""
+"""Number of stored blocks before a report, while more are queued."""
 MAX_FETCHES_UNTOLD = 16
 TELL_AFTER_NS = 50_000_000
-"""Blocks read, and time spent on them, before the core hears of them while more are to be: who waits for the first begins."""
+"""Number of fetched blocks, and fetch time, before a report while more are queued, so that requests can start early."""
 FAREWELL_S = 2.0
 
 
@@ -50,7 +50,7 @@ class _Store:
     key: bytes
     block: Bytes
     wait: Wait
-    """Until the block is there."""
+    """Waits until the block is copied."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,12 +69,12 @@ class _Fetch:
 
 @dataclass(slots=True)
 class _Job:
-    """Something with a file that takes long: done a block at a time, where nothing else is to be done."""
+    """A long file operation, executed one block at a time when no other work is queued."""
 
     tables: int
     task_id: int
     steps: Iterator[int | bytes | tuple[int, bytes, bool]]
-    """Yields how long the file is by now, a key that it has, or which place was to hold which block, and whether it does."""
+    """Yields the file's size so far, a key of the file, or place, key and success of an imported block."""
     answer: FileResult
 
 
@@ -90,9 +90,9 @@ class DiskBlocks:
         exchange: Path,
         whose: Callable[[], bytes],
     ) -> None:
-        """first_host_block: the number of the first one of staging.
+        """first_host_block: number of the first staging block.
 
-        exchange: the folder of prefixes in files of their own. whose: returns whose their blocks are, for other machines.
+        exchange: folder for exported prefixes. whose: returns the portable identity of the blocks.
         """
         self._exchange, self._whose = exchange, whose
         self._jobs: deque[_Job] = deque()
@@ -107,11 +107,11 @@ class DiskBlocks:
         self._stores: deque[_Store | _Drop] = deque()
         self._fetches: deque[_Fetch] = deque()
         self._changed = threading.Condition()
-        """Guards all below; held for no longer than a look takes, never while a file is read or written."""
+        """Guards the fields below; never held during file access."""
         self._kept = dict(file.kept())
-        """Place -> content, written longest ago first, but for a place that is being written. The files are the thread's."""
+        """Place -> key, oldest write first, without places that are being written. The thread owns the files."""
         self._failure: Exception | None = None
-        """What ended the thread."""
+        """Error that ended the thread."""
         self._tables = 0
         self._answers = KvTierResults(0, 0)
         self._has_answers = False
@@ -121,12 +121,12 @@ class DiskBlocks:
     # --- the loop's side ---
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """See `KvElsewhere.begin`."""
+        """See `KvTierWorker.begin`."""
         self._ring = ring
         self._thread.start()
 
     def order(self, orders: KvTierRequests) -> None:
-        """See `KvElsewhere.order`."""
+        """See `KvTierWorker.order`."""
         tables = orders.tables
         stores = np.frombuffer(orders.stores, np.int32).reshape(-1, 2)
         room = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
@@ -156,16 +156,14 @@ class DiskBlocks:
             self._changed.notify()
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
-        """Copy what was fetched into blocks of KV memory."""
+        """See `KvTierWorker.copy_in`."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
     def take_answers(self) -> KvTierResults | None:
-        """See `KvElsewhere.take_answers`."""
+        """See `KvTierWorker.take_answers`."""
         with self._changed:
             if self._failure is not None:
-                raise RuntimeError(
-                    "the thread that reads and writes KV on disk has failed"
-                ) from self._failure
+                raise RuntimeError("the KV disk thread failed") from self._failure
             if not self._has_answers:
                 return None
             answers, self._answers = self._answers, KvTierResults(0, self._tables)
@@ -178,14 +176,14 @@ class DiskBlocks:
             return list(self._kept.items())
 
     def reset(self) -> None:
-        """See `KvElsewhere.reset`."""
+        """See `KvTierWorker.reset`."""
         with self._changed:
             self._stores = deque(task for task in self._stores if isinstance(task, _Drop))
             self._fetches.clear()
             self._answers, self._has_answers = KvTierResults(0, self._tables), False
 
     def close(self) -> None:
-        """See `KvElsewhere.close`."""
+        """See `KvTierWorker.close`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -197,7 +195,7 @@ class DiskBlocks:
     # --- the thread's side ---
 
     def _work(self) -> None:
-        """Do what is ordered. A disk's errors are answers; anything else is our mistake, and the loop's end too."""
+        """Execute queued tasks. Disk errors are reported as results; any other error is a bug and ends the loop too."""
         let_others_finish()
         try:
             while (task := self._next()) is not None:
@@ -215,7 +213,7 @@ class DiskBlocks:
             self._ring()
 
     def _next(self) -> _Store | _Drop | _Fetch | _Job | None:
-        """Return what is to be done next, when there is something; None when all is done and nobody orders any more."""
+        """Block until a task is available and return it; None at close when all stores are done."""
         with self._changed:
             self._changed.wait_for(lambda: self._fetches or self._stores or self._jobs or self._is_closing)
             if self._fetches:
@@ -235,7 +233,7 @@ class DiskBlocks:
             yield from read_keys(folder, name, whose, self._file)
 
     def _go_on(self, job: _Job) -> None:
-        """Do the next step of a job; behind the last one tell of its end. Of tables that are gone nobody waits for it."""
+        """Execute the next step of a job and report its end. A job of earlier tables is dropped."""
         answer, step = job.answer, None
         if job.tables == self._tables:
             try:

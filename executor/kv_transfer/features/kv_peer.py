@@ -1,10 +1,10 @@
-"""KV of other servers, the device's half: gives them copies of blocks, and brings theirs to host memory.
+"""KV of peer servers, the executor's half: offers copies of blocks, and fetches peers' blocks to host staging blocks.
 
-    loop       order: copies blocks out ──▶ ( offered )      [ pulls ]          [ answers ] ──▶ core
-    thread                 others ask ──▶ door ─┘               └─▶ links ──▶ staging ─┘ rings
+    loop       order: copies blocks out ──▶ ( offered )          [ pulls ]           [ results ] ──▶ core
+    thread             peers' requests ──▶ KvServer ─┘               └─▶ links ──▶ staging ─┘ wakes the loop
 
-The loop does nothing with the sockets, so a step waits for no other server. Which server has what is the core's to know
-(`quintet.core.kv.peer_pool`), and that of whoever sent the request.
+Only the thread uses the sockets, so no step waits for another server. The core and the sender of a request decide
+which peer to fetch from (`quintet.core.kv.peer_pool`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 log = logging.getLogger(__name__)
 
 LOOK_MS = 200
-"""Between two looks at who is silent, while something is to come, and at an address that somebody else has."""
+"""Interval between checks of silent peers and of an occupied listen address."""
 MAX_LINKS = 64
 FAREWELL_S = 1.0
 
@@ -55,7 +55,7 @@ class PeerBlocks:
     ) -> None:
         """parts, whose: see `quintet.executor.kv_transfer.kv_identity`.
 
-        listen: ``host:port``, "" for nowhere. num_offered: blocks that are kept for others. Raises `ConfigError`.
+        listen: ``host:port``, "" for none. num_offered: capacity for offered blocks. Raises `ConfigError`.
         """
         self._blocks = blocks
         self._offered = OfferedBlocks(self._blocks, num_offered)
@@ -66,11 +66,11 @@ class PeerBlocks:
         self._staging: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
         self._ring: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        """Guards all below, up to the sockets."""
+        """Guards the fields below, up to the sockets."""
         self._pulls: deque[tuple[str, list[WantedBlock]] | None] = deque()
-        """Peer and what is wanted there; None: forget all before."""
+        """Peer and wanted blocks; None: cancel all earlier pulls."""
         self._failure: Exception | None = None
-        """What ended the thread."""
+        """Error that ended the thread."""
         self._tables = 0
         self._answers = KvTierResults(0, 0)
         self._has_answers = False
@@ -81,7 +81,7 @@ class PeerBlocks:
         self._door: KvServer | None = None
         self._links: dict[str, Link] = {}
         self._shunned: dict[str, float] = {}
-        """Peer that was lost -> until when it is not asked."""
+        """Lost peer -> time until which it is not used."""
         self._thread = threading.Thread(target=self._work, name="kv-peers", daemon=True)
         try:
             if listen:
@@ -93,12 +93,12 @@ class PeerBlocks:
     # --- the loop's side ---
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """See `KvElsewhere.begin`."""
+        """See `KvTierWorker.begin`."""
         self._ring = ring
         self._thread.start()
 
     def order(self, orders: KvTierRequests) -> None:
-        """See `KvElsewhere.order`."""
+        """See `KvTierWorker.order`."""
         if orders.offer_keys:
             self._offered.put(orders.offer_keys, np.frombuffer(orders.offers, np.int32))
         tables = orders.tables
@@ -112,14 +112,14 @@ class PeerBlocks:
             self._wake()
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
-        """Copy what was fetched into blocks of KV memory."""
+        """See `KvTierWorker.copy_in`."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
     def take_answers(self) -> KvTierResults | None:
-        """See `KvElsewhere.take_answers`."""
+        """See `KvTierWorker.take_answers`."""
         with self._lock:
             if self._failure is not None:
-                raise RuntimeError("the thread that talks with other servers has failed") from self._failure
+                raise RuntimeError("the KV peer thread failed") from self._failure
             if not self._has_answers:
                 return None
             answers, self._answers = self._answers, KvTierResults(0, self._tables)
@@ -127,7 +127,7 @@ class PeerBlocks:
         return answers
 
     def reset(self) -> None:
-        """See `KvElsewhere.reset`."""
+        """See `KvTierWorker.reset`."""
         with self._lock:
             self._pulls.clear()
             self._pulls.append(None)
@@ -135,7 +135,7 @@ class PeerBlocks:
         self._wake()
 
     def close(self) -> None:
-        """See `KvElsewhere.close`."""
+        """See `KvTierWorker.close`."""
         with self._lock:
             self._is_closing = True
         self._wake()
@@ -148,12 +148,12 @@ class PeerBlocks:
     # --- the thread's side ---
 
     def _work(self) -> None:
-        """Talk. What others do wrong is an answer; anything else is our mistake, and the loop's end too."""
+        """Serve and fetch until closed. Errors of peers are results; any other error is a bug and ends the loop too."""
         let_others_finish()
         try:
             if self._door is not None and not self._door.is_open:
                 log.warning(
-                    "%s is somebody else's: KV is offered there once it is free, and computed by others until then",
+                    "%s is in use: KV will be offered there once it is free; until then peers compute",
                     self._door.address,
                 )
             while not self._is_closing:
@@ -190,7 +190,7 @@ class PeerBlocks:
             self._pull(now_s)
 
     def _attend(self, link: Link, ready: set[object], now_s: float) -> None:
-        """Hear what a peer says; give it up where it is lost."""
+        """Receive a peer's messages; drop the link if the peer is lost."""
         came: list[BlockArrival] = []
         try:
             if link.socket in ready:
@@ -206,14 +206,14 @@ class PeerBlocks:
     def _give_up(self, link: Link, lost: PeerLost, now_s: float) -> list[BlockArrival]:
         left = link.left()
         if left:
-            log.warning("%s %s: %d blocks of KV are computed", link.peer, lost, len(left))
+            log.warning("KV peer %s %s: %d blocks will be computed instead", link.peer, lost, len(left))
             self._shunned[link.peer] = now_s + lost.shunned_s
         link.close()
         del self._links[link.peer]
         return [BlockArrival(wanted, is_there=False) for wanted in left]
 
     def _pull(self, now_s: float) -> None:
-        """Ask for what was ordered."""
+        """Request the queued pulls."""
         with self._lock:
             pulls = [*self._pulls]
             self._pulls.clear()
@@ -234,7 +234,7 @@ class PeerBlocks:
                     self._tell(self._give_up(found, lost, now_s))
 
     def _link_to(self, peer: str) -> Link | None:
-        """Return the way to a peer; None where that is no address, or there are too many."""
+        """Return the link to a peer; None for an invalid address, or if there are too many busy links."""
         link = self._links.get(peer)
         if link is not None:
             return link
@@ -247,13 +247,13 @@ class PeerBlocks:
         try:
             link = Link(self._context, peer, self._key, self._whose, self._parts, self._staging, self._first)
         except zmq.ZMQError as error:
-            log.warning("%s is no address that blocks of KV could be fetched from: %s", peer, error.strerror)
+            log.warning("invalid KV peer address %s: %s", peer, error.strerror)
             return None
         self._links[peer] = link
         return link
 
     def _tell(self, came: Sequence[BlockArrival]) -> None:
-        """Have the core told what became of fetches."""
+        """Report results of fetches to the core."""
         with self._lock:
             current = [each for each in came if each.wanted.tables == self._tables]
             if not current:

@@ -1,11 +1,11 @@
-"""KV that other servers share, the device's half: runs of blocks go to a store, and come from there to host memory.
+"""Shared KV store, the executor's half: puts chunks of blocks into a store, and gets them to host staging blocks.
 
-    loop        order: copies blocks out ──▶ [ puts ]                          [ answers ] ──▶ core
-    threads                      [ searches ] [ gets ] ──▶ connector ──▶ staging ─┘ rings
+    loop        order: copies blocks out ──▶ [ puts ]                          [ results ] ──▶ core
+    threads                      [ searches ] [ gets ] ──▶ connector ──▶ staging ─┘ wakes the loop
 
-The loop does nothing with the store, so a step waits for none. Who waits comes first: searches, then gets, then puts, which never
-have all threads. An error of the connector is an answer, and for a moment nobody asks it anything more; so is an object that is
-not what was put. What is where, and what is worth it, is the core's to know (`quintet.core.kv.store_pool`).
+Only the threads use the store, so no step waits for it. Priority: searches, gets, puts; puts never occupy all
+threads. A connector's error is a result, and the store is not used for a while after it. A damaged object counts as a
+miss. The core decides which chunks to look up and to put (`quintet.core.kv.store_pool`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 ValueT = TypeVar("ValueT")
 
 NUM_THREADS, NUM_PUTTERS = 8, 3
-"""Objects on their way at once; of these, on their way there."""
+"""Number of threads; of these, threads that may execute puts."""
 SHUN_S = 5.0
-"""How long nobody asks a store that had an error, or that has not answered for so long."""
+"""Time without requests to a store after an error, and the timeout that counts as an error."""
 SILENCE_S = 60.0
-"""Between two lines of the log about errors."""
+"""Minimum interval between log lines about errors."""
 FAREWELL_S = 2.0
 
 
@@ -51,7 +51,7 @@ class _Put:
     content: Bytes
     blocks: Bytes
     wait: Wait
-    """Until the blocks are there."""
+    """Waits until the blocks are copied."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -72,10 +72,10 @@ class StoreBlocks:
         first_host_block: int,
         waiting_bytes: int,
     ) -> None:
-        """whose: as other machines can compare it.
+        """whose: the portable identity of the blocks.
 
-        first_host_block: the number of the first one of staging. waiting_bytes: of copies that a core has had made and that are
-        not kept yet; as much may be left of the cores before it.
+        first_host_block: number of the first staging block. waiting_bytes: limit on a core's unfinished copies; the
+        same amount may be left from earlier cores.
         """
         self._blocks = blocks
         self._format = RunFormat(whose, self._blocks.block_bytes)
@@ -85,26 +85,26 @@ class StoreBlocks:
         shape = (num_staging_blocks, self._blocks.block_bytes)
         self._staging: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
         self._staging_lock = threading.Lock()
-        """Guards staging against two threads of which one is late: it asks about the tables before it writes."""
+        """Guards staging against late threads: they compare the table epoch before they write."""
         self._ring: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
-        """Guards all below; held for no longer than a look takes."""
+        """Guards the fields below; never held during store access."""
         self._searches: deque[_Task] = deque()
         self._gets: deque[_Task] = deque()
         self._puts: deque[_Task] = deque()
         self._waiting_bytes = waiting_bytes
         self._damaged: dict[str, None] = {}
-        """Objects that are taken not to be there, the one that was found first first."""
+        """Damaged objects, treated as missing; oldest first."""
         self._num_putting = 0
         self._asking: dict[_Task, float] = {}
-        """Searches and gets that were begun, and when."""
+        """Searches and gets in progress, with their start times."""
         self._getting_since_ns: int | None = None
-        """Since when the time is not counted in which any get was on its way; None while none is."""
+        """Start of the uncounted time with any get in progress; None without one."""
         self._shunned_until_s = 0.0
         self._num_errors, self._silent_until_s = 0, 0.0
-        """Since that was last said."""
+        """Errors since the last log line, and the end of its interval."""
         self._failure: Exception | None = None
-        """What ended a thread."""
+        """Error that ended a thread."""
         self._tables = 0
         self._answers, self._has_answers = StoreResults(), False
         self._is_closing = False
@@ -116,13 +116,13 @@ class StoreBlocks:
     # --- the loop's side ---
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """See `KvElsewhere.begin`."""
+        """See `KvTierWorker.begin`."""
         self._ring = ring
         for thread in self._threads:
             thread.start()
 
     def order(self, orders: KvTierRequests) -> None:
-        """See `KvElsewhere.order`."""
+        """See `KvTierWorker.order`."""
         store, tables = orders.store, orders.tables
         if store is None:
             return
@@ -137,7 +137,7 @@ class StoreBlocks:
             self._changed.notify_all()
 
     def _let_go_of_puts(self) -> None:
-        """Keep no more copies of an earlier core's than it might have had: the next has as many made, and counts only its own."""
+        """Limit the copies left from an earlier core, because the new core counts only its own."""
         left, kept = self._waiting_bytes, deque[_Task]()
         for task in reversed(self._puts):
             assert isinstance(task.order, _Put)
@@ -154,14 +154,14 @@ class StoreBlocks:
         return _Put(put, content, blocks, wait)
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
-        """Copy what was fetched into blocks of KV memory."""
+        """See `KvTierWorker.copy_in`."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
     def take_answers(self) -> KvTierResults | None:
-        """See `KvElsewhere.take_answers`."""
+        """See `KvTierWorker.take_answers`."""
         with self._changed:
             if self._failure is not None:
-                raise RuntimeError("a thread that talks with the store of KV has failed") from self._failure
+                raise RuntimeError("a KV store thread failed") from self._failure
             if not self._has_answers:
                 return None
             answers, self._answers = self._answers, StoreResults()
@@ -169,17 +169,15 @@ class StoreBlocks:
             return KvTierResults(0, self._tables, store=answers)
 
     def reset(self) -> None:
-        """See `KvElsewhere.reset`."""
+        """See `KvTierWorker.reset`."""
         with self._changed:
             self._searches.clear()
             self._gets.clear()
-            self._tables += (
-                1  # what is on its way comes to nobody; the next orders name the tables that they are about
-            )
+            self._tables += 1  # results in progress become void; the next orders contain their table epoch
             self._answers, self._has_answers = StoreResults(), False
 
     def close(self) -> None:
-        """See `KvElsewhere.close`."""
+        """See `KvTierWorker.close`."""
         with self._changed:
             self._is_closing = True
             self._searches.clear()
@@ -195,7 +193,7 @@ class StoreBlocks:
     # --- the threads' side ---
 
     def _work(self) -> None:
-        """Do what is ordered. A connector's errors are answers; anything else is our mistake, and the loop's end too."""
+        """Execute queued tasks. A connector's errors are results; any other error is a bug and ends the loop too."""
         let_others_finish()
         try:
             while (task := self._next()) is not None:
@@ -212,7 +210,7 @@ class StoreBlocks:
             self._ring()
 
     def _next(self) -> _Task | None:
-        """Return what is to be done next, when there is something; None when all is done and nobody orders any more."""
+        """Block until a task is available and return it; None at close when all puts are done."""
         with self._changed:
             while True:
                 if self._searches or self._gets:
@@ -237,15 +235,13 @@ class StoreBlocks:
                 self._answers.found.append(
                     LookupResult(search.request_id, pack_i32(count or 0 for count in counts))
                 )
-                if (
-                    None not in counts
-                ):  # what was not asked, or not answered, says nothing of how long it takes
+                if None not in counts:  # failed lookups would distort the measured time
                     self._answers.num_searches += 1
                     self._answers.search_ns += time.monotonic_ns() - begun_ns
                 self._tell()
 
     def _count(self, names: list[str]) -> int | None:
-        """Return how many of the first are there; None where nobody said."""
+        """Return the number of leading objects that exist; None if the store did not answer."""
         with self._changed:
             believed = list(itertools.takewhile(lambda name: name not in self._damaged, names))
         return self._asked(None, lambda: self._connector.count(believed)) if believed else 0
@@ -262,7 +258,7 @@ class StoreBlocks:
         ]
         is_damaged = is_there and len(whole) < len(wanted)
         if is_damaged:
-            log.warning("a run of KV in the store is not what was put: it is computed again")
+            log.warning("a KV chunk in the store is damaged and will be recomputed")
             self._drop(name)
         with self._staging_lock:
             if task.tables == self._tables:
@@ -277,9 +273,7 @@ class StoreBlocks:
             if task.tables != self._tables:
                 return
             answers = self._answers
-            if (
-                is_there and since_ns is not None
-            ):  # what the store does not answer says nothing of how long it takes
+            if is_there and since_ns is not None:  # misses would distort the measured time
                 answers.num_gets += 1
                 answers.get_ns += now_ns - since_ns
             answers.fetched += pack_i32(fetched)
@@ -289,7 +283,7 @@ class StoreBlocks:
             self._tell()
 
     def _drop(self, name: str) -> None:
-        """Have a damaged object removed; where that cannot be, remember that it is none."""
+        """Remove a damaged object; if that fails, remember it as missing."""
 
         def drop() -> bool:
             self._connector.drop(name)
@@ -310,13 +304,13 @@ class StoreBlocks:
         )
         with self._changed:
             self._num_putting -= 1
-            self._changed.notify_all()  # at the end those, too, who wait for the last put
+            self._changed.notify_all()  # also wakes threads that wait for the last put at close
             if task.tables == self._tables:
                 (self._answers.kept if is_kept else self._answers.unkept).append(name)
                 self._tell()
 
     def _asked(self, otherwise: ValueT, question: Callable[[], ValueT]) -> ValueT:
-        """Return what the connector says; ``otherwise`` where it has an error, had one a moment ago, or somebody waits long."""
+        """Return the connector's result; ``otherwise`` after an error, soon after one, or while a request hangs."""
         now_s = time.monotonic()
         with self._changed:
             is_hanging = any(now_s - begun_s > SHUN_S for begun_s in self._asking.values())
@@ -324,14 +318,14 @@ class StoreBlocks:
                 return otherwise
         try:
             return question()
-        except Exception as error:  # noqa: BLE001 -- whatever a connector does wrong is a miss
+        except Exception as error:  # noqa: BLE001 -- any error of a connector is a miss
             self._complain(error)
             return otherwise
 
     def _complain(self, error: Exception) -> None:
-        """Say that the store had an error; not of each. Its words may hold secrets, so only its kind is said."""
+        """Log a store error, rate-limited. Its text may contain secrets, so only its type is logged."""
         errno = error.errno if isinstance(error, OSError) else None
-        # its own words for a number may be the storage's
+        # strerror may be the storage's own text
         kind = os.strerror(errno) if errno is not None and errno in errorcode else None
         with self._changed:
             self._shunned_until_s = time.monotonic() + SHUN_S
@@ -341,7 +335,7 @@ class StoreBlocks:
             number, self._num_errors = self._num_errors, 0
             self._silent_until_s = time.monotonic() + SILENCE_S
         log.warning(
-            "the store of KV had %d errors, the last one %s%s: what it does not have is computed",
+            "the KV store had %d errors, the last one %s%s: missing blocks are computed",
             number, type(error).__name__, f" ({kind})" if kind else "",
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Where other servers ask for blocks: answers a question at a time, in the thread that has the sockets."""
+"""Server for peers' block requests: answers one request at a time in the socket thread."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from quintet.wire.errors import ConfigError
 log = logging.getLogger(__name__)
 
 SILENCE_S = 60.0
-"""Between two lines of the log that say that somebody asks who is no server of ours."""
+"""Minimum interval between log lines about invalid requests."""
 _decoder = msgspec.msgpack.Decoder(Ask)
 
 
 class KvServer:
-    """The socket that answers."""
+    """The listening socket and its request handler."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class KvServer:
     ) -> None:
         """address: ``host:port``. whose, parts: see `quintet.executor.kv_transfer.kv_identity`.
 
-        Raises `ConfigError` for an address that is none of this machine's. One that somebody else has is waited for (`open`).
+        Raises `ConfigError` for an address of another machine. An occupied address is retried with `open`.
         """
         self.address = address
         self.is_open = False
@@ -57,9 +57,9 @@ class KvServer:
         self._silent_until = 0.0
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        # Who asks and does not listen loses the rest. Twice: ZeroMQ learns late, by halves, of what was read.
+        # A peer that does not read loses replies. Twice the window: ZeroMQ updates its read count late, in halves.
         self.socket.setsockopt(zmq.SNDHWM, 2 * most_unread(offered.block_bytes))
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # machines vanish, too
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # detects vanished machines
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEAD_BYTES)
         if address.startswith("["):
             self.socket.setsockopt(zmq.IPV6, 1)
@@ -72,19 +72,19 @@ class KvServer:
             raise
 
     def open(self) -> None:
-        """Listen, unless the address is somebody else's now: of who had it before, or of who took it meanwhile."""
+        """Listen, unless the address is in use by another process."""
         try:
             self.socket.bind(f"tcp://{self.address}")
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE:
                 raise ConfigError(
-                    f"--kv-peer-listen {self.address}: {error.strerror}; give one of this machine's"
+                    f"--kv-peer-listen {self.address}: {error.strerror}; use an address of this machine"
                 ) from None
         else:
             self.is_open = True
 
     def answer(self) -> None:
-        """Answer one question, which is there. What makes no sense is not answered; of too many blocks, the first are given."""
+        """Answer one waiting request. Ignores an invalid one; of too many blocks, sends the first ones."""
         who, *frames = self.socket.recv_multipart()
         try:
             ask = _decoder.decode(frames[0]) if len(frames) == 1 else None
@@ -107,7 +107,7 @@ class KvServer:
         self.socket.send_multipart((who, encode(BlocksMissing(ask.number, lacking))))
 
     def _complain(self) -> None:
-        """Say that somebody asks who is no server of ours; not of each question."""
+        """Log an invalid request, rate-limited."""
         if time.monotonic() >= self._silent_until:
-            log.warning("somebody who is no server of ours asks for blocks of KV")
+            log.warning("ignored an invalid request for KV blocks from an unknown client")
             self._silent_until = time.monotonic() + SILENCE_S

@@ -1,4 +1,4 @@
-"""The way to one other server: what is wanted there, what was asked for, and what came of it."""
+"""Client connection to one peer server: queued, requested and received blocks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from quintet.wire.codec import UNREADABLE, encode
 log = logging.getLogger(__name__)
 
 MAX_FRAMES = 64
-"""Read before others have their turn."""
+"""Maximum frames per call, for fairness between links."""
 SILENCE_S = 5.0
-"""A peer that has been asked, and brings nothing of that for so long, is given up."""
+"""Timeout in seconds without any reply to outstanding requests."""
 QUESTION_S = 20.0
-"""So long a question may take, however much comes meanwhile."""
+"""Timeout in seconds of a single request."""
 FOREIGN_S = 60.0
-"""So long nobody asks who computes other bits, or lies."""
+"""Time in seconds without requests to a peer with another identity or with wrong data."""
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -50,9 +50,9 @@ _decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class PeerLost(Exception):
-    """Nothing more comes from this peer; the message says why.
+    """The connection to this peer failed; the message gives the cause.
 
-    For some time it is not asked: what is wanted there is computed.
+    The peer is not used for some time, and its blocks are computed locally.
     """
 
     def __init__(self, why: str, shunned_s: float = 2.0) -> None:
@@ -62,7 +62,7 @@ class PeerLost(Exception):
 
 @dataclass(slots=True, frozen=True)
 class WantedBlock:
-    """A block that is to come."""
+    """A block to fetch."""
 
     tables: int
     host_block: int
@@ -71,14 +71,14 @@ class WantedBlock:
 
 @dataclass(slots=True, frozen=True)
 class BlockArrival:
-    """What became of one."""
+    """The result of a fetch."""
 
     wanted: WantedBlock
     is_there: bool
 
 
 class Link:
-    """Used in one thread. Methods that ask or hear may raise `PeerLost`, after which `left` is what did not come."""
+    """Used by one thread. Sending and receiving methods may raise `PeerLost`; `left` then returns the missing blocks."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Link:
         staging: Bytes,
         first_host_block: int,
     ) -> None:
-        """staging: host blocks that contents come to, ``[blocks, bytes]``, numbered from ``first_host_block`` on.
+        """staging: host blocks for contents, ``[blocks, bytes]``, numbered from ``first_host_block``.
 
-        Raises `zmq.ZMQError` where ``peer`` is no address.
+        Raises `zmq.ZMQError` if ``peer`` is not a valid address.
         """
         self.peer = peer
         self._whose, self._parts = whose, parts
@@ -100,9 +100,9 @@ class Link:
         self._window = window_of(staging.shape[1])
         self._waiting: deque[WantedBlock] = deque()
         self._asked: dict[int, dict[int, WantedBlock]] = {}
-        """Question -> what it asks for and has not come, by place."""
+        """Outstanding blocks by request number and index."""
         self._until_s: dict[int, float] = {}
-        """Question -> when it must have been answered."""
+        """Deadline by request number."""
         self._number = 0
         self._heard_s = 0.0
         self.socket = context.socket(zmq.DEALER)
@@ -122,24 +122,24 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to come."""
+        """Whether no block is outstanding."""
         return not (self._waiting or self._asked)
 
     def want(self, wanted: Iterable[WantedBlock], now_s: float) -> None:
-        """Ask for these, as soon as that makes sense."""
+        """Queue blocks, and request them as the window allows."""
         if self.is_idle:
             self._heard_s = now_s
         self._waiting.extend(wanted)
         self._ask(now_s)
 
     def forget(self) -> None:
-        """Want nothing any more. What still comes is nobody's."""
+        """Cancel all blocks; late replies are ignored."""
         self._waiting.clear()
         self._asked.clear()
         self._until_s.clear()
 
     def left(self) -> list[WantedBlock]:
-        """Return what has not come, and forget it."""
+        """Return the outstanding blocks and cancel them."""
         left = [wanted for asked in self._asked.values() for wanted in asked.values()] + [*self._waiting]
         self.forget()
         return left
@@ -151,23 +151,23 @@ class Link:
         self.socket.close(linger=0)
 
     def check(self, now_s: float) -> None:
-        """Find out whether the peer is silent for too long."""
+        """Raise `PeerLost` if a timeout has expired."""
         if not self.is_idle and now_s - self._heard_s > SILENCE_S:
-            raise PeerLost(f"has brought nothing for {SILENCE_S:.0f} s")
+            raise PeerLost(f"sent nothing for {SILENCE_S:.0f} s")
         if any(now_s > until_s for until_s in self._until_s.values()):
-            raise PeerLost(f"takes more than {QUESTION_S:.0f} s for a question")
+            raise PeerLost(f"took more than {QUESTION_S:.0f} s for a request")
 
     def hear_connection(self) -> None:
-        """Read what ZeroMQ says of the connection: only what ends it is asked for."""
+        """Read a connection event; all subscribed events end the connection. Raises `PeerLost`."""
         event: Any = recv_monitor_message(self.monitor)["event"]
         if event == zmq.EVENT_CONNECT_RETRIED:
             raise PeerLost("does not listen")
         if event == zmq.EVENT_DISCONNECTED:
-            raise PeerLost("has closed the connection")
-        raise PeerLost("does not shake hands: it has another --kv-peer-key, or none")
+            raise PeerLost("closed the connection")
+        raise PeerLost("failed the handshake: its --kv-peer-key is missing or differs")
 
     def hear(self, now_s: float) -> Iterator[BlockArrival]:
-        """Read all answers that are there; yield what became of what."""
+        """Receive all waiting replies; yield the results of fetches."""
         for _ in range(MAX_FRAMES):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -176,37 +176,37 @@ class Link:
             try:
                 answer = _decoder.decode(frames[0].buffer)
             except UNREADABLE:
-                raise PeerLost("says what makes no sense") from None
+                raise PeerLost("sent an invalid message") from None
             yield from self._take(answer, frames[1:], now_s)
         self._ask(now_s)
 
     def _take(self, answer: Answer, frames: list[zmq.Frame], now_s: float) -> Iterator[BlockArrival]:
         asked = self._asked.get(answer.number)
         if asked is None:
-            return  # forgotten since
+            return  # cancelled
         self._heard_s = now_s
         if isinstance(answer, IdentityMismatch):
-            raise PeerLost(f"computes other bits: its {self._differing(answer)} differ from ours", FOREIGN_S)
+            raise PeerLost(f"has another identity: its {self._differing(answer)} differ", FOREIGN_S)
         if isinstance(answer, BlocksMissing):
             del self._asked[answer.number], self._until_s[answer.number]
             yield from (BlockArrival(wanted, is_there=False) for wanted in asked.values())
             return
         wanted = asked.get(answer.index)
         if wanted is None or len(frames) != 1:
-            raise PeerLost("gives what was not asked for")
+            raise PeerLost("sent a block that was not requested")
         self._store(answer, wanted, memoryview(frames[0].buffer))
         del asked[answer.index]
         yield BlockArrival(wanted, is_there=True)
 
     def _store(self, given: BlockReply, wanted: WantedBlock, block: memoryview) -> None:
-        """Put a block to where it is to come, if it is whole."""
+        """Store a block in its staging block after verifying its hash."""
         row = self._staging[wanted.host_block - self._first]
         if len(block) != len(row) or digest_of(self._whose, wanted.key, block) != given.digest:
-            raise PeerLost("gives a block that is not what its hash says", FOREIGN_S)
+            raise PeerLost("sent a block with a wrong hash", FOREIGN_S)
         row.data[:] = block
 
     def _differing(self, answer: IdentityMismatch) -> str:
-        """Return what differs by our names alone: theirs may be anything."""
+        """Return the differing parts by our own names; the peer's names are untrusted."""
         differing = sorted(name for name, part in self._parts.items() if part != answer.parts.get(name))
         return ", ".join(differing) or "version"
 
@@ -219,7 +219,5 @@ class Link:
             keys = [wanted.key for wanted in asked.values()]
             try:
                 self.socket.send(encode(Ask(VERSION, self._number, self._whose, keys)), zmq.NOBLOCK)
-            except (
-                zmq.Again
-            ):  # of who broke the protocol there is no connection any more, and no word of that yet
-                raise PeerLost("has closed the connection") from None
+            except zmq.Again:  # the connection is gone after a protocol error, before its event
+                raise PeerLost("closed the connection") from None

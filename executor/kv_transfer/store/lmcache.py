@@ -1,13 +1,13 @@
-"""A store in the memory of LMCache's server, which `lmcache_server` runs: ``lm://host:port``.
+"""A store in the memory of an LMCache server, started by `lmcache_server`: ``lm://host:port``.
 
-Its protocol is spoken here, so none of LMCache's packages is needed. Of one connection at a time:
+This module implements its protocol, so LMCache's packages are not needed. Each connection carries one request at a
+time:
 
-    ──▶ order, and behind a PUT its content     nine numbers of 32 bits, and a key of 150 characters
-    ◀── answer, and behind one to GET, where there is such an object, its content     nine numbers
+    ──▶ request, and the content after a PUT                          nine 32-bit numbers, and a key of 150 characters
+    ◀── reply, and the content of a found object after a GET's reply  nine 32-bit numbers
 
-PUT is not answered: it is over when the question behind it is, whether such an object is there. There is no order to remove one,
-so what is damaged is written over. A key has the five parts that the server wants to read: model, number of workers, worker, hash
-and dtype.
+PUT has no reply; the EXIST request after it confirms it. Objects cannot be removed, so damaged ones are overwritten.
+A key has the five parts that the server parses: model, number of workers, worker, hash and dtype.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
 ORDER = struct.Struct("<9i150s")
-"""Command, bytes of the content, format, dtype, place, four numbers of its shape; key, with blanks behind it."""
+"""Command, bytes of the content, format, dtype, location, four numbers of its shape; key padded with spaces."""
 ANSWER = struct.Struct("<9i")
-"""Code, bytes of the content; format, dtype, four numbers of its shape and place are as they were put."""
+"""Code, bytes of the content; format, dtype, four numbers of its shape and location are those of the PUT."""
 PUT, GET, EXIST = 1, 2, 3
 FOUND, LACKING = 200, 400
 BYTES, UINT8 = 4, 6
-"""Format and dtype of what is no tensor."""
+"""Format and dtype of plain bytes."""
 QUESTIONS = 128
-"""Asked in one breath: their answers fit what any connection holds while nobody reads it."""
+"""EXIST requests per batch: their replies fit the socket buffers while unread."""
 CONNECT_S = 5.0
 MOST_S = 60.0
-"""Of one order, or as many questions as are asked in one breath, to the last byte of what is answered."""
+"""Timeout of a request, or of a batch of EXIST requests, to the last byte of the reply."""
 
 
 class NothingCame(ConnectionError):
-    """The server hung up before the first byte of what it was to send."""
+    """The server closed the connection before the first byte of a reply or content."""
 
 
 def open_lmcache(config: KvStoreConfig) -> LmStore:
@@ -51,21 +51,19 @@ def open_lmcache(config: KvStoreConfig) -> LmStore:
     except ValueError:
         host, port = None, None
     if host is None or port is None or url.path.strip("/") or url.query or url.fragment:
-        raise ConfigError(
-            f"--kv-store {config.url}: write lm://host:port, where lmcache_server listens; it has nothing below that"
-        )
+        raise ConfigError(f"--kv-store {config.url}: use lm://host:port of an lmcache_server, without a path")
     return LmStore(host, port)
 
 
 @dataclass(frozen=True, slots=True)
 class _Talk:
-    """One order on a connection, and what is answered. Raises `OSError`, for one, when its time is over."""
+    """One request on a connection, with a deadline. Raises `OSError`, also on timeout."""
 
     connection: socket.socket
     until_s: float
 
     def say(self, content: bytes | memoryview) -> None:
-        """Send all of it."""
+        """Send all of ``content``."""
         self._wait_no_longer()
         self.connection.sendall(content)
 
@@ -76,23 +74,23 @@ class _Talk:
             self._wait_no_longer()
             count = self.connection.recv_into(into[done:])
             if not count:
-                raise (ConnectionError if done else NothingCame)("LMCache's server hung up")
+                raise (ConnectionError if done else NothingCame)("LMCache's server closed the connection")
             done += count
 
     def hear_answer(self) -> tuple[int, int]:
-        """Return an answer's code, and how many bytes follow."""
+        """Return a reply's code, and the number of bytes that follow."""
         answer = bytearray(ANSWER.size)
         self.hear(memoryview(answer))
         code, num_bytes, *_ = ANSWER.unpack(answer)
         if code not in (FOUND, LACKING):
-            raise ConnectionError(f"LMCache's server answers with the code {code}")
+            raise ConnectionError(f"LMCache's server replied with unknown code {code}")
         return code, num_bytes
 
     def _wait_no_longer(self) -> None:
-        """Have the next call wait as long as is left, in all."""
+        """Set the socket timeout to the remaining time."""
         left_s = self.until_s - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("LMCache's server does not come to an end")
+            raise TimeoutError("LMCache's server did not finish in time")
         self.connection.settimeout(left_s)
 
 
@@ -103,9 +101,9 @@ class LmStore:
         self._address = host, port
         self._most_s = most_s
         self._idle: list[socket.socket] = []
-        """Connections on which nothing is on its way."""
+        """Idle connections."""
         self._damaged: set[str] = set()
-        """Objects that are taken not to be there, until they are written over."""
+        """Damaged objects, treated as missing until overwritten."""
 
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`."""
@@ -145,7 +143,8 @@ class LmStore:
                 if num_bytes == len(into):
                     talk.hear(into)
                     return True
-            # Of another size; or it lacks what its writer was killed before it had sent, and then the server hangs up.
+            # The size differs, or a killed writer left an incomplete object, for which the server closes the
+            # connection.
             talk.connection.close()
             self.drop(name)
             return False
@@ -163,13 +162,13 @@ class LmStore:
 
     def _take_idle(self) -> socket.socket | None:
         try:
-            return self._idle.pop()  # one step, whoever else is at it
+            return self._idle.pop()  # atomic between threads
         except IndexError:
             return None
 
     @contextlib.contextmanager
     def _talk(self) -> Iterator[_Talk]:
-        """Have a connection to oneself. After an error, those that are idle end too: their server may be another by now."""
+        """Take or open a connection. After an error, close the idle ones too: the server may have restarted."""
         connection = self._take_idle()
         if connection is None:
             connection = socket.create_connection(self._address, CONNECT_S)
@@ -186,7 +185,7 @@ class LmStore:
 
 def _order(command: int, name: str, num_bytes: int = 0) -> bytes:
     whose, _, key = name.partition("/")
-    # The key is read as a number; the 1 before it keeps the zeros that it begins with.
+    # The server parses the key as a number; the 1 before it keeps leading zeros.
     called = f"quintet-{whose}@1@0@1{key}@uint8"
-    assert len(called) <= 150, f"{called} is longer than a key may be"
+    assert len(called) <= 150, f"the key {called} has more than 150 characters"
     return ORDER.pack(command, num_bytes, BYTES, UINT8, 0, num_bytes, 0, 0, 0, called.encode().ljust(150))

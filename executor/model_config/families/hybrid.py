@@ -45,7 +45,7 @@ from quintet.executor.model_config.spec import (
 from quintet.executor.model_config.state_specs import Mamba2Spec, MambaSpec
 
 _MOST = 1e6
-"""Of a factor."""
+"""Limit of a factor."""
 
 NAMES = Names(
     state_mixer="mamba",
@@ -60,7 +60,7 @@ NAMES = Names(
 
 
 def jamba(card: ModelCard) -> DecoderSpec:
-    """Jamba: every eighth layer attends, without positions; Mamba 1 between, step widths, inputs and outputs normed."""
+    """Jamba: attention without positions in every eighth layer; Mamba 1 with inner norms in the others."""
     norm = rms(card)
     silu_only(card)
     mamba = MambaSpec(
@@ -84,14 +84,14 @@ def jamba(card: ModelCard) -> DecoderSpec:
 
 
 def _every(card: ModelCard, key: str, period: int, offset: int) -> Callable[[int], bool]:
-    """Return which layers the card's period and offset mean; the family's, for cards that do not say."""
+    """Return a predicate for the layers of a period and offset; ``period`` and ``offset`` are the family's defaults."""
     period = card.whole(f"{key}_period", 1, MAX_LAYERS, period)
     offset = card.whole(f"{key}_offset", 0, period - 1, min(offset, period - 1))
     return lambda layer: layer % period == offset
 
 
 def _jamba_experts(card: ModelCard) -> FeedForwardSpec:
-    """Return what Jamba calls experts, which is a plain feed-forward where there is one."""
+    """Return Jamba's experts; a plain feed-forward if there is only one."""
     if card.whole(EXPERTS, 1, MAX_EXPERTS, 16) == 1:
         return gated(card)
     return ExpertsSpec(
@@ -100,7 +100,7 @@ def _jamba_experts(card: ModelCard) -> FeedForwardSpec:
 
 
 def _mamba2(card: ModelCard, norm: NormSpec | None, channels: int, default_groups: int = 1) -> Mamba2Spec:
-    """Return Mamba 2 as hybrids spell it."""
+    """Return Mamba 2 from the keys of hybrid models."""
     silu_only(card)
     count = card.whole("mamba_n_heads", 1, MAX_WIDTH, 128)
     biased = card.flag("mamba_proj_bias", False)
@@ -116,7 +116,7 @@ def _mamba2(card: ModelCard, norm: NormSpec | None, channels: int, default_group
 
 
 def bamba(card: ModelCard) -> DecoderSpec:
-    """Bamba: Mamba 2, and attention in the layers that the card lists, half of each head rotated."""
+    """Bamba: Mamba 2, and attention in the listed layers with half of each head rotated."""
     norm = rms(card, 1e-5)
     mamba = _mamba2(card, norm, expanded(card, "mamba_expand"))
     biased = card.flag("attention_bias", False)
@@ -143,7 +143,7 @@ def bamba(card: ModelCard) -> DecoderSpec:
 
 
 def _reals(card: ModelCard, key: str, count: int) -> tuple[float, ...]:
-    """Return a list of so many factors; ones where the card has none."""
+    """Return a list of ``count`` factors; ones if the card has none."""
     value = card.values.get(key)
     if value is None:
         return (1.0,) * count
@@ -157,7 +157,7 @@ def _reals(card: ModelCard, key: str, count: int) -> tuple[float, ...]:
 
 
 def falcon_h1(card: ModelCard) -> DecoderSpec:
-    """Falcon-H1: attention and Mamba 2 side by side in every layer, with factors everywhere."""
+    """Falcon-H1: attention and Mamba 2 in parallel in every layer, with factors."""
     norm = rms(card, 1e-5)
     by_factor = "mamba_d_ssm" in card.values and not card.has("mamba_d_ssm")
     channels = expanded(card, "mamba_expand") if by_factor else card.whole("mamba_d_ssm", 1, MAX_WIDTH, 1024)
@@ -171,10 +171,10 @@ def falcon_h1(card: ModelCard) -> DecoderSpec:
     )
     biased = card.flag("attention_bias", False)
     attends = attention(card, positions=8192, kv_heads=8, qkv_bias=biased, output_bias=biased)
-    # A factor of keys is one of scores, as long as keys have no bias.
+    # A factor of keys is a factor of scores if keys have no bias.
     attends = replace(attends, scale=attends.scale * factor(card, "key_multiplier"))
     if biased and factor(card, "key_multiplier") != 1.0:
-        raise card.wrong("attention_bias", "false where key_multiplier is not 1")
+        raise card.wrong("attention_bias", "false if key_multiplier is not 1")
     both = BesideSpec(
         state=mamba,
         attention=attends,
@@ -199,7 +199,7 @@ def falcon_h1(card: ModelCard) -> DecoderSpec:
 
 
 def granite_hybrid(card: ModelCard) -> DecoderSpec:
-    """Granite 4: Mamba 2, and attention in some layers, with or without positions."""
+    """Granite 4: Mamba 2, and attention in some layers, with or without rotation."""
     norm = rms(card)
     rotated = card.values.get("position_embedding_type") == "rope"
     biased = card.flag("attention_bias", False)
@@ -241,7 +241,7 @@ def granite_hybrid(card: ModelCard) -> DecoderSpec:
 
 
 def _granite_mlp(card: ModelCard) -> FeedForwardSpec:
-    """Return the feed-forward that every token goes through, with experts besides where there are some."""
+    """Return the shared feed-forward, combined with experts if the model has them."""
     shared = card.whole("shared_intermediate_size", 1, MAX_WIDTH, 1024)
     if card.whole("num_local_experts", 0, MAX_EXPERTS, 8) == 0:
         return MlpSpec(width=shared, activation=Activation.SILU, layout=MlpLayout.STACKED)

@@ -46,7 +46,7 @@ NAMES = Names(
 
 
 def _width(card: ModelCard) -> int:
-    """Return the feed-forward's width: two thirds of the card's, times a factor, rounded up, unless the card says as it is."""
+    """Return the feed-forward's width: 2/3 of the card's times a factor, rounded up, unless adjustment is disabled."""
     width = card.whole(("block_ff_dim", WIDTH), 1, MAX_WIDTH, 12288)
     if not card.flag("block_auto_adjust_ff_dim", True):
         return width
@@ -83,7 +83,7 @@ def lfm2(card: ModelCard) -> DecoderSpec:
 
 
 def lfm2_moe(card: ModelCard) -> DecoderSpec:
-    """LFM2 with experts in all but the first layers, chosen as DeepSeek V3's."""
+    """LFM2 MoE: experts in all but the first layers, selected as in DeepSeek V3."""
     dense = card.whole("num_dense_layers", 0, MAX_LAYERS, 2)
     plain = MlpSpec(width=card.whole(WIDTH, 1, MAX_WIDTH, 7168), activation=Activation.SILU)
     choice = routing(
