@@ -159,7 +159,7 @@ def test_a_mistake_in_the_thread_is_the_end_of_the_loop(
     bench = Bench(tmp_path)
     monkeypatch.setattr(bench.file, "write", lambda *_: 1 // 0)
     bench.disk.order(stores(0, 2, 5))
-    with pytest.raises(RuntimeError, match="thread that reads and writes"):
+    with pytest.raises(RuntimeError, match="KV disk thread failed"):
         bench.answers()
     bench.disk.close()
 

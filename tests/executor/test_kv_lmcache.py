@@ -135,7 +135,7 @@ def test_a_server_that_says_little_at_a_time_holds_no_order_for_ever(server: Sta
 def test_a_server_that_says_something_else_is_an_error(server: StandIn) -> None:
     store = opened(server)
     server.codes = (200, 500)
-    with pytest.raises(ConnectionError, match="the code 500"):
+    with pytest.raises(ConnectionError, match="unknown code 500"):
         store.count(NAMES)
     store.close()
 
@@ -144,7 +144,7 @@ def test_a_server_that_says_something_else_is_an_error(server: StandIn) -> None:
     "url", ["lm://host", "lm://host:port", "lm://host:1/below", "lm://:1", "lm://host:1?x=y"]
 )
 def test_a_url_says_where_it_listens(url: str) -> None:
-    with pytest.raises(ConfigError, match="write lm://host:port"):
+    with pytest.raises(ConfigError, match="use lm://host:port"):
         open_connector(config(url))
 
 

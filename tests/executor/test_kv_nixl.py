@@ -162,7 +162,7 @@ def test_a_url_says_which_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_connector(config("nixl+s3://bucket/some/prefix"))
     assert store.put(NAMES[0], memoryview(b"a")) and store.count(NAMES) == 1
     assert made[0][1] == [] and made[1] == ("OBJ", {"bucket": "bucket"})
-    with pytest.raises(ConfigError, match="plug-in OBJ says RuntimeError") as refused:
+    with pytest.raises(ConfigError, match="plug-in OBJ failed with RuntimeError") as refused:
         open_connector(config("nixl+s3://closed"))
     assert "hunter2" not in str(refused.value)
 
