@@ -166,7 +166,11 @@ class BatchBuilder:
                 parts += np.split(same, np.flatnonzero(changes) + 1)
             else:
                 parts += self._by_length(same, num_blocks[same])
-        return [piece for part in parts for piece in self._bounded(part, num_blocks[part], token_bytes)]
+        return [
+            part_of_group
+            for part in parts
+            for part_of_group in self._bounded(part, num_blocks[part], token_bytes)
+        ]
 
     @staticmethod
     def _by_length(members: Int, blocks: Int) -> list[Int]:

@@ -26,7 +26,7 @@ class ExpertCounts:
     """Returns the number of experts copied to other ranks, and the bytes moved."""
 
 
-class ExpertFigures:
+class ExpertMetrics:
     """The metrics of an executor whose model has experts."""
 
     def __init__(self, metrics: Metrics, counts: ExpertCounts) -> None:
@@ -59,11 +59,11 @@ class ExpertFigures:
             self._look()
 
     def _look(self) -> None:
-        busiest = everybody = 0
+        busiest = total = 0
         for gauge, seen, asked in zip(self._hottest, self._seen, self._counts.asked, strict=True):
-            lately = asked - seen
+            recent = asked - seen
             seen[:] = asked
-            of_experts = lately[:-2]
-            busiest, everybody = busiest + int(lately[-2]), everybody + int(lately[-1])
+            of_experts = recent[:-2]
+            busiest, total = busiest + int(recent[-2]), total + int(recent[-1])
             gauge.set(float(of_experts.max()) / max(float(of_experts.mean()), 1e-9))
-        self._busiest.set(busiest * self._counts.ranks / max(everybody, 1))
+        self._busiest.set(busiest * self._counts.ranks / max(total, 1))

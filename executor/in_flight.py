@@ -24,12 +24,12 @@ from quintet.process.runtime import Receives
 from quintet.process.wakeup import Wakeup
 from quintet.wire.step import StepPlan, StepsEnded
 
-MAX_FAREWELL_S = 1.0
+JOIN_TIMEOUT_S = 1.0
 """Join timeout at close: the thread may be blocked in a step that hangs."""
 
 
 @dataclass(slots=True, eq=False)
-class Begun:
+class StartedStep:
     """A started step."""
 
     plan: StepPlan
@@ -38,7 +38,7 @@ class Begun:
     """Slots in use after the plan."""
     free_ns: int
     """Time at which the result before it was sent."""
-    begun_ns: int
+    started_ns: int
     is_settled: bool = False
     """The result was sent or cancelled; the step's wakeup may still be outstanding."""
 
@@ -49,57 +49,57 @@ class InFlight:
     def __init__(self, inbox: Receives) -> None:
         """``inbox``: the inbox at which the loop waits."""
         self._inbox = inbox
-        self._steps: deque[Begun] = deque()
-        self._bell: Wakeup | None = None
-        self._waited_for: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._steps: deque[StartedStep] = deque()
+        self._wakeup: Wakeup | None = None
+        self._to_wait_for: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def __bool__(self) -> bool:
         """Return whether a wakeup is outstanding."""
         return bool(self._steps)
 
-    def add(self, begun: Begun) -> None:
+    def add(self, started: StartedStep) -> None:
         """Append a step; the thread wakes the loop at its end."""
-        if self._bell is None:
-            self._bell = Wakeup(StepsEnded)
-            self._inbox.hang(self._bell)
+        if self._wakeup is None:
+            self._wakeup = Wakeup(StepsEnded)
+            self._inbox.hang(self._wakeup)
             self._thread = threading.Thread(
-                target=self._wait_for_each, args=(self._bell,), name="device", daemon=True
+                target=self._wait_for_each, args=(self._wakeup,), name="device", daemon=True
             )
             self._thread.start()
-        self._steps.append(begun)
-        self._waited_for.put(begun.pending)
+        self._steps.append(started)
+        self._to_wait_for.put(started.pending)
 
-    def ended(self, count: int) -> Iterator[Begun]:
+    def ended(self, count: int) -> Iterator[StartedStep]:
         """Remove the ``count`` oldest steps, and yield the unsettled ones in order."""
         for _ in range(count):
-            begun = self._steps.popleft()
-            if not begun.is_settled:
-                begun.is_settled = True
-                yield begun
+            started = self._steps.popleft()
+            if not started.is_settled:
+                started.is_settled = True
+                yield started
 
-    def unsettled(self) -> Iterator[Begun]:
+    def unsettled(self) -> Iterator[StartedStep]:
         """Mark and yield the unsettled steps in order, before their wakeups."""
-        for begun in self._steps:
-            if not begun.is_settled:
-                begun.is_settled = True
-                yield begun
+        for started in self._steps:
+            if not started.is_settled:
+                started.is_settled = True
+                yield started
 
     def forget(self) -> int:
         """Cancel all steps. Return the number that were unsettled."""
         return sum(1 for _ in self.unsettled())
 
-    def _wait_for_each(self, bell: Wakeup) -> None:
-        while (pending := self._waited_for.get()) is not None:
+    def _wait_for_each(self, wakeup: Wakeup) -> None:
+        while (pending := self._to_wait_for.get()) is not None:
             with contextlib.suppress(Exception):  # `result` raises it again in the loop
                 pending.wait()
-            bell.ring()
+            wakeup.ring()
 
     def close(self) -> None:
         """Stop the thread, unless a step blocks it."""
-        if self._thread is None or self._bell is None:
+        if self._thread is None or self._wakeup is None:
             return
-        self._waited_for.put(None)
-        self._thread.join(MAX_FAREWELL_S)
+        self._to_wait_for.put(None)
+        self._thread.join(JOIN_TIMEOUT_S)
         if not self._thread.is_alive():
-            self._bell.close()
+            self._wakeup.close()

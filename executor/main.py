@@ -18,10 +18,10 @@ from collections.abc import Callable
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.checkpoints.weights.read_ahead import read_ahead, reserve_ahead
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
-from quintet.executor.expert_metrics import ExpertFigures
-from quintet.executor.in_flight import Begun, InFlight
+from quintet.executor.expert_metrics import ExpertMetrics
+from quintet.executor.in_flight import InFlight, StartedStep
 from quintet.executor.interface import Finished, StepWorker
-from quintet.executor.kv_transfer.kv_connector_loop import kv_talk, own_places
+from quintet.executor.kv_transfer.kv_connector_loop import open_kv_connector_loop, with_engine_paths
 from quintet.executor.model_config.share import share_of
 from quintet.process.runtime import Process, child_main
 from quintet.process.trace import Span
@@ -119,7 +119,7 @@ class Executor:
         self._worker = worker
         self._span = process.span
         self._in_flight = InFlight(process.inbox)
-        self._kv_talk = kv_talk(process, worker)
+        self._kv_loop = open_kv_connector_loop(process, worker)
         self._core_epoch: int | None = None
         self._last_step: int | None = None
         """The newest plan received from this core, dropped plans included."""
@@ -148,7 +148,7 @@ class Executor:
         )
 
         counts = worker.experts
-        self._experts = None if counts is None else ExpertFigures(process.metrics, counts)
+        self._experts = None if counts is None else ExpertMetrics(process.metrics, counts)
 
     def account(self) -> tuple[int, int]:
         """Return progress and pending work. The heartbeat thread calls it during a step."""
@@ -163,9 +163,9 @@ class Executor:
         if messages:
             self.handle(messages)
         else:
-            self._do_chore()
+            self._run_idle_task()
 
-    def _do_chore(self) -> None:
+    def _run_idle_task(self) -> None:
         """Run one idle task as pending work, so that heartbeats detect a hang: ranks wait for each other in it."""
         self._process.pending += 1
         self._worker.do_chore()
@@ -181,26 +181,28 @@ class Executor:
         is_new_core = self._follow_core()
         plans: list[StepPlan | KvTierRequests | Dropped] = []
         for message in messages:
-            if isinstance(message, StepPlan) or (isinstance(message, Dropped) and self._is_next(message)):
+            if isinstance(message, StepPlan) or (
+                isinstance(message, Dropped) and self._is_next_plan(message)
+            ):
                 plans.append(message)
                 self._last_step = message.step
             elif isinstance(message, KvTierRequests):
                 plans.append(message)
             elif isinstance(message, KvPins):
                 self._pins = message
-            elif isinstance(message, DiskResultsReady) and self._kv_talk is not None:
-                self._kv_talk.answer()
+            elif isinstance(message, DiskResultsReady) and self._kv_loop is not None:
+                self._kv_loop.answer()
             elif isinstance(message, StepsEnded):
-                for begun in self._in_flight.ended(message.count):
-                    self._end(begun)
+                for started in self._in_flight.ended(message.count):
+                    self._end(started)
         if is_new_core:
             self._last_step = None
             return
         self._process.pending += sum(not isinstance(plan, KvTierRequests) for plan in plans)
         for plan in plans:
             if isinstance(plan, KvTierRequests):
-                if self._kv_talk is not None and plan.tables == self._num_emptied:
-                    self._kv_talk.order(plan)
+                if self._kv_loop is not None and plan.tables == self._num_emptied:
+                    self._kv_loop.order(plan)
             elif plan.tables != self._num_emptied:
                 self._process.pending -= 1
             elif isinstance(plan, Dropped):
@@ -208,7 +210,7 @@ class Executor:
             else:
                 self._begin(plan)
 
-    def _is_next(self, dropped: Dropped) -> bool:
+    def _is_next_plan(self, dropped: Dropped) -> bool:
         """Return whether the dropped frame is the next expected plan: the core waits for its result."""
         return dropped.step is not None and self._last_step in (None, dropped.step - 1)
 
@@ -217,16 +219,16 @@ class Executor:
         assert dropped.step is not None
         self._settle_in_flight()
         if dropped.tables == self._num_emptied:
-            words = "the executor rejected the step's plan: invalid lengths or numbers"
-            self._failed(dropped.step, 0, ValueError(words))
+            reason = "the executor rejected the step's plan: invalid lengths or numbers"
+            self._failed(dropped.step, 0, ValueError(reason))
         else:
             self._process.pending -= 1
 
     def close(self) -> None:
         """Stop waiting for the device, the disk, and other servers."""
         self._in_flight.close()
-        if self._kv_talk is not None:
-            self._kv_talk.close()
+        if self._kv_loop is not None:
+            self._kv_loop.close()
 
     def _begin(self, plan: StepPlan) -> None:
         """Start a plan. A step that ends immediately is settled immediately, unless older steps are in flight."""
@@ -234,8 +236,8 @@ class Executor:
         if plan.tables != self._num_emptied:
             self._process.pending -= 1  # an older step failed
             return
-        free_ns, begun_ns = self._ended_ns, time.monotonic_ns()
-        self._span("wait", plan.step, None, begun_ns)
+        free_ns, started_ns = self._ended_ns, time.monotonic_ns()
+        self._span("wait", plan.step, None, started_ns)
         try:
             pending = self._worker.begin(plan)
         except Exception as error:  # noqa: BLE001 - a request may cause any exception; other requests continue
@@ -245,12 +247,12 @@ class Executor:
             else:
                 self._process.pending -= 1
             return
-        begun = Begun(plan, pending, self._worker.num_tenants, free_ns, begun_ns)
+        started = StartedStep(plan, pending, self._worker.num_tenants, free_ns, started_ns)
         # Not "has it ended?": replay of a recorded executor must settle each step in the same turn.
         if isinstance(pending, Finished) and not self._in_flight:
-            self._end(begun)
+            self._end(started)
         else:
-            self._in_flight.add(begun)
+            self._in_flight.add(started)
 
     def _settle_before(self, plan: StepPlan) -> None:
         """Send the results of the steps that must end before this plan starts."""
@@ -265,9 +267,9 @@ class Executor:
         for before in self._in_flight.unsettled():
             self._end(before)
 
-    def _end(self, begun: Begun) -> None:
+    def _end(self, started: StartedStep) -> None:
         """Send the result of the oldest step in flight, or report its failure."""
-        process, plan, pending = self._process, begun.plan, begun.pending
+        process, plan, pending = self._process, started.plan, started.pending
         try:
             pending.wait()
             result = pending.result()
@@ -275,11 +277,11 @@ class Executor:
             self._failed(plan.step, len(plan.slots) // 4, error)
             return
         self._num_failed_alone = 0
-        free_ns = max(begun.begun_ns, self._ended_ns)
+        free_ns = max(started.started_ns, self._ended_ns)
         self._ended_ns = ended_ns = time.monotonic_ns()
         device_ms, gap_ms = pending.device_ms, pending.gap_ms
-        result.num_tenants = begun.num_tenants
-        result.wait_ns = begun.begun_ns - begun.free_ns if gap_ms is None else round(gap_ms * 1e6)
+        result.num_tenants = started.num_tenants
+        result.wait_ns = started.started_ns - started.free_ns if gap_ms is None else round(gap_ms * 1e6)
         result.compute_ns = ended_ns - free_ns if device_ms is None else round(device_ms * 1e6)
         if device_ms is not None:
             self._span("device", plan.step, ended_ns - result.compute_ns, ended_ns)
@@ -300,8 +302,8 @@ class Executor:
         self._compute_s.observe(result.compute_ns * 1e-9)
         if gap_ms is not None:
             self._gap_s.observe(gap_ms * 1e-3)
-        if plan.sent_ns >= begun.free_ns:
-            self._hop_s.observe((begun.begun_ns - plan.sent_ns) * 1e-9)
+        if plan.sent_ns >= started.free_ns:
+            self._hop_s.observe((started.started_ns - plan.sent_ns) * 1e-9)
 
     def _failed(self, step: int, num_rows: int, error: Exception) -> None:
         """Reset the tables and report the failure to the core; raise ``error`` if no further step can succeed."""
@@ -313,7 +315,7 @@ class Executor:
         self._failures.inc()
         self._ended_ns = time.monotonic_ns()
         self._empty_tables()
-        self._introduce(in_words(error))
+        self._send_capacity(error_text(error))
 
     def _empty_tables(self) -> None:
         """Remove every request, and drop the plans that depend on them, started or not."""
@@ -322,8 +324,8 @@ class Executor:
         self._worker.reset()
         self._process.pending -= 1
         self._num_emptied += 1
-        if self._kv_talk is not None:
-            self._kv_talk.reset()
+        if self._kv_loop is not None:
+            self._kv_loop.reset()
 
     def _follow_core(self) -> bool:
         """Send `Capacity` to a core with a new epoch. Return whether the core is new."""
@@ -333,10 +335,10 @@ class Executor:
         if self._core_epoch is not None:
             self._empty_tables()
         self._core_epoch = epoch
-        self._introduce()
+        self._send_capacity()
         return True
 
-    def _introduce(self, failure: str = "") -> None:
+    def _send_capacity(self, failure: str = "") -> None:
         """Send the core the pins and the capacity; the tables are empty."""
         config = self._process.config
         capacity = Capacity(
@@ -350,14 +352,14 @@ class Executor:
             num_host_blocks=self._worker.num_host_blocks,
             swap_bytes_per_s=self._worker.swap_bytes_per_s,
         )
-        if self._kv_talk is not None:
-            self._kv_talk.introduce(capacity)
+        if self._kv_loop is not None:
+            self._kv_loop.add_capacity(capacity)
         if self._pins.pins:
             self._process.peers.send(Role.CORE, self._process.me.index, self._pins)
         self._process.peers.send(Role.CORE, self._process.me.index, capacity)
 
 
-def in_words(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return an exception as one printable line of at most `MAX_FAILURE_CHARS`, for an API error."""
     line = " ".join(f"{type(error).__name__}: {error}".split())
     line = "".join(char if char.isprintable() else "?" for char in line)
@@ -372,7 +374,7 @@ def serve(process: Process[Message]) -> None:
         if process.config.executor.num_ranks > 1:
             _set_environment()  # inherited by the followers
             followers = FollowerProcesses(process.me, process.config)  # first: all ranks load in parallel
-        config = own_places(process.me.index, take_share(process.me.index, process.config))
+        config = with_engine_paths(process.me.index, take_share(process.me.index, process.config))
         worker = make_worker(config, process.span, followers)
         executor = Executor(process, worker)
         process.account = executor.account

@@ -23,7 +23,7 @@ from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, Toke
 
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SEED_MASK = (1 << 64) - 1
-_PIECE_S = 0.2
+_SLEEP_S = 0.2
 """A mock step sleeps at most this many seconds at once and counts progress after each sleep."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -56,7 +56,7 @@ class MockWorker:
         """Sleeps completed so far."""
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._logprob_rows: dict[int, NewRow] = {}
-        self._tenants: set[int] = set()
+        self._used_slots: set[int] = set()
         self._plain = plain_ids(vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
 
@@ -68,12 +68,12 @@ class MockWorker:
     @property
     def num_tenants(self) -> int:
         """Slots in use."""
-        return len(self._tenants)
+        return len(self._used_slots)
 
     def reset(self) -> None:
         """Remove every row."""
         self._seeds[:] = 0
-        self._tenants.clear()
+        self._used_slots.clear()
         self._answers.clear()
         self._logprob_rows.clear()
 
@@ -96,11 +96,11 @@ class MockWorker:
         """Draw for every sampling row, then sleep until the configured step time has passed."""
         deadline = time.perf_counter() + self._step_s
         for slot in np.frombuffer(plan.freed, np.int32).tolist():
-            self._tenants.discard(slot)
+            self._used_slots.discard(slot)
             self._answers.pop(slot, None)
             self._logprob_rows.pop(slot, None)
         for row in plan.new_rows:
-            self._tenants.add(row.slot)
+            self._used_slots.add(row.slot)
             self._seeds[row.slot] = row.seed & SEED_MASK
             if self._script is not None:
                 self._look_up(self._script, row)
@@ -112,12 +112,12 @@ class MockWorker:
         sampling = np.flatnonzero(np.frombuffer(plan.samples, np.uint8))
         tokens = self._draw(self._seeds[slots[sampling]], ends[sampling])
         if self._answers:
-            self._recite(slots[sampling], ends[sampling], tokens)
+            self._write_answers(slots[sampling], ends[sampling], tokens)
         result = StepResult(plan.step, 0, tokens.tobytes())
         if self._logprob_rows:
             self._pretend_logprobs(plan, slots, sampling, tokens, result)
         while (remaining := deadline - time.perf_counter()) > 0:
-            time.sleep(min(remaining, _PIECE_S))
+            time.sleep(min(remaining, _SLEEP_S))
             self.work_done += 1
         self._span("layers", plan.step)
         return result
@@ -136,7 +136,9 @@ class MockWorker:
         prompt_ids = np.frombuffer(row.token_ids, np.int32)[: row.num_prompt_tokens]
         self._answers[row.slot] = row.num_prompt_tokens, script.answer(prompt_ids)
 
-    def _recite(self, slots: NDArray[np.int32], ends: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+    def _write_answers(
+        self, slots: NDArray[np.int32], ends: NDArray[np.int32], tokens: NDArray[np.int32]
+    ) -> None:
         """Write the scripted tokens of sampling rows over the drawn ones; after an answer, repeat its end token."""
         for index, slot in enumerate(slots.tolist()):
             if slot in self._answers:
@@ -181,8 +183,8 @@ class MockWorker:
         ranks = np.ones(len(prompt), np.int32)
         return PromptLogprobs(row_index, first, width, ranks.tobytes(), ids.tobytes(), logprobs.tobytes())
 
-    def _num_alternatives(self, asked: int) -> int:
-        return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
+    def _num_alternatives(self, requested: int) -> int:
+        return self._vocab_size if requested < 0 else min(requested, self._vocab_size)
 
     def _alternatives(
         self, token: int, params: SamplingParams

@@ -39,13 +39,13 @@ class MockScript:
     def answer(self, prompt_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the answer's tokens followed by the end token."""
         prompt = self._tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
-        found = [(at, row.say) for row in self._answers if (at := _place(row, prompt)) >= 0]
+        found = [(at, row.say) for row in self._answers if (at := _match_position(row, prompt)) >= 0]
         say = max(found, default=(0, NO_ANSWER), key=lambda each: each[0])[1]
         ids = self._tokenizer.encode(say, add_special_tokens=False).ids
         return np.array([*ids, self._end_id], np.int32)
 
 
-def _place(row: Answer, prompt: str) -> int:
+def _match_position(row: Answer, prompt: str) -> int:
     """Return the last position of a row's text in a prompt; -1 if absent or if the row's answer follows it."""
     at = prompt.rfind(row.after)
     return -1 if at >= 0 and prompt.find(row.say[-TAIL_CHARS:], at + len(row.after)) >= 0 else at

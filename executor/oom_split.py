@@ -42,8 +42,8 @@ class OomSplit:
         that pass this to a device (`quintet.executor.slots.SlotTables.go_on`).
         """
         self._release = release
-        self._go_on = go_on
-        self._most_tokens: int | None = None
+        self._continue_states = go_on
+        self._max_tokens: int | None = None
         """Token limit of a step that cannot be repeated, once a larger one ran out of memory."""
         self.num_split = 0
 
@@ -55,7 +55,7 @@ class OomSplit:
         """
         if not self.is_to_be_cut(plan):
             try:
-                return self._tried(plan, compute)
+                return self._compute_and_record(plan, compute)
             except torch.OutOfMemoryError as error:
                 self.note_shortage(plan, error)
         return self.compute_in_parts(plan, compute)
@@ -63,14 +63,14 @@ class OomSplit:
     def is_to_be_cut(self, plan: StepPlan) -> bool:
         """Return whether to split before the first attempt: the step is not repeatable and exceeds the known limit."""
         return (
-            self._most_tokens is not None
-            and num_tokens(plan) > self._most_tokens
+            self._max_tokens is not None
+            and num_tokens(plan) > self._max_tokens
             and not self._can_repeat(plan)
         )
 
     def note_shortage(self, plan: StepPlan, error: torch.OutOfMemoryError) -> None:
         """Record an out-of-memory error. Raises ``error`` unless the step can be split now."""
-        if not self._shrinks(plan):
+        if not self._record_shortage(plan):
             raise error
         if not self.num_split:
             log.warning(
@@ -89,38 +89,38 @@ class OomSplit:
         first, second = halves(plan)
         parts = [self._part(first, compute)]
         slot = second.slots[:4]
-        if self._go_on is not None and slot == first.slots[-4:]:
+        if self._continue_states is not None and slot == first.slots[-4:]:
             second = msgspec.structs.replace(
-                second, blocks=self._go_on(int(np.frombuffer(slot, np.int32)[0]))
+                second, blocks=self._continue_states(int(np.frombuffer(slot, np.int32)[0]))
             )
         return joined(plan.step, [*parts, self._part(second, compute)])
 
     def _part(self, part: StepPlan, compute: Callable[[StepPlan], StepResult]) -> tuple[StepPlan, StepResult]:
         if not self.is_to_be_cut(part):
             try:
-                return part, self._tried(part, compute)
+                return part, self._compute_and_record(part, compute)
             except torch.OutOfMemoryError:
-                if not self._shrinks(part):
+                if not self._record_shortage(part):
                     raise
             self._release()
         return part, self._in_halves(part, compute)
 
-    def _tried(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
+    def _compute_and_record(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         result = compute(plan)
-        if self._most_tokens is not None:
-            self._most_tokens = max(self._most_tokens, num_tokens(plan))
+        if self._max_tokens is not None:
+            self._max_tokens = max(self._max_tokens, num_tokens(plan))
         return result
 
-    def _shrinks(self, plan: StepPlan) -> bool:
+    def _record_shortage(self, plan: StepPlan) -> bool:
         """Lower the token limit; return whether the step can be split and repeated."""
         count = num_tokens(plan)
-        if self._go_on is not None:
-            self._most_tokens = max(1, count // 2)
+        if self._continue_states is not None:
+            self._max_tokens = max(1, count // 2)
         return count > 1 and self._can_repeat(plan)
 
     def _can_repeat(self, plan: StepPlan) -> bool:
         """Return whether computing a started plan again gives the same result."""
-        return self._go_on is None or not np.frombuffer(plan.starts, np.int32).any()
+        return self._continue_states is None or not np.frombuffer(plan.starts, np.int32).any()
 
 
 def num_tokens(plan: StepPlan) -> int:

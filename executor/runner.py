@@ -13,7 +13,7 @@ from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 
 
-class GivesLogits(Protocol):
+class LogitsSource(Protocol):
     """A runner's last step, as a source of logits."""
 
     @property
@@ -27,7 +27,7 @@ class GivesLogits(Protocol):
         """
 
 
-class Runner(GivesLogits, Protocol):
+class Runner(LogitsSource, Protocol):
     """A model with its KV memory: `quintet.executor.backends.torch.eager` or
     `quintet.executor.backends.cpu.program.runner`.
     """

@@ -11,7 +11,7 @@ from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.step import StepPlan
 
-Piece = tuple[int, int, int]
+Row = tuple[int, int, int]
 """A row: slot, first position, tokens."""
 
 
@@ -24,7 +24,7 @@ def place(tables: SlotTables, slot: int, tokens: torch.Tensor, width: int) -> No
     tables.block_table[:, slot, :width] = blocks + slot * num_groups * width
 
 
-def plan_of_pieces(pieces: Sequence[Piece], draws: bool) -> StepPlan:
+def plan_of_pieces(rows: Sequence[Row], draws: bool) -> StepPlan:
     """Return a step of these rows; ``draws``: whether each row draws a token."""
     return StepPlan(
         step=0,
@@ -33,8 +33,8 @@ def plan_of_pieces(pieces: Sequence[Piece], draws: bool) -> StepPlan:
         new_rows=[],
         blocks=b"",
         copies=b"",
-        slots=pack_i32([slot for slot, _, _ in pieces]),
-        starts=pack_i32([start for _, start, _ in pieces]),
-        counts=pack_i32([count for _, _, count in pieces]),
-        samples=pack_u8([draws] * len(pieces)),
+        slots=pack_i32([slot for slot, _, _ in rows]),
+        starts=pack_i32([start for _, start, _ in rows]),
+        counts=pack_i32([count for _, _, count in rows]),
+        samples=pack_u8([draws] * len(rows)),
     )

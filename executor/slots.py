@@ -40,7 +40,7 @@ class SlotTables:
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_embedded: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         """Number of leading prompt positions with input embeddings; their token ids are unused."""
-        self.has_tenant: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.is_used: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         """Generation of the slot's request, or of its last one."""
 
@@ -54,11 +54,11 @@ class SlotTables:
     def note(self, plan: StepPlan) -> None:
         """Apply the plan's deltas to the host tables only; the caller copies new rows' tokens to the device."""
         if plan.freed:
-            self.has_tenant[np.frombuffer(plan.freed, np.int32)] = False
+            self.is_used[np.frombuffer(plan.freed, np.int32)] = False
         for row in plan.new_rows:
             self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
             self.num_embedded[row.slot] = row.num_embedded
-            self.has_tenant[row.slot], self.generations[row.slot] = True, row.generation
+            self.is_used[row.slot], self.generations[row.slot] = True, row.generation
         if plan.blocks:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
             self.block_table[entries[:, 1], entries[:, 0], entries[:, 2]] = entries[:, 3]
@@ -74,13 +74,13 @@ class SlotTables:
 
     def generation(self, slot: int) -> int | None:
         """Return the generation of the slot's request; None for a free slot."""
-        return int(self.generations[slot]) if self.has_tenant[slot] else None
+        return int(self.generations[slot]) if self.is_used[slot] else None
 
     @property
     def num_tenants(self) -> int:
         """Slots in use."""
-        return int(np.count_nonzero(self.has_tenant))
+        return int(np.count_nonzero(self.is_used))
 
     def reset(self) -> None:
         """Free every slot. Later requests overwrite its tokens and blocks."""
-        self.has_tenant[:] = False
+        self.is_used[:] = False

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 EAGER_KV_BYTES = 4 << 30
 """Default KV memory on a GPU without our kernels, a mode for trial use."""
 
-CHORE_S = 0.003
+IDLE_TASK_S = 0.003
 """Target duration of an idle task in seconds: about 1/20 of a step."""
 STEPS_PER_CHORE = 4
 """Under load, one idle task runs every so many steps. Measured: a step is 10% shorter with the weights on huge pages."""
@@ -89,7 +89,7 @@ class Worker:
         self._ranks = ranks
         self._stage = stage
         self.experts = None if stage is None else stage.expert_counts
-        self._num_begun = 0
+        self._num_started = 0
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
         grammars = Grammars(max_num_seqs, model)
@@ -102,12 +102,12 @@ class Worker:
         blocks: Callable[[], WholeBlocks] = partial(BlockBytes, runner.blocks)
         if ranks is not None:
             blocks = partial(open_whole_blocks, config, crossings, runner.blocks, share, moves)
-        self._elsewhere = KvTiers(blocks, config, type(runner).__name__, self._host_blocks)
-        self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
-        self.kv_store = self._elsewhere.store
+        self._kv_tiers = KvTiers(blocks, config, type(runner).__name__, self._host_blocks)
+        self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
+        self.kv_store = self._kv_tiers.store
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        self._smaller_steps = OomSplit(
+        self._oom_split = OomSplit(
             torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
             self.tables.go_on if model.kv.has_states else None,
         )
@@ -142,21 +142,21 @@ class Worker:
         if self._stage is not None and self._stage.has_chores:
             return True
         is_scattered = self._weights is not None and self._weights.is_scattered
-        return is_scattered or (self._ranks is not None and self._ranks.noted(Note.CHORES) > 0)
+        return is_scattered or (self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0)
 
     def do_chore(self) -> None:
         """Move some weights to huge pages on every rank, or copy an expert to another rank."""
         if self._stage is not None:
             self._stage.do_chore()
         if self._ranks is not None:
-            self._ranks.tell_chore()
+            self._ranks.send_idle_task()
         if self._weights is not None and self._weights.is_scattered:
-            self._weights.gather(CHORE_S)
+            self._weights.gather(IDLE_TASK_S)
 
     @property
     def num_split(self) -> int:
         """Steps split after running out of memory."""
-        return self._smaller_steps.num_split
+        return self._oom_split.num_split
 
     def waits_for(self, plan: StepPlan) -> bool:
         """Return False: a step ends inside `begin`."""
@@ -164,8 +164,8 @@ class Worker:
 
     def begin(self, plan: StepPlan) -> Finished:
         """Execute the plan and wait for the device; the worker in `quintet.executor.backends.cuda` does not wait."""
-        self._num_begun += 1
-        if self._num_begun % STEPS_PER_CHORE == 0 and self.has_chores:
+        self._num_started += 1
+        if self._num_started % STEPS_PER_CHORE == 0 and self.has_chores:
             self.do_chore()  # a busy server gains most
             self._span("chores", plan.step)
         return Finished(self.execute(plan))
@@ -179,13 +179,13 @@ class Worker:
         if plan.swaps_out:
             self._host_blocks.copy_out(plan.swaps_out)
         if plan.swaps_in:
-            self._elsewhere.copy_in(plan.swaps_in)
+            self._kv_tiers.copy_in(plan.swaps_in)
         if plan.copies:
             self._copy_blocks(plan.copies)
         self._span("tables", plan.step)
         if not plan.slots:
             return StepResult(plan.step, 0, b"")
-        return self._smaller_steps.compute(plan, self._compute)
+        return self._oom_split.compute(plan, self._compute)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute the rows of a plan, or of a part of one. The tables already hold its deltas."""
@@ -235,13 +235,13 @@ def make_worker(config: EngineConfig, span: Span = no_span, ahead: HugeMemory | 
     )
     from quintet.executor.backends.platforms.cuda import open_cuda_device
 
-    begun = time.monotonic()
+    started = time.monotonic()
     platform = open_platform(config.executor)
     device = open_cuda_device(config.executor)
     if device is None:
         return make_torch_worker(config, span)
     model = load_model(config, platform, on_device=True)
-    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    facts = facts_of(config, platform, model.weights.num_bytes, started)
     return make_device_worker(device, model, config, MODEL_DTYPES[config.model.dtype], facts, span)
 
 
@@ -253,14 +253,14 @@ def make_torch_worker(
     ahead: HugeMemory | None = None,
 ) -> Worker:
     """Return the worker of a CPU, of a GPU without our kernels, or of rank 0 of a model split over ranks."""
-    begun = time.monotonic()
+    started = time.monotonic()
     platform = open_platform(config.executor)
     num_blocks = num_blocks_of(config)
     if config.model.implementation == "transformers":
-        return _make_transformers_worker(config, platform, num_blocks, begun, span)
+        return _make_transformers_worker(config, platform, num_blocks, started, span)
     share = share_of(config.executor, 0) if ranks is None else ranks.share
     model = load_model(config, platform, share=share, ahead=ahead)
-    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    facts = facts_of(config, platform, model.weights.num_bytes, started)
     stage = _open_stage(model, config, platform, num_blocks, WHOLE if ranks is None else ranks.share, ranks)
     return Worker(
         _runner_of(stage, model, config, platform, num_blocks, span, ranks),
@@ -278,7 +278,7 @@ def make_torch_worker(
 
 
 def _make_transformers_worker(
-    config: EngineConfig, platform: Platform, num_blocks: int, begun: float, span: Span
+    config: EngineConfig, platform: Platform, num_blocks: int, started: float, span: Span
 ) -> Worker:
     """Return the worker of a model that runs in transformers."""
     from quintet.executor.backends.torch.fallback.boot import (
@@ -287,17 +287,17 @@ def _make_transformers_worker(
 
     dtype = MODEL_DTYPES[config.model.dtype]
     opened = open_transformers_model(config, platform.device, dtype, num_blocks, span)
-    facts = facts_of(config, platform, opened.num_bytes, begun)
+    facts = facts_of(config, platform, opened.num_bytes, started)
     ops = sampling_ops_of(platform.name)
     return Worker(opened.runner, ops, platform.device, config, num_blocks, facts, span)
 
 
-def facts_of(config: EngineConfig, platform: Platform, num_bytes: int, begun: float) -> dict[str, str]:
+def facts_of(config: EngineConfig, platform: Platform, num_bytes: int, started: float) -> dict[str, str]:
     """Return the start-up facts for the log. ``begun``: the `time.monotonic` value when the device was opened."""
-    whose = " by transformers" if config.model.implementation == "transformers" else ""
+    suffix = " by transformers" if config.model.implementation == "transformers" else ""
     return {
-        "worker": f"{config.model.architecture}{whose} in {config.model.dtype} on {platform.description}",
-        "weights": f"{num_bytes / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s",
+        "worker": f"{config.model.architecture}{suffix} in {config.model.dtype} on {platform.description}",
+        "weights": f"{num_bytes / 1e6:.1f} MB in {time.monotonic() - started:.1f} s",
     }
 
 

@@ -18,7 +18,7 @@ from quintet.wire.kv_disk import MAX_KEPT, DiskResultsReady, KvTierRequests, Sto
 from quintet.wire.step import Capacity, StepPlan
 
 
-def own_places(index: int, config: EngineConfig) -> EngineConfig:
+def with_engine_paths(index: int, config: EngineConfig) -> EngineConfig:
     """Return the configuration with this engine's own disk folder and peer port."""
     disk, peers = config.cache.disk, config.cache.peers
     if disk is not None:
@@ -30,7 +30,7 @@ def own_places(index: int, config: EngineConfig) -> EngineConfig:
     )
 
 
-def kv_talk(
+def open_kv_connector_loop(
     process: Process[StepPlan | KvTierRequests | KvPins], worker: StepWorker
 ) -> KvConnectorLoop | None:
     """Return the KV loop of a worker with KV tiers; None without tiers."""
@@ -54,21 +54,21 @@ class KvConnectorLoop:
         self._peers = peers
         self._store = store
         self._all: tuple[KvTierWorker, ...] = tuple(each for each in (disk, peers, store) if each is not None)
-        self._bell = Wakeup(DiskResultsReady)
-        process.inbox.hang(self._bell)
+        self._wakeup = Wakeup(DiskResultsReady)
+        process.inbox.hang(self._wakeup)
         for each in self._all:
-            each.begin(self._bell.ring)
+            each.begin(self._wakeup.ring)
 
-    def introduce(self, capacity: Capacity) -> None:
+    def add_capacity(self, capacity: Capacity) -> None:
         """Send the stored blocks to the core, and set the tiers' sizes in ``capacity``."""
         if self._peers is not None:
             capacity.num_peer_blocks = self._peers.num_staging_blocks
         if self._store is not None:
             capacity.num_store_blocks = self._store.num_staging_blocks
         if self._disk is not None:
-            self._tell_kept(self._disk, capacity)
+            self._send_stored(self._disk, capacity)
 
-    def _tell_kept(self, disk: KvDisk, capacity: Capacity) -> None:
+    def _send_stored(self, disk: KvDisk, capacity: Capacity) -> None:
         capacity.num_disk_blocks, capacity.num_staging_blocks = disk.num_places, disk.num_staging_blocks
         kept = disk.kept()
         for begin in range(0, len(kept), MAX_KEPT):
@@ -79,8 +79,8 @@ class KvConnectorLoop:
 
     def order(self, orders: KvTierRequests) -> None:
         """Pass requests to the tiers."""
-        asked = orders.store_keys or orders.fetch_keys or orders.drop_keys or orders.files
-        if self._disk is not None and asked:
+        has_disk_requests = orders.store_keys or orders.fetch_keys or orders.drop_keys or orders.files
+        if self._disk is not None and has_disk_requests:
             self._disk.order(orders)
         if self._peers is not None and (orders.offer_keys or orders.pulls):
             self._peers.order(orders)

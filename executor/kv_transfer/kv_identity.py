@@ -56,9 +56,9 @@ def whole_of(parts: Mapping[str, str]) -> bytes:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
-def digest_of(whose: bytes, key: bytes, block: memoryview) -> bytes:
+def digest_of(identity: bytes, key: bytes, block: memoryview) -> bytes:
     """Return the hash of a block with its identity ``whose`` and its key."""
-    digest = hashlib.sha256(whose + len(key).to_bytes(1, "little") + key)
+    digest = hashlib.sha256(identity + len(key).to_bytes(1, "little") + key)
     digest.update(block)
     return digest.digest()
 
@@ -118,10 +118,10 @@ def _weights_of(config: EngineConfig) -> object:
         return config.executor.seed
     weights = _files_of(config)
     num_samples = max(LEAST_SAMPLES, MOST_SAMPLES // max(1, len(weights)))
-    return [[each.stat().st_mtime_ns, *_told_of(each, num_samples)] for each in weights]
+    return [[each.stat().st_mtime_ns, *_fingerprint(each, num_samples)] for each in weights]
 
 
-def _told_of(path: Path, num_samples: int) -> list[object]:
+def _fingerprint(path: Path, num_samples: int) -> list[object]:
     """Return a file's name, size, and a hash of evenly spaced samples, including its beginning and end."""
     sampled = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
@@ -137,7 +137,8 @@ def _samples_of(config: EngineConfig) -> object:
     if config.executor.load_format == "dummy":
         return config.executor.seed
     return [
-        _told_of(each, max(LEAST_SAMPLES, each.stat().st_size // SAMPLED_EVERY)) for each in _files_of(config)
+        _fingerprint(each, max(LEAST_SAMPLES, each.stat().st_size // SAMPLED_EVERY))
+        for each in _files_of(config)
     ]
 
 

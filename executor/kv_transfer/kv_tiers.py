@@ -35,7 +35,7 @@ class KvTiers:
         """
         self._host_blocks = host_blocks
         self._num_host_blocks = host_blocks.num_blocks
-        self._places: list[tuple[int, int, KvTierWorker]] = []
+        self._tiers: list[tuple[int, int, KvTierWorker]] = []
         """Staging blocks ``[begin, end)`` of each tier."""
         self.disk: KvDisk | None = None
         self.peers: KvTierWorker | None = None
@@ -46,27 +46,27 @@ class KvTiers:
         blocks = open_blocks()
         if cache.disk is not None:
             self.disk = open_kv_disk(blocks, config, runner, first)
-            first = self._next_behind(first, self.disk)
+            first = self._register(first, self.disk)
         if cache.peers is not None:
             from quintet.executor.kv_transfer.peers.boot import (
                 open_kv_peers,  # imports ZeroMQ
             )
 
             self.peers = open_kv_peers(blocks, cache.peers, config, runner, first)
-            first = self._next_behind(first, self.peers)
+            first = self._register(first, self.peers)
         if cache.store is not None:
             self.store = open_kv_store(blocks, config, runner, first)
-            self._next_behind(first, self.store)
+            self._register(first, self.store)
 
-    def _next_behind(self, first: int, place: KvTierWorker) -> int:
+    def _register(self, first: int, tier: KvTierWorker) -> int:
         """Register a tier's staging blocks from ``first``; return the next number."""
-        end = first + place.num_staging_blocks
-        self._places.append((first, end, place))
+        end = first + tier.num_staging_blocks
+        self._tiers.append((first, end, tier))
         return end
 
     def copy_in(self, swaps: bytes) -> None:
         """Copy from host blocks, of swap space or staging; see `StepPlan.swaps_in`."""
-        if not self._places:
+        if not self._tiers:
             self._host_blocks.copy_in(swaps)
             return
         pairs = np.frombuffer(swaps, np.int32).reshape(-1, 2)
@@ -74,7 +74,7 @@ class KvTiers:
         from_host = host < self._num_host_blocks
         if from_host.any():
             self._host_blocks.copy_in(pairs[from_host].tobytes())
-        for first, end, place in self._places:
-            from_place = (first <= host) & (host < end)
-            if from_place.any():
-                place.copy_in(pairs[from_place, 0], host[from_place])
+        for first, end, tier in self._tiers:
+            from_tier = (first <= host) & (host < end)
+            if from_tier.any():
+                tier.copy_in(pairs[from_tier, 0], host[from_tier])

@@ -56,7 +56,7 @@ def _joined(*words: str | bool | None) -> str:
     return ", ".join(word for word in words if isinstance(word, str) and word)
 
 
-def _told(*words: str | bool | None) -> str:
+def _in_parentheses(*words: str | bool | None) -> str:
     """Return the words in parentheses, to append to a description; an empty string without words."""
     joined = _joined(*words)
     return f" ({joined})" if joined else ""
@@ -86,7 +86,8 @@ def _positions(spec: DecoderSpec, mixers: list[AttentionSpec]) -> str:
         elif mixer.rope is not None:
             share = mixer.rope.rotary_dim / mixer.head_dim
             words.append(
-                "rotated" + _told(share < 1 and f"{share:g} of a head", mixer.interleaved and "interleaved")
+                "rotated"
+                + _in_parentheses(share < 1 and f"{share:g} of a head", mixer.interleaved and "interleaved")
             )
         elif spec.positions is None:
             words.append("none")
@@ -94,7 +95,8 @@ def _positions(spec: DecoderSpec, mixers: list[AttentionSpec]) -> str:
         if isinstance(layer.mixer, LatentSpec):
             share = layer.mixer.rope_dim / (layer.mixer.rope_dim + layer.mixer.plain_dim)
             words.append(
-                "rotated" + _told(f"{share:.2g} of a head", layer.mixer.interleaved and "interleaved")
+                "rotated"
+                + _in_parentheses(f"{share:.2g} of a head", layer.mixer.interleaved and "interleaved")
             )
     several = f"{len(spec.ropes)} rotations" if len(spec.ropes) > 1 else ""
     return _joined(_each(words), several)
@@ -104,17 +106,17 @@ def _mixer(mixer: MixerSpec | None) -> str:
     if mixer is None:
         return ""
     if isinstance(mixer, LatentSpec):
-        return "latent attention" + _told(mixer.q_rank is not None and "of queries, too")
+        return "latent attention" + _in_parentheses(mixer.q_rank is not None and "of queries, too")
     if isinstance(mixer, BesideSpec):
         return f"{_mixer(mixer.attention)} in parallel with {_mixer(mixer.state)}"
     if not isinstance(mixer, AttentionSpec):
         return _MIXERS[type(mixer)]
     biases = {(True, True): "biases", (True, False): "qkv biases", (False, True): "output bias"}
-    return "attention" + _told(
+    return "attention" + _in_parentheses(
         biases.get((mixer.qkv_bias, mixer.output_bias)),
         mixer.qk_norm is not None
         and f"{_KINDS[mixer.qk_norm.kind]} norm of q, k ({mixer.qk_norm_over.value})"
-        + (" after rotation" if mixer.qk_norm_behind else ""),
+        + (" after rotation" if mixer.qk_norm_after_rope else ""),
         mixer.attended_norm is not None and f"{_KINDS[mixer.attended_norm.kind]} output norm",
         mixer.window is not None and "window",
         mixer.chunk is not None and "chunks",
@@ -132,14 +134,14 @@ def _feed_forward(layer: LayerSpec) -> str:
             return ""
         case MlpSpec() as mlp:
             kind = f"{'gated' if mlp.gated else 'plain'} {mlp.activation.value.replace('_', ' ')}"
-            return kind + _told(
+            return kind + _in_parentheses(
                 mlp.biased and "biases",
                 mlp.layout is MlpLayout.STACKED and "gate, up stacked",
                 mlp.down_norm is not None and f"{_KINDS[mlp.down_norm.kind]} inner norm",
             )
         case ExpertsSpec() as experts:
             routing = experts.routing
-            return f"{routing.chosen} of {routing.experts} experts" + _told(
+            return f"{routing.chosen} of {routing.experts} experts" + _in_parentheses(
                 experts.shared_width is not None and "and a shared one",
                 experts.clamp is not None and "clamped",
                 experts.layout is ExpertsLayout.MXFP4 and "MXFP4",

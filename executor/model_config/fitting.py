@@ -34,8 +34,8 @@ def context_sizes_that_fit(spec: DecoderSpec, size: int) -> list[int]:
     if any(layer.state is not None for layer in spec.layers):
         return []  # states are not shared between ranks
     heads = [layer.attention.num_kv_heads for layer in spec.layers if layer.attention is not None]
-    alike = gcd(*(size // count if count < size else 1 for count in heads))
-    return [fitting for fitting in range(2, alike + 1) if alike % fitting == 0]
+    group_size = gcd(*(size // count if count < size else 1 for count in heads))
+    return [fitting for fitting in range(2, group_size + 1) if group_size % fitting == 0]
 
 
 def leaves_of(spec: DecoderSpec) -> int:
@@ -58,27 +58,27 @@ def has_experts(spec: DecoderSpec) -> bool:
 
 def share_in_words(spec: DecoderSpec, share: Share) -> list[str]:
     """Describe a rank's share of the model: distinct kinds of layers in model order."""
-    size, said = share.size, []
+    size, parts = share.size, []
     for layer in spec.layers:
         attention, state, mlp = layer.attention, layer.state, layer.mlp
         if isinstance(attention, AttentionSpec):
             heads, kv_heads = attention.num_heads, attention.num_kv_heads
             mine = share.of_kv_heads(kv_heads).count
-            said.append(f"{heads // size} of {heads} heads with {mine} of {kv_heads} KV heads")
+            parts.append(f"{heads // size} of {heads} heads with {mine} of {kv_heads} KV heads")
         if isinstance(attention, LatentSpec):
-            said.append(f"{attention.num_heads // size} of {attention.num_heads} heads over all latents")
+            parts.append(f"{attention.num_heads // size} of {attention.num_heads} heads over all latents")
         if state is not None:
             divided = state.divided
-            said.append(f"{divided.count // size} of {divided.count} {divided.name}")
+            parts.append(f"{divided.count // size} of {divided.count} {divided.name}")
         if isinstance(mlp, MlpSpec):
-            said.append(f"{mlp.width // size} of {mlp.width} columns of feed-forwards")
+            parts.append(f"{mlp.width // size} of {mlp.width} columns of feed-forwards")
         if isinstance(mlp, ExpertsSpec):
             count, wide = mlp.routing.experts, mlp.width
             of_each = f"{wide // size} of {wide} columns of each of {count} experts"
             whole = f"{share.of_experts(count).count} of {count} experts"
             whole += f" and slots for copies of {share.places}" if share.places else ""
-            said.append(whole if share.by_experts else of_each)
-    return [*dict.fromkeys(said), f"{-(-spec.vocab_size // size)} of {spec.vocab_size} logits"]
+            parts.append(whole if share.by_experts else of_each)
+    return [*dict.fromkeys(parts), f"{-(-spec.vocab_size // size)} of {spec.vocab_size} logits"]
 
 
 def _kind_of(layer: LayerSpec, by_experts: bool) -> str | None:

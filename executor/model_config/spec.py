@@ -146,7 +146,7 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     """Norm of queries and keys before rotation: `Names.q_norm` and `Names.k_norm`."""
     qk_norm_over: QkNormOver = QkNormOver.HEAD
-    qk_norm_behind: bool = False
+    qk_norm_after_rope: bool = False
     """Whether that norm follows the rotation instead; over heads."""
     temperature: Temperature | None = None
     """Scaling of queries after rotation."""

@@ -43,11 +43,11 @@ class Decoder:
         self._hidden_size = spec.hidden_size
         self._is_first, self._is_last = setting.share.is_first, setting.share.is_last
         if self._is_last:
-            self._declare_end(scope, spec)
+            self._declare_output(scope, spec)
         if self._is_first:
-            self._declare_beginning(scope, spec)
+            self._declare_input(scope, spec)
         if setting.share.stages > 1:
-            self.weights.elsewhere.update(_elsewhere(names, setting.share, len(spec.layers)))
+            self.weights.elsewhere.update(_other_stages_prefixes(names, setting.share, len(spec.layers)))
         attentions: list[AttentionLayer] = []
         self._layers = [
             Layer(
@@ -63,7 +63,7 @@ class Decoder:
         self.attentions: Sequence[AttentionLayer] = attentions
         self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
 
-    def _declare_end(self, scope: Scope, spec: DecoderSpec) -> None:
+    def _declare_output(self, scope: Scope, spec: DecoderSpec) -> None:
         """Declare the parts after the layers."""
         names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
         head = RowRange(
@@ -77,7 +77,7 @@ class Decoder:
         self._norm = scope.norm(spec.final_norm, names.final_norm)
         self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
 
-    def _declare_beginning(self, scope: Scope, spec: DecoderSpec) -> None:
+    def _declare_input(self, scope: Scope, spec: DecoderSpec) -> None:
         """Declare the parts before the layers."""
         names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
         is_shared = spec.tied and not spec.normalised_head and scope.share.is_all and self._is_last
@@ -134,12 +134,12 @@ class Decoder:
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
 
 
-def _elsewhere(names: Names, share: Share, num_layers: int) -> set[str]:
+def _other_stages_prefixes(names: Names, share: Share, num_layers: int) -> set[str]:
     """Return name prefixes of tensors that other stages have. First and last stage both load a tied embedding."""
     before = (names.embedding, names.positions, names.embedding_norm, names.project_in)
-    behind = (names.head, names.final_norm, names.project_out)
+    after = (names.head, names.final_norm, names.project_out)
     found = {names.layer.format(layer=index) for index in range(num_layers) if not share.has_layer(index)}
-    return found.union(() if share.is_first else before, () if share.is_last else behind)
+    return found.union(() if share.is_first else before, () if share.is_last else after)
 
 
 def sinusoids(rows: int, width: int) -> torch.Tensor:

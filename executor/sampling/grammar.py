@@ -74,7 +74,7 @@ class SlotGrammar:
 class StepMasks:
     """The masks of one step, computed in the thread."""
 
-    tenants: list[tuple[SlotGrammar, int, int]]
+    entries: list[tuple[SlotGrammar, int, int]]
     """For each masked row: its grammar, the position of its token, and its index among the drawn tokens."""
     _made: Future[Masks]
 
@@ -85,13 +85,13 @@ class StepMasks:
     def failed(self, sampling: Int) -> bytes:
         """Return the failed rows in the format of `StepResult.failed`. sampling: the rows that draw."""
         self._made.result()
-        indexes = [index for tenant, _, index in self.tenants if tenant.has_failed]
+        indexes = [index for entry, _, index in self.entries if entry.has_failed]
         return sampling[indexes].astype(np.int32).tobytes() if indexes else b""
 
     def note(self, tokens: Sequence[int]) -> None:
         """Append the drawn tokens to the matchers' outputs. tokens: of all rows that draw in the step."""
-        for tenant, position, index in self.tenants:
-            tenant.note(position, tokens[index])
+        for entry, position, index in self.entries:
+            entry.note(position, tokens[index])
 
 
 @dataclass(slots=True)
@@ -117,17 +117,17 @@ class Grammars:
         self._max_num_seqs = max_num_seqs
         self._model = model
         self._open = open_library
-        self._tenants: dict[int, SlotGrammar] = {}
+        self._by_slot: dict[int, SlotGrammar] = {}
         self._eos = frozenset(model.eos_token_ids)
 
     def admit(self, row: NewRow) -> bool:
         """Register the grammar of a slot's new request; return whether it has one."""
-        self._tenants.pop(row.slot, None)
+        self._by_slot.pop(row.slot, None)
         wanted = row.params.structured_outputs
         if wanted is None:
             return False
         outputs = np.frombuffer(row.token_ids, np.int32)[row.num_prompt_tokens :].tolist()
-        self._tenants[row.slot] = SlotGrammar(
+        self._by_slot[row.slot] = SlotGrammar(
             row.slot,
             wanted.compiled,
             row.num_prompt_tokens,
@@ -144,13 +144,13 @@ class Grammars:
 
         slots, positions: int64[S], of all rows that draw. Overwrites the masks of these slots only.
         """
-        tenants = [
-            (self._tenants[slot], position, index)
+        entries = [
+            (self._by_slot[slot], position, index)
             for slot, position, index in zip(
                 slots[which].tolist(), positions[which].tolist(), which.tolist(), strict=True
             )
         ]
-        return StepMasks(tenants, self._thread.submit(self._make, tenants))
+        return StepMasks(entries, self._thread.submit(self._make, entries))
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -165,36 +165,36 @@ class Grammars:
         words = mask_words(self._max_num_seqs, vocabulary.vocab_size)
         return _Library(vocabulary, LLExecutor(num_threads=threads), words)
 
-    def _make(self, tenants: list[tuple[SlotGrammar, int, int]]) -> Masks:
+    def _make(self, entries: list[tuple[SlotGrammar, int, int]]) -> Masks:
         """Advance the matchers and make their masks; runs in the thread."""
         library = self._library
         masks = Masks(library.words)
         running: list[tuple[LLMatcher, int]] = []
-        for tenant, position, _ in tenants:
-            assert position == tenant.num_prompt + len(tenant.outputs), (position, len(tenant.outputs))
-            matcher = self._advance(tenant)
-            running.append((matcher, tenant.slot))
-            masks.used[tenant.slot] = 1
+        for entry, position, _ in entries:
+            assert position == entry.num_prompt + len(entry.outputs), (position, len(entry.outputs))
+            matcher = self._advance(entry)
+            running.append((matcher, entry.slot))
+            masks.used[entry.slot] = 1
         words = masks.words
         library.executor.unsafe_compute_mask_ptr(
             running, words.ctypes.data, words.shape[1] * words.itemsize, len(words)
         )
-        for tenant, _, _ in tenants:
-            self._settle(tenant, words[tenant.slot])
+        for entry, _, _ in entries:
+            self._settle(entry, words[entry.slot])
         return masks
 
-    def _advance(self, tenant: SlotGrammar) -> LLMatcher:
+    def _advance(self, entry: SlotGrammar) -> LLMatcher:
         """Return a slot's matcher, advanced to the end of its outputs."""
-        matcher = tenant.matcher
+        matcher = entry.matcher
         if matcher is None:
-            matcher = tenant.matcher = self._matcher(tenant.grammar)
-        for token in tenant.outputs[tenant.num_consumed :]:
-            is_end = token in self._eos or token in tenant.other_ends
-            if tenant.has_ended or (is_end and matcher.is_accepting()):
-                tenant.has_ended = True
+            matcher = entry.matcher = self._matcher(entry.grammar)
+        for token in entry.outputs[entry.num_consumed :]:
+            is_end = token in self._eos or token in entry.other_ends
+            if entry.has_ended or (is_end and matcher.is_accepting()):
+                entry.has_ended = True
             else:
                 matcher.consume_token(token)
-        tenant.num_consumed = len(tenant.outputs)
+        entry.num_consumed = len(entry.outputs)
         return matcher
 
     def _matcher(self, grammar: str) -> LLMatcher:
@@ -207,22 +207,22 @@ class Grammars:
         kept.move_to_end(grammar)
         return kept[grammar].deep_copy()
 
-    def _settle(self, tenant: SlotGrammar, words: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
+    def _settle(self, entry: SlotGrammar, words: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
         """Adjust a mask for stop tokens: allow them at a complete output, and nothing else after an end or a failure."""
-        matcher = tenant.matcher
+        matcher = entry.matcher
         assert matcher is not None
-        if not tenant.has_failed and (matcher.is_error() or not words.any()):
-            tenant.has_failed = True
+        if not entry.has_failed and (matcher.is_error() or not words.any()):
+            entry.has_failed = True
             reason = " ".join(matcher.get_error().split("<")[0].split()) or "the grammar allows no token"
             log.warning("structured output failed, the request ends with an error: %s", reason)
-        if tenant.has_ended or tenant.has_failed:
+        if entry.has_ended or entry.has_failed:
             words[:] = 0
             _set(words, self._eos)
-            _set(words, tenant.other_ends)
+            _set(words, entry.other_ends)
             return
-        if tenant.other_ends and matcher.is_accepting():
-            _set(words, tenant.other_ends)
-        if tenant.ignores_eos and not matcher.is_stopped():
+        if entry.other_ends and matcher.is_accepting():
+            _set(words, entry.other_ends)
+        if entry.ignores_eos and not matcher.is_stopped():
             for token in self._eos:
                 words[token >> 5] &= ~np.uint32(1 << (token & 31))
 

@@ -8,7 +8,7 @@ import torch
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import ranges
-from quintet.executor.runner import GivesLogits
+from quintet.executor.runner import LogitsSource
 from quintet.executor.sampling.logits_processor import Int
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.slots import SlotTables
@@ -58,10 +58,10 @@ class Logprobs:
             chosen = self._chosen_ids.get(slot)
             if chosen is not None:
                 of_chosen = logits[int(which[i])][to_device(chosen, logits.device)].double().cpu().numpy()
-                asked = (of_chosen - found.normalizers[i]).astype(np.float32)
-                order = np.argsort(-asked, kind="stable")
+                requested = (of_chosen - found.normalizers[i]).astype(np.float32)
+                order = np.argsort(-requested, kind="stable")
                 row_ids = np.concatenate((row_ids[:1], chosen[order].astype(np.int32)))
-                row_values = np.concatenate((row_values[:1], asked[order]))
+                row_values = np.concatenate((row_values[:1], requested[order]))
             reports.append(
                 TokenLogprobs(
                     int(row_numbers[which[i]]),
@@ -73,7 +73,7 @@ class Logprobs:
         return reports
 
     def of_prompt(
-        self, rows: Rows, which: Int, tables: SlotTables, runner: GivesLogits
+        self, rows: Rows, which: Int, tables: SlotTables, runner: LogitsSource
     ) -> list[PromptLogprobs]:
         """Return log-probabilities of prompt tokens whose preceding position is in this step, of the rows ``which``.
 
@@ -88,16 +88,16 @@ class Logprobs:
         owners, positions = ranges(firsts, counts)
         _, at = ranges(rows.offsets[which], counts)
         width = int(self._num_prompt_top[slots].max())
-        pieces = []
+        chunks = []
         for begin in range(0, len(at), runner.max_outputs):
-            piece = slice(begin, begin + runner.max_outputs)
+            chunk = slice(begin, begin + runner.max_outputs)
             own = tables.token_ids[
-                to_device(slots[owners[piece]], tables.device),
-                to_device(positions[piece].copy(), tables.device),
+                to_device(slots[owners[chunk]], tables.device),
+                to_device(positions[chunk].copy(), tables.device),
             ]
-            found = self._ops.entries(runner.logits(at[piece]), own, width)
-            pieces.append((found.ids, found.values, found.ranks))
-        ids, values, ranks = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+            found = self._ops.entries(runner.logits(at[chunk]), own, width)
+            chunks.append((found.ids, found.values, found.ranks))
+        ids, values, ranks = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
         ends = np.cumsum(counts)
         reports: list[PromptLogprobs] = []
         for i, row in enumerate(which.tolist()):
@@ -115,6 +115,6 @@ class Logprobs:
             )
         return reports
 
-    def _number(self, asked: int | None) -> int:
+    def _number(self, requested: int | None) -> int:
         """Return the number of most likely tokens in an entry."""
-        return min(asked or 0, self._vocab_size)
+        return min(requested or 0, self._vocab_size)

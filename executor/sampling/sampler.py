@@ -9,7 +9,7 @@ import torch
 
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
-from quintet.executor.runner import GivesLogits
+from quintet.executor.runner import LogitsSource
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.grammar import Grammars, StepMasks
@@ -66,67 +66,67 @@ class Sampler:
         self._shapes = (1 << len(self._shaping)) - 1
         self._reports = 1 << len(self._shaping)
         self._reports_prompt = self._reports << 1
-        self._has_form = self._reports << 2
-        self._may_think = self._reports << 3
-        self._must_end = self._reports << 4
+        self._has_grammar = self._reports << 2
+        self._has_budget = self._reports << 3
+        self._budget_due = self._reports << 4
         """Set in a step in which a reasoning budget may force a token."""
         self._thinking = ThinkingBudgets(max_num_seqs)
-        self._shapes |= self._must_end
-        self._beyond_drawing = self._shapes | self._reports
+        self._shapes |= self._budget_due
+        self._needs_logits = self._shapes | self._reports
         self._grammars = grammars
-        self._wants = np.zeros(max_num_seqs, np.int64)
+        self._features = np.zeros(max_num_seqs, np.int64)
         """Feature bits per slot."""
-        self._num_wanting = 0
+        self._num_with_features = 0
         """Slots with a feature bit, free slots included until reuse."""
         self._wide = torch.empty(0, vocab_size)
 
     def admit(self, row: NewRow) -> None:
         """Store the parameters of a slot's new request."""
-        wants = 0
-        for flag, concern in self._shaping:
-            wants |= flag * concern.admit(row)
-        wants |= self._reports * self._logprobs.admit_output(row)
-        wants |= self._reports_prompt * self._logprobs.admit_prompt(row)
+        features = 0
+        for flag, processor in self._shaping:
+            features |= flag * processor.admit(row)
+        features |= self._reports * self._logprobs.admit_output(row)
+        features |= self._reports_prompt * self._logprobs.admit_prompt(row)
         if self._grammars is not None:
-            wants |= self._has_form * self._grammars.admit(row)
-        wants |= self._may_think * self._thinking.admit(row)
-        self._num_wanting += bool(wants) - bool(self._wants[row.slot])
-        self._wants[row.slot] = wants
+            features |= self._has_grammar * self._grammars.admit(row)
+        features |= self._has_budget * self._thinking.admit(row)
+        self._num_with_features += bool(features) - bool(self._features[row.slot])
+        self._features[row.slot] = features
         self.settings[row.slot] = settings_of(row.params, row.seed)
 
     def wants_more(self, rows: Rows) -> bool:
         """Return whether a row needs more in this step than a draw from the raw logits, masked or not."""
-        if not self._num_wanting:
+        if not self._num_with_features:
             return False
-        return bool((self._wants_now(rows) & self._beyond_drawing).any()) or self.reports_prompt(rows)
+        return bool((self._features_now(rows) & self._needs_logits).any()) or self.reports_prompt(rows)
 
     def reports_prompt(self, rows: Rows) -> bool:
         """Return whether a row needs log-probabilities of prompt tokens of this step."""
-        if not self._num_wanting:
+        if not self._num_with_features:
             return False
-        wants = self._wants[rows.slots]
+        features = self._features[rows.slots]
         is_in_prompt = rows.starts + 1 < self._tables.num_prompt_tokens[rows.slots]
-        return bool((is_in_prompt & (wants & self._reports_prompt != 0)).any())
+        return bool((is_in_prompt & (features & self._reports_prompt != 0)).any())
 
-    def _wants_now(self, rows: Rows) -> Int:
+    def _features_now(self, rows: Rows) -> Int:
         """Return the feature bits of the rows that draw in this step."""
         sampling = rows.sampling
         slots = rows.slots[sampling]
-        wants = self._wants[slots]
-        thinking = np.flatnonzero(wants & self._may_think)
+        features = self._features[slots]
+        thinking = np.flatnonzero(features & self._has_budget)
         if len(thinking):
             slots, lengths = slots[thinking], (rows.starts[sampling] + rows.counts[sampling])[thinking]
             due = self._thinking.due(slots, lengths - self._tables.num_prompt_tokens[slots])
-            wants[thinking[due]] |= self._must_end
-        return wants
+            features[thinking[due]] |= self._budget_due
+        return features
 
     def begin_masks(self, rows: Rows) -> StepMasks | None:
         """Start to make masks for rows with structured outputs; None if there are none."""
-        if not self._num_wanting or self._grammars is None:
+        if not self._num_with_features or self._grammars is None:
             return None
         sampling = rows.sampling
         slots = rows.slots[sampling]
-        which = np.flatnonzero(self._wants[slots] & self._has_form)
+        which = np.flatnonzero(self._features[slots] & self._has_grammar)
         if not len(which):
             return None
         return self._grammars.begin(slots, rows.starts[sampling] + rows.counts[sampling], which)
@@ -143,10 +143,10 @@ class Sampler:
         sampling = rows.sampling
         slots = rows.slots[sampling]
         positions = rows.starts[sampling] + rows.counts[sampling]
-        wants = self._wants_now(rows)
-        wanted = int(np.bitwise_or.reduce(wants))
-        if wanted & self._shapes:
-            drawn = self._draw_shaped(slots, positions, logits, wants, wanted, masks)
+        features = self._features_now(rows)
+        step_features = int(np.bitwise_or.reduce(features))
+        if step_features & self._shapes:
+            drawn = self._draw_shaped(slots, positions, logits, features, step_features, masks)
         else:
             drawn = self._ops.draw(logits, self.settings, slots, positions, None, masks)
         if self._host_token_ids is not None:
@@ -154,14 +154,14 @@ class Sampler:
         else:
             device = self._tables.device
             self._tables.token_ids[to_device(slots, device), to_device(positions, device)] = drawn
-        if not wanted & self._reports:
+        if not step_features & self._reports:
             return drawn, []
-        which = np.flatnonzero(wants & self._reports)
+        which = np.flatnonzero(features & self._reports)
         return drawn, self._logprobs.of_drawn(logits, drawn, slots, which, sampling)
 
-    def prompt_logprobs(self, rows: Rows, runner: GivesLogits) -> list[PromptLogprobs]:
+    def prompt_logprobs(self, rows: Rows, runner: LogitsSource) -> list[PromptLogprobs]:
         """Return log-probabilities of the prompt tokens of the step that ``runner`` has just computed."""
-        which = np.flatnonzero(self._wants[rows.slots] & self._reports_prompt)
+        which = np.flatnonzero(self._features[rows.slots] & self._reports_prompt)
         if not len(which):
             return []
         return self._logprobs.of_prompt(rows, which, self._tables, runner)
@@ -171,38 +171,38 @@ class Sampler:
         slots: Int,
         positions: Int,
         logits: torch.Tensor,
-        wants: Int,
-        wanted: int,
+        features: Int,
+        step_features: int,
         masks: Masks | None,
     ) -> torch.Tensor:
         """Copy the rows with logits processors as fp32 and draw from the copies; draw from the other rows directly."""
         draw, settings = self._ops.draw, self.settings
-        shaped = np.flatnonzero(wants & self._shapes)
-        mine, wants = slots[shaped], wants[shaped]
+        shaped = np.flatnonzero(features & self._shapes)
+        mine, features = slots[shaped], features[shaped]
         wide = self._copy(logits, shaped)  # [shaped rows, vocab]
         rows = DrawRows(self._tables, mine, positions[shaped], self._tables.num_prompt_tokens[mine])
-        for flag, concern in self._shaping:
-            if wanted & flag:
-                concern.apply(wide, rows, np.flatnonzero(wants & flag))
-        if wanted & self._must_end:
-            self._thinking.apply(wide, rows, np.flatnonzero(wants & self._must_end))
+        for flag, processor in self._shaping:
+            if step_features & flag:
+                processor.apply(wide, rows, np.flatnonzero(features & flag))
+        if step_features & self._budget_due:
+            self._thinking.apply(wide, rows, np.flatnonzero(features & self._budget_due))
         drawn = draw(wide, settings, mine, positions[shaped], None, masks)
         if len(shaped) == len(slots):
             return drawn
         others = np.ones(len(slots), np.bool_)
         others[shaped] = False
         plain = np.flatnonzero(others)
-        everyone = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
-        everyone[to_device(shaped, logits.device)] = drawn
-        everyone[to_device(plain, logits.device)] = draw(
+        all_tokens = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
+        all_tokens[to_device(shaped, logits.device)] = drawn
+        all_tokens[to_device(plain, logits.device)] = draw(
             logits, settings, slots[plain], positions[plain], plain, masks
         )
-        return everyone
+        return all_tokens
 
     def _copy(self, logits: torch.Tensor, which: Int) -> torch.Tensor:
         """Return these rows in fp32. Reuses the buffer: allocating it in each step costs more than filling it."""
         if len(which) > len(self._wide) or self._wide.device != logits.device:
-            num_rows = max(len(which), min(2 * len(self._wide), len(self._wants)))
+            num_rows = max(len(which), min(2 * len(self._wide), len(self._features)))
             self._wide = torch.empty((num_rows, self._vocab_size), device=logits.device)
         if len(which) < len(logits):
             logits = logits[to_device(which, logits.device)]

@@ -58,12 +58,12 @@ class ThinkingBudgets:
         """
         device = logits.device
         forced = to_device(np.full(len(which), NONE), device)
-        alike: dict[bytes, list[int]] = {}
+        groups: dict[bytes, list[int]] = {}
         for index, slot in enumerate(rows.slots[which].tolist()):
             bound = self._bounds[slot]
             key = msgspec.msgpack.encode((bound.ways, bound.closes))
-            alike.setdefault(key, []).append(index)
-        for members in alike.values():
+            groups.setdefault(key, []).append(index)
+        for members in groups.values():
             chosen = np.array(members)
             forced[to_device(chosen, device)] = self._forced(rows.take(which[chosen]))
         at = to_device(which, device)
@@ -80,7 +80,7 @@ class ThinkingBudgets:
         num_outputs = to_device(rows.lengths - rows.num_prompt, device)  # [n]
         tokens = _outputs(rows)  # [n, most outputs]
         budget = to_device(self._budgets[slots], device)
-        begin, way = self._beginnings(bound, rows, tokens)
+        begin, way = self._reasoning_starts(bound, rows, tokens)
         end = begin + budget
         is_over = begin < 0
         for close in bound.closes:
@@ -96,7 +96,7 @@ class ThinkingBudgets:
         is_due = ~is_over & (number >= 0) & (number < forced.shape[1])
         return torch.where(is_due, chosen, NONE)
 
-    def _beginnings(
+    def _reasoning_starts(
         self, bound: ThinkingBound, rows: DrawRows, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the number of outputs before the reasoning, `NONE` before its start, and the index of its way:
@@ -129,10 +129,10 @@ def _outputs(rows: DrawRows) -> torch.Tensor:
     """Return the rows' outputs, int64[n, most], padded with `NONE`."""
     device, most = rows.tables.device, int((rows.lengths - rows.num_prompt).max())
     at = rows.num_prompt[:, None] + np.arange(most)
-    is_there = at < rows.lengths[:, None]
-    at = np.where(is_there, at, 0)
+    is_output = at < rows.lengths[:, None]
+    at = np.where(is_output, at, 0)
     tokens = rows.tables.token_ids[to_device(rows.slots[:, None], device), to_device(at, device)].long()
-    return torch.where(to_device(is_there, device), tokens, NONE)
+    return torch.where(to_device(is_output, device), tokens, NONE)
 
 
 def _found(tokens: torch.Tensor, mark: list[int]) -> torch.Tensor:

@@ -147,11 +147,11 @@ def test_a_host_is_told_what_is_computed_and_none_of_the_keys(config: EngineConf
         assert (told.executor.num_hosts, told.model.card) == (2, config.model.card)
         guest.say(Parts({}))
         refused = guest.hear()
-        assert refused.is_final and "weights" in refused.words and "kernels" in refused.words
+        assert refused.is_final and "weights" in refused.reason and "kernels" in refused.reason
         guest.say(Join(VERSION, 1, sources()))
         assert isinstance(guest.hear(), Welcome), "the place is free again"
         guest.say(Parts(door.parts | {"instruction_set": "other"}))
-        assert guest.hear().words.endswith("set QUINTET_ISA to an instruction set that all processors have")
+        assert guest.hear().reason.endswith("set QUINTET_ISA to an instruction set that all processors have")
 
 
 def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
@@ -166,7 +166,7 @@ def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
         other = door.guest()
         other.say(join)
         answer = other.hear()
-        assert isinstance(answer, Refused) and words in answer.words and answer.is_final is is_final
+        assert isinstance(answer, Refused) and words in answer.reason and answer.is_final is is_final
     stranger = door.guest()
     stranger.say(HostHeartbeat())
     stranger.socket.send(b"\xc1")
@@ -177,11 +177,19 @@ def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
 @pytest.mark.parametrize(
     ("message", "frames", "words"),
     [
-        (LinkProgress(1, 0), (), "host 1 sent a message of foreign link 1"),  # which it tells, and does not hear
+        (
+            LinkProgress(1, 0),
+            (),
+            "host 1 sent a message of foreign link 1",
+        ),  # which it tells, and does not hear
         (LinkProgress(7, 0), (), "host 1 sent a message of unknown link 7"),
         (LinkProgress(0, 3), (), "host 1 reports 3 finished orders of link 0, of 0 sent"),
         (LinkOrder(0, (0,) * 7), (b"", b""), "host 1 sent a message of foreign link 0"),
-        (LinkOrder(1, (0, 0, 0, 0, 0, 1 << 40, 1 << 40)), (b"", b""), "host 1 sent an invalid order on link 1"),
+        (
+            LinkOrder(1, (0, 0, 0, 0, 0, 1 << 40, 1 << 40)),
+            (b"", b""),
+            "host 1 sent an invalid order on link 1",
+        ),
         (LinkOrder(1, (9, 0, 0, 0, 0, 0, 0)), (b"", b""), "host 1 sent an invalid order on link 1"),
         (LinkOrder(1, (0,) * 7), (b"",), "host 1 sent an invalid message"),
         (Join(VERSION, 1, ""), (), "host 1 sent an invalid message"),
@@ -231,8 +239,8 @@ def test_who_speaks_for_another_host_ends_the_group(
 ) -> None:
     of_ranks = on(hosts, config_of(tmp_path, 2))
     for told, said, words in (
-        (of_ranks, CollectivesDone(0, 0, 1), "in the name of another host"),
-        (of_ranks, CollectivesDone(1, 2, 1), "in the name of another host"),
+        (of_ranks, CollectivesDone(0, 0, 1), "sent a message in the name of another host"),
+        (of_ranks, CollectivesDone(1, 2, 1), "sent a message in the name of another host"),
         (of_ranks, CollectivesDone(1, 0, 2), "reports collective 2 after 0"),
         (of_ranks, LinkOrder(2, (0,) * 7), "link 2"),
         (config, CollectivesDone(1, 0, 1), "sent a collective, but there are no ranks on several hosts"),
@@ -298,7 +306,7 @@ def test_a_group_that_was_there_waits_for_its_address(
     monkeypatch.setattr(socket, "getaddrinfo", lost_once)
     with closing(Door(config, epoch=2)) as door:
         door.member()
-    assert "Name or service not known; trying again" in caplog.text
+    assert "Name or service not known; retrying" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["::1", "localhost"])

@@ -180,7 +180,7 @@ def test_nobody_waits_for_a_file_to_hear_what_is_kept(
 
 
 def test_what_was_read_is_told_before_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_disk, "MAX_FETCHES_UNTOLD", 1)
+    monkeypatch.setattr(kv_disk, "MAX_UNREPORTED_FETCHES", 1)
     bench = Bench(tmp_path)
     gate = Gate(bench.file, monkeypatch, "read", num_free=1)
     bench.disk.order(KvTierRequests(0, fetches=pack_i32([1, FIRST, 2, FIRST + 1]), fetch_keys=KEYS[:2]))

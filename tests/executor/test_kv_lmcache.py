@@ -104,9 +104,9 @@ def test_a_server_that_is_started_anew_is_an_error_once(server: StandIn) -> None
     barrier = threading.Barrier(4)
 
     def ask() -> None:
-        with store._talk() as talk:
-            talk.say(lmcache._order(lmcache.EXIST, NAMES[0]))
-            assert talk.hear_answer()[0] == lmcache.LACKING
+        with store._exchange() as exchange:
+            exchange.send(lmcache._order(lmcache.EXIST, NAMES[0]))
+            assert exchange.receive_reply()[0] == lmcache.LACKING
             barrier.wait()
 
     threads = [threading.Thread(target=ask) for _ in range(4)]

@@ -120,7 +120,7 @@ def test_what_was_being_written_by_who_was_killed_is_swept(tmp_path: Path) -> No
 def test_a_ledger_that_is_held_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = FolderStore(tmp_path, 10_000), FolderStore(tmp_path, 10_000)
     monkeypatch.setattr("quintet.executor.kv_transfer.store.folder.LOCK_S", 0.05)
-    with one._ledger_held():
+    with one._locked_ledger():
         for store in (one, other):
             with pytest.raises(TimeoutError):
                 put(store, 1)
@@ -132,7 +132,7 @@ def test_what_could_not_be_settled_is_swept(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch, contextlib.ExitStack() as held:
 
         def write(*_: object) -> bool:
-            held.enter_context(other._ledger_held())
+            held.enter_context(other._locked_ledger())
             return True
 
         patch.setattr("quintet.executor.kv_transfer.store.folder.LOCK_S", 0.05)
@@ -149,7 +149,7 @@ def test_what_could_not_be_settled_is_swept(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_full_of_what_is_being_written_takes_no_more(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, 2_000)
     assert put(store, 1)
-    with store._ledger_held():
+    with store._locked_ledger():
         (tmp_path / "ledger").write_bytes((3_000).to_bytes(8, "little"))
     with open((tmp_path / NAMES[1]).with_name(".other.1-0"), "wb") as unfinished:
         fcntl.flock(unfinished, fcntl.LOCK_EX)
@@ -240,7 +240,7 @@ def test_a_package_that_cannot_begin_is_named_without_its_words(monkeypatch: pyt
         raise RuntimeError("hunter2")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", begin)
-    with pytest.raises(ConfigError, match=r"the package for gs cannot begin \(RuntimeError\)") as refused:
+    with pytest.raises(ConfigError, match=r"the package for gs failed to start \(RuntimeError\)") as refused:
         open_connector(config("gs://bucket/prefix"))
     assert "hunter2" not in str(refused.value)
 

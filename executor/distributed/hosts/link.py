@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from quintet.executor.distributed.hosts.messages import LinkOrder, Senseless
+from quintet.executor.distributed.hosts.messages import InvalidMessage, LinkOrder
 from quintet.executor.distributed.parallel.library import (
     PAIR_BYTES,
     COrder,
@@ -55,7 +55,7 @@ class LinkEnd:
         self.link = link
         self.library, self.shape = library, shape
         self.memory = RanksMemory(library, descriptor, shape)
-        self.handle, *self._beside = (
+        self.handle, *self._other_handles = (
             library.new(ctypes.byref(shape), self.memory.address, rank, 0) for rank in ranks
         )
         self.is_within = is_within
@@ -70,7 +70,7 @@ class LinkEnd:
 
     def others_done(self, orders: int) -> None:
         """Mark orders as done for all emulated ranks but the first; a sender counts local ranks only."""
-        for each in self._beside:
+        for each in self._other_handles:
             self.library.done_with(each, orders)
 
     def payload_bytes(self, order: COrder) -> int:
@@ -96,25 +96,25 @@ class LinkReceiver:
         """ring: called by the thread when an order is available."""
         self._end, self._ring = end, ring
         self._order = COrder()
-        self._heard, self._taken = threading.Event(), threading.Semaphore(0)
-        self._num_heard = 0
+        self._has_order, self._taken = threading.Event(), threading.Semaphore(0)
+        self._num_received = 0
         self._least_done = 0
         """Minimum value of the next `done`: 0 means that the remote end is ready."""
-        threading.Thread(target=self._hear, name=f"link {end.link}", daemon=True).start()
+        threading.Thread(target=self._receive_orders, name=f"link {end.link}", daemon=True).start()
 
-    def _hear(self) -> None:
+    def _receive_orders(self) -> None:
         library, step = self._end.library, ctypes.create_string_buffer(self._end.library.step_bytes)
         while True:
             library.hear(self._end.handle, ctypes.byref(self._order), step)
-            self._heard.set()
+            self._has_order.set()
             self._ring()
             self._taken.acquire()
 
     def take(self) -> tuple[LinkOrder, bytes, memoryview] | None:
         """Return the received order, its content and its payload; the payload is valid until the order is done."""
-        if not self._heard.is_set():
+        if not self._has_order.is_set():
             return None
-        self._heard.clear()
+        self._has_order.clear()
         end, order = self._end, self._order
         library, handle = end.library, end.handle
         content = b""
@@ -126,24 +126,24 @@ class LinkReceiver:
             library.pack_step(handle, ctypes.byref(order), packed)
             content = packed.raw
         payload = end.at(library.payload(handle), end.payload_bytes(order))
-        told = LinkOrder(end.link, tuple(getattr(order, name) for name in _FIELDS))
-        self._num_heard += 1
+        message = LinkOrder(end.link, tuple(getattr(order, name) for name in _FIELDS))
+        self._num_received += 1
         self._taken.release()
-        return told, content, payload
+        return message, content, payload
 
     def done(self, orders: int) -> None:
-        """Mark orders as done by the remote stage. Raises `Senseless`."""
-        if not self._least_done <= orders <= self._num_heard:
-            raise Senseless(
-                f"reports {orders} finished orders of link {self._end.link}, of {self._num_heard} sent"
+        """Mark orders as done by the remote stage. Raises `InvalidMessage`."""
+        if not self._least_done <= orders <= self._num_received:
+            raise InvalidMessage(
+                f"reports {orders} finished orders of link {self._end.link}, of {self._num_received} sent"
             )
         self._least_done = orders + 1
         self._end.all_done(orders)
 
-    def note(self, progress: int, chores: int) -> None:
+    def note(self, progress: int, idle_tasks: int) -> None:
         """Store the remote ranks' notes for the local stage."""
         self._end.library.note(self._end.handle, Note.PROGRESS, progress)
-        self._end.library.note(self._end.handle, Note.CHORES, chores)
+        self._end.library.note(self._end.handle, Note.IDLE_TASKS, idle_tasks)
 
 
 class LinkSender:
@@ -152,12 +152,12 @@ class LinkSender:
     def __init__(self, end: LinkEnd, ring: Callable[[], None]) -> None:
         """ring: called by the thread when an order is done."""
         self._end, self._ring = end, ring
-        self._num_told = 0
+        self._num_sent = 0
         self._num_bytes = 0
         """Received bytes of the next order's payload."""
         self._num_done: int | None = None
         """Finished orders, written by the thread; None before the local rank is ready."""
-        self._num_said: int | None = None
+        self._num_reported: int | None = None
         end.others_done(0)
         threading.Thread(target=self._wait, name=f"link {end.link}", daemon=True).start()
 
@@ -167,38 +167,40 @@ class LinkSender:
             self._num_done = num_done
             self._ring()
 
-    def take_piece(self, piece: memoryview) -> None:
-        """Store a piece of the next order's payload. Raises `Senseless` if it does not fit."""
-        self._check_room()
+    def take_chunk(self, chunk: memoryview) -> None:
+        """Store a piece of the next order's payload. Raises `InvalidMessage` if it does not fit."""
+        self._check_depth()
         end = self._end
-        if not 0 < len(piece) <= end.shape.payload_bytes - self._num_bytes:
-            raise Senseless(f"sent more payload on link {end.link} than an order can have")
-        self._put(piece)
-        self._num_bytes += len(piece)
+        if not 0 < len(chunk) <= end.shape.payload_bytes - self._num_bytes:
+            raise InvalidMessage(f"sent more payload on link {end.link} than an order can have")
+        self._put(chunk)
+        self._num_bytes += len(chunk)
 
-    def _put(self, piece: memoryview) -> None:
+    def _put(self, chunk: memoryview) -> None:
         end = self._end
-        end.at(end.library.payload(end.handle) + self._num_bytes, len(piece))[:] = piece
+        end.at(end.library.payload(end.handle) + self._num_bytes, len(chunk))[:] = chunk
 
-    def _check_room(self) -> None:
-        most_told = (
-            self._end.shape.depth - 1 if self._num_said is None else self._num_said + self._end.shape.depth
+    def _check_depth(self) -> None:
+        max_sent = (
+            self._end.shape.depth - 1
+            if self._num_reported is None
+            else self._num_reported + self._end.shape.depth
         )
-        if self._num_told >= most_told:
-            raise Senseless(f"sent more orders on link {self._end.link} than its depth")
+        if self._num_sent >= max_sent:
+            raise InvalidMessage(f"sent more orders on link {self._end.link} than its depth")
 
-    def tell(self, told: LinkOrder, content: memoryview, payload: memoryview) -> None:
-        """Send an order with its payload, or with the last piece of it. Raises `Senseless`."""
-        end, order = self._end, COrder(*told.order)
+    def send_order(self, message: LinkOrder, content: memoryview, payload: memoryview) -> None:
+        """Send an order with its payload, or with the last piece of it. Raises `InvalidMessage`."""
+        end, order = self._end, COrder(*message.order)
         library, handle = end.library, end.handle
-        self._check_room()
+        self._check_depth()
         self._check(order, len(content))
         is_step = order.kind == OrderKind.RUN and not end.is_last
         if is_step and not library.unpack_step(handle, ctypes.byref(order), bytes(content), len(content)):
-            raise Senseless(f"sent an invalid step on link {end.link}")
+            raise InvalidMessage(f"sent an invalid step on link {end.link}")
         size = self._num_bytes + len(payload)
         if size != end.payload_bytes(order):
-            raise Senseless(
+            raise InvalidMessage(
                 f"sent {size} bytes of payload on link {end.link}, not {end.payload_bytes(order)}"
             )
         self._put(payload)
@@ -206,14 +208,14 @@ class LinkSender:
         if order.kind in _WITH_MAIL:
             end.at(library.mail(handle), len(content))[:] = content
         library.tell(handle, ctypes.byref(order), None)
-        self._num_told += 1
-        end.others_done(self._num_told)
+        self._num_sent += 1
+        end.others_done(self._num_sent)
 
     def _check(self, order: COrder, size: int) -> None:
         if order.kind in _OF_PAIRS or (order.kind == OrderKind.EMBEDS and self._end.is_within):
             item_bytes = PAIR_BYTES if order.kind in _OF_PAIRS else 1
             is_right = order.end == size <= 4 * self._end.library.mail_ints and size % item_bytes == 0
-        elif order.kind == OrderKind.CHORE or (order.kind == OrderKind.RUN and self._end.is_last):
+        elif order.kind == OrderKind.IDLE_TASK or (order.kind == OrderKind.RUN and self._end.is_last):
             is_right = size == 0 and 0 <= order.num_outputs <= self._end.shape.max_outputs
         elif self._end.is_within:
             is_right = order.kind == OrderKind.RUN and 0 <= order.begin <= order.end
@@ -222,16 +224,16 @@ class LinkSender:
                 order.kind == OrderKind.RUN and StepPart.LAYERS <= order.begin < order.end <= StepPart.END
             )
         if not is_right:
-            raise Senseless(f"sent an invalid order on link {self._end.link}")
+            raise InvalidMessage(f"sent an invalid order on link {self._end.link}")
 
     def newly_done(self) -> int | None:
         """Return the number of finished orders if it has changed, else None."""
-        if self._num_done == self._num_said:
+        if self._num_done == self._num_reported:
             return None
-        self._num_said = self._num_done
-        return self._num_said
+        self._num_reported = self._num_done
+        return self._num_reported
 
     def notes(self) -> tuple[int, int]:
         """Return the local receiver's progress and number of idle tasks."""
         end = self._end
-        return end.library.noted(end.handle, Note.PROGRESS), end.library.noted(end.handle, Note.CHORES)
+        return end.library.noted(end.handle, Note.PROGRESS), end.library.noted(end.handle, Note.IDLE_TASKS)

@@ -35,6 +35,7 @@ from quintet.executor.distributed.hosts.messages import (
     FromHub,
     HostHeartbeat,
     HostLost,
+    InvalidMessage,
     Join,
     LinkNote,
     LinkOrder,
@@ -42,7 +43,6 @@ from quintet.executor.distributed.hosts.messages import (
     Parts,
     PayloadChunk,
     Refused,
-    Senseless,
     Welcome,
 )
 from quintet.executor.distributed.parallel.child import ExpectedEnd, begin_child, end_child
@@ -61,7 +61,7 @@ JOIN_S = 20.0
 """Time limit for the hub's answer to `Join`."""
 TRY_S = 3.0
 """Connect timeout per address."""
-COMPLAINT_S = 60.0
+WARNING_INTERVAL_S = 60.0
 """Minimum interval between log lines about an unreachable hub."""
 log = logging.getLogger("quintet")
 
@@ -90,7 +90,7 @@ class Member:
         self._config: EngineConfig | None = None
         self._carrier: Carrier | None = None
         self._epoch = 0
-        self._told_s, self._heard_s = 0.0, time.monotonic()
+        self._last_sent_s, self._last_received_s = 0.0, time.monotonic()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromHub)
         self._parts: Parts | None = None
         self._context = context = Context()
@@ -113,10 +113,10 @@ class Member:
             self._poller.register(each, zmq.POLLIN)
         self._is_connected = False
         """Whether the ZeroMQ handshake has succeeded."""
-        self._tried: str | None = None
+        self._endpoint: str | None = None
         """The endpoint in use, or the last one tried."""
         self._num_tries = 0
-        self._try_next_s, self._complained_s = 0.0, time.monotonic() - COMPLAINT_S + TRY_S
+        self._try_next_s, self._last_warning_s = 0.0, time.monotonic() - WARNING_INTERVAL_S + TRY_S
 
     def close(self) -> None:
         """Close the sockets."""
@@ -130,46 +130,46 @@ class Member:
         log.info("host %d joins at %s", self._own.host, self._own.hosts.address)
         while True:
             if not self._is_connected:
-                self._seek(time.monotonic())
+                self._connect_next(time.monotonic())
             ready = dict(self._poller.poll(int(BEAT_S * 1000)))
             if self._monitor in ready:
-                self._see_connection()
+                self._handle_connection_event()
             if self._socket in ready:
-                self._hear()
+                self._receive()
             if self._carrier is not None and self._carrier.fileno() in ready:
                 self._carrier.send_all()
-            self._tell_and_judge(time.monotonic())
+            self._send_and_check(time.monotonic())
 
-    def _seek(self, now: float) -> None:
+    def _connect_next(self, now: float) -> None:
         """Connect to the next endpoint of the address, after the last one's timeout."""
         if now < self._try_next_s:
             return
         self._try_next_s = now + TRY_S
-        address, words = self._own.hosts.address, "connection refused or timed out"
-        if self._tried is not None:
-            self._socket.disconnect(self._tried)
-            self._tried = None
+        address, reason = self._own.hosts.address, "connection refused or timed out"
+        if self._endpoint is not None:
+            self._socket.disconnect(self._endpoint)
+            self._endpoint = None
         try:
             endpoints = endpoints_of(address)
-            self._tried = endpoints[self._num_tries % len(endpoints)]
+            self._endpoint = endpoints[self._num_tries % len(endpoints)]
             self._num_tries += 1
-            self._socket.setsockopt(zmq.IPV6, int(is_ipv6(self._tried)))
-            self._socket.connect(self._tried)
+            self._socket.setsockopt(zmq.IPV6, int(is_ipv6(self._endpoint)))
+            self._socket.connect(self._endpoint)
         except (OSError, zmq.ZMQError) as error:
-            words = error.strerror or str(error)
-        if now - self._complained_s >= COMPLAINT_S:
-            self._complained_s = now
+            reason = error.strerror or str(error)
+        if now - self._last_warning_s >= WARNING_INTERVAL_S:
+            self._last_warning_s = now
             log.warning(
-                "host %d cannot reach the first host at %s: %s; retrying", self._own.host, address, words
+                "host %d cannot reach the first host at %s: %s; retrying", self._own.host, address, reason
             )
 
-    def _tell_and_judge(self, now: float) -> None:
-        if not self._is_connected or now - self._told_s < BEAT_S:
+    def _send_and_check(self, now: float) -> None:
+        if not self._is_connected or now - self._last_sent_s < BEAT_S:
             return
-        self._told_s = now
-        silent_s = JOIN_S if self._config is None else self._config.processes.stall_s
-        if now - self._heard_s > silent_s:
-            raise HostLost(f"the first host sent nothing for {silent_s:g} s")
+        self._last_sent_s = now
+        timeout_s = JOIN_S if self._config is None else self._config.processes.stall_s
+        if now - self._last_received_s > timeout_s:
+            raise HostLost(f"the first host sent nothing for {timeout_s:g} s")
         if self._config is None:
             return
         self._send(0, [encode(HostHeartbeat())])
@@ -179,12 +179,12 @@ class Member:
         if self._carrier is not None:
             self._carrier.send_notes()
 
-    def _see_connection(self) -> None:
+    def _handle_connection_event(self) -> None:
         event: Any = recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_CONNECTED:
             self._try_next_s = time.monotonic() + JOIN_S  # the event may be of an earlier attempt
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._is_connected, self._heard_s = True, time.monotonic()
+            self._is_connected, self._last_received_s = True, time.monotonic()
             self._send(0, [encode(Join(VERSION, self._own.host, sources()))])
         elif event & FAILED or not self._is_connected:
             raise HostLost(
@@ -197,25 +197,25 @@ class Member:
         """Send to the hub, which delivers to every host."""
         self._socket.send_multipart(frames, copy=False)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._heard_s = time.monotonic()
+            self._last_received_s = time.monotonic()
             try:
                 self._take(read_head(self._decoder, frames), frames)
-            except Senseless as error:
+            except InvalidMessage as error:
                 raise HostLost(f"the first host {error}") from None
 
     def _take(self, message: FromHub, frames: Frames) -> None:
         match message:
-            case Refused(words=words, is_final=is_final):
-                words = f"the first host refused this host: {words}"
-                raise ConfigError(words) if is_final else ExpectedEnd(words)
+            case Refused(reason=reason, is_final=is_final):
+                reason = f"the first host refused this host: {reason}"
+                raise ConfigError(reason) if is_final else ExpectedEnd(reason)
             case Welcome() if self._config is None:
-                self._be_welcome(message)
+                self._configure(message)
             case Begin() if self._config is not None and self._carrier is None:
                 self._begin(self._config)
             case (
@@ -230,24 +230,24 @@ class Member:
             case HostHeartbeat():
                 pass
             case _:
-                raise Senseless("sent an invalid message")
+                raise InvalidMessage("sent an invalid message")
 
-    def _be_welcome(self, message: Welcome) -> None:
+    def _configure(self, message: Welcome) -> None:
         """Take the configuration from the hub, then determine this host's identity parts in a thread, since reading
         is slow.
         """
         own = self._own
-        told = msgspec.json.decode(message.config, type=EngineConfig)
-        if told.executor.num_hosts != own.hosts.count:
-            raise Senseless("sent a configuration with another --nnodes")
+        shared = msgspec.json.decode(message.config, type=EngineConfig)
+        if shared.executor.num_hosts != own.hosts.count:
+            raise InvalidMessage("sent a configuration with another --nnodes")
         replace = msgspec.structs.replace
         config = replace(
-            told,
+            shared,
             run_dir=own.run_dir,
             log_level=own.log_level,
-            model=replace(told.model, path=own.model_path),
+            model=replace(shared.model, path=own.model_path),
             executor=replace(
-                told.executor, threads=own.threads, packed_cache=own.packed_cache, hosts=own.hosts
+                shared.executor, threads=own.threads, packed_cache=own.packed_cache, hosts=own.hosts
             ),
         )
         check_memory(config, own.available_bytes)

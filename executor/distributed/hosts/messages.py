@@ -76,7 +76,7 @@ class Begin(msgspec.Struct, tag=3, array_like=True, frozen=True):
 class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """The host may not take part."""
 
-    words: str
+    reason: str
     is_final: bool
     """Whether a retry cannot succeed."""
 
@@ -101,7 +101,7 @@ class LinkNote(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
     link: int
     progress: int
-    chores: int
+    idle_tasks: int
 
 
 class HostHeartbeat(msgspec.Struct, tag=8, array_like=True, frozen=True):
@@ -132,12 +132,12 @@ class CollectivesDone(msgspec.Struct, tag=11, array_like=True, frozen=True):
 
     host: int
     to: int
-    meetings: int
+    collectives: int
 
 
-OfLink = PayloadChunk | LinkOrder | LinkProgress | LinkNote
-OfRanks = CollectiveRows | CollectivesDone
-Carried = OfLink | OfRanks
+LinkMessage = PayloadChunk | LinkOrder | LinkProgress | LinkNote
+CollectiveMessage = CollectiveRows | CollectivesDone
+Carried = LinkMessage | CollectiveMessage
 FromMember = Join | Parts | HostHeartbeat | Carried
 FromHub = Welcome | Begin | Refused | HostHeartbeat | Carried
 
@@ -146,7 +146,7 @@ class HostLost(ExpectedEnd):
     """The other side disconnected, or sent an invalid message; the message names the side."""
 
 
-class Senseless(Exception):
+class InvalidMessage(Exception):
     """An invalid message of another host; the text continues a sentence that starts with the host."""
 
 

@@ -17,28 +17,28 @@ def ranks_of(executor: ExecutorConfig, host: int) -> range:
     return range(host * executor.ranks_per_host, (host + 1) * executor.ranks_per_host)
 
 
-def meets_over_hosts(executor: ExecutorConfig) -> bool:
+def spans_hosts(executor: ExecutorConfig) -> bool:
     """Return whether the ranks of a single stage are on several hosts."""
     return executor.pipeline_parallel_size == 1 and executor.num_hosts > 1
 
 
-def teller_of(executor: ExecutorConfig, link: int) -> int:
+def sender_host(executor: ExecutorConfig, link: int) -> int:
     """Return the host of a link's sender."""
-    if meets_over_hosts(executor):
+    if spans_hosts(executor):
         return 0
     return link * executor.num_hosts // executor.pipeline_parallel_size
 
 
-def hearer_of(executor: ExecutorConfig, link: int) -> int:
+def receiver_host(executor: ExecutorConfig, link: int) -> int:
     """Return the host of a link's receiver."""
-    if meets_over_hosts(executor):
+    if spans_hosts(executor):
         return link
-    return teller_of(executor, (link + 1) % executor.pipeline_parallel_size)
+    return sender_host(executor, (link + 1) % executor.pipeline_parallel_size)
 
 
 def links_between(executor: ExecutorConfig) -> list[int]:
     """Return the links between different hosts."""
-    if meets_over_hosts(executor):
+    if spans_hosts(executor):
         return list(range(1, executor.num_hosts))
     links = range(executor.pipeline_parallel_size)
-    return [link for link in links if teller_of(executor, link) != hearer_of(executor, link)]
+    return [link for link in links if sender_host(executor, link) != receiver_host(executor, link)]

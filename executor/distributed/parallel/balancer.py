@@ -31,11 +31,11 @@ class Balancer:
         self._read_every = max(1, min(config.window_size // READS_PER_WINDOW, config.step_interval))
         self._kept = math.exp(-self._read_every / config.window_size)
         """Decay factor of a load between two readings."""
-        self._loads = [np.zeros(len(layer.asked) - 2) for layer in copies.layers]
-        self._read = [np.zeros(len(layer.asked) - 2, np.int64) for layer in copies.layers]
+        self._loads = [np.zeros(len(layer.work) - 2) for layer in copies.layers]
+        self._read = [np.zeros(len(layer.work) - 2, np.int64) for layer in copies.layers]
         """Work counters of each layer's experts at the last reading."""
         self._num_steps = 0
-        self._chores: Iterator[str] | None = None
+        self._tasks: Iterator[str] | None = None
         self.num_copies = self.bytes_moved = 0
 
     def note_step(self) -> None:
@@ -43,24 +43,24 @@ class Balancer:
         self._num_steps += 1
         if self._num_steps % self._read_every == 0:
             self._read_loads()
-        if self._num_steps % self._interval == 0 and self._chores is None:
-            self._chores = self._look_at_all()
+        if self._num_steps % self._interval == 0 and self._tasks is None:
+            self._tasks = self._look_at_all()
 
     @property
     def has_chores(self) -> bool:
         """Whether layers or pieces are left to process. Any thread may read it."""
-        return self._chores is not None
+        return self._tasks is not None
 
     def do_chore(self) -> None:
         """Check one layer or copy one piece of an expert; do nothing if none is left."""
-        if self._chores is not None and next(self._chores, None) is None:
-            self._chores = None
+        if self._tasks is not None and next(self._tasks, None) is None:
+            self._tasks = None
 
     def _read_loads(self) -> None:
         for index, layer in enumerate(self._copies.layers):
-            asked = layer.asked[:-2]
-            self._loads[index] = self._kept * self._loads[index] + (asked - self._read[index])
-            self._read[index] = asked.copy()
+            work = layer.work[:-2]
+            self._loads[index] = self._kept * self._loads[index] + (work - self._read[index])
+            self._read[index] = work.copy()
 
     def _look_at_all(self) -> Iterator[str]:
         before = self.num_copies

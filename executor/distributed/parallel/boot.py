@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.executor.distributed.parallel.links import HEARER, TELLER, Links
+from quintet.executor.distributed.parallel.links import RECEIVER, SENDER, Links
 from quintet.executor.distributed.parallel.ranks import SPINS, Ranks
 from quintet.executor.distributed.parallel.shapes import link_shape, shape_of, spec_of
 from quintet.executor.model_config.share import Share, share_of
@@ -23,11 +23,11 @@ def open_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks:
 
 def open_links(config: EngineConfig, descriptors: Sequence[int], stage: int) -> Links:
     """Return the link views of a stage's first rank."""
-    ends = ((stage - 1) % len(descriptors), HEARER), (stage, TELLER)
-    before, behind = (
+    ends = ((stage - 1) % len(descriptors), RECEIVER), (stage, SENDER)
+    preceding, following = (
         Ranks(descriptors[link], end, link_shape(config, link), spins=_spins(config)) for link, end in ends
     )
-    return Links(before, behind)
+    return Links(preceding, following)
 
 
 def _spins(config: EngineConfig) -> int:

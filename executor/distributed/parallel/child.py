@@ -37,7 +37,7 @@ class ChildIdentity:
 Work = Callable[[ChildIdentity, EngineConfig, argparse.Namespace], None]
 
 
-def be_child(kind: str, work: Work) -> None:
+def run_child(kind: str, work: Work) -> None:
     """Run ``work`` until the parent exits or ``work`` fails. kind: process title. Reads the configuration from stdin."""
     parser = argparse.ArgumentParser(description="Run a child process of an executor; started by its leader.")
     parser.add_argument("--index", type=int, required=True, help="slot of the executor")
@@ -74,18 +74,18 @@ def begin_child(parent: int) -> None:
     signal.signal(WRITE_NOW, signal.SIG_IGN)  # sent by process name; most child processes record no trace
 
 
-def end_child(error: Exception, last_words: Path, name: str, *, at_once: bool = False) -> NoReturn:
+def end_child(error: Exception, error_path: Path, name: str, *, at_once: bool = False) -> NoReturn:
     """Exit after an error: write it to a file for the supervisor, and log it.
 
     name: of this process, a prefix of the text. at_once: exit without waiting for other threads.
     """
     is_config, is_expected = isinstance(error, ConfigError), isinstance(error, ExpectedEnd)
-    words = str(error) if is_config or is_expected else f"{type(error).__name__}: {error}"
+    reason = str(error) if is_config or is_expected else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
-        last_words.write_text(f"{name}: {words}")
+        error_path.write_text(f"{name}: {reason}")
     log = logging.getLogger("quintet")
     if is_expected:
-        log.error("%s", words)
+        log.error("%s", reason)
     elif not is_config:
         log.critical("exits after %s", type(error).__name__, exc_info=error)
     status = EXIT_CONFIG if is_config else 1
@@ -98,6 +98,6 @@ class ExpectedEnd(Exception):
     """An exit whose cause is outside this process; the message names it."""
 
 
-def numbers(words: str) -> tuple[int, ...]:
+def numbers(reason: str) -> tuple[int, ...]:
     """Parse a comma-separated list of integers."""
-    return tuple(int(word) for word in words.split(",") if word)
+    return tuple(int(word) for word in reason.split(",") if word)

@@ -10,7 +10,7 @@ import argparse
 import importlib
 
 from quintet.executor.backends.platforms.shares import take_share
-from quintet.executor.distributed.parallel.child import ChildIdentity, be_child, numbers
+from quintet.executor.distributed.parallel.child import ChildIdentity, numbers, run_child
 from quintet.process.trace import Span, Tracer, no_span
 from quintet.wire.config import EngineConfig
 
@@ -40,4 +40,4 @@ def _span_of(slot: ChildIdentity, config: EngineConfig) -> Span:
 
 
 if __name__ == "__main__":
-    be_child("rank", _follow)
+    run_child("rank", _follow)

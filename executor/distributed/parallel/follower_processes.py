@@ -90,12 +90,12 @@ class FollowerProcesses:
         if self._is_closing:
             return
         try:
-            words = f"{name} {ending(status)}; all ranks exit"
-            log.critical("%s", words)
+            reason = f"{name} {ending(status)}; all ranks exit"
+            log.critical("%s", reason)
             file = error_file(self._config.run_dir, self._me)
             with contextlib.suppress(OSError):
                 if not file.exists():  # else the rank has written the cause
-                    file.write_text(words)
+                    file.write_text(reason)
         finally:  # even if the main thread is blocked
             os._exit(EXIT_CONFIG if status == EXIT_CONFIG else 1)
 
@@ -103,7 +103,7 @@ class FollowerProcesses:
         """Kill the processes; traced ones write their trace first."""
         self._is_closing = True
         if self._config.trace is not None:
-            self._have_written()
+            self._write_traces()
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
@@ -111,7 +111,7 @@ class FollowerProcesses:
         for descriptor in chain(*self._memory.values()):
             os.close(descriptor)
 
-    def _have_written(self) -> None:
+    def _write_traces(self) -> None:
         for process in self._processes.values():
             process.terminate()
         until = time.monotonic() + WRITE_S

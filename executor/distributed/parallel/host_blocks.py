@@ -12,14 +12,14 @@ from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
 class Moves:
     """Moves blocks on all ranks at the same time: on this stage and on the following ones."""
 
-    def __init__(self, group: Ranks | None, behind: Ranks | None = None) -> None:
+    def __init__(self, group: Ranks | None, following: Ranks | None = None) -> None:
         """group: the ranks of this stage, if there are several; behind: the link to the next stage."""
-        self._group, self._behind = group, behind
+        self._group, self._following = group, following
 
     def move(self, kind: OrderKind, pairs: bytes, own: Callable[[bytes], None]) -> None:
         """Send the order to the other ranks; ``own`` executes it on this rank."""
-        if self._behind is not None:
-            self._behind.tell_mail(kind, pairs, PAIR_BYTES)
+        if self._following is not None:
+            self._following.tell_mail(kind, pairs, PAIR_BYTES)
         if self._group is None:
             own(pairs)
         else:

@@ -41,12 +41,12 @@ def make_pipeline_worker(
     crossings: Sequence[int] = (),
 ) -> PipelineWorker:
     """Load the first stage of a pipeline, like `make_leading_worker`. group: the stage's ranks, if there are several."""
-    begun, platform = time.monotonic(), open_platform(config.executor)
+    started, platform = time.monotonic(), open_platform(config.executor)
     share = share_of_rank(config, 0)
     model = load_model(config, platform, share=share)
     stage = make_stage(model, config, platform, share, group)
     pipeline = Pipeline(stage, config, links, span)
-    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    facts = facts_of(config, platform, model.weights.num_bytes, started)
     num_blocks, pages = num_blocks_of(config), model.weights.reservation
     worker = PipelineWorker(pipeline, links, group, config, num_blocks, facts, span, pages, crossings)
     pipeline.wait_for_stages()

@@ -28,7 +28,7 @@ class OrderKind(IntEnum):
     """Copy blocks back from host memory."""
     EMBEDS = 4
     """Write input embeddings over the embedding layer's output; see `vector_records`."""
-    CHORE = 5
+    IDLE_TASK = 5
     """Run an idle task."""
     MOVE_EXPERT = 6
     """Copy a piece of an expert between ranks; see `quintet.executor.distributed.parallel.expert_copies`."""
@@ -56,7 +56,7 @@ class Note(IntEnum):
 
     PROGRESS = 0
     """Work done so far: no growth during a step means a hang."""
-    CHORES = 1
+    IDLE_TASKS = 1
     """Number of idle tasks left."""
 
 
@@ -135,12 +135,12 @@ class RanksLibrary:
         self.logits = declare(library, "qt_ranks_logits", a, result=a)
         self.rotated = declare(library, "qt_ranks_rotated", a, result=a)
         self.make_room = declare(library, "qt_ranks_make_room", a)
-        self.wait_for_told = declare(library, "qt_ranks_wait_for_told", a, n)
+        self.wait_for_sent = declare(library, "qt_ranks_wait_for_told", a, n)
         self.note = declare(library, "qt_ranks_note", a, n, ctypes.c_uint64)
         self.noted = declare(library, "qt_ranks_noted", a, n, result=ctypes.c_uint64)
         self.payload = declare(library, "qt_ranks_payload", a, result=a)
-        self.meet_now = declare(library, "qt_ranks_meet", a)
-        self.wait_for_met = declare(library, "qt_ranks_wait_for_met", a, n, n, n)
+        self.barrier_now = declare(library, "qt_ranks_meet", a)
+        self.wait_for_arrival = declare(library, "qt_ranks_wait_for_met", a, n, n, n)
         self.met = declare(library, "qt_ranks_met", a, n)
         self.left = declare(library, "qt_ranks_left", a, n, a)
         self.staging = declare(library, "qt_ranks_staging", a, result=a)

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.model_config.share import Share
 
-TELLER, HEARER = Share(0, 2), Share(1, 2)
+SENDER, RECEIVER = Share(0, 2), Share(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
     """The two links of one stage."""
 
-    before: Ranks
+    preceding: Ranks
     """Receives from the previous stage."""
-    behind: Ranks
+    following: Ranks
     """Sends to the next stage."""

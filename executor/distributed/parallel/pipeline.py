@@ -56,21 +56,21 @@ class Pipeline:
             step.c.rotations, step.c.marks = stage.rotations.address, None
         self._draws: dict[int, int] = {}
         """Draw programs by the address of the logits."""
-        self._num_steps = self._num_told = self._num_taken = 0
-        self._is_lent = False
+        self._num_steps = self._num_sent = self._num_taken = 0
+        self._is_taken = False
         """Whether the last taken logits are still being read."""
-        self._heard = ctypes.byref(CStep())  # a result contains no step
-        links.before.done()  # ready
+        self._step_buffer = ctypes.byref(CStep())  # a result contains no step
+        links.preceding.done()  # ready
 
     def wait_for_stages(self) -> None:
         """Wait until all stages have loaded their weights."""
         self._stage.wait_for_ranks()
-        self._links.behind.wait_for_all()
+        self._links.following.wait_for_all()
 
     @property
     def work_done(self) -> int:
         """Approximate progress counter of all stages' compute threads."""
-        return self._stage.work_done + self._links.behind.noted(Note.PROGRESS) + self._num_told
+        return self._stage.work_done + self._links.following.noted(Note.PROGRESS) + self._num_sent
 
     @property
     def seconds(self) -> float:
@@ -80,7 +80,7 @@ class Pipeline:
     @property
     def has_chores(self) -> bool:
         """Whether a stage has idle tasks left."""
-        return self._stage.has_chores or self._links.behind.noted(Note.CHORES) > 0
+        return self._stage.has_chores or self._links.following.noted(Note.IDLE_TASKS) > 0
 
     @property
     def share(self) -> Share:
@@ -105,54 +105,54 @@ class Pipeline:
             begin = stage.embedding_end
         stage.run(step.address, begin, stage.end, length)
         self._span("layers")
-        behind, count = self._links.behind, step.c.num_tokens
-        behind.make_room()
+        following, count = self._links.following, step.c.num_tokens
+        following.make_room()
         self._span("bubble")
-        stage.hand_on(behind.payload(stage.handed_width, stage.dtype)[:count])
-        return self._tell(step, length, StepPart.LAYERS)
+        stage.hand_on(following.payload(stage.handed_width, stage.dtype)[:count])
+        return self._send(step, length, StepPart.LAYERS)
 
     def more_logits(self, flight: InFlightStep, tokens: Int) -> torch.Tensor:
         """Return more logits ``[len(tokens), vocab]`` of the last step, which was already taken; valid until the next
         call.
         """
         with flight.step.asking_for(tokens):
-            asked = self._tell(flight.step, flight.length, StepPart.LOGITS)
-        self.wait(asked)
+            order = self._send(flight.step, flight.length, StepPart.LOGITS)
+        self.wait(order)
         logits = self.take(flight)
-        self.give_back()
+        self.release_logits()
         return logits[: len(tokens)]
 
-    def _tell(self, step: Step, length: int, first: StepPart) -> InFlightStep:
-        self._links.behind.tell_run(step.address, first, StepPart.END, length)
-        self._num_told += 1
-        return InFlightStep(step, length, self._num_told)
+    def _send(self, step: Step, length: int, first: StepPart) -> InFlightStep:
+        self._links.following.tell_run(step.address, first, StepPart.END, length)
+        self._num_sent += 1
+        return InFlightStep(step, length, self._num_sent)
 
     def wait(self, flight: InFlightStep) -> None:
         """Wait until the logits have arrived. Any thread may call it."""
-        self._links.before.wait_for_told(flight.number)
+        self._links.preceding.wait_for_sent(flight.number)
 
     def take(self, flight: InFlightStep) -> torch.Tensor:
         """Wait for the oldest step with untaken logits and return them, ``[max_outputs, vocab]``."""
-        assert not self._is_lent, self._num_taken
-        before = self._links.before
-        before.hear(self._heard)
+        assert not self._is_taken, self._num_taken
+        preceding = self._links.preceding
+        preceding.hear(self._step_buffer)
         self._num_taken += 1
-        self._is_lent = True
-        return before.payload(self._stage.vocab_size, self._stage.logits_dtype)
+        self._is_taken = True
+        return preceding.payload(self._stage.vocab_size, self._stage.logits_dtype)
 
-    def give_back(self) -> None:
+    def release_logits(self) -> None:
         """Release the taken logits' memory for reuse; further calls have no effect."""
-        if self._is_lent:
-            self._is_lent = False
-            self._links.before.done()
+        if self._is_taken:
+            self._is_taken = False
+            self._links.preceding.done()
 
     def drain(self) -> None:
         """Wait for all steps in flight, and discard their logits."""
-        self.give_back()
-        while self._num_taken < self._num_told:
-            self._links.before.hear(self._heard)
+        self.release_logits()
+        while self._num_taken < self._num_sent:
+            self._links.preceding.hear(self._step_buffer)
             self._num_taken += 1
-            self._links.before.done()
+            self._links.preceding.done()
 
     def draw(self, flight: InFlightStep, logits: torch.Tensor, masks: Masks | None) -> bytes:
         """Draw a step's tokens from its logits; return them as int32. The token table holds them too."""
@@ -170,10 +170,10 @@ class Pipeline:
 
     def copy_blocks(self, mail: bytes) -> None:
         """Copy whole blocks of KV memory in every layer; see `quintet.wire.step.StepPlan.copies`."""
-        self._links.behind.tell_mail(OrderKind.COPY_BLOCKS, mail, PAIR_BYTES)
+        self._links.following.tell_mail(OrderKind.COPY_BLOCKS, mail, PAIR_BYTES)
         self._stage.copy_told(mail)
 
     def do_chore(self) -> None:
         """Run one idle task on the first stage, and send one to the other stages."""
         self._stage.do_chore()
-        self._links.behind.tell_chore()
+        self._links.following.send_idle_task()

@@ -36,7 +36,7 @@ from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
-from quintet.executor.worker import CHORE_S, STEPS_PER_CHORE
+from quintet.executor.worker import IDLE_TASK_S, STEPS_PER_CHORE
 from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
@@ -72,19 +72,19 @@ class PipelinedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsOf:
-    """More logits of the last step. Implements `quintet.executor.runner.GivesLogits`."""
+class StepLogits:
+    """More logits of the last step. Implements `quintet.executor.runner.LogitsSource`."""
 
     pipeline: Pipeline
     flight: InFlightStep
 
     @property
     def max_outputs(self) -> int:
-        """See `GivesLogits`."""
+        """See `LogitsSource`."""
         return self.pipeline.max_outputs
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """See `GivesLogits`."""
+        """See `LogitsSource`."""
         return self.pipeline.more_logits(self.flight, tokens)
 
 
@@ -114,7 +114,7 @@ class PipelineWorker:
         self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
         self._pipeline, self._group, self._weights, self._span = pipeline, group, weights, span
         self.experts = pipeline.expert_counts
-        self._num_begun = 0
+        self._num_started = 0
         self._undrawn: deque[PipelinedStep] = deque()
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, torch.device("cpu"))
@@ -122,14 +122,14 @@ class PipelineWorker:
         ops = sampling_ops_of("cpu")
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.turn)
-        moves = Moves(group, links.behind)
+        moves = Moves(group, links.following)
         host_blocks = HostBlocksOfAllRanks(own, moves)
         self._host_blocks = host_blocks
         self.num_host_blocks = own.num_blocks
         blocks = partial(open_whole_blocks, config, crossings, pipeline.blocks, pipeline.share, moves)
-        self._elsewhere = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
-        self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
-        self.kv_store = self._elsewhere.store
+        self._kv_tiers = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
+        self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
+        self.kv_store = self._kv_tiers.store
         self.swap_bytes_per_s = own.measure()
 
     @property
@@ -151,16 +151,16 @@ class PipelineWorker:
     def has_chores(self) -> bool:
         """Whether weights of any process remain on small pages, or experts on overloaded ranks."""
         is_scattered = self._weights is not None and self._weights.is_scattered
-        of_ranks = self._group is not None and self._group.noted(Note.CHORES) > 0
+        of_ranks = self._group is not None and self._group.noted(Note.IDLE_TASKS) > 0
         return is_scattered or of_ranks or self._pipeline.has_chores
 
     def do_chore(self) -> None:
         """Move some weights to huge pages in every process, or copy an expert to another rank."""
         self._pipeline.do_chore()
         if self._group is not None:
-            self._group.tell_chore()
+            self._group.send_idle_task()
         if self._weights is not None and self._weights.is_scattered:
-            self._weights.gather(CHORE_S)
+            self._weights.gather(IDLE_TASK_S)
 
     def reset(self) -> None:
         """Reset every table; wait for steps in flight and discard their logits."""
@@ -186,8 +186,8 @@ class PipelineWorker:
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:
         """See `StepWorker.begin`."""
-        self._num_begun += 1
-        if self._num_begun % STEPS_PER_CHORE == 0 and self.has_chores:
+        self._num_started += 1
+        if self._num_started % STEPS_PER_CHORE == 0 and self.has_chores:
             self.do_chore()
         while self.waits_for(plan):
             self._finish(self._undrawn[0])
@@ -198,7 +198,7 @@ class PipelineWorker:
         if plan.swaps_out:
             self._host_blocks.copy_out(plan.swaps_out)
         if plan.swaps_in:
-            self._elsewhere.copy_in(plan.swaps_in)
+            self._kv_tiers.copy_in(plan.swaps_in)
         if plan.copies:
             self._pipeline.copy_blocks(plan.copies)
         self._span("tables", plan.step)
@@ -230,21 +230,21 @@ class PipelineWorker:
             except Exception as error:  # noqa: BLE001 - raised later, by the `result` of the step itself
                 step.outcome = error
             finally:
-                self._pipeline.give_back()
+                self._pipeline.release_logits()
 
     def _draw(self, step: PipelinedStep, logits: torch.Tensor) -> StepResult:
         result, rows, sampler = StepResult(step.plan.step, 0, b""), step.rows, self._sampler
         masks = step.masks
-        made = None if masks is None else masks.wait()
+        allowed = None if masks is None else masks.wait()
         if sampler.reports_prompt(rows):
             logits = logits[: len(rows.sampling)].clone()
-            self._pipeline.give_back()
-            result.prompt_logprobs = sampler.prompt_logprobs(rows, LogitsOf(self._pipeline, step.flight))
-            self._draw_more(result, rows, logits, made)
+            self._pipeline.release_logits()
+            result.prompt_logprobs = sampler.prompt_logprobs(rows, StepLogits(self._pipeline, step.flight))
+            self._draw_more(result, rows, logits, allowed)
         elif sampler.wants_more(rows):
-            self._draw_more(result, rows, logits[: len(rows.sampling)], made)
+            self._draw_more(result, rows, logits[: len(rows.sampling)], allowed)
         else:
-            result.token_ids = self._pipeline.draw(step.flight, logits, made)
+            result.token_ids = self._pipeline.draw(step.flight, logits, allowed)
         if masks is not None:
             masks.note(np.frombuffer(result.token_ids, np.int32).tolist())
             result.failed = masks.failed(rows.sampling)

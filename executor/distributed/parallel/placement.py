@@ -79,7 +79,7 @@ def placed(loads: Sequence[float], homes: Sequence[int], spares: Spares) -> Spar
         levels.settle()
         wanted[rank].append(expert)
         free[rank] -= 1
-    level = tuple(_laid_out(its, there) for its, there in zip(wanted, spares, strict=True))
+    level = tuple(_laid_out(its, existing) for its, existing in zip(wanted, spares, strict=True))
     gain = busiest(loads, homes, spares) - busiest(loads, homes, level)
     return _filled(loads, homes, level if gain > LEAST_GAIN * mean else spares, wanted)
 
@@ -96,17 +96,17 @@ def _filled(
     holders = [1 + sum(expert in its for its in held) for expert in range(len(loads))]
     filled = [list(its) for its in spares]
     for rank, its in enumerate(filled):
-        for place, there in enumerate(its):
-            if there is not None and there in wanted[rank]:
+        for place, existing in enumerate(its):
+            if existing is not None and existing in wanted[rank]:
                 continue
             others = (e for e in range(len(loads)) if homes[e] != rank and e not in held[rank])
             best = max(others, key=lambda e: (loads[e] / (holders[e] + 1), -e), default=None)
-            worth = 0.0 if there is None else loads[there] / holders[there]
+            worth = 0.0 if existing is None else loads[existing] / holders[existing]
             if best is None or loads[best] / (holders[best] + 1) <= MUCH_MORE * worth:
                 continue
-            if there is not None:
-                held[rank].remove(there)
-                holders[there] -= 1
+            if existing is not None:
+                held[rank].remove(existing)
+                holders[existing] -= 1
             held[rank].add(best)
             holders[best] += 1
             its[place] = best
@@ -123,13 +123,13 @@ def copies_between(before: Spares, after: Spares, homes: Sequence[int]) -> list[
     ]
 
 
-def _laid_out(wanted: Sequence[int], there: Sequence[int | None]) -> tuple[int | None, ...]:
+def _laid_out(wanted: Sequence[int], existing: Sequence[int | None]) -> tuple[int | None, ...]:
     """Return a rank's slots with the chosen experts: existing copies keep their slots; new ones fill empty slots
     first.
     """
-    left = [expert for expert in wanted if expert not in there]
-    places = list(there)
-    for place in sorted(range(len(places)), key=lambda place: there[place] is not None):
+    left = [expert for expert in wanted if expert not in existing]
+    places = list(existing)
+    for place in sorted(range(len(places)), key=lambda place: existing[place] is not None):
         if left and places[place] not in wanted:
             places[place] = left.pop(0)
     return tuple(places)
@@ -156,14 +156,14 @@ class _Levels:
     def copy(self, expert: int, rank: int) -> None:
         """Add a rank to an expert's ranks."""
         self._holders.setdefault(expert, [self._homes[expert]]).append(rank)
-        self._pour(expert)
+        self._divide(expert)
 
     def settle(self) -> None:
         """Divide the loads of all copied experts again, largest first."""
         for expert in sorted(self._holders, key=lambda expert: (-self._loads[expert], expert)):
-            self._pour(expert)
+            self._divide(expert)
 
-    def _pour(self, expert: int) -> None:
+    def _divide(self, expert: int) -> None:
         holders, levels = self._holders[expert], self.of_rank
         for rank in holders:
             levels[rank] -= self._parts[rank].get(expert, 0.0)
@@ -188,17 +188,17 @@ class _Levels:
         """
         most = max(range(len(free)), key=lambda rank: (self.of_rank[rank], -rank))
         for rank in sorted(range(len(free)), key=lambda rank: (self.of_rank[rank], rank)):
-            room = (self.of_rank[most] - self.of_rank[rank]) / 2
-            if not free[rank] or room <= least:
+            spare_load = (self.of_rank[most] - self.of_rank[rank]) / 2
+            if not free[rank] or spare_load <= least:
                 continue
             moved = {
-                expert: min(part, room)
+                expert: min(part, spare_load)
                 for expert, part in self._parts[most].items()
                 if expert not in self._parts[rank]
             }
-            there = [expert for expert in spares[rank] if expert is not None and expert in moved]
+            existing = [expert for expert in spares[rank] if expert is not None and expert in moved]
             best = _largest(moved, moved, self._loads)
-            kept = _largest(there, moved, self._loads)
+            kept = _largest(existing, moved, self._loads)
             if best is not None and kept is not None and moved[kept] >= KEPT_IF * moved[best]:
                 best = kept
             if best is not None and moved[best] > least:

@@ -86,9 +86,9 @@ class Ranks:
         mine = bytes([len(own)]) + own
         slots[self.share.rank, : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self.meet()
-        told = [bytes(slot[1 : 1 + int(slot[0])].tolist()) for slot in slots]
+        messages = [bytes(slot[1 : 1 + int(slot[0])].tolist()) for slot in slots]
         self.meet()  # all ranks have read the messages
-        return told
+        return messages
 
     def all_say(self, own: bool) -> bool:
         """Return whether all ranks pass True. Collective."""
@@ -102,17 +102,17 @@ class Ranks:
 
     def meet(self) -> None:
         """Barrier: wait until all ranks have arrived. Collective."""
-        self.library.meet_now(self.handle)
+        self.library.barrier_now(self.handle)
 
     def make_room(self) -> None:
         """On the leader: wait until another order, with its payload, fits."""
         self.library.make_room(self.handle)
 
-    def wait_for_told(self, orders: int) -> None:
+    def wait_for_sent(self, orders: int) -> None:
         """Wait until ``orders`` orders were sent, without receiving one. Any thread may call it; others continue to
         run.
         """
-        self.library.wait_for_told(self.handle, orders)
+        self.library.wait_for_sent(self.handle, orders)
 
     def note(self, what: Note, value: int) -> None:
         """Set a note about this rank for the other ranks. Any thread may call it."""
@@ -136,12 +136,12 @@ class Ranks:
     def tell_mail(self, kind: OrderKind, mail: bytes, item_bytes: int) -> None:
         """Send an order with mail: items of one size, split into as many orders as needed."""
         for part in self._parts(mail, item_bytes):
-            self._tell_part(kind, part)
+            self._send_part(kind, part)
 
     def move_blocks(self, kind: OrderKind, pairs: bytes, move: Callable[[bytes], None]) -> None:
         """On the leader: make all ranks move blocks; ``move`` does so on this rank. See `wait_for_moved`."""
         for part in self._parts(pairs, PAIR_BYTES):
-            self._tell_part(kind, part)
+            self._send_part(kind, part)
             try:
                 move(part)
             finally:  # the followers enter the barrier in any case
@@ -157,21 +157,21 @@ class Ranks:
         assert most, item_bytes
         return (mail[begin : begin + most] for begin in range(0, len(mail), most))
 
-    def _tell_part(self, kind: OrderKind, part: bytes) -> None:
+    def _send_part(self, kind: OrderKind, part: bytes) -> None:
         self.make_room()  # the mail's memory may still be read
         ctypes.memmove(self.library.mail(self.handle), part, len(part))
-        self._tell(kind, len(part))
+        self._send(kind, len(part))
 
-    def tell_done(self, outputs: int) -> None:
+    def send_done(self, outputs: int) -> None:
         """Report a step as finished; the payload contains ``outputs`` rows of logits."""
         self._order.num_outputs = outputs
-        self._tell(OrderKind.RUN, 0)
+        self._send(OrderKind.RUN, 0)
 
-    def tell_chore(self) -> None:
+    def send_idle_task(self) -> None:
         """Send an order to run an idle task."""
-        self._tell(OrderKind.CHORE, 0)
+        self._send(OrderKind.IDLE_TASK, 0)
 
-    def _tell(self, kind: OrderKind, end: int) -> None:
+    def _send(self, kind: OrderKind, end: int) -> None:
         order = self._order
         order.kind, order.begin, order.end, order.length = kind, 0, end, 0
         self.library.tell(self.handle, ctypes.byref(order), None)

@@ -46,7 +46,7 @@ class BlocksOfAllRanks:
         self._columns = [slice(end - part.shape[1], end) for part, end in zip(self._parts, ends, strict=True)]
         self.block_bytes = ends[-1]
         self._num_rows = len(self._parts[0])
-        self._num_told = 0
+        self._num_sent = 0
         self._lock = threading.Lock()
         """Guards the fields below, and completions."""
         self._free = list(range(self._num_rows))
@@ -55,13 +55,13 @@ class BlocksOfAllRanks:
 
     def take_into(self, blocks: Int, memory: Bytes, rows: Int) -> Wait:
         """See `WholeBlocks`."""
-        begun = [
+        started = [
             self._take(blocks[at : at + self._num_rows], memory, rows[at : at + self._num_rows])
             for at in range(0, len(blocks), self._num_rows)
         ]
 
         def wait() -> None:
-            for each in begun:
+            for each in started:
                 self._end(each)
 
         return wait
@@ -73,7 +73,7 @@ class BlocksOfAllRanks:
             for part, columns in zip(self._parts, self._columns, strict=True):
                 memory[into, columns] = part[own]
 
-        return self._tell(OrderKind.CARRY_OUT, blocks, own, arrive)
+        return self._send(OrderKind.CARRY_OUT, blocks, own, arrive)
 
     def put(self, blocks: Int, taken: Bytes) -> None:
         """See `WholeBlocks`."""
@@ -82,7 +82,7 @@ class BlocksOfAllRanks:
             own = self._reserve(len(some))
             for part, columns in zip(self._parts, self._columns, strict=True):
                 part[own] = taken[at : at + self._num_rows, columns]
-            self._tell(OrderKind.CARRY_IN, some, own, lambda: None)
+            self._send(OrderKind.CARRY_IN, some, own, lambda: None)
 
     def _reserve(self, count: int) -> Int:
         """Take rows without a transfer in flight, waiting for the oldest one if needed."""
@@ -94,9 +94,9 @@ class BlocksOfAllRanks:
                 first = next(iter(self._under_way))
             self._end(first)
 
-    def _tell(self, kind: OrderKind, blocks: Int, rows: Int, arrive: Callable[[], None]) -> _Under:
-        self._num_told += 1
-        under = _Under(self._num_told, rows, arrive)
+    def _send(self, kind: OrderKind, blocks: Int, rows: Int, arrive: Callable[[], None]) -> _Under:
+        self._num_sent += 1
+        under = _Under(self._num_sent, rows, arrive)
         with self._lock:
             self._under_way[under] = None
         self._moves.move(kind, pairs_of(blocks, rows), lambda pairs: self._own.carry(kind, pairs))

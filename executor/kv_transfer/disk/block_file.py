@@ -34,25 +34,25 @@ ENTRY = struct.Struct("<B34sQ32sI")
 """Length of the key, key, use counter, hash of the block, CRC-32 of all these."""
 NOTHING = bytes(ENTRY.size)
 MAX_KEY_BYTES = 34
-SILENCE_S = 60.0
+LOG_INTERVAL_S = 60.0
 """Minimum interval between log lines about failed writes."""
 
 
 class BlockFile:
     """Blocks by place and key. Used by one thread at a time."""
 
-    def __init__(self, folder: Path, whose: bytes, block_bytes: int, num_places: int) -> None:
+    def __init__(self, folder: Path, identity: bytes, block_bytes: int, num_places: int) -> None:
         """Open or create the files. Raises `ConfigError` on failure."""
         self.block_bytes = block_bytes
         self.num_places = num_places
-        self._whose = whose
+        self._identity = identity
         self._newest = 0
         self._digests: dict[int, tuple[bytes, bytes]] = {}
         """Place -> key and hash of its block."""
         self._num_unwritten = 0
         """Failed writes since the last log line."""
-        self._silent_until = 0.0
-        head = (MAGIC + whose + block_bytes.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
+        self._quiet_until = 0.0
+        head = (MAGIC + identity + block_bytes.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._index, self._blocks = _open(folder, "blocks.index", "blocks.kv")
@@ -79,25 +79,25 @@ class BlockFile:
 
     def write(self, place: int, key: bytes, block: memoryview) -> bool:
         """Write a block to a place; return whether it succeeded. After a failure the place is empty."""
-        digest = digest_of(self._whose, key, block)
+        digest = digest_of(self._identity, key, block)
         try:
             self._forget(place)
             if write_whole(self._blocks, block, place * self.block_bytes):
                 self._enter(place, key, digest)
                 return True
-            why = "short write"
+            reason = "short write"
         except OSError as error:
-            why = str(error.strerror)
-        self._complain(why)
+            reason = str(error.strerror)
+        self._log_error(reason)
         return False
 
-    def _complain(self, why: str) -> None:
+    def _log_error(self, reason: str) -> None:
         """Log a failed write, rate-limited: a full disk stays full."""
         self._num_unwritten += 1
-        if time.monotonic() >= self._silent_until:
-            log.warning("%d KV blocks could not be written to disk: %s", self._num_unwritten, why)
+        if time.monotonic() >= self._quiet_until:
+            log.warning("%d KV blocks could not be written to disk: %s", self._num_unwritten, reason)
             self._num_unwritten = 0
-            self._silent_until = time.monotonic() + SILENCE_S
+            self._quiet_until = time.monotonic() + LOG_INTERVAL_S
 
     def read(self, place: int, key: bytes, into: memoryview) -> bool:
         """Read a block from its place; return whether it is intact. If not, the content of ``into`` is undefined."""
@@ -109,7 +109,7 @@ class BlockFile:
         except OSError as error:
             log.warning("a KV block could not be read from disk: %s", error.strerror)
             is_whole = False
-        if is_whole and digest_of(self._whose, key, into) == digest:
+        if is_whole and digest_of(self._identity, key, into) == digest:
             with contextlib.suppress(OSError):  # only the use counter is lost
                 self._enter(place, key, digest)
             return True

@@ -34,7 +34,7 @@ class PrefixFileError(Exception):
 
 
 def write_prefix(
-    folder: Path, name: str, whose: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
+    folder: Path, name: str, identity: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
 ) -> Iterator[int]:
     """Write the blocks of these places and keys one at a time; yield the total bytes written after each.
 
@@ -48,14 +48,14 @@ def write_prefix(
                 raise PrefixFileError(f"{folder / name} exists: use another name, or remove the file")
             target = held.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
-                table = bytearray(HEAD.pack(MAGIC, whose, file.block_bytes, len(wanted)))
+                table = bytearray(HEAD.pack(MAGIC, identity, file.block_bytes, len(wanted)))
                 end, block = _first_block(len(wanted)), memoryview(bytearray(file.block_bytes))
                 for place, key in wanted:
                     if not file.read(place, key, block):
                         raise PrefixFileError("some blocks were evicted during the export: export it again")
                     if not write_whole(target, block, end):
                         raise PrefixFileError("short write: is the disk full?")
-                    table += ENTRY.pack(len(key), key, digest_of(whose, key, block))
+                    table += ENTRY.pack(len(key), key, digest_of(identity, key, block))
                     end += file.block_bytes
                     yield end
                 os.pwrite(target, table + hashlib.sha256(table).digest(), 0)
@@ -68,17 +68,17 @@ def write_prefix(
         raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
 
 
-def read_keys(folder: Path, name: str, whose: bytes, file: BlockFile) -> list[bytes]:
+def read_keys(folder: Path, name: str, identity: bytes, file: BlockFile) -> list[bytes]:
     """Return the keys of a file's blocks. Raises `PrefixFileError` for a damaged file, or one of another identity."""
     source = _open_prefix(folder, name)
     try:
-        return [key for key, _ in _entries(folder / name, source, whose, file)]
+        return [key for key, _ in _entries(folder / name, source, identity, file)]
     finally:
         os.close(source)
 
 
 def read_prefix(
-    folder: Path, name: str, whose: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
+    folder: Path, name: str, identity: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
 ) -> Iterator[tuple[int, bytes, bool]]:
     """Copy blocks of the file to these places one at a time; yield place, key and success of each.
 
@@ -86,7 +86,7 @@ def read_prefix(
     """
     source = _open_prefix(folder, name)
     try:
-        entries = _entries(folder / name, source, whose, file)
+        entries = _entries(folder / name, source, identity, file)
         begin = _first_block(len(entries))
         found = {
             key: (begin + index * file.block_bytes, digest) for index, (key, digest) in enumerate(entries)
@@ -95,7 +95,9 @@ def read_prefix(
         for place, key in wanted:
             offset, digest = found.get(key, (0, b""))
             is_whole = (
-                bool(digest) and read_whole(source, block, offset) and digest_of(whose, key, block) == digest
+                bool(digest)
+                and read_whole(source, block, offset)
+                and digest_of(identity, key, block) == digest
             )
             yield place, key, is_whole and file.write(place, key, block)
     except OSError as error:
@@ -144,13 +146,13 @@ def _open_prefix(folder: Path, name: str) -> int:
         raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
 
 
-def _entries(path: Path, source: int, whose: bytes, file: BlockFile) -> list[tuple[bytes, bytes]]:
+def _entries(path: Path, source: int, identity: bytes, file: BlockFile) -> list[tuple[bytes, bytes]]:
     """Return key and hash of each block, after checks of identity, size and table."""
     size, head = os.fstat(source).st_size, os.pread(source, HEAD.size, 0)
     if len(head) < HEAD.size or not head.startswith(MAGIC):
         raise PrefixFileError(f"{path} was not written by this version's `kv export`")
     _, theirs, block_bytes, num_blocks = HEAD.unpack(head)
-    if theirs != whose or block_bytes != file.block_bytes:
+    if theirs != identity or block_bytes != file.block_bytes:
         raise PrefixFileError(
             f"{path} is of another model, other weights, another format or version, or another kind of processor, so its"
             " bits may differ"

@@ -35,12 +35,12 @@ from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTier
 
 MAX_WAITING_BYTES = 256 << 20
 """Limit on block copies that wait for the disk."""
-MAX_UNTOLD = 64
+MAX_UNREPORTED = 64
 """Number of stored blocks before a report, while more are queued."""
-MAX_FETCHES_UNTOLD = 16
-TELL_AFTER_NS = 50_000_000
+MAX_UNREPORTED_FETCHES = 16
+REPORT_AFTER_NS = 50_000_000
 """Number of fetched blocks, and fetch time, before a report while more are queued, so that requests can start early."""
-FAREWELL_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,13 +88,13 @@ class DiskBlocks:
         num_staging_blocks: int,
         first_host_block: int,
         exchange: Path,
-        whose: Callable[[], bytes],
+        identity: Callable[[], bytes],
     ) -> None:
         """first_host_block: number of the first staging block.
 
         exchange: folder for exported prefixes. whose: returns the portable identity of the blocks.
         """
-        self._exchange, self._whose = exchange, whose
+        self._exchange, self._identity = exchange, identity
         self._jobs: deque[_Job] = deque()
         self._blocks = blocks
         self._file = file
@@ -129,8 +129,8 @@ class DiskBlocks:
         """See `KvTierWorker.order`."""
         tables = orders.tables
         stores = np.frombuffer(orders.stores, np.int32).reshape(-1, 2)
-        room = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
-        taken, wait = take(self._blocks, stores[: max(0, room), 0])
+        num_free = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
+        taken, wait = take(self._blocks, stores[: max(0, num_free), 0])
         fetches = np.frombuffer(orders.fetches, np.int32).reshape(-1, 2).tolist()
         with self._changed:
             if tables != self._tables:
@@ -145,7 +145,7 @@ class DiskBlocks:
             left = orders.store_keys[len(taken) :]
             if left:
                 self._answers.unstored.extend(left)
-                self._tell()
+                self._report()
             for (place, block), key in zip(fetches, orders.fetch_keys, strict=True):
                 self._fetches.append(_Fetch(tables, place, key, block))
             for each in orders.files:
@@ -188,7 +188,7 @@ class DiskBlocks:
             self._is_closing = True
             self._changed.notify()
         if self._thread.is_alive():
-            self._thread.join(FAREWELL_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._file.close()
 
@@ -204,7 +204,7 @@ class DiskBlocks:
                 elif isinstance(task, _Drop):
                     self._file.drop(task.place, task.key)
                 elif isinstance(task, _Job):
-                    self._go_on(task)
+                    self._step_job(task)
                 else:
                     self._fetch(task)
         except Exception as failure:  # noqa: BLE001 -- the loop raises it
@@ -223,16 +223,16 @@ class DiskBlocks:
             return self._jobs[0] if self._jobs and not self._is_closing else None
 
     def _steps(self, order: FileRequest) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
-        folder, name, whose = self._exchange, order.name, self._whose()
+        folder, name, identity = self._exchange, order.name, self._identity()
         wanted = list(zip(unpack_i32(order.places), order.keys, strict=True))
         if order.verb == "export":
-            yield from write_prefix(folder, name, whose, self._file, wanted)
+            yield from write_prefix(folder, name, identity, self._file, wanted)
         elif order.verb == "import":
-            yield from read_prefix(folder, name, whose, self._file, wanted)
+            yield from read_prefix(folder, name, identity, self._file, wanted)
         else:
-            yield from read_keys(folder, name, whose, self._file)
+            yield from read_keys(folder, name, identity, self._file)
 
-    def _go_on(self, job: _Job) -> None:
+    def _step_job(self, job: _Job) -> None:
         """Execute the next step of a job and report its end. A job of earlier tables is dropped."""
         answer, step = job.answer, None
         if job.tables == self._tables:
@@ -246,7 +246,7 @@ class DiskBlocks:
                 self._jobs.popleft()
                 if job.tables == self._tables:
                     answers.files.append(answer)
-                    self._tell()
+                    self._report()
             elif isinstance(step, int):
                 answer.num_bytes = step
             elif isinstance(step, bytes):
@@ -262,8 +262,8 @@ class DiskBlocks:
         if job.tables == self._tables:
             answers = self._answers
             (answers.stored if is_stored else answers.unstored).append(key)
-            if len(answers.stored) + len(answers.unstored) >= MAX_UNTOLD:
-                self._tell()
+            if len(answers.stored) + len(answers.unstored) >= MAX_UNREPORTED:
+                self._report()
 
     def _store(self, task: _Store) -> None:
         with self._changed:
@@ -276,29 +276,33 @@ class DiskBlocks:
             answers = self._answers
             if task.tables == self._tables:
                 (answers.stored if is_stored else answers.unstored).append(task.key)
-            if not self._stores or len(answers.stored) + len(answers.unstored) >= MAX_UNTOLD:
-                self._tell()
+            if not self._stores or len(answers.stored) + len(answers.unstored) >= MAX_UNREPORTED:
+                self._report()
 
     def _fetch(self, task: _Fetch) -> None:
-        begun = time.monotonic_ns()
+        started = time.monotonic_ns()
         into = self._staging[task.host_block - self._first].data
-        is_there = self._file.read(task.place, task.key, into)
-        took_ns = time.monotonic_ns() - begun
+        is_found = self._file.read(task.place, task.key, into)
+        took_ns = time.monotonic_ns() - started
         with self._changed:
             answers, block = self._answers, pack_i32([task.host_block])
             if self._kept.get(task.place) == task.key and not self._file.holds(task.place, task.key):
                 del self._kept[task.place]
             if task.tables == self._tables:
                 answers.fetch_ns += took_ns
-                if is_there:
+                if is_found:
                     answers.fetched += block
                 else:
                     answers.missed += block
-            num_untold = (len(answers.fetched) + len(answers.missed)) // 4
-            if not self._fetches or num_untold >= MAX_FETCHES_UNTOLD or answers.fetch_ns >= TELL_AFTER_NS:
-                self._tell()
+            num_unreported = (len(answers.fetched) + len(answers.missed)) // 4
+            if (
+                not self._fetches
+                or num_unreported >= MAX_UNREPORTED_FETCHES
+                or answers.fetch_ns >= REPORT_AFTER_NS
+            ):
+                self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if not self._has_answers:
             self._has_answers = True
             self._ring()

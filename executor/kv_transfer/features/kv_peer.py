@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 LOOK_MS = 200
 """Interval between checks of silent peers and of an occupied listen address."""
 MAX_LINKS = 64
-FAREWELL_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
 
 
 class PeerBlocks:
@@ -46,7 +46,7 @@ class PeerBlocks:
         self,
         blocks: WholeBlocks,
         parts: Mapping[str, str],
-        whose: bytes,
+        identity: bytes,
         listen: str,
         key: PeerKey | None,
         num_offered: int,
@@ -59,7 +59,7 @@ class PeerBlocks:
         """
         self._blocks = blocks
         self._offered = OfferedBlocks(self._blocks, num_offered)
-        self._parts, self._whose, self._key = parts, whose, key
+        self._parts, self._identity, self._key = parts, identity, key
         self.num_staging_blocks = num_staging_blocks
         self._first = first_host_block
         shape = (num_staging_blocks, self._blocks.block_bytes)
@@ -75,17 +75,17 @@ class PeerBlocks:
         self._answers = KvTierResults(0, 0)
         self._has_answers = False
         self._is_closing = False
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context: Context = zmq.Context()
-        self._doorman = None if key is None else PeerAuthenticator(self._context, key)
-        self._door: KvServer | None = None
+        self._authenticator = None if key is None else PeerAuthenticator(self._context, key)
+        self._server: KvServer | None = None
         self._links: dict[str, Link] = {}
-        self._shunned: dict[str, float] = {}
+        self._backoff_until: dict[str, float] = {}
         """Lost peer -> time until which it is not used."""
         self._thread = threading.Thread(target=self._work, name="kv-peers", daemon=True)
         try:
             if listen:
-                self._door = KvServer(self._context, listen, key, self._offered, whose, parts)
+                self._server = KvServer(self._context, listen, key, self._offered, identity, parts)
         except ConfigError:
             self._close_sockets()
             raise
@@ -140,10 +140,10 @@ class PeerBlocks:
             self._is_closing = True
         self._wake()
         if self._thread.is_alive():
-            self._thread.join(FAREWELL_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     def _wake(self) -> None:
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup_fd, 1)
 
     # --- the thread's side ---
 
@@ -151,63 +151,63 @@ class PeerBlocks:
         """Serve and fetch until closed. Errors of peers are results; any other error is a bug and ends the loop too."""
         let_others_finish()
         try:
-            if self._door is not None and not self._door.is_open:
+            if self._server is not None and not self._server.is_open:
                 log.warning(
                     "%s is in use: KV will be offered there once it is free; until then peers compute",
-                    self._door.address,
+                    self._server.address,
                 )
             while not self._is_closing:
-                self._turn()
+                self._run_once()
             self._close_sockets()
         except Exception as failure:  # noqa: BLE001 -- the loop raises it
             with self._lock:
                 self._failure = failure
             self._ring()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._bell, zmq.POLLIN)
-        for each in (self._door, self._doorman):
+        poller.register(self._wakeup_fd, zmq.POLLIN)
+        for each in (self._server, self._authenticator):
             if each is not None:
                 poller.register(each.socket, zmq.POLLIN)
         for link in self._links.values():
             poller.register(link.socket, zmq.POLLIN)
             poller.register(link.monitor, zmq.POLLIN)
         is_awaiting = any(not link.is_idle for link in self._links.values())
-        if self._door is not None and not self._door.is_open:
-            self._door.open()
+        if self._server is not None and not self._server.is_open:
+            self._server.open()
             is_awaiting = True
         ready = {source for source, _ in poller.poll(LOOK_MS if is_awaiting else None)}
-        if self._doorman is not None and self._doorman.socket in ready:
-            self._doorman.answer()
-        if self._door is not None and self._door.socket in ready:
-            self._door.answer()
+        if self._authenticator is not None and self._authenticator.socket in ready:
+            self._authenticator.answer()
+        if self._server is not None and self._server.socket in ready:
+            self._server.answer()
         now_s = time.monotonic()
         for link in [*self._links.values()]:
-            self._attend(link, ready, now_s)
-        if self._bell in ready:
-            os.eventfd_read(self._bell)
+            self._service_link(link, ready, now_s)
+        if self._wakeup_fd in ready:
+            os.eventfd_read(self._wakeup_fd)
             self._pull(now_s)
 
-    def _attend(self, link: Link, ready: set[object], now_s: float) -> None:
+    def _service_link(self, link: Link, ready: set[object], now_s: float) -> None:
         """Receive a peer's messages; drop the link if the peer is lost."""
-        came: list[BlockArrival] = []
+        arrivals: list[BlockArrival] = []
         try:
             if link.socket in ready:
-                for each in link.hear(now_s):
-                    came.append(each)
+                for each in link.receive(now_s):
+                    arrivals.append(each)
             if link.monitor in ready:
-                link.hear_connection()
+                link.receive_event()
             link.check(now_s)
         except PeerLost as lost:
-            came += self._give_up(link, lost, now_s)
-        self._tell(came)
+            arrivals += self._drop_link(link, lost, now_s)
+        self._report(arrivals)
 
-    def _give_up(self, link: Link, lost: PeerLost, now_s: float) -> list[BlockArrival]:
+    def _drop_link(self, link: Link, lost: PeerLost, now_s: float) -> list[BlockArrival]:
         left = link.left()
         if left:
             log.warning("KV peer %s %s: %d blocks will be computed instead", link.peer, lost, len(left))
-            self._shunned[link.peer] = now_s + lost.shunned_s
+            self._backoff_until[link.peer] = now_s + lost.backoff_s
         link.close()
         del self._links[link.peer]
         return [BlockArrival(wanted, is_there=False) for wanted in left]
@@ -217,21 +217,23 @@ class PeerBlocks:
         with self._lock:
             pulls = [*self._pulls]
             self._pulls.clear()
-        self._shunned = {peer: until_s for peer, until_s in self._shunned.items() if until_s > now_s}
+        self._backoff_until = {
+            peer: until_s for peer, until_s in self._backoff_until.items() if until_s > now_s
+        }
         for pull in pulls:
             if pull is None:
                 for link in self._links.values():
                     link.forget()
                 continue
             peer, wanted = pull
-            found = None if peer in self._shunned else self._link_to(peer)
-            if found is None:
-                self._tell([BlockArrival(each, is_there=False) for each in wanted])
+            peer_link = None if peer in self._backoff_until else self._link_to(peer)
+            if peer_link is None:
+                self._report([BlockArrival(each, is_there=False) for each in wanted])
             else:
                 try:
-                    found.want(wanted, now_s)
+                    peer_link.request(wanted, now_s)
                 except PeerLost as lost:
-                    self._tell(self._give_up(found, lost, now_s))
+                    self._report(self._drop_link(peer_link, lost, now_s))
 
     def _link_to(self, peer: str) -> Link | None:
         """Return the link to a peer; None for an invalid address, or if there are too many busy links."""
@@ -245,17 +247,19 @@ class PeerBlocks:
             idle.close()
             del self._links[idle.peer]
         try:
-            link = Link(self._context, peer, self._key, self._whose, self._parts, self._staging, self._first)
+            link = Link(
+                self._context, peer, self._key, self._identity, self._parts, self._staging, self._first
+            )
         except zmq.ZMQError as error:
             log.warning("invalid KV peer address %s: %s", peer, error.strerror)
             return None
         self._links[peer] = link
         return link
 
-    def _tell(self, came: Sequence[BlockArrival]) -> None:
+    def _report(self, arrivals: Sequence[BlockArrival]) -> None:
         """Report results of fetches to the core."""
         with self._lock:
-            current = [each for each in came if each.wanted.tables == self._tables]
+            current = [each for each in arrivals if each.wanted.tables == self._tables]
             if not current:
                 return
             self._answers.pulled += pack_i32(each.wanted.host_block for each in current if each.is_there)
@@ -268,7 +272,7 @@ class PeerBlocks:
     def _close_sockets(self) -> None:
         for link in self._links.values():
             link.close()
-        for each in (self._door, self._doorman):
+        for each in (self._server, self._authenticator):
             if each is not None:
                 each.socket.close(linger=0)
         self._context.term()

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait, WholeBlocks
-from quintet.executor.kv_transfer.store.chunk_format import RunFormat
+from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
 from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, KvConnector
 from quintet.executor.memory import lazy_zeros
 from quintet.process.sched_batch import let_others_finish
@@ -38,11 +38,11 @@ ValueT = TypeVar("ValueT")
 
 NUM_THREADS, NUM_PUTTERS = 8, 3
 """Number of threads; of these, threads that may execute puts."""
-SHUN_S = 5.0
+BACKOFF_S = 5.0
 """Time without requests to a store after an error, and the timeout that counts as an error."""
-SILENCE_S = 60.0
+LOG_INTERVAL_S = 60.0
 """Minimum interval between log lines about errors."""
-FAREWELL_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,7 +67,7 @@ class StoreBlocks:
         self,
         blocks: WholeBlocks,
         connector: KvConnector,
-        whose: bytes,
+        identity: bytes,
         num_staging_blocks: int,
         first_host_block: int,
         waiting_bytes: int,
@@ -78,7 +78,7 @@ class StoreBlocks:
         same amount may be left from earlier cores.
         """
         self._blocks = blocks
-        self._format = RunFormat(whose, self._blocks.block_bytes)
+        self._format = ChunkFormat(identity, self._blocks.block_bytes)
         self._connector = connector
         self.num_staging_blocks = num_staging_blocks
         self._first = first_host_block
@@ -96,12 +96,12 @@ class StoreBlocks:
         self._damaged: dict[str, None] = {}
         """Damaged objects, treated as missing; oldest first."""
         self._num_putting = 0
-        self._asking: dict[_Task, float] = {}
+        self._in_progress: dict[_Task, float] = {}
         """Searches and gets in progress, with their start times."""
         self._getting_since_ns: int | None = None
         """Start of the uncounted time with any get in progress; None without one."""
-        self._shunned_until_s = 0.0
-        self._num_errors, self._silent_until_s = 0, 0.0
+        self._backoff_until_s = 0.0
+        self._num_errors, self._quiet_until_s = 0, 0.0
         """Errors since the last log line, and the end of its interval."""
         self._failure: Exception | None = None
         """Error that ended a thread."""
@@ -130,13 +130,13 @@ class StoreBlocks:
         with self._changed:
             if tables != self._tables:
                 self._tables, self._answers, self._has_answers = tables, StoreResults(), False
-                self._let_go_of_puts()
+                self._trim_puts()
             self._searches += (_Task(tables, search) for search in store.searches)
             self._gets += (_Task(tables, get) for get in store.gets)
             self._puts += puts
             self._changed.notify_all()
 
-    def _let_go_of_puts(self) -> None:
+    def _trim_puts(self) -> None:
         """Limit the copies left from an earlier core, because the new core counts only its own."""
         left, kept = self._waiting_bytes, deque[_Task]()
         for task in reversed(self._puts):
@@ -183,7 +183,7 @@ class StoreBlocks:
             self._searches.clear()
             self._gets.clear()
             self._changed.notify_all()
-        until_s = time.monotonic() + FAREWELL_S
+        until_s = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, until_s - time.monotonic()))
@@ -215,7 +215,7 @@ class StoreBlocks:
             while True:
                 if self._searches or self._gets:
                     task = (self._searches or self._gets).popleft()
-                    self._asking[task] = time.monotonic()
+                    self._in_progress[task] = time.monotonic()
                     if isinstance(task.order, Get) and self._getting_since_ns is None:
                         self._getting_since_ns = time.monotonic_ns()
                     return task
@@ -230,7 +230,7 @@ class StoreBlocks:
         begun_ns = time.monotonic_ns()
         counts = [self._count([self._format.name_of(key) for key in chain]) for chain in search.chains]
         with self._changed:
-            del self._asking[task]
+            del self._in_progress[task]
             if task.tables == self._tables:
                 self._answers.found.append(
                     LookupResult(search.request_id, pack_i32(count or 0 for count in counts))
@@ -238,18 +238,18 @@ class StoreBlocks:
                 if None not in counts:  # failed lookups would distort the measured time
                     self._answers.num_searches += 1
                     self._answers.search_ns += time.monotonic_ns() - begun_ns
-                self._tell()
+                self._report()
 
     def _count(self, names: list[str]) -> int | None:
         """Return the number of leading objects that exist; None if the store did not answer."""
         with self._changed:
-            believed = list(itertools.takewhile(lambda name: name not in self._damaged, names))
-        return self._asked(None, lambda: self._connector.count(believed)) if believed else 0
+            candidates = list(itertools.takewhile(lambda name: name not in self._damaged, names))
+        return self._call(None, lambda: self._connector.count(candidates)) if candidates else 0
 
     def _get(self, task: _Task, get: Get) -> None:
         name, host_blocks = self._format.name_of(get.name), unpack_i32(get.host_blocks)
         content, blocks = self._format.new(get.num_blocks)
-        is_there = self._asked(False, lambda: self._connector.get(name, content.data))
+        is_there = self._call(False, lambda: self._connector.get(name, content.data))
         wanted = list(zip(unpack_i32(get.positions), host_blocks, get.keys, strict=True))
         whole = [
             (position, host_block)
@@ -266,9 +266,9 @@ class StoreBlocks:
                     self._staging[host_block - self._first] = blocks[position]
         fetched = [host_block for _, host_block in whole]
         with self._changed:
-            del self._asking[task]
+            del self._in_progress[task]
             now_ns, since_ns = time.monotonic_ns(), self._getting_since_ns
-            is_getting = any(isinstance(other.order, Get) for other in self._asking)
+            is_getting = any(isinstance(other.order, Get) for other in self._in_progress)
             self._getting_since_ns = now_ns if is_getting else None
             if task.tables != self._tables:
                 return
@@ -280,7 +280,7 @@ class StoreBlocks:
             answers.missed += pack_i32(block for block in host_blocks if block not in fetched)
             if len(whole) < len(wanted):
                 answers.lost.append(get.name)
-            self._tell()
+            self._report()
 
     def _drop(self, name: str) -> None:
         """Remove a damaged object; if that fails, remember it as missing."""
@@ -289,7 +289,7 @@ class StoreBlocks:
             self._connector.drop(name)
             return True
 
-        if not self._asked(False, drop):
+        if not self._call(False, drop):
             with self._changed:
                 self._damaged[name] = None
                 if len(self._damaged) > MAX_DAMAGED:
@@ -299,47 +299,45 @@ class StoreBlocks:
         put.wait()
         self._format.finish(put.content, put.blocks, put.put.keys)
         name = put.put.keys[-1]
-        is_kept = self._asked(
-            False, lambda: self._connector.put(self._format.name_of(name), put.content.data)
-        )
+        is_kept = self._call(False, lambda: self._connector.put(self._format.name_of(name), put.content.data))
         with self._changed:
             self._num_putting -= 1
             self._changed.notify_all()  # also wakes threads that wait for the last put at close
             if task.tables == self._tables:
                 (self._answers.kept if is_kept else self._answers.unkept).append(name)
-                self._tell()
+                self._report()
 
-    def _asked(self, otherwise: ValueT, question: Callable[[], ValueT]) -> ValueT:
+    def _call(self, otherwise: ValueT, call: Callable[[], ValueT]) -> ValueT:
         """Return the connector's result; ``otherwise`` after an error, soon after one, or while a request hangs."""
         now_s = time.monotonic()
         with self._changed:
-            is_hanging = any(now_s - begun_s > SHUN_S for begun_s in self._asking.values())
-            if now_s < self._shunned_until_s or is_hanging:
+            is_hanging = any(now_s - begun_s > BACKOFF_S for begun_s in self._in_progress.values())
+            if now_s < self._backoff_until_s or is_hanging:
                 return otherwise
         try:
-            return question()
+            return call()
         except Exception as error:  # noqa: BLE001 -- any error of a connector is a miss
-            self._complain(error)
+            self._log_error(error)
             return otherwise
 
-    def _complain(self, error: Exception) -> None:
+    def _log_error(self, error: Exception) -> None:
         """Log a store error, rate-limited. Its text may contain secrets, so only its type is logged."""
         errno = error.errno if isinstance(error, OSError) else None
         # strerror may be the storage's own text
         kind = os.strerror(errno) if errno is not None and errno in errorcode else None
         with self._changed:
-            self._shunned_until_s = time.monotonic() + SHUN_S
+            self._backoff_until_s = time.monotonic() + BACKOFF_S
             self._num_errors += 1
-            if time.monotonic() < self._silent_until_s:
+            if time.monotonic() < self._quiet_until_s:
                 return
             number, self._num_errors = self._num_errors, 0
-            self._silent_until_s = time.monotonic() + SILENCE_S
+            self._quiet_until_s = time.monotonic() + LOG_INTERVAL_S
         log.warning(
             "the KV store had %d errors, the last one %s%s: missing blocks are computed",
             number, type(error).__name__, f" ({kind})" if kind else "",
         )  # fmt: skip
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if not self._has_answers:
             self._has_answers = True
             self._ring()

@@ -16,7 +16,7 @@ from quintet.wire.errors import ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
 LEAST_BYTES = 32
-_ASKED = "inproc://zeromq.zap.01"
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 """Address of ZeroMQ's authentication requests (ZAP, RFC 27)."""
 
 
@@ -58,7 +58,7 @@ class PeerAuthenticator:
     def __init__(self, context: Context, key: PeerKey) -> None:
         self._public = z85.decode(key.public)
         self.socket = context.socket(zmq.REP)
-        self.socket.bind(_ASKED)
+        self.socket.bind(_ZAP_ENDPOINT)
 
     def answer(self) -> None:
         """Answer one waiting request."""

@@ -27,7 +27,7 @@ from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 60.0
+LOG_INTERVAL_S = 60.0
 """Minimum interval between log lines about invalid requests."""
 _decoder = msgspec.msgpack.Decoder(Ask)
 
@@ -41,7 +41,7 @@ class KvServer:
         address: str,
         key: PeerKey | None,
         offered: OfferedBlocks,
-        whose: bytes,
+        identity: bytes,
         parts: Mapping[str, str],
     ) -> None:
         """address: ``host:port``. whose, parts: see `quintet.executor.kv_transfer.kv_identity`.
@@ -51,10 +51,10 @@ class KvServer:
         self.address = address
         self.is_open = False
         self._offered = offered
-        self._whose = whose
+        self._identity = identity
         self._parts = dict(parts)
         self._window = window_of(offered.block_bytes)
-        self._silent_until = 0.0
+        self._quiet_until = 0.0
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         # A peer that does not read loses replies. Twice the window: ZeroMQ updates its read count late, in halves.
@@ -85,29 +85,29 @@ class KvServer:
 
     def answer(self) -> None:
         """Answer one waiting request. Ignores an invalid one; of too many blocks, sends the first ones."""
-        who, *frames = self.socket.recv_multipart()
+        routing_id, *frames = self.socket.recv_multipart()
         try:
             ask = _decoder.decode(frames[0]) if len(frames) == 1 else None
         except UNREADABLE:
             ask = None
-        if ask is None or not ask.makes_sense:
-            self._complain()
+        if ask is None or not ask.is_valid:
+            self._log_error()
             return
-        if ask.whose != self._whose or ask.version != VERSION:
-            self.socket.send_multipart((who, encode(IdentityMismatch(ask.number, self._parts))))
+        if ask.identity != self._identity or ask.version != VERSION:
+            self.socket.send_multipart((routing_id, encode(IdentityMismatch(ask.number, self._parts))))
             return
-        lacking: list[int] = []
+        missing: list[int] = []
         for index, key in enumerate(ask.keys):
-            block = self._offered.get(key) if index - len(lacking) < self._window else None
+            block = self._offered.get(key) if index - len(missing) < self._window else None
             if block is None:
-                lacking.append(index)
+                missing.append(index)
                 continue
-            head = encode(BlockReply(ask.number, index, digest_of(self._whose, key, memoryview(block))))
-            self.socket.send_multipart((who, head, block), copy=False)
-        self.socket.send_multipart((who, encode(BlocksMissing(ask.number, lacking))))
+            head = encode(BlockReply(ask.number, index, digest_of(self._identity, key, memoryview(block))))
+            self.socket.send_multipart((routing_id, head, block), copy=False)
+        self.socket.send_multipart((routing_id, encode(BlocksMissing(ask.number, missing))))
 
-    def _complain(self) -> None:
+    def _log_error(self) -> None:
         """Log an invalid request, rate-limited."""
-        if time.monotonic() >= self._silent_until:
+        if time.monotonic() >= self._quiet_until:
             log.warning("ignored an invalid request for KV blocks from an unknown client")
-            self._silent_until = time.monotonic() + SILENCE_S
+            self._quiet_until = time.monotonic() + LOG_INTERVAL_S

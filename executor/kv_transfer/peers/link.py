@@ -17,7 +17,7 @@ from quintet.executor.kv_transfer.kv_identity import digest_of
 from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
 from quintet.executor.kv_transfer.peers.messages import (
     MAX_HEAD_BYTES,
-    MAX_QUESTIONS,
+    MAX_REQUESTS,
     VERSION,
     Answer,
     Ask,
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 MAX_FRAMES = 64
 """Maximum frames per call, for fairness between links."""
-SILENCE_S = 5.0
+REPLY_TIMEOUT_S = 5.0
 """Timeout in seconds without any reply to outstanding requests."""
-QUESTION_S = 20.0
+REQUEST_TIMEOUT_S = 20.0
 """Timeout in seconds of a single request."""
-FOREIGN_S = 60.0
+MISMATCH_BACKOFF_S = 60.0
 """Time in seconds without requests to a peer with another identity or with wrong data."""
 _LOST = (
     zmq.EVENT_DISCONNECTED
@@ -55,9 +55,9 @@ class PeerLost(Exception):
     The peer is not used for some time, and its blocks are computed locally.
     """
 
-    def __init__(self, why: str, shunned_s: float = 2.0) -> None:
-        super().__init__(why)
-        self.shunned_s = shunned_s
+    def __init__(self, reason: str, backoff_s: float = 2.0) -> None:
+        super().__init__(reason)
+        self.backoff_s = backoff_s
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,7 +85,7 @@ class Link:
         context: Context,
         peer: str,
         key: PeerKey | None,
-        whose: bytes,
+        identity: bytes,
         parts: Mapping[str, str],
         staging: Bytes,
         first_host_block: int,
@@ -95,16 +95,16 @@ class Link:
         Raises `zmq.ZMQError` if ``peer`` is not a valid address.
         """
         self.peer = peer
-        self._whose, self._parts = whose, parts
+        self._identity, self._parts = identity, parts
         self._staging, self._first = staging, first_host_block
         self._window = window_of(staging.shape[1])
         self._waiting: deque[WantedBlock] = deque()
-        self._asked: dict[int, dict[int, WantedBlock]] = {}
+        self._outstanding: dict[int, dict[int, WantedBlock]] = {}
         """Outstanding blocks by request number and index."""
         self._until_s: dict[int, float] = {}
         """Deadline by request number."""
-        self._number = 0
-        self._heard_s = 0.0
+        self._last_number = 0
+        self._last_reply_s = 0.0
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, most_unread(staging.shape[1]))
@@ -123,24 +123,26 @@ class Link:
     @property
     def is_idle(self) -> bool:
         """Whether no block is outstanding."""
-        return not (self._waiting or self._asked)
+        return not (self._waiting or self._outstanding)
 
-    def want(self, wanted: Iterable[WantedBlock], now_s: float) -> None:
+    def request(self, wanted: Iterable[WantedBlock], now_s: float) -> None:
         """Queue blocks, and request them as the window allows."""
         if self.is_idle:
-            self._heard_s = now_s
+            self._last_reply_s = now_s
         self._waiting.extend(wanted)
         self._ask(now_s)
 
     def forget(self) -> None:
         """Cancel all blocks; late replies are ignored."""
         self._waiting.clear()
-        self._asked.clear()
+        self._outstanding.clear()
         self._until_s.clear()
 
     def left(self) -> list[WantedBlock]:
         """Return the outstanding blocks and cancel them."""
-        left = [wanted for asked in self._asked.values() for wanted in asked.values()] + [*self._waiting]
+        left = [wanted for outstanding in self._outstanding.values() for wanted in outstanding.values()] + [
+            *self._waiting
+        ]
         self.forget()
         return left
 
@@ -152,12 +154,12 @@ class Link:
 
     def check(self, now_s: float) -> None:
         """Raise `PeerLost` if a timeout has expired."""
-        if not self.is_idle and now_s - self._heard_s > SILENCE_S:
-            raise PeerLost(f"sent nothing for {SILENCE_S:.0f} s")
+        if not self.is_idle and now_s - self._last_reply_s > REPLY_TIMEOUT_S:
+            raise PeerLost(f"sent nothing for {REPLY_TIMEOUT_S:.0f} s")
         if any(now_s > until_s for until_s in self._until_s.values()):
-            raise PeerLost(f"took more than {QUESTION_S:.0f} s for a request")
+            raise PeerLost(f"took more than {REQUEST_TIMEOUT_S:.0f} s for a request")
 
-    def hear_connection(self) -> None:
+    def receive_event(self) -> None:
         """Read a connection event; all subscribed events end the connection. Raises `PeerLost`."""
         event: Any = recv_monitor_message(self.monitor)["event"]
         if event == zmq.EVENT_CONNECT_RETRIED:
@@ -166,7 +168,7 @@ class Link:
             raise PeerLost("closed the connection")
         raise PeerLost("failed the handshake: its --kv-peer-key is missing or differs")
 
-    def hear(self, now_s: float) -> Iterator[BlockArrival]:
+    def receive(self, now_s: float) -> Iterator[BlockArrival]:
         """Receive all waiting replies; yield the results of fetches."""
         for _ in range(MAX_FRAMES):
             try:
@@ -181,28 +183,28 @@ class Link:
         self._ask(now_s)
 
     def _take(self, answer: Answer, frames: list[zmq.Frame], now_s: float) -> Iterator[BlockArrival]:
-        asked = self._asked.get(answer.number)
-        if asked is None:
+        outstanding = self._outstanding.get(answer.number)
+        if outstanding is None:
             return  # cancelled
-        self._heard_s = now_s
+        self._last_reply_s = now_s
         if isinstance(answer, IdentityMismatch):
-            raise PeerLost(f"has another identity: its {self._differing(answer)} differ", FOREIGN_S)
+            raise PeerLost(f"has another identity: its {self._differing(answer)} differ", MISMATCH_BACKOFF_S)
         if isinstance(answer, BlocksMissing):
-            del self._asked[answer.number], self._until_s[answer.number]
-            yield from (BlockArrival(wanted, is_there=False) for wanted in asked.values())
+            del self._outstanding[answer.number], self._until_s[answer.number]
+            yield from (BlockArrival(wanted, is_there=False) for wanted in outstanding.values())
             return
-        wanted = asked.get(answer.index)
+        wanted = outstanding.get(answer.index)
         if wanted is None or len(frames) != 1:
             raise PeerLost("sent a block that was not requested")
         self._store(answer, wanted, memoryview(frames[0].buffer))
-        del asked[answer.index]
+        del outstanding[answer.index]
         yield BlockArrival(wanted, is_there=True)
 
-    def _store(self, given: BlockReply, wanted: WantedBlock, block: memoryview) -> None:
+    def _store(self, reply: BlockReply, wanted: WantedBlock, block: memoryview) -> None:
         """Store a block in its staging block after verifying its hash."""
         row = self._staging[wanted.host_block - self._first]
-        if len(block) != len(row) or digest_of(self._whose, wanted.key, block) != given.digest:
-            raise PeerLost("sent a block with a wrong hash", FOREIGN_S)
+        if len(block) != len(row) or digest_of(self._identity, wanted.key, block) != reply.digest:
+            raise PeerLost("sent a block with a wrong hash", MISMATCH_BACKOFF_S)
         row.data[:] = block
 
     def _differing(self, answer: IdentityMismatch) -> str:
@@ -211,13 +213,16 @@ class Link:
         return ", ".join(differing) or "version"
 
     def _ask(self, now_s: float) -> None:
-        while self._waiting and len(self._asked) < MAX_QUESTIONS:
+        while self._waiting and len(self._outstanding) < MAX_REQUESTS:
             count = min(self._window, len(self._waiting))
-            asked = {index: self._waiting.popleft() for index in range(count)}
-            self._number += 1
-            self._asked[self._number], self._until_s[self._number] = asked, now_s + QUESTION_S
-            keys = [wanted.key for wanted in asked.values()]
+            outstanding = {index: self._waiting.popleft() for index in range(count)}
+            self._last_number += 1
+            self._outstanding[self._last_number], self._until_s[self._last_number] = (
+                outstanding,
+                now_s + REQUEST_TIMEOUT_S,
+            )
+            keys = [wanted.key for wanted in outstanding.values()]
             try:
-                self.socket.send(encode(Ask(VERSION, self._number, self._whose, keys)), zmq.NOBLOCK)
+                self.socket.send(encode(Ask(VERSION, self._last_number, self._identity, keys)), zmq.NOBLOCK)
             except zmq.Again:  # the connection is gone after a protocol error, before its event
                 raise PeerLost("closed the connection") from None

@@ -23,7 +23,7 @@ KEY_BYTES = (32, 34)
 MAX_HEAD_BYTES = 64 << 10
 WINDOW_BYTES = 4 << 20
 """Maximum bytes of blocks per request."""
-MAX_QUESTIONS = 2
+MAX_REQUESTS = 2
 """Requests in flight per client, so that the server always has the next one."""
 
 
@@ -34,7 +34,7 @@ def window_of(block_bytes: int) -> int:
 
 def most_unread(block_bytes: int) -> int:
     """Return the maximum number of unread replies to a client: those of all its requests in flight."""
-    return MAX_QUESTIONS * (window_of(block_bytes) + 1)
+    return MAX_REQUESTS * (window_of(block_bytes) + 1)
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
@@ -42,11 +42,11 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
 
     version: int
     number: int
-    whose: bytes
+    identity: bytes
     keys: list[bytes]
 
     @property
-    def makes_sense(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the request is within the protocol's limits."""
         return len(self.keys) <= MAX_KEYS and all(len(key) in KEY_BYTES for key in self.keys)
 

@@ -22,12 +22,12 @@ def open_kv_store(
     """
     store = config.cache.store
     assert store is not None, "no store is configured"
-    whose = whole_of(parts_of(config, runner))
-    log.info("KV in %s, as %s", store.url, whose.hex()[:32])
+    identity = whole_of(parts_of(config, runner))
+    log.info("KV in %s, as %s", store.url, identity.hex()[:32])
     return StoreBlocks(
         blocks,
         open_connector(store),
-        whose,
+        identity,
         config.model.kv.num_blocks(store.staging_bytes),
         first_host_block,
         store.waiting_bytes,

@@ -24,16 +24,16 @@ ENTRY = struct.Struct("<B34s32s")
 """Length of the key, key, hash of the block."""
 
 
-class RunFormat:
+class ChunkFormat:
     """Format of chunks of one model's blocks."""
 
-    def __init__(self, whose: bytes, block_bytes: int) -> None:
-        self.whose = whose
+    def __init__(self, identity: bytes, block_bytes: int) -> None:
+        self.identity = identity
         self.block_bytes = block_bytes
 
     def name_of(self, key: bytes) -> str:
         """Return the name of the chunk whose last block has this key; unique across identities."""
-        return f"{self.whose.hex()[:32]}/{key.hex()}"
+        return f"{self.identity.hex()[:32]}/{key.hex()}"
 
     def size(self, num_blocks: int) -> int:
         """Return the size in bytes of a chunk with this number of blocks."""
@@ -46,9 +46,9 @@ class RunFormat:
 
     def finish(self, content: Bytes, blocks: Bytes, keys: Sequence[bytes]) -> None:
         """Write head and entries before the blocks, which must be complete."""
-        head = HEAD.pack(MAGIC, self.whose, self.block_bytes, len(keys))
+        head = HEAD.pack(MAGIC, self.identity, self.block_bytes, len(keys))
         entries = [
-            ENTRY.pack(len(key), key, digest_of(self.whose, key, block.data))
+            ENTRY.pack(len(key), key, digest_of(self.identity, key, block.data))
             for key, block in zip(keys, blocks, strict=True)
         ]
         before = head + b"".join(entries)
@@ -56,10 +56,10 @@ class RunFormat:
 
     def is_block(self, content: Bytes, blocks: Bytes, position: int, key: bytes) -> bool:
         """Return whether the block at this position has this key and is intact."""
-        magic, whose, block_bytes, num_blocks = HEAD.unpack_from(content.data)
-        if (magic.rstrip(b"\0"), whose, block_bytes) != (MAGIC, self.whose, self.block_bytes):
+        magic, identity, block_bytes, num_blocks = HEAD.unpack_from(content.data)
+        if (magic.rstrip(b"\0"), identity, block_bytes) != (MAGIC, self.identity, self.block_bytes):
             return False
         if num_blocks != len(blocks):
             return False
         length, found, digest = ENTRY.unpack_from(content.data, HEAD.size + position * ENTRY.size)
-        return bool(found[:length] == key and digest == digest_of(self.whose, key, blocks[position].data))
+        return bool(found[:length] == key and digest == digest_of(self.identity, key, blocks[position].data))

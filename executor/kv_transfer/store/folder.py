@@ -64,8 +64,8 @@ class FolderStore:
 
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`."""
-        there = itertools.takewhile(lambda name: self._size_of(name) is not None, names)
-        return sum(1 for _ in there)
+        existing = itertools.takewhile(lambda name: self._size_of(name) is not None, names)
+        return sum(1 for _ in existing)
 
     def put(self, name: str, content: memoryview) -> bool:
         """See `KvConnector.put`. Raises `OSError`."""
@@ -76,7 +76,7 @@ class FolderStore:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700, dir_fd=self._folder)
         unfinished = f"{folder}/.{short}.{os.getpid()}-{next(self._numbers)}"
-        file = self._promise(unfinished, len(content))
+        file = self._reserve(unfinished, len(content))
         if file is None:
             return False
         is_whole = False
@@ -130,14 +130,14 @@ class FolderStore:
 
     # --- space ---
 
-    def _promise(self, unfinished: str, size: int) -> int | None:
+    def _reserve(self, unfinished: str, size: int) -> int | None:
         """Reserve space and return a new file, open and locked; None if there is no space."""
         if size > self._size_bytes:
             return None
-        with self._ledger_held():
+        with self._locked_ledger():
             kept = int.from_bytes(os.pread(self._ledger, 8, 0), "little")
             if kept + size > self._size_bytes:
-                kept = self._make_room(size)
+                kept = self._evict(size)
             if kept + size > self._size_bytes:  # all other space is being written
                 os.pwrite(self._ledger, kept.to_bytes(8, "little"), 0)
                 return None
@@ -149,7 +149,7 @@ class FolderStore:
 
     def _settle(self, unfinished: str, name: str | None, size: int) -> None:
         """Rename a complete file, unless an equal object exists; otherwise remove it and release its space."""
-        with self._ledger_held():
+        with self._locked_ledger():
             if name is not None and self._size_of(name) != size:
                 os.rename(unfinished, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
                 return
@@ -158,7 +158,7 @@ class FolderStore:
             os.pwrite(self._ledger, max(0, kept - size).to_bytes(8, "little"), 0)
 
     @contextlib.contextmanager
-    def _ledger_held(self) -> Iterator[None]:
+    def _locked_ledger(self) -> Iterator[None]:
         """Lock the ledger. Raises `TimeoutError`."""
         until_s = time.monotonic() + LOCK_S
         if not self._ledger_lock.acquire(timeout=LOCK_S):
@@ -178,7 +178,7 @@ class FolderStore:
         finally:
             self._ledger_lock.release()
 
-    def _make_room(self, size: int) -> int:
+    def _evict(self, size: int) -> int:
         """Scan the folder, remove files of dead writers and evict LRU objects. Return the bytes that are left."""
         found: list[tuple[int, int, str]] = []
         kept = 0
@@ -186,7 +186,7 @@ class FolderStore:
             for entry in os.scandir(self._path / folder.name) if folder.is_dir(follow_symlinks=False) else ():
                 name = f"{folder.name}/{entry.name}"
                 if entry.name.startswith("."):
-                    kept += self._written_by_the_living(name)
+                    kept += self._live_writer_bytes(name)
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
@@ -200,7 +200,7 @@ class FolderStore:
             kept -= object_size
         return kept
 
-    def _written_by_the_living(self, unfinished: str) -> int:
+    def _live_writer_bytes(self, unfinished: str) -> int:
         """Return the size of a file with a live writer; otherwise remove the file and return 0."""
         try:
             file = open_own(unfinished, os.O_RDWR, self._folder)  # NFS cannot lock a file opened read-only

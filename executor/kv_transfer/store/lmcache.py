@@ -39,7 +39,7 @@ MOST_S = 60.0
 """Timeout of a request, or of a batch of EXIST requests, to the last byte of the reply."""
 
 
-class NothingCame(ConnectionError):
+class ConnectionClosed(ConnectionError):
     """The server closed the connection before the first byte of a reply or content."""
 
 
@@ -56,37 +56,39 @@ def open_lmcache(config: KvStoreConfig) -> LmStore:
 
 
 @dataclass(frozen=True, slots=True)
-class _Talk:
+class _Exchange:
     """One request on a connection, with a deadline. Raises `OSError`, also on timeout."""
 
     connection: socket.socket
     until_s: float
 
-    def say(self, content: bytes | memoryview) -> None:
+    def send(self, content: bytes | memoryview) -> None:
         """Send all of ``content``."""
-        self._wait_no_longer()
+        self._set_timeout()
         self.connection.sendall(content)
 
-    def hear(self, into: memoryview) -> None:
+    def receive(self, into: memoryview) -> None:
         """Fill ``into``."""
         done = 0
         while done < len(into):
-            self._wait_no_longer()
+            self._set_timeout()
             count = self.connection.recv_into(into[done:])
             if not count:
-                raise (ConnectionError if done else NothingCame)("LMCache's server closed the connection")
+                raise (ConnectionError if done else ConnectionClosed)(
+                    "LMCache's server closed the connection"
+                )
             done += count
 
-    def hear_answer(self) -> tuple[int, int]:
+    def receive_reply(self) -> tuple[int, int]:
         """Return a reply's code, and the number of bytes that follow."""
         answer = bytearray(ANSWER.size)
-        self.hear(memoryview(answer))
+        self.receive(memoryview(answer))
         code, num_bytes, *_ = ANSWER.unpack(answer)
         if code not in (FOUND, LACKING):
             raise ConnectionError(f"LMCache's server replied with unknown code {code}")
         return code, num_bytes
 
-    def _wait_no_longer(self) -> None:
+    def _set_timeout(self) -> None:
         """Set the socket timeout to the remaining time."""
         left_s = self.until_s - time.monotonic()
         if left_s <= 0:
@@ -108,11 +110,11 @@ class LmStore:
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`."""
         for first in range(0, len(names), QUESTIONS):
-            asked = names[first : first + QUESTIONS]
-            with self._talk() as talk:
-                talk.say(b"".join(_order(EXIST, name) for name in asked))
-                there = [talk.hear_answer()[0] == FOUND for _ in asked]
-            for index, (name, is_there) in enumerate(zip(asked, there, strict=True), first):
+            batch = names[first : first + QUESTIONS]
+            with self._exchange() as exchange:
+                exchange.send(b"".join(_order(EXIST, name) for name in batch))
+                found = [exchange.receive_reply()[0] == FOUND for _ in batch]
+            for index, (name, is_there) in enumerate(zip(batch, found, strict=True), first):
                 if not is_there or name in self._damaged:
                     return index
         return len(names)
@@ -121,11 +123,11 @@ class LmStore:
         """See `KvConnector.put`."""
         if self.count([name]):
             return True
-        with self._talk() as talk:
-            talk.say(_order(PUT, name, len(content)))
-            talk.say(content)
-            talk.say(_order(EXIST, name))
-            is_there = talk.hear_answer()[0] == FOUND
+        with self._exchange() as exchange:
+            exchange.send(_order(PUT, name, len(content)))
+            exchange.send(content)
+            exchange.send(_order(EXIST, name))
+            is_there = exchange.receive_reply()[0] == FOUND
         if is_there:
             self._damaged.discard(name)
         return is_there
@@ -134,18 +136,18 @@ class LmStore:
         """See `KvConnector.get`."""
         if name in self._damaged:
             return False
-        with self._talk() as talk:
-            talk.say(_order(GET, name))
-            code, num_bytes = talk.hear_answer()
+        with self._exchange() as exchange:
+            exchange.send(_order(GET, name))
+            code, num_bytes = exchange.receive_reply()
             if code == LACKING:
                 return False
-            with contextlib.suppress(NothingCame):
+            with contextlib.suppress(ConnectionClosed):
                 if num_bytes == len(into):
-                    talk.hear(into)
+                    exchange.receive(into)
                     return True
             # The size differs, or a killed writer left an incomplete object, for which the server closes the
             # connection.
-            talk.connection.close()
+            exchange.connection.close()
             self.drop(name)
             return False
 
@@ -167,14 +169,14 @@ class LmStore:
             return None
 
     @contextlib.contextmanager
-    def _talk(self) -> Iterator[_Talk]:
+    def _exchange(self) -> Iterator[_Exchange]:
         """Take or open a connection. After an error, close the idle ones too: the server may have restarted."""
         connection = self._take_idle()
         if connection is None:
             connection = socket.create_connection(self._address, CONNECT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            yield _Talk(connection, time.monotonic() + self._most_s)
+            yield _Exchange(connection, time.monotonic() + self._most_s)
         except BaseException:
             connection.close()
             self.close()
@@ -184,8 +186,8 @@ class LmStore:
 
 
 def _order(command: int, name: str, num_bytes: int = 0) -> bytes:
-    whose, _, key = name.partition("/")
+    identity, _, key = name.partition("/")
     # The server parses the key as a number; the 1 before it keeps leading zeros.
-    called = f"quintet-{whose}@1@0@1{key}@uint8"
-    assert len(called) <= 150, f"the key {called} has more than 150 characters"
-    return ORDER.pack(command, num_bytes, BYTES, UINT8, 0, num_bytes, 0, 0, 0, called.encode().ljust(150))
+    object_key = f"quintet-{identity}@1@0@1{key}@uint8"
+    assert len(object_key) <= 150, f"the key {object_key} has more than 150 characters"
+    return ORDER.pack(command, num_bytes, BYTES, UINT8, 0, num_bytes, 0, 0, 0, object_key.encode().ljust(150))

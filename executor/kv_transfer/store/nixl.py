@@ -111,13 +111,13 @@ class NixlStore:
 
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`."""
-        asked = [(0, 0, 0, self._path(name)) for name in names]
+        objects = [(0, 0, 0, self._path(name)) for name in names]
         with self._lock:
-            known = self._agent.query_memory(asked, PLUGIN, mem_type=OBJECTS)
-        there = itertools.takewhile(
+            known = self._agent.query_memory(objects, PLUGIN, mem_type=OBJECTS)
+        remote = itertools.takewhile(
             lambda pair: pair[1] is not None and pair[0] not in self._damaged, zip(names, known, strict=True)
         )
-        return sum(1 for _ in there)
+        return sum(1 for _ in remote)
 
     def put(self, name: str, content: memoryview) -> bool:
         """See `KvConnector.put`."""
@@ -160,9 +160,9 @@ class NixlStore:
                     agent.register_memory([region], kind, backends=plugins),
                     backends=plugins,
                 )
-            here = agent.get_xfer_descs([(address, size, 0)], MEMORY)
-            there = agent.get_xfer_descs([(0, size, number)], OBJECTS)
-            handle = agent.initialize_xfer(operation, here, there, agent.name, b"", backends=plugins)
+            local = agent.get_xfer_descs([(address, size, 0)], MEMORY)
+            remote = agent.get_xfer_descs([(0, size, number)], OBJECTS)
+            handle = agent.initialize_xfer(operation, local, remote, agent.name, b"", backends=plugins)
             registered = known.pop_all()  # until the end of the transfer
         try:
             with self._lock:

@@ -143,14 +143,14 @@ def count_first(number: int, are_there: Callable[[Sequence[int]], Sequence[bool]
     Looks up `QUESTIONS` evenly spaced items at once, then continues between the last existing and the first missing
     one.
     """
-    there, lacking = 0, number + 1
+    existing, missing = 0, number + 1
     """Numbers of leading items: known to exist, and known not to exist."""
-    while lacking - there > 1:
-        step = max(1, (lacking - there) // (QUESTIONS + 1))
-        counts = [*range(there + step, lacking, step)][:QUESTIONS]
+    while missing - existing > 1:
+        step = max(1, (missing - existing) // (QUESTIONS + 1))
+        counts = [*range(existing + step, missing, step)][:QUESTIONS]
         for count, is_there in zip(counts, are_there([count - 1 for count in counts]), strict=True):
             if not is_there:
-                lacking = count
+                missing = count
                 break
-            there = count
-    return there
+            existing = count
+    return existing

@@ -54,9 +54,9 @@ def granite(card: ModelCard) -> DecoderSpec:
 
 def hyperclovax(card: ModelCard) -> DecoderSpec:
     """HyperCLOVA X: Granite's factors, and norms after the blocks as well."""
-    norm, behind = rms(card), card.flag("use_post_norm", True)
+    norm, has_post_norm = rms(card), card.flag("use_post_norm", True)
     norms, names = (
-        Norms(before=norm, behind=norm if behind else None),
+        Norms(before=norm, behind=norm if has_post_norm else None),
         Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2"),
     )
     mixer = _multiplied_attention(card, head_width(card) ** -0.5)
@@ -154,10 +154,10 @@ def smollm3(card: ModelCard) -> DecoderSpec:
     mixer = attention(card, positions=32768, kv_heads=4, theta=2e6, qkv_bias=biased, output_bias=biased)
     rotated = rotated_layers(card)
     width = window(card) if card.flag("use_sliding_window", False) else None
-    kinds = layer_kinds(card, [FULL if turned or not width else SLIDING for turned in rotated])
+    kinds = layer_kinds(card, [FULL if has_rope or not width else SLIDING for has_rope in rotated])
     mixers = (
-        replace(mixer, rope=mixer.rope if turned else None, window=width if kind == SLIDING else None)
-        for turned, kind in zip(rotated, kinds, strict=True)
+        replace(mixer, rope=mixer.rope if has_rope else None, window=width if kind == SLIDING else None)
+        for has_rope, kind in zip(rotated, kinds, strict=True)
     )
     mlp = gated(card, biased=card.flag("mlp_bias", False))
     layers = tuple(pre_norm(norm, each, mlp) for each in mixers)

@@ -75,7 +75,7 @@ def _attention(card: ModelCard) -> AttentionSpec:
         head_dim=dim,
         rope=_rotation(card, dim),
         qk_norm=norm if card.flag("use_qk_norm", True) else None,
-        qk_norm_behind=True,
+        qk_norm_after_rope=True,
         qkv_bias=biased,
         output_bias=biased,
     )

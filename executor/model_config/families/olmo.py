@@ -49,7 +49,9 @@ def olmo(card: ModelCard) -> DecoderSpec:
 def olmo2(card: ModelCard) -> DecoderSpec:
     """OLMo 2: norms after blocks instead of before; queries and keys normed over all heads."""
     norm = _norm(card)
-    return decoder(card, (_behind(card, _olmo2(card, positions=2048), norm),) * num_layers(card), norm)
+    return decoder(
+        card, (_post_norm_layer(card, _olmo2(card, positions=2048), norm),) * num_layers(card), norm
+    )
 
 
 def olmo3(card: ModelCard) -> DecoderSpec:
@@ -60,7 +62,7 @@ def olmo3(card: ModelCard) -> DecoderSpec:
         mixers[kind] = _olmo2(card, rope=rope, window=width)
     kinds = layer_kinds(card, every_full(card, 4))
     norm = _norm(card)
-    return decoder(card, tuple(_behind(card, mixers[kind], norm) for kind in kinds), norm)
+    return decoder(card, tuple(_post_norm_layer(card, mixers[kind], norm) for kind in kinds), norm)
 
 
 def flex_olmo(card: ModelCard) -> DecoderSpec:
@@ -69,13 +71,13 @@ def flex_olmo(card: ModelCard) -> DecoderSpec:
     choice = routing(card, Scoring.SOFTMAX, 7, 5, renormalise=card.flag("norm_topk_prob", False))
     experts = ExpertsSpec(routing=choice, width=expert_width(card, "intermediate_size"))
     norm = _norm(card)
-    return decoder(card, (_behind(card, mixer, norm, experts),) * num_layers(card), norm)
+    return decoder(card, (_post_norm_layer(card, mixer, norm, experts),) * num_layers(card), norm)
 
 
 def exaone4(card: ModelCard) -> DecoderSpec:
     """EXAONE 4: norms of queries and keys per head, norms after blocks."""
     norm = rms(card, 1e-5)
-    return decoder(card, tuple(_behind(card, mixer, norm) for mixer in exaone_mixers(card)), norm)
+    return decoder(card, tuple(_post_norm_layer(card, mixer, norm) for mixer in exaone_mixers(card)), norm)
 
 
 def exaone_mixers(card: ModelCard) -> list[AttentionSpec]:
@@ -110,7 +112,7 @@ def _norm(card: ModelCard) -> NormSpec:
     return rms(card, 1e-5, rounds_once=True)
 
 
-def _behind(
+def _post_norm_layer(
     card: ModelCard, mixer: AttentionSpec, norm: NormSpec, mlp: FeedForwardSpec | None = None
 ) -> LayerSpec:
     norms = Norms(behind=norm)

@@ -69,11 +69,11 @@ def opt(card: ModelCard) -> DecoderSpec:
     norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=affine, biased=affine)
     mixer = attention(card, rotated=False, qkv_bias=biased, output_bias=biased)
     mlp = plain(card, "relu", width=plain_width(card, "ffn_dim"), biased=biased)
-    before, behind = card.flag("do_layer_norm_before", True), Norms(of_sum=norm)
+    before, post_norms = card.flag("do_layer_norm_before", True), Norms(of_sum=norm)
     layer = (
         pre_norm(norm, mixer, mlp)
         if before
-        else LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=behind, mlp_norms=behind)
+        else LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=post_norms, mlp_norms=post_norms)
     )
     hidden, count = hidden_size(card), max_positions(card, 2048)
     width = card.whole("word_embed_proj_dim", 1, MAX_WIDTH, hidden)

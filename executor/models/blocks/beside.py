@@ -9,7 +9,7 @@ from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 
 
-class Beside:
+class ParallelMixer:
     """A `quintet.executor.models.blocks.block.Block`."""
 
     def __init__(self, scope: Scope, spec: BesideSpec) -> None:

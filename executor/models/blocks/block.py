@@ -15,7 +15,7 @@ from quintet.executor.model_config.spec import (
 )
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from quintet.executor.models.blocks.attention import Attention
-from quintet.executor.models.blocks.beside import Beside
+from quintet.executor.models.blocks.beside import ParallelMixer
 from quintet.executor.models.blocks.delta import Delta
 from quintet.executor.models.blocks.experts import ExpertsBlock
 from quintet.executor.models.blocks.feed_forward import FeedForward
@@ -48,7 +48,7 @@ def mixer(scope: Scope, spec: MixerSpec) -> Block:
         case DeltaSpec():
             return Delta(scope, spec)
         case BesideSpec():
-            return Beside(scope, spec)
+            return ParallelMixer(scope, spec)
         case LatentSpec():
             return Latent(scope, spec)
 

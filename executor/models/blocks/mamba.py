@@ -13,12 +13,12 @@ from quintet.executor.model_config.state_specs import MambaSpec
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
     KeptRows,
-    below,
     convolution,
-    fading,
-    numbers,
+    decay,
     output,
+    parameter,
     scan_part,
+    tensor_name,
 )
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.norm import Norm
@@ -43,14 +43,14 @@ class Mamba:
         # The scan adds the bias of dt_proj in float32.
         self._widths = scope.linear(rows.parts(scope, "dt_proj"), spec.dt_rank)
         self._norms: list[Norm | None] = [
-            scope.norm(spec.inner_norm, below(scope, f"{name}_layernorm"), width)
+            scope.norm(spec.inner_norm, tensor_name(scope, f"{name}_layernorm"), width)
             for name, width in (("dt", spec.dt_rank), ("b", size), ("c", size))
         ]
         self._scan = SelectiveScan(
             state=scan_part(scope, need),
-            a=fading(scope, rows, size),
-            dt_bias=numbers(scope, "dt_proj.bias", rows),
-            skip=numbers(scope, "D", rows),
+            a=decay(scope, rows, size),
+            dt_bias=parameter(scope, "dt_proj.bias", rows),
+            skip=parameter(scope, "D", rows),
         )
         self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.projection_bias)
 

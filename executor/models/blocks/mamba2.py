@@ -19,12 +19,12 @@ from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
     KeptRows,
-    below,
     convolution,
-    fading,
-    numbers,
+    decay,
     output,
+    parameter,
     scan_part,
+    tensor_name,
 )
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.states import HeadScan
@@ -53,14 +53,14 @@ class Mamba2:
         self._scan = HeadScan(
             state=scan_part(scope, need),
             groups=own.groups,
-            a=fading(scope, KeptRows(heads)),
-            dt_bias=numbers(scope, "dt_bias", KeptRows(heads)),
-            skip=numbers(scope, "D", KeptRows(heads)),
+            a=decay(scope, KeptRows(heads)),
+            dt_bias=parameter(scope, "dt_bias", KeptRows(heads)),
+            skip=parameter(scope, "D", KeptRows(heads)),
             dt_limits=spec.dt_limits,
         )
         self._norm, self._normed = None, channels
         if spec.norm is not None:
-            weight = scope.vector(scope.name(below(scope, "norm.weight")), spec.norm, channels.whole)
+            weight = scope.vector(scope.name(tensor_name(scope, "norm.weight")), spec.norm, channels.whole)
             if spec.groups % share.size == 0:  # whole groups: the norm needs no values of other ranks
                 weight = None if weight is None else weight[channels.begin : channels.end]
                 self._normed = KeptRange(0, channels.count, channels.count)

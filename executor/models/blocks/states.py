@@ -14,7 +14,7 @@ from quintet.executor.models.layers.linear import Linear, RowRange
 from quintet.executor.models.layers.states import CausalConv, StatePart
 
 
-def below(scope: Scope, name: str) -> str:
+def tensor_name(scope: Scope, name: str) -> str:
     """Return the name of a mixer's tensor within its layer."""
     return f"{scope.names.state_mixer}.{name}"
 
@@ -41,14 +41,14 @@ class KeptRows:
 
     def parts(self, scope: Scope, name: str) -> list[RowRange]:
         """Return the kept rows as parts of one of the mixer's linear layers."""
-        name = below(scope, name)
+        name = tensor_name(scope, name)
         if self._is_all:
             return [scope.part(name, self.whole)]
         kinds = zip(self._begins, self._kinds, strict=False)
         return [scope.part(name, kept.whole, self.whole, begin).keeping(kept) for begin, kept in kinds]
 
 
-def numbers(
+def parameter(
     scope: Scope,
     name: str,
     rows: KeptRows,
@@ -65,18 +65,18 @@ def numbers(
     def fill(tensor: torch.Tensor) -> None:
         whole.copy_(take(rows.take(tensor).float()))
 
-    scope.weights.expect(scope.name(below(scope, name)), shape, fill, num_bytes=4 * whole.numel())
+    scope.weights.expect(scope.name(tensor_name(scope, name)), shape, fill, num_bytes=4 * whole.numel())
     return whole
 
 
-def fading(scope: Scope, rows: KeptRows, *rest: int) -> torch.Tensor:
+def decay(scope: Scope, rows: KeptRows, *rest: int) -> torch.Tensor:
     """Declare the decay parameter ``A_log``; return ``-exp(A_log)``, transposed if it is a matrix."""
-    return numbers(scope, "A_log", rows, *rest, take=lambda tensor: -torch.exp(tensor).t())
+    return parameter(scope, "A_log", rows, *rest, take=lambda tensor: -torch.exp(tensor).t())
 
 
 def output(scope: Scope, name: str, kept: KeptRange, rows: int, *, biased: bool = False) -> Linear:
     """Declare a linear layer with inputs divided over ranks; ``kept`` is this rank's range."""
-    part = scope.part(below(scope, name), rows).of_inputs(kept, scope.share.own_leaves)
+    part = scope.part(tensor_name(scope, name), rows).of_inputs(kept, scope.share.own_leaves)
     return scope.linear([part], kept.count, biased=biased)
 
 
@@ -113,7 +113,7 @@ def convolution(
 
     return CausalConv(
         state=conv_part(scope, need),
-        weight=numbers(scope, f"{name}.weight", channels, 1, taps, take=by_tap),
-        bias=numbers(scope, f"{name}.bias", channels) if biased else None,
+        weight=parameter(scope, f"{name}.weight", channels, 1, taps, take=by_tap),
+        bias=parameter(scope, f"{name}.bias", channels) if biased else None,
         silu=silu,
     )
