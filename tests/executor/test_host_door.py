@@ -242,7 +242,7 @@ def test_who_speaks_for_another_host_ends_the_group(
         (of_ranks, CollectivesDone(0, 0, 1), "sent a message in the name of another host"),
         (of_ranks, CollectivesDone(1, 2, 1), "sent a message in the name of another host"),
         (of_ranks, CollectivesDone(1, 0, 2), "reports collective 2 after 0"),
-        (of_ranks, LinkOrder(2, (0,) * 7), "link 2"),
+        (of_ranks, LinkOrder(2, (0,) * 7), "sent a message of unknown link 2"),
         (config, CollectivesDone(1, 0, 1), "sent a collective, but there are no ranks on several hosts"),
     ):
         with closing(Door(told)) as door:
