@@ -81,7 +81,7 @@ class Batch:
     attention: dict[View, tuple[AttentionGroup, ...]]
     """Attention groups of each distinct view of the model's layers."""
     states: dict[int, StateRows]
-    """State rows of each group whose blocks hold states."""
+    """State rows of each group with state blocks."""
 
 
 def _first_seen(sight: AttentionWindow, positions: Int) -> Int:

@@ -27,7 +27,7 @@ class ExpertCounts:
 
 
 class ExpertMetrics:
-    """The metrics of an executor whose model has experts."""
+    """The metrics of a model with experts."""
 
     def __init__(self, metrics: Metrics, counts: ExpertCounts) -> None:
         self._counts = counts

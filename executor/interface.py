@@ -141,7 +141,7 @@ class StepWorker(Protocol):
 
     @property
     def has_chores(self) -> bool:
-        """Whether idle tasks are left."""
+        """True if idle tasks are left."""
 
     def do_chore(self) -> None:
         """Run one short idle task. Called with no step in flight."""

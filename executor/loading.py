@@ -102,7 +102,7 @@ def _packed_cache(config: EngineConfig, share: Share) -> PackedCache | None:
 
 
 def check_agreement(model: CausalModel, resolved: ModelConfig, path: str, share: Share = WHOLE) -> None:
-    """Reject a resolved configuration whose KV layers or vocabulary differ from the card's. Raises `ConfigError`."""
+    """Check that KV layers and vocabulary of the resolved configuration equal the card's. Raises `ConfigError`."""
     attended = {layer for group in resolved.kv.groups if not group.is_state for layer in group.layers}
     for name, ours, theirs in (
         (

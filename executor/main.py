@@ -90,9 +90,7 @@ def _set_environment() -> None:
 
 
 def make_worker(config: EngineConfig, span: Span, followers: FollowerProcesses | None = None) -> StepWorker:
-    """Import and build the worker that the configuration names; with ``followers``, a worker that spans several
-    ranks.
-    """
+    """Import and build the worker that the configuration names; with ``followers``, a worker that spans several ranks."""
     _set_environment()
     ahead = None
     if config.executor.kind == "torch" and config.executor.load_format == "auto":

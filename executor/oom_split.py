@@ -170,7 +170,7 @@ def _column(number: int) -> bytes:
 
 
 def joined(step: int, parts: Iterable[tuple[StepPlan, StepResult]]) -> StepResult:
-    """Return the result of a split step from its ``parts``, whose row indexes are relative to the part."""
+    """Return the result of a split step from its ``parts``, which have relative row indexes."""
     whole = StepResult(step, 0, b"")
     num_rows, last_slot = 0, None
     for plan, result in parts:

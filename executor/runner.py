@@ -28,9 +28,7 @@ class LogitsSource(Protocol):
 
 
 class Runner(LogitsSource, Protocol):
-    """A model with its KV memory: `quintet.executor.backends.torch.eager` or
-    `quintet.executor.backends.cpu.program.runner`.
-    """
+    """A model with its KV memory: `quintet.executor.backends.torch.eager` or `quintet.executor.backends.cpu.program.runner`."""
 
     @property
     def work_done(self) -> int:
@@ -46,7 +44,7 @@ class Runner(LogitsSource, Protocol):
     def forward_and_draw(
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
     ) -> bytes | None:
-        """Compute a step whose rows need only tokens, and draw them; None if the runner does not support it.
+        """Compute a step that needs only tokens, and draw them; None if the runner does not support it.
 
         settings: settings of every slot (`quintet.executor.sampling.settings`). masks: allowed tokens of some rows,
         awaited between logits and draw. Returns the tokens as int32; the token table holds them too.

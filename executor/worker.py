@@ -138,7 +138,7 @@ class Worker:
 
     @property
     def has_chores(self) -> bool:
-        """Whether weights of any rank remain on small pages, or experts on overloaded ranks."""
+        """True if weights of any rank remain on small pages, or experts on overloaded ranks."""
         if self._stage is not None and self._stage.has_chores:
             return True
         is_scattered = self._weights is not None and self._weights.is_scattered

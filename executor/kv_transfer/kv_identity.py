@@ -34,8 +34,7 @@ SAMPLED_EVERY = 1 << 20
 
 
 def identity_of(config: EngineConfig, runner: str) -> bytes:
-    """Return a 32-byte identity that differs if the same tokens may have other keys and values, or another block
-    layout.
+    """Return a 32-byte identity that differs if the same tokens may have other keys and values, or another block layout.
 
     runner: name of the model runner. Includes settings without a known effect, such as the maximum context length.
     """
@@ -57,7 +56,7 @@ def whole_of(parts: Mapping[str, str]) -> bytes:
 
 
 def digest_of(identity: bytes, key: bytes, block: memoryview) -> bytes:
-    """Return the hash of a block with its identity ``whose`` and its key."""
+    """Return the hash of a block with its identity and key."""
     digest = hashlib.sha256(identity + len(key).to_bytes(1, "little") + key)
     digest.update(block)
     return digest.digest()
@@ -143,9 +142,7 @@ def _samples_of(config: EngineConfig) -> object:
 
 
 def sources() -> str:
-    """Return a hash of the executor's Python sources, which determine results, such as the rotation or a quantization
-    format.
-    """
+    """Return a hash of the executor's Python sources, which determine results, such as the rotation or a quantization format."""
     content = hashlib.sha256()
     for path in sorted(EXECUTOR.rglob("*.py")):
         content.update(path.relative_to(EXECUTOR).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

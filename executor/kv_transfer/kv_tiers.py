@@ -28,8 +28,7 @@ class KvTiers:
         runner: str,
         host_blocks: HostBlocks | HostBlocksOfAllRanks,
     ) -> None:
-        """open_blocks: called if a tier is configured. runner: name of the model runner. host_blocks: swap space,
-        numbered first.
+        """open_blocks: called if a tier is configured. runner: name of the model runner. host_blocks: swap space, numbered first.
 
         Raises `ConfigError` if a tier cannot be opened.
         """

@@ -37,7 +37,7 @@ class ModelCard:
     """Prefix of a nested object's keys, for error messages: ``rope_parameters.``."""
 
     def has(self, key: Key) -> bool:
-        """Whether the value is present."""
+        """True if the value is present."""
         return self.values.get(self.spelling(key)) is not None
 
     def spelling(self, key: Key) -> str:

@@ -20,8 +20,7 @@ class ExpertsLayout(StrEnum):
     ALTERNATING = "alternating"
     """As `TRANSPOSED`, with interleaved gates and ups, biases included."""
     MXFP4 = "mxfp4"
-    """``[E, 2 W, H / 32, 16]`` with interleaved gates and ups, and ``[E, H, W / 32, 16]``: bytes of two 4-bit
-    numbers.
+    """``[E, 2 W, H / 32, 16]`` with interleaved gates and ups, and ``[E, H, W / 32, 16]``: bytes of two 4-bit numbers.
 
     Each 16 bytes share an exponent, in a separate tensor (Open Compute Project, "Microscaling formats (MX)
     specification", 2023).
@@ -38,19 +37,19 @@ class ExpertsSpec:
     layout: ExpertsLayout = ExpertsLayout.SEPARATE
     router_bias: bool = False
     corrected: bool = False
-    """Whether `Names.correction` is added to the scores for the selection only."""
+    """True if `Names.correction` is added to the scores for the selection only."""
     correction_in_row: bool = False
-    """Whether the checkpoint stores the correction as a matrix with one row."""
+    """True if the checkpoint stores the correction as a matrix with one row."""
     biased: bool = False
-    """Whether experts have biases: `Names.experts_gate_up_bias`, `Names.experts_down_bias`, both stacked."""
+    """True if experts have biases: `Names.experts_gate_up_bias`, `Names.experts_down_bias`, both stacked."""
     clamp: tuple[float, float] | None = None
     """Factor and limit of ``g sigmoid(factor g) (u + 1)`` with gates and ups clamped to the limit; None for SiLU."""
     shared_width: int | None = None
     """Width of a shared expert, which processes every token: `Names.shared_gate` and so on; None without one."""
     shared_stacked: bool = False
-    """Whether the shared expert's gates and ups are one tensor, `Names.shared_gate_up`."""
+    """True if the shared expert's gates and ups are one tensor, `Names.shared_gate_up`."""
     shared_gated: bool = False
-    """Whether the shared expert's output is multiplied by the sigmoid of `Names.shared_router`."""
+    """True if the shared expert's output is multiplied by the sigmoid of `Names.shared_router`."""
 
     def num_parameters(self, hidden_size: int) -> int:
         """Number of matrix elements, including stacked biases and a one-row correction."""

@@ -18,6 +18,4 @@ class Family:
     words: str
     """Model names, for users."""
     builder: str = "quintet.executor.models.decoder:Decoder"
-    """``module:name`` of the function that builds the model from a spec and a
-    `quintet.executor.models.model.Setting`.
-    """
+    """``module:name`` of the function that builds the model from a spec and a `quintet.executor.models.model.Setting`."""

@@ -18,4 +18,4 @@ class KvNeed:
     chunk: int | None = None
     """Chunk length in positions: only the current chunk's tokens are kept; None for all."""
     values_in_keys: bool = False
-    """Whether a value is a prefix of its key and needs no memory."""
+    """True if a value is a prefix of its key and needs no memory."""

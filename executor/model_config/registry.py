@@ -81,8 +81,7 @@ _KINDS = {
 
 
 def architecture_of(model_type: str, *, is_part: bool) -> str:
-    """Return the architecture of a card that has only a ``model_type``: a known one, or the name by transformers'
-    convention.
+    """Return the architecture of a card that has only a ``model_type``: a known one, or the name by transformers' convention.
 
     is_part: whether the text model is a part of a multimodal model.
     """

@@ -51,14 +51,12 @@ class RopeSpec:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a token's rotation depends on the sequence length."""
+        """True if a token's rotation depends on the sequence length."""
         return self.kind in {"dynamic", "longrope", "stairs"}
 
     @property
     def fixed_len(self) -> int | None:
-        """Sequence length up to which all rotations are the same; longer sequences have others. None: always the
-        same.
-        """
+        """Sequence length up to which all rotations are the same; longer sequences have others. None: always the same."""
         if not self.depends_on_length:
             return None
         return (

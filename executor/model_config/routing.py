@@ -40,13 +40,11 @@ class Routing:
     chosen_groups: int = 1
     group_best: int = 1
     renormalise: bool = False
-    """Whether a token's weights are divided by their sum plus ``addend``."""
+    """True if a token's weights are divided by their sum plus ``addend``."""
     addend: float = 1e-20
     jitter: float = 0.0
-    """For `Scoring.SPARSE_MIXER`: two scores are near if they differ by at most ``2 * jitter`` of the larger
-    magnitude.
-    """
+    """For `Scoring.SPARSE_MIXER`: two scores are near if they differ by at most ``2 * jitter`` of the larger magnitude."""
     scale: float = 1.0
     """Factor of every weight, applied last."""
     scaled_inputs: bool = False
-    """Whether the weight multiplies an expert's input instead of its output."""
+    """True if the weight multiplies an expert's input instead of its output."""

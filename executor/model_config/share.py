@@ -42,7 +42,7 @@ SUM_BYTES = 4
 STAGING_BYTES = 4 << 20
 """Buffer size of an expert copy: one transfer between ranks, about 1 to 2 ms."""
 CROSSING_BYTES = 64 << 20
-"""Buffer size for blocks whose parts are in several processes; at least one block."""
+"""Buffer size for blocks with parts in several processes; at least one block."""
 PARTIAL_BYTES = 16 << 20
 """Buffer size of partial attention results over shared KV: 250,000 tokens of 16 heads with 512 elements per value, or
 1,000,000 with 128. Tokens that exceed the buffer are computed head by head.
@@ -68,7 +68,7 @@ class KeptRange:
 
     @property
     def is_all(self) -> bool:
-        """Whether the range is the whole."""
+        """True if the range is the whole."""
         return self.count == self.whole
 
     @property
@@ -90,7 +90,7 @@ class BlockStripe:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the process does not share its KV memory."""
+        """True if the process does not share its KV memory."""
         return self.size == 1
 
 
@@ -105,7 +105,7 @@ class Share:
     rank: int = 0
     size: int = 1
     by_experts: bool = False
-    """Whether the rank keeps whole experts, instead of some columns of each."""
+    """True if the rank keeps whole experts, instead of some columns of each."""
     stage: int = 0
     """Index of the pipeline stage; the ranks of a stage share its layers."""
     stages: int = 1
@@ -130,17 +130,17 @@ class Share:
 
     @property
     def is_all(self) -> bool:
-        """Whether this rank computes its layers alone."""
+        """True if this rank computes its layers alone."""
         return self.size == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage starts from token ids."""
+        """True if the stage starts from token ids."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage computes logits."""
+        """True if the stage computes logits."""
         return self.stage == self.stages - 1
 
     def has_layer(self, index: int) -> bool:
@@ -175,8 +175,7 @@ class Share:
         return KeptRange(0, width, width) if self.by_experts else self.of(width)
 
     def of_kv_heads(self, count: int) -> KeptRange:
-        """Return the KV heads of the rank's queries. With fewer KV heads than ranks, several ranks keep the same
-        head.
+        """Return the KV heads of the rank's queries. With fewer KV heads than ranks, several ranks keep the same head.
 
         The same rule applies to groups of states and to heads of keys.
         """
@@ -289,7 +288,7 @@ def most_outputs(limits: SchedulerConfig) -> int:
 
 
 def results_depth(stages: int) -> int:
-    """Return the number of steps whose logits are buffered until sampling: a power of two."""
+    """Return the number of steps with logits buffered until sampling: a power of two."""
     return 1 << (stages - 1).bit_length()
 
 

@@ -97,9 +97,7 @@ class QkNormOver(StrEnum):
     HEAD = "head"
     """Each head separately, with one weight for all heads."""
     OWN = "own"
-    """Each head separately with its own weight: a tensor ``[heads, head_dim]``, or one per head if the name has
-    ``{head}``.
-    """
+    """Each head separately with its own weight: a tensor ``[heads, head_dim]``, or one per head if the name has ``{head}``."""
     WHOLE = "whole"
     """All heads together."""
 
@@ -131,7 +129,7 @@ class AttentionSpec:
     rope: RopeSpec | None
     """Rotation of queries and keys by position; None for none."""
     interleaved: bool = False
-    """Whether elements (2i, 2i + 1) are rotated as a pair, instead of i and i + half."""
+    """True if elements (2i, 2i + 1) are rotated as a pair, instead of i and i + half."""
     alibi: tuple[float, ...] = ()
     """ALiBi slopes, one per head: slope times (key position minus query position) is added to a score. Empty: none."""
     window: int | None = None
@@ -142,12 +140,12 @@ class AttentionSpec:
     softcap: float | None = None
     """Scores become ``softcap * tanh(score / softcap)``."""
     sinks: bool = False
-    """Whether each head has an attention sink, `Names.sinks`: an extra logit in its softmax."""
+    """True if each head has an attention sink, `Names.sinks`: an extra logit in its softmax."""
     qk_norm: NormSpec | None = None
     """Norm of queries and keys before rotation: `Names.q_norm` and `Names.k_norm`."""
     qk_norm_over: QkNormOver = QkNormOver.HEAD
     qk_norm_after_rope: bool = False
-    """Whether that norm follows the rotation instead; over heads."""
+    """True if that norm follows the rotation instead; over heads."""
     temperature: Temperature | None = None
     """Scaling of queries after rotation."""
     qkv_bias: bool = False
@@ -155,7 +153,7 @@ class AttentionSpec:
     clip_qkv: float | None = None
     """Clipping limit of queries, keys and values."""
     output_gate: bool = False
-    """Whether `Names.q` has a gate after each head's query; its sigmoid multiplies the head's attention output."""
+    """True if `Names.q` has a gate after each head's query; its sigmoid multiplies the head's attention output."""
     layout: QkvLayout = QkvLayout.SEPARATE
     attended_norm: NormSpec | None = None
     """Norm over all heads' attention output, before `Names.output`: `Names.attended_norm`."""
@@ -198,7 +196,7 @@ class LatentSpec:
     norm: NormSpec
     """Norm of latents: `Names.kv_a_norm`, `Names.q_a_norm`."""
     biased: bool = False
-    """Whether the latent projections and `Names.output` have biases."""
+    """True if the latent projections and `Names.output` have biases."""
     window: None = None
 
     @property
@@ -256,9 +254,7 @@ class MlpSpec:
     down_norm: NormSpec | None = None
     """Norm of the activated values before `Names.down`: `Names.down_norm`."""
     curve: tuple[float, float, float, float] | None = None
-    """Fixed parameters ``alpha_p``, ``alpha_n``, ``beta`` and ``eps`` of a learned activation; None: read from the
-    checkpoint.
-    """
+    """Fixed parameters ``alpha_p``, ``alpha_n``, ``beta`` and ``eps`` of a learned activation; None: read from the checkpoint."""
 
     def num_parameters(self, hidden_size: int) -> int:
         """Number of matrix elements."""
@@ -297,13 +293,13 @@ class LayerSpec:
     mixer_norms: Norms
     mlp_norms: Norms
     parallel: bool = False
-    """Whether mixer and feed-forward read the same input: ``x + mixer(norm x) + mlp(norm x)``. The norm is the
+    """True if mixer and feed-forward read the same input: ``x + mixer(norm x) + mlp(norm x)``. The norm is the
     mixer's, unless ``mlp_norms`` has one.
     """
     residual_multiplier: float = 1.0
     """Factor of the mixer's and feed-forward's outputs before the residual addition."""
     residual_of_norm: bool = False
-    """Whether the residual is the norm's output instead of its input."""
+    """True if the residual is the norm's output instead of its input."""
 
     @property
     def attention(self) -> AttentionSpec | LatentSpec | None:
@@ -337,7 +333,7 @@ class PositionTable:
     offset: int = 0
     """The row of position 0. The table has ``count + offset`` rows."""
     sinusoidal: bool = False
-    """Whether the rows are computed instead of loaded: for row r sines, then cosines, of r times a geometric series
+    """True if the rows are computed instead of loaded: for row r sines, then cosines, of r times a geometric series
     from 1 to 1 / 10000 (Vaswani et al., "Attention is all you need", 2017, as in tensor2tensor).
     """
 
@@ -354,9 +350,9 @@ class DecoderSpec:
     final_norm: NormSpec | None
     names: Names = field(default_factory=Names)
     transposed: bool = False
-    """Whether the checkpoint's layer matrices are ``[in, out]``."""
+    """True if the checkpoint's layer matrices are ``[in, out]``."""
     tied: bool = False
-    """Whether the output layer shares the embedding's weights."""
+    """True if the output layer shares the embedding's weights."""
     positions: PositionTable | None = None
     embedding_width: int | None = None
     """Embedding width if it differs from the hidden size: `Names.project_in` and `Names.project_out` convert."""
@@ -365,7 +361,7 @@ class DecoderSpec:
     embedding_norm: NormSpec | None = None
     head_bias: bool = False
     normalised_head: bool = False
-    """Whether each row of the output layer is divided by its L2 norm."""
+    """True if each row of the output layer is divided by its L2 norm."""
     logit_scale: float = 1.0
     """Factor of every logit."""
     logit_softcap: float | None = None

@@ -45,9 +45,7 @@ class StateDivision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec:
-    """Mamba (Gu and Dao, 2023): a gated short convolution, then a scan with input-dependent time steps, inputs and
-    outputs.
-    """
+    """Mamba (Gu and Dao, 2023): a gated short convolution, then a scan with input-dependent time steps, inputs and outputs."""
 
     channels: int
     state_size: int
@@ -58,7 +56,7 @@ class MambaSpec:
     """Kernel width of the convolution."""
     conv_bias: bool
     projection_bias: bool
-    """Whether the input and output projections have biases."""
+    """True if the input and output projections have biases."""
     inner_norm: NormSpec | None = None
     """Norm of time steps, inputs and outputs (Jamba, FalconMamba)."""
 
@@ -89,9 +87,7 @@ class MambaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec:
-    """Mamba 2 (Dao and Gu, 2024): heads of channels with a common decay; one projection of the layer's input computes
-    all.
-    """
+    """Mamba 2 (Dao and Gu, 2024): heads of channels with a common decay; one projection of the layer's input computes all."""
 
     num_heads: int
     head_dim: int
@@ -171,9 +167,7 @@ class ShortConvSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
-    """A short convolution, then the gated delta rule (Yang, Kautz and Hatamizadeh, 2024); the output is normed and
-    gated.
-    """
+    """A short convolution, then the gated delta rule (Yang, Kautz and Hatamizadeh, 2024); the output is normed and gated."""
 
     num_heads: int
     """Number of value heads."""

@@ -27,9 +27,7 @@ ValueT = TypeVar("ValueT")
 
 
 class ForwardPass(Protocol[ValueT]):
-    """The operations. A value is ``[rows, width]`` in the model's dtype, or logits in theirs; each row is a token of
-    the step.
-    """
+    """The operations. A value is ``[rows, width]`` in the model's dtype, or logits in theirs; each row is a token of the step."""
 
     def embedding(self, layer: Embedding) -> ValueT:
         """Return the embedding of each of the step's tokens."""
@@ -71,9 +69,7 @@ class ForwardPass(Protocol[ValueT]):
         """Return the previous pipeline stage's output for each of the step's tokens."""
 
     def of_all_ranks(self, x: ValueT, kept: KeptRange) -> ValueT:
-        """Return all ranks' columns, concatenated; ``x`` has the columns ``kept``. Read the result once, before the
-        next call.
-        """
+        """Return all ranks' columns, concatenated; ``x`` has the columns ``kept``. Read the result once, before the next call."""
 
     def head_linear(self, layer: HeadLinear, x: ValueT) -> ValueT:
         """Return each head's columns of ``x`` multiplied by the head's matrix."""
@@ -93,8 +89,7 @@ class ForwardPass(Protocol[ValueT]):
         """
 
     def causal_conv(self, layer: CausalConv, x: ValueT) -> ValueT:
-        """Return each channel of ``x`` convolved over its last tokens; see
-        `quintet.executor.backends.cpu.ops.causal_conv`.
+        """Return each channel of ``x`` convolved over its last tokens; see `quintet.executor.backends.cpu.ops.causal_conv`.
 
         This operation and the scans below read the layer's state of each row and write the next one.
         """

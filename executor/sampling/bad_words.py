@@ -1,4 +1,4 @@
-"""``bad_words``: token sequences whose last token is blocked after the preceding ones.
+"""``bad_words``: block the last token of a sequence after the preceding ones.
 
 As in vLLM, the preceding tokens must all be outputs: a sequence that starts in the prompt is not matched.
 """

@@ -139,8 +139,7 @@ class Grammars:
         return True
 
     def begin(self, slots: Int, positions: Int, which: Int) -> StepMasks:
-        """Start to make masks for the rows ``which`` of a step. Their matchers must know all tokens before
-        ``positions``.
+        """Start to make masks for the rows ``which`` of a step. Their matchers must know all tokens before ``positions``.
 
         slots, positions: int64[S], of all rows that draw. Overwrites the masks of these slots only.
         """

@@ -34,9 +34,7 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index where the cumulative share first exceeds ``uniforms``, and the fraction within its weight, in
-    [0, 1).
-    """
+    """Return the index where the cumulative share first exceeds ``uniforms``, and the fraction within its weight, in [0, 1)."""
     cumulated = weights.cumsum(dim=-1)
     target = uniforms * cumulated[:, -1]
     # never past the last positive weight, despite rounding of the product

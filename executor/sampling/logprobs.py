@@ -75,7 +75,7 @@ class Logprobs:
     def of_prompt(
         self, rows: Rows, which: Int, tables: SlotTables, runner: LogitsSource
     ) -> list[PromptLogprobs]:
-        """Return log-probabilities of prompt tokens whose preceding position is in this step, of the rows ``which``.
+        """Return log-probabilities of the prompt tokens after this step's positions, of the rows ``which``.
 
         The previous step covered the first token of a chunk, so entries of successive chunks join without a gap.
         """

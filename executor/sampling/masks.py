@@ -42,7 +42,7 @@ class Masks:
         self.words = words
         """Bit t of a row, counted from the lowest bit of its first word: token t."""
         self.used: NDArray[np.uint8] = np.zeros(len(words), np.uint8)
-        """0 for a slot without a mask, whose row is undefined."""
+        """0 for a slot without a mask; its row is undefined."""
 
     @cached_property
     def address(self) -> int:

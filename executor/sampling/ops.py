@@ -56,7 +56,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "cuda": {},
 }
-"""Import strings by platform and operation, in place of the torch references."""
+"""Import strings by platform and operation; they replace the torch references."""
 
 
 def sampling_ops_of(platform: str) -> SamplingOps:

@@ -51,9 +51,7 @@ class Sampler:
         shaping: Sequence[Callable[[int, int], LogitsProcessor]] = SHAPING,
         grammars: Grammars | None = None,
     ) -> None:
-        """shaping: `SHAPING`, or a device's implementations in the same order. grammars: None without structured
-        outputs.
-        """
+        """shaping: `SHAPING`, or a device's implementations in the same order. grammars: None without structured outputs."""
         self._tables = tables
         self._host_token_ids = tables.token_ids.numpy() if tables.device.type == "cpu" else None
         """The token table as a numpy view on a CPU: for few numbers, several times faster than torch."""
@@ -134,8 +132,7 @@ class Sampler:
     def draw(
         self, rows: Rows, logits: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, list[TokenLogprobs]]:
-        """Draw for every sampling row of ``rows`` from ``logits [S, vocab]`` of any dtype. Does not change the
-        logits.
+        """Draw for every sampling row of ``rows`` from ``logits [S, vocab]`` of any dtype. Does not change the logits.
 
         masks: the allowed tokens of rows with structured outputs. Returns the tokens, int32[S], and the requested
         log-probabilities.

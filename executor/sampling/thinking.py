@@ -53,9 +53,7 @@ class ThinkingBudgets:
         return np.flatnonzero((num_outputs >= self._earliest[slots]) & (num_outputs < self._ends[slots]))
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """Set all logits but the forced token's to -inf in the rows ``which`` of ``logits [S, vocab]`` with a forced
-        token.
-        """
+        """Set all logits but the forced token's to -inf in the rows ``which`` of ``logits [S, vocab]`` with a forced token."""
         device = logits.device
         forced = to_device(np.full(len(which), NONE), device)
         groups: dict[bytes, list[int]] = {}

@@ -1,4 +1,4 @@
-"""``top_p``: keep the smallest set of most likely tokens whose probabilities reach p.
+"""``top_p``: keep the smallest set of most likely tokens with a total probability of at least p.
 
 Holtzman et al., "The curious case of neural text degeneration", 2020.
 """
@@ -42,8 +42,7 @@ def threshold(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 def _last_kept(
     largest: torch.Tensor, most_likely: torch.Tensor, p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest kept logit of ``largest [n, candidates]`` (descending), and whether the candidates reach
-    ``p``.
+    """Return the smallest kept logit of ``largest [n, candidates]`` (descending), and whether the candidates reach ``p``.
 
     Logits are kept while the mass before them is less than ``p``. ``most_likely`` is the probability of the first.
     """

@@ -1,8 +1,7 @@
 """Collectives of ranks on several hosts: each host sends its ranks' contributions to the other hosts.
 
-    host A   rank 0 ── rows, arrival ──▶ memory ──▶ HostCollectives ─╮ rows, then CollectivesDone
-                                                                     ▼
-    host B   rank 1 ◀── rows, arrival ── memory ◀── HostCollectives ─╯
+    host A                                                                          host B
+    rank 0 ── rows ──▶ memory ──▶ HostCollectives ── rows, CollectivesDone ──▶ HostCollectives ──▶ memory ──▶ rank 1
 
 Each host has its own memory with the same layout for all ranks' sums. A remote rank counts as arrived at a collective
 once its rows are in the local memory. So ranks have the same guarantees as on one host: after a collective, all

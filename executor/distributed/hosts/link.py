@@ -1,9 +1,8 @@
 """The two ends of a link between two hosts: each emulates the remote rank in the local memory of the link.
 
-    host A   stage k     ── order ──▶ memory ──▶ LinkReceiver ─╮ LinkOrder
-                                         done ◀── LinkReceiver ◀┼─ LinkProgress
-                                                               ▼│
-    host B   stage k + 1 ◀── order ── memory ◀── LinkSender ────╯
+    host A                                                          host B
+    stage k ── order ──▶ memory ──▶ LinkReceiver ── LinkOrder ────▶ LinkSender ──▶ memory ── order ──▶ stage k + 1
+            ◀── done ─── memory ◀── LinkReceiver ◀─ LinkProgress ── LinkSender ◀── memory ◀── done ───
 
 The receiver marks an order as done when the remote stage has finished it. So the number of orders in flight is that
 of a local link, there is always space for a message, and memory is reused only after both hosts have read it. Each
@@ -51,7 +50,7 @@ class LinkEnd:
         is_last: bool,
         is_within: bool = False,
     ) -> None:
-        """ranks: the ranks whose role it takes; the first of them sends or receives."""
+        """ranks: the emulated ranks; the first of them sends or receives."""
         self.link = link
         self.library, self.shape = library, shape
         self.memory = RanksMemory(library, descriptor, shape)
@@ -59,9 +58,9 @@ class LinkEnd:
             library.new(ctypes.byref(shape), self.memory.address, rank, 0) for rank in ranks
         )
         self.is_within = is_within
-        """Whether the link connects ranks of one stage, instead of two stages."""
+        """True if the link connects ranks of one stage, instead of two stages."""
         self.is_last = is_last
-        """Whether the link carries logits, to the first stage."""
+        """True if the link carries logits, to the first stage."""
 
     def all_done(self, orders: int) -> None:
         """Mark ``orders`` orders as done for all emulated ranks."""

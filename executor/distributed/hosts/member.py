@@ -112,7 +112,7 @@ class Member:
         for each in (self._socket, self._monitor):
             self._poller.register(each, zmq.POLLIN)
         self._is_connected = False
-        """Whether the ZeroMQ handshake has succeeded."""
+        """True if the ZeroMQ handshake has succeeded."""
         self._endpoint: str | None = None
         """The endpoint in use, or the last one tried."""
         self._num_tries = 0
@@ -124,9 +124,7 @@ class Member:
         self._context.destroy(linger=0)
 
     def run(self) -> None:
-        """Join, then compute and carry messages until the connection ends. Raises `HostLost`, or `ConfigError` if
-        refused.
-        """
+        """Join, then compute and carry messages until the connection ends. Raises `HostLost`, or `ConfigError` if refused."""
         log.info("host %d joins at %s", self._own.host, self._own.hosts.address)
         while True:
             if not self._is_connected:
@@ -233,9 +231,7 @@ class Member:
                 raise InvalidMessage("sent an invalid message")
 
     def _configure(self, message: Welcome) -> None:
-        """Take the configuration from the hub, then determine this host's identity parts in a thread, since reading
-        is slow.
-        """
+        """Take the configuration from the hub, then determine this host's identity parts in a thread, since reading is slow."""
         own = self._own
         shared = msgspec.json.decode(message.config, type=EngineConfig)
         if shared.executor.num_hosts != own.hosts.count:

@@ -78,7 +78,7 @@ class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
     reason: str
     is_final: bool
-    """Whether a retry cannot succeed."""
+    """True if a retry cannot succeed."""
 
 
 class LinkOrder(msgspec.Struct, tag=5, array_like=True, frozen=True):

@@ -48,7 +48,7 @@ class Balancer:
 
     @property
     def has_chores(self) -> bool:
-        """Whether layers or pieces are left to process. Any thread may read it."""
+        """True if layers or pieces are left to process. Any thread may read it."""
         return self._tasks is not None
 
     def do_chore(self) -> None:

@@ -95,7 +95,7 @@ def end_child(error: Exception, error_path: Path, name: str, *, at_once: bool = 
 
 
 class ExpectedEnd(Exception):
-    """An exit whose cause is outside this process; the message names it."""
+    """An exit with a cause outside this process; the message names it."""
 
 
 def numbers(reason: str) -> tuple[int, ...]:

@@ -36,17 +36,13 @@ from quintet.wire.ids import WorkerId
 RANK, HUB = "quintet.executor.distributed.parallel.follower", "quintet.executor.distributed.hosts.hub"
 
 WRITE_S = 1.5
-"""Time for a traced follower to write its file at exit. The leader writes its own afterwards, within its exit
-timeout.
-"""
+"""Time for a traced follower to write its file at exit. The leader writes its own afterwards, within its exit timeout."""
 
 log = logging.getLogger("quintet")
 
 
 class FollowerProcesses:
-    """A host's followers of one executor. Create it in the main thread: children are killed with the thread that made
-    them.
-    """
+    """A host's followers of one executor. Create it in the main thread: children are killed with the thread that made them."""
 
     def __init__(self, me: WorkerId, config: EngineConfig, host: int = 0) -> None:
         self._config = config

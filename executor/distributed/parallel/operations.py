@@ -25,7 +25,7 @@ class SharedRows:
     row_bytes: int
     stride: int
     for_first: bool = False
-    """Whether only the leader reads them."""
+    """True if only the leader reads them."""
 
 
 NOTHING = SharedRows(0, 0, 0)
@@ -44,11 +44,10 @@ class RankOperations:
         self._max_tokens = max_tokens
         self._turn = self._gathered = 0
         self._are_rows_read = False
-        """Whether the last read of expert rows is not yet followed by a barrier."""
+        """True if the last read of expert rows is not yet followed by a barrier."""
 
     def linear(self, layer: Linear, x: Value, residual: Value | None, y: Value) -> None:
-        """Append a linear layer with inputs divided over ranks: partial sums, a barrier, then the total on every
-        rank.
+        """Append a linear layer with inputs divided over ranks: partial sums, a barrier, then the total on every rank.
 
         Every rank adds bias and residual once, to the total.
         """

@@ -58,7 +58,7 @@ class Pipeline:
         """Draw programs by the address of the logits."""
         self._num_steps = self._num_sent = self._num_taken = 0
         self._is_taken = False
-        """Whether the last taken logits are still being read."""
+        """True if the last taken logits are still being read."""
         self._step_buffer = ctypes.byref(CStep())  # a result contains no step
         links.preceding.done()  # ready
 
@@ -79,7 +79,7 @@ class Pipeline:
 
     @property
     def has_chores(self) -> bool:
-        """Whether a stage has idle tasks left."""
+        """True if a stage has idle tasks left."""
         return self._stage.has_chores or self._links.following.noted(Note.IDLE_TASKS) > 0
 
     @property
@@ -112,9 +112,7 @@ class Pipeline:
         return self._send(step, length, StepPart.LAYERS)
 
     def more_logits(self, flight: InFlightStep, tokens: Int) -> torch.Tensor:
-        """Return more logits ``[len(tokens), vocab]`` of the last step, which was already taken; valid until the next
-        call.
-        """
+        """Return more logits ``[len(tokens), vocab]`` of the last step, which was already taken; valid until the next call."""
         with flight.step.asking_for(tokens):
             order = self._send(flight.step, flight.length, StepPart.LOGITS)
         self.wait(order)

@@ -3,8 +3,8 @@
     begin      the first stage's layers of step N + 1, while later stages compute step N
     result     draw step N's tokens from its logits
 
-A step's tokens are in the token table only after its end. So `begin` first finishes every step whose tokens the new
-rows read, and every step that draws into a slot with a new request. `waits_for` reports this in advance, so that the
+A step's tokens are in the token table only after its end. So `begin` first finishes every step with tokens that the
+new rows read, and every step that draws into a slot with a new request. `waits_for` reports this in advance, so that the
 loop sends those results first.
 """
 
@@ -149,7 +149,7 @@ class PipelineWorker:
 
     @property
     def has_chores(self) -> bool:
-        """Whether weights of any process remain on small pages, or experts on overloaded ranks."""
+        """True if weights of any process remain on small pages, or experts on overloaded ranks."""
         is_scattered = self._weights is not None and self._weights.is_scattered
         of_ranks = self._group is not None and self._group.noted(Note.IDLE_TASKS) > 0
         return is_scattered or of_ranks or self._pipeline.has_chores
@@ -220,7 +220,7 @@ class PipelineWorker:
 
     @torch.inference_mode()
     def _finish(self, last: PipelinedStep) -> None:
-        """Draw all steps up to this one. A step whose draw raises keeps the error for its `result`."""
+        """Draw all steps up to this one. If a draw raises, the step keeps the error for its `result`."""
         while last.outcome is None:
             step = self._undrawn.popleft()
             logits = self._pipeline.take(step.flight)

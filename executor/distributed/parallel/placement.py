@@ -124,9 +124,7 @@ def copies_between(before: Spares, after: Spares, homes: Sequence[int]) -> list[
 
 
 def _laid_out(wanted: Sequence[int], existing: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Return a rank's slots with the chosen experts: existing copies keep their slots; new ones fill empty slots
-    first.
-    """
+    """Return a rank's slots with the chosen experts: existing copies keep their slots; new ones fill empty slots first."""
     left = [expert for expert in wanted if expert not in existing]
     places = list(existing)
     for place in sorted(range(len(places)), key=lambda place: existing[place] is not None):
@@ -181,7 +179,7 @@ class _Levels:
             levels[rank] += part
 
     def best_copy(self, free: Sequence[int], spares: Spares, least: float) -> tuple[int, int] | None:
-        """Return the expert whose copy relieves the busiest rank most, and its target: the least loaded rank with a
+        """Return the expert to copy, which relieves the busiest rank most, and its target: the least loaded rank with a
         free slot.
 
         None if no copy takes over more than ``least``. free: empty slots of each rank.

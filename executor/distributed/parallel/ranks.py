@@ -47,9 +47,7 @@ class Ranks:
         return self._rows(self.library.logits(self.handle), self.shape.max_outputs, width, dtype)
 
     def rotated(self, first: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory of rotations ``[max_tokens, width]``, after ``first`` elements per token of other
-        rotations.
-        """
+        """Return the memory of rotations ``[max_tokens, width]``, after ``first`` elements per token of other rotations."""
         begin = self.shape.max_tokens * first * dtype.itemsize
         return self._rows(self.library.rotated(self.handle) + begin, self.shape.max_tokens, width, dtype)
 
@@ -78,9 +76,7 @@ class Ranks:
         return self._rows(address, self.shape.max_tokens, width, dtype)
 
     def exchange(self, own: bytes) -> list[bytes]:
-        """All-gather: return every rank's message by rank. Collective. Less than `SLOT_BYTES` bytes; uses
-        ``staging``.
-        """
+        """All-gather: return every rank's message by rank. Collective. Less than `SLOT_BYTES` bytes; uses ``staging``."""
         slots = self.staging().view(self.share.size, SLOT_BYTES)
         assert len(own) < SLOT_BYTES, own
         mine = bytes([len(own)]) + own
@@ -109,9 +105,7 @@ class Ranks:
         self.library.make_room(self.handle)
 
     def wait_for_sent(self, orders: int) -> None:
-        """Wait until ``orders`` orders were sent, without receiving one. Any thread may call it; others continue to
-        run.
-        """
+        """Wait until ``orders`` orders were sent, without receiving one. Any thread may call it; others continue to run."""
         self.library.wait_for_sent(self.handle, orders)
 
     def note(self, what: Note, value: int) -> None:

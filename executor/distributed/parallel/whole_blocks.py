@@ -1,5 +1,4 @@
-"""Whole KV blocks with parts in several processes, as the leader sees them. KV transfer uses them without regard to
-ranks.
+"""Whole KV blocks with parts in several processes, as the leader sees them. KV transfer uses them without regard to ranks.
 
     loop        take_into: order to all ──▶ [ rows in flight ]
     any thread                                   wait ──▶ all ranks have copied ──▶ whole rows ──▶ memory; rows are

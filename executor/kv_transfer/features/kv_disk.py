@@ -92,7 +92,7 @@ class DiskBlocks:
     ) -> None:
         """first_host_block: number of the first staging block.
 
-        exchange: folder for exported prefixes. whose: returns the portable identity of the blocks.
+        exchange: folder for exported prefixes. identity: returns the portable identity of the blocks.
         """
         self._exchange, self._identity = exchange, identity
         self._jobs: deque[_Job] = deque()

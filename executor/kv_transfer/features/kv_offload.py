@@ -48,9 +48,7 @@ class HostBlocks:
             layer[on_device.to(layer.device)] = host[on_host].to(layer.device)
 
     def measure(self) -> int:
-        """Return the copy rate in bytes per second, the slower direction; 0 without host blocks. KV memory is
-        unchanged.
-        """
+        """Return the copy rate in bytes per second, the slower direction; 0 without host blocks. KV memory is unchanged."""
         if not self._layers:
             return 0
         block_bytes = sum(layer[0].numel() for layer in self._layers)

@@ -53,7 +53,7 @@ class PeerBlocks:
         num_staging_blocks: int,
         first_host_block: int,
     ) -> None:
-        """parts, whose: see `quintet.executor.kv_transfer.kv_identity`.
+        """parts, identity: see `quintet.executor.kv_transfer.kv_identity`.
 
         listen: ``host:port``, "" for none. num_offered: capacity for offered blocks. Raises `ConfigError`.
         """

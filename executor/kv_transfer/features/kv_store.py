@@ -72,7 +72,7 @@ class StoreBlocks:
         first_host_block: int,
         waiting_bytes: int,
     ) -> None:
-        """whose: the portable identity of the blocks.
+        """identity: the portable identity of the blocks.
 
         first_host_block: number of the first staging block. waiting_bytes: limit on a core's unfinished copies; the
         same amount may be left from earlier cores.

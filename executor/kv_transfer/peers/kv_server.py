@@ -44,7 +44,7 @@ class KvServer:
         identity: bytes,
         parts: Mapping[str, str],
     ) -> None:
-        """address: ``host:port``. whose, parts: see `quintet.executor.kv_transfer.kv_identity`.
+        """address: ``host:port``. identity, parts: see `quintet.executor.kv_transfer.kv_identity`.
 
         Raises `ConfigError` for an address of another machine. An occupied address is retried with `open`.
         """

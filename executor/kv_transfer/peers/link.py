@@ -122,7 +122,7 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no block is outstanding."""
+        """True if no block is outstanding."""
         return not (self._waiting or self._outstanding)
 
     def request(self, wanted: Iterable[WantedBlock], now_s: float) -> None:

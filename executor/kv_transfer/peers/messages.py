@@ -47,7 +47,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the request is within the protocol's limits."""
+        """True if the request is within the protocol's limits."""
         return len(self.keys) <= MAX_KEYS and all(len(key) in KEY_BYTES for key in self.keys)
 
 

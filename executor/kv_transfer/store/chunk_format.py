@@ -32,7 +32,7 @@ class ChunkFormat:
         self.block_bytes = block_bytes
 
     def name_of(self, key: bytes) -> str:
-        """Return the name of the chunk whose last block has this key; unique across identities."""
+        """Return the name of the chunk that ends with the block of this key; unique across identities."""
         return f"{self.identity.hex()[:32]}/{key.hex()}"
 
     def size(self, num_blocks: int) -> int:

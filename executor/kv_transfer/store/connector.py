@@ -33,9 +33,7 @@ class KvConnector(Protocol):
         """Store an object unless one of this name and size exists; return whether it exists now."""
 
     def get(self, name: str, into: memoryview) -> bool:
-        """Read an object of exactly this size into ``into``. If it is missing, return False; ``into`` is undefined
-        then.
-        """
+        """Read an object of exactly this size into ``into``. If it is missing, return False; ``into`` is undefined then."""
 
     def drop(self, name: str) -> None:
         """Remove a damaged object."""
@@ -45,9 +43,7 @@ class KvConnector(Protocol):
 
 
 def open_connector(config: KvStoreConfig) -> KvConnector:
-    """Return the connector of a store. Raises `ConfigError` for an invalid configuration, not for an unreachable
-    store.
-    """
+    """Return the connector of a store. Raises `ConfigError` for an invalid configuration, not for an unreachable store."""
     module, _, name = connector_path(config.url).partition(":")
     opener: Callable[[KvStoreConfig], KvConnector] = getattr(importlib.import_module(module), name)
     return opener(config)

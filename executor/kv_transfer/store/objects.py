@@ -52,7 +52,7 @@ def open_objects(config: KvStoreConfig) -> ObjectStore:
             f"--kv-store {config.url}: {error}. {scheme}: needs fsspec (pip install 'quintet[store]') and the package of"
             " that storage, such as s3fs, gcsfs or adlfs"
         ) from None
-    except Exception as error:  # noqa: BLE001 -- storage packages raise their own errors, whose text may contain secrets
+    except Exception as error:  # noqa: BLE001 -- storage packages raise their own errors, with possible secrets in the text
         raise ConfigError(
             f"--kv-store {config.url}: the package for {scheme} failed to start ({type(error).__name__}): check the account and"
             " credentials in the environment or in its files"

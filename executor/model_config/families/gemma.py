@@ -71,9 +71,7 @@ def vault_gemma(card: ModelCard) -> DecoderSpec:
 
 
 def gemma3(card: ModelCard) -> DecoderSpec:
-    """Gemma 3, the text model: norms of queries and keys; five of six layers have a sliding window and another
-    rotation.
-    """
+    """Gemma 3, the text model: norms of queries and keys; five of six layers have a sliding window and another rotation."""
     card = replace(card, values={**_GEMMA3, **card.values})
     kinds = layer_kinds(card, every_full(card, card.whole("sliding_window_pattern", 1, 1024, 6)))
     dim = head_width(card, 256)

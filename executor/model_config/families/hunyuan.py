@@ -1,4 +1,4 @@
-"""HunYuan V1: norms of queries and keys after rotation, whose base may be scaled by a constant."""
+"""HunYuan V1: norms of queries and keys after rotation; its base may be scaled by a constant."""
 
 from __future__ import annotations
 

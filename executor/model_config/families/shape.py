@@ -48,7 +48,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "m
 WIDTH = "intermediate_size"
 RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 APART = "matrices_apart"
-"""Key of cards converted from GGUF, whose matrices are separate."""
+"""Key of cards converted from GGUF: matrices are separate."""
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
 
@@ -247,9 +247,7 @@ def window(card: ModelCard, default: int | None = None, key: str = "sliding_wind
 
 
 def every_full(card: ModelCard, period: int) -> list[str]:
-    """Return each layer's kind: full attention in the last of every ``period`` layers, a sliding window in the
-    others.
-    """
+    """Return each layer's kind: full attention in the last of every ``period`` layers, a sliding window in the others."""
     return [SLIDING if (i + 1) % period else FULL for i in range(num_layers(card))]
 
 

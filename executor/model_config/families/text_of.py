@@ -14,7 +14,7 @@ from quintet.executor.model_config.spec import DecoderSpec
 def text_of(read: Callable[[ModelCard], DecoderSpec], inner: str = "") -> Callable[[ModelCard], DecoderSpec]:
     """Return a reader of the ``text_config`` in a multimodal card.
 
-    inner: prefix of the text model's names in place of ``model.``, if they are not all below ``language_model``.
+    inner: prefix of the text model's names instead of ``model.``, if they are not all below ``language_model``.
     """
 
     def reader(card: ModelCard) -> DecoderSpec:

@@ -28,7 +28,7 @@ from quintet.executor.models.forward import ForwardPass, ValueT
 
 
 class Block(Protocol):
-    """A block whose output a layer adds to the residual."""
+    """A block of a layer; its output is added to the residual."""
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """Return ``[rows, hidden]`` for x ``[rows, hidden]``."""

@@ -65,9 +65,7 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
 
 
 def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
-    """Return the source of each expert's down projection ``[hidden, width]``; a rank has some, or some columns of
-    each.
-    """
+    """Return the source of each expert's down projection ``[hidden, width]``; a rank has some, or some columns of each."""
     names, hidden, wide = scope.names, scope.hidden_size, spec.width
     own, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
     name = scope.name(names.experts_down)

@@ -90,9 +90,7 @@ def _norm(scope: Scope, spec: LatentSpec, name: str, width: int) -> Norm:
 
 
 def _keys(spec: LatentSpec, both: torch.Tensor) -> torch.Tensor:
-    """Return ``[rank + rope_dim, plain_dim + rope_dim]``: the key projection transposed, and an identity for the
-    rotated part.
-    """
+    """Return ``[rank + rope_dim, plain_dim + rope_dim]``: the key projection transposed, and an identity for the rotated part."""
     plain, rope = spec.plain_dim, spec.rope_dim
     matrix = torch.zeros(spec.rank + rope, plain + rope, dtype=both.dtype)
     matrix[: spec.rank, :plain] = both[:plain].t()

@@ -1,5 +1,4 @@
-"""Mamba 2: one projection gives gate, channels, inputs, outputs and time steps; the middle three are convolved, then
-scanned.
+"""Mamba 2: one projection gives gate, channels, inputs, outputs and time steps; the middle three are convolved, then scanned.
 
 Dao and Gu, "Transformers are SSMs" (2024), figure 6::
 

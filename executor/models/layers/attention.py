@@ -77,7 +77,7 @@ class AttentionLayer:
     value_dim: int | None = None
     """Elements of a value's head, up to 512; None: as many as a key's."""
     values_in_keys: bool = False
-    """Whether a value is a prefix of its key and not stored separately: latent attention."""
+    """True if a value is a prefix of its key and not stored separately: latent attention."""
     rope: int | None = None
     """Index of the rotation among the model's; None for no rotation."""
     rotary_dim: int = 0
@@ -85,7 +85,7 @@ class AttentionLayer:
     rotary_first: int = 0
     """First rotated element of a head: latent attention rotates the last ones."""
     interleaved: bool = False
-    """Whether elements ``2 i`` and ``2 i + 1`` form a pair (GPT-J), instead of ``i`` and ``i + rotary_dim / 2``."""
+    """True if elements ``2 i`` and ``2 i + 1`` form a pair (GPT-J), instead of ``i`` and ``i + rotary_dim / 2``."""
     window: int | None = None
     """See `AttentionWindow`."""
     chunk: int | None = None
@@ -102,7 +102,7 @@ class AttentionLayer:
     """Norm of each query head before rotation, ``head_dim`` wide. ``k_norm``: of each key head."""
     k_norm: Norm | None = None
     norms_behind: bool = False
-    """Whether both norms follow the rotation instead (HunYuan)."""
+    """True if both norms follow the rotation instead (HunYuan)."""
     temperature: Temperature | None = None
     """Scaling of queries after their rotation."""
     kv_scales: KvScales = field(default_factory=KvScales)
@@ -142,7 +142,7 @@ class AttentionLayer:
 
     @property
     def is_product(self) -> bool:
-        """Whether scores are plain scaled dot products, with no cap, ALiBi or sinks in the softmax."""
+        """True if scores are plain scaled dot products, with no cap, ALiBi or sinks in the softmax."""
         return self.softcap is None and self.alibi_slopes is None and self.sinks is None
 
     @property

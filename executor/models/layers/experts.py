@@ -40,8 +40,7 @@ class Experts:
         *,
         share: Share = WHOLE,
     ) -> None:
-        """correction: name of a tensor added to scores for the selection; None for none. correction_in_row: it is a
-        matrix.
+        """correction: name of a tensor added to scores for the selection; None for none. correction_in_row: it is a matrix.
 
         share: the rank's experts, or its columns of all.
         """
@@ -49,7 +48,7 @@ class Experts:
         self.routing = routing
         self.gate = gate
         self.is_partial = not share.is_all
-        """Whether other ranks have other experts, or other columns of each."""
+        """True if other ranks have other experts, or other columns of each."""
         self.kept = share.of_experts(routing.experts)
         self.homes = Homes(share.rank, share.size, share.places) if share.by_experts else ALL_HERE
         self.hidden = gate_up.depth

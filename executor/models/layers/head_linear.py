@@ -14,9 +14,7 @@ from quintet.executor.models.layers.experts import StackQuantization
 
 
 class HeadLinear:
-    """``y[:, head] = x[:, head] @ weight[head].T`` for x ``[tokens, heads * depth]``, y ``[tokens, heads *
-    columns]``.
-    """
+    """``y[:, head] = x[:, head] @ weight[head].T`` for x ``[tokens, heads * depth]``, y ``[tokens, heads * columns]``."""
 
     def __init__(self, quantization: StackQuantization, plan: WeightPlan, shape: StackShape) -> None:
         assert shape.is_exact and not shape.paired and not shape.biases, shape

@@ -103,7 +103,7 @@ class Embedding:
 
     @property
     def packed(self) -> PackedWeight | None:
-        """A packed weight whose columns are the rows; None if there is a table."""
+        """A packed weight, with the rows as its columns; None if there is a table."""
         return None if self._method is None else self._method.packed
 
     @property

@@ -49,7 +49,7 @@ class Norm:
 
     @property
     def is_per_group(self) -> bool:
-        """Whether each group has separate weights."""
+        """True if each group has separate weights."""
         return any(v is not None and v.numel() != self.width for v in (self.weight, self.bias))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
