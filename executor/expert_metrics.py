@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from quintet.wire.metrics import Metrics
 
-LOOK_EVERY = 128
+UPDATE_EVERY = 128
 """Steps between two updates of the metrics."""
 
 
@@ -32,7 +32,7 @@ class ExpertMetrics:
     def __init__(self, metrics: Metrics, counts: ExpertCounts) -> None:
         self._counts = counts
         self._num_steps = 0
-        self._seen = [asked.copy() for asked in counts.asked]
+        self._last_work = [asked.copy() for asked in counts.asked]
         self._hottest = [
             metrics.gauge(
                 "executor_expert_hottest",
@@ -51,18 +51,18 @@ class ExpertMetrics:
         )
 
     def note_step(self) -> None:
-        """Count a step; update the metrics every `LOOK_EVERY` steps."""
+        """Count a step; update the metrics every `UPDATE_EVERY` steps."""
         copies, moved = self._counts.copied()
         self._copies.value, self._bytes.value = float(copies), float(moved)
         self._num_steps += 1
-        if self._num_steps % LOOK_EVERY == 0:
-            self._look()
+        if self._num_steps % UPDATE_EVERY == 0:
+            self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         busiest = total = 0
-        for gauge, seen, asked in zip(self._hottest, self._seen, self._counts.asked, strict=True):
-            recent = asked - seen
-            seen[:] = asked
+        for gauge, last_work, asked in zip(self._hottest, self._last_work, self._counts.asked, strict=True):
+            recent = asked - last_work
+            last_work[:] = asked
             of_experts = recent[:-2]
             busiest, total = busiest + int(recent[-2]), total + int(recent[-1])
             gauge.set(float(of_experts.max()) / max(float(of_experts.mean()), 1e-9))

@@ -152,7 +152,7 @@ class Executor:
         """Return progress and pending work. The heartbeat thread calls it during a step."""
         return self._process.progress + self._worker.work_done, self._process.pending
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Wait for messages and handle them; run an idle task instead while no step is in flight."""
         if self._in_flight or not self._worker.has_chores:
             self.handle(self._process.receive())
@@ -246,7 +246,7 @@ class Executor:
                 self._process.pending -= 1
             return
         started = StartedStep(plan, pending, self._worker.num_tenants, free_ns, started_ns)
-        # Not "has it ended?": replay of a recorded executor must settle each step in the same turn.
+        # Not "has it ended?": replay of a recorded executor must settle each step in the same iteration.
         if isinstance(pending, Finished) and not self._in_flight:
             self._end(started)
         else:
@@ -379,7 +379,7 @@ def serve(process: Process[Message]) -> None:
         process.ready(**worker.facts)
         with contextlib.closing(executor):
             while True:
-                executor.turn()
+                executor.run_once()
     finally:
         if followers is not None:
             followers.close()

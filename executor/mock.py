@@ -115,7 +115,7 @@ class MockWorker:
             self._write_answers(slots[sampling], ends[sampling], tokens)
         result = StepResult(plan.step, 0, tokens.tobytes())
         if self._logprob_rows:
-            self._pretend_logprobs(plan, slots, sampling, tokens, result)
+            self._mock_logprobs(plan, slots, sampling, tokens, result)
         while (remaining := deadline - time.perf_counter()) > 0:
             time.sleep(min(remaining, _SLEEP_S))
             self.work_done += 1
@@ -145,7 +145,7 @@ class MockWorker:
                 num_prompt_tokens, answer = self._answers[slot]
                 tokens[index] = answer[min(int(ends[index]) - num_prompt_tokens, len(answer) - 1)]
 
-    def _pretend_logprobs(
+    def _mock_logprobs(
         self,
         plan: StepPlan,
         slots: NDArray[np.int32],

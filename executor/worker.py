@@ -73,12 +73,12 @@ class Worker:
         weights: HugePages | None = None,
         ranks: Ranks | None = None,
         stage: Stage | None = None,
-        crossings: Sequence[int] = (),
+        gather_fds: Sequence[int] = (),
     ) -> None:
         """Build the worker around a loaded model.
 
         weights: the host memory of the weights, while part of it is on small pages. ranks: the other ranks, which run
-        idle tasks too. stage: the recorded program of the model, if there is one. crossings: see
+        idle tasks too. stage: the recorded program of the model, if there is one. gather_fds: see
         `quintet.executor.distributed.parallel.follower_processes`.
         """
         self.num_blocks = num_blocks
@@ -101,7 +101,7 @@ class Worker:
         self.swap_bytes_per_s = self._host_blocks.measure()
         blocks: Callable[[], WholeBlocks] = partial(BlockBytes, runner.blocks)
         if ranks is not None:
-            blocks = partial(open_whole_blocks, config, crossings, runner.blocks, share, moves)
+            blocks = partial(open_whole_blocks, config, gather_fds, runner.blocks, share, moves)
         self._kv_tiers = KvTiers(blocks, config, type(runner).__name__, self._host_blocks)
         self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
         self.kv_store = self._kv_tiers.store
@@ -249,7 +249,7 @@ def make_torch_worker(
     config: EngineConfig,
     span: Span = no_span,
     ranks: Ranks | None = None,
-    crossings: Sequence[int] = (),
+    gather_fds: Sequence[int] = (),
     ahead: HugeMemory | None = None,
 ) -> Worker:
     """Return the worker of a CPU, of a GPU without our kernels, or of rank 0 of a model split over ranks."""
@@ -273,7 +273,7 @@ def make_torch_worker(
         model.weights.reservation,
         ranks,
         stage,
-        crossings,
+        gather_fds,
     )
 
 

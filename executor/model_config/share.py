@@ -309,15 +309,15 @@ def shared_bytes(
     tokens, outputs = max(step_tokens, max_num_seqs), max(max_num_seqs, MIN_OUTPUTS)
     hidden, rotated = (tokens * width * item_bytes for width in (spec.hidden_size, rotated_width(spec)))
     logits = outputs * spec.vocab_size * logits_item_bytes
-    handed_on = 0
+    link_bytes = 0
     if stages > 1:
-        handed_on = (stages - 1) * LINK_DEPTH * (hidden + rotated) + results_depth(stages) * logits
+        link_bytes = (stages - 1) * LINK_DEPTH * (hidden + rotated) + results_depth(stages) * logits
     if size == 1:
-        return handed_on
+        return link_bytes
     read = hidden * stages if stages > 1 else 0
     rows = tokens * chosen_bytes(spec, item_bytes) if share.by_experts else 0
     rows += STAGING_BYTES if share.places else 0
-    return handed_on + read + stages * (_shared_by_ranks(spec, share, tokens, item_bytes) + rows) + logits
+    return link_bytes + read + stages * (_shared_by_ranks(spec, share, tokens, item_bytes) + rows) + logits
 
 
 def _shared_by_ranks(spec: DecoderSpec, share: Share, tokens: int, item_bytes: int) -> int:

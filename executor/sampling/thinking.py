@@ -82,7 +82,7 @@ class ThinkingBudgets:
         end = begin + budget
         is_over = begin < 0
         for close in bound.closes:
-            found = _found(tokens, close)  # [n, places]
+            found = _matches(tokens, close)  # [n, places]
             places = torch.arange(found.shape[1], device=device)
             is_within = (places >= begin.unsqueeze(1)) & (places + len(close) <= end.unsqueeze(1))
             is_over |= (found & is_within).any(dim=1)
@@ -104,7 +104,7 @@ class ThinkingBudgets:
         first = torch.full((len(tokens),), none, dtype=torch.int64, device=tokens.device)
         begin, way = torch.full_like(first, NONE), torch.zeros_like(first)
         for index, each in enumerate(bound.ways):
-            found = _found(tokens, each.opens)
+            found = _matches(tokens, each.opens)
             if not found.shape[1]:
                 continue
             place = torch.where(found.any(dim=1), found.to(torch.uint8).argmax(dim=1), none)
@@ -133,7 +133,7 @@ def _outputs(rows: DrawRows) -> torch.Tensor:
     return torch.where(to_device(is_output, device), tokens, NONE)
 
 
-def _found(tokens: torch.Tensor, mark: list[int]) -> torch.Tensor:
+def _matches(tokens: torch.Tensor, mark: list[int]) -> torch.Tensor:
     """Return the matches of a marker in ``tokens [n, L]``: bool[n, L - len(mark) + 1]."""
     num_places = max(0, tokens.shape[1] - len(mark) + 1)
     found = torch.ones((len(tokens), num_places), dtype=torch.bool, device=tokens.device)

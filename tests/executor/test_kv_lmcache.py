@@ -123,7 +123,7 @@ def test_a_server_that_is_started_anew_is_an_error_once(server: StandIn) -> None
 
 def test_a_server_that_says_little_at_a_time_holds_no_order_for_ever(server: StandIn) -> None:
     """However soon each of its answers comes."""
-    store = lmcache.LmStore(*server.address, most_s=0.3)
+    store = lmcache.LmStore(*server.address, timeout_s=0.3)
     server.pause_s = 0.05
     with pytest.raises(TimeoutError):
         store.count(NAMES[:100])

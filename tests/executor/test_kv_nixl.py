@@ -133,7 +133,7 @@ def test_a_transfer_that_fails_or_does_not_end_is_an_error(monkeypatch: pytest.M
         store.put(NAMES[0], memoryview(b"a" * 1000))
     assert not agent.registered and not store._unreleased
     agent.state, agent.is_releasable = "PROC", False
-    monkeypatch.setattr(nixl, "MOST_S", 0.0)
+    monkeypatch.setattr(nixl, "TIMEOUT_S", 0.0)
     with pytest.raises(RuntimeError, match="it goes on"):
         store.put(NAMES[0], memoryview(b"a" * 1000))
     assert len(store._unreleased) == 1, "NIXL may still read what nobody else needs"

@@ -112,9 +112,9 @@ def in_ranks(
     first = open_ranks(config, groups[0], 0) if groups else None
     worker: Worker | PipelineWorker
     if stages > 1:
-        worker = make_pipeline_worker(config, first, open_links(config, links, 0), crossings=crossings)
+        worker = make_pipeline_worker(config, first, open_links(config, links, 0), gather_fds=crossings)
     else:
-        worker = make_torch_worker(config, ranks=first, crossings=crossings)
+        worker = make_torch_worker(config, ranks=first, gather_fds=crossings)
         assert first is not None, "nobody else"
         first.wait_for_all()
     try:

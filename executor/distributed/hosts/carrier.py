@@ -11,7 +11,7 @@ import msgspec
 from quintet.executor.distributed.hosts.host_collectives import HostCollectives
 from quintet.executor.distributed.hosts.link import LinkEnd, LinkReceiver, LinkSender
 from quintet.executor.distributed.hosts.messages import (
-    PIECE_BYTES,
+    CHUNK_BYTES,
     Carried,
     CollectiveRows,
     CollectivesDone,
@@ -101,9 +101,9 @@ class Carrier:
             received = receiver.take()
             if received is not None:
                 order, content, payload = received
-                while len(payload) > PIECE_BYTES:
-                    self._send(host, [encode(PayloadChunk(order.link)), payload[:PIECE_BYTES]])
-                    payload = payload[PIECE_BYTES:]
+                while len(payload) > CHUNK_BYTES:
+                    self._send(host, [encode(PayloadChunk(order.link)), payload[:CHUNK_BYTES]])
+                    payload = payload[CHUNK_BYTES:]
                 self._send(host, [encode(order), content, payload])
 
     def send_notes(self) -> None:

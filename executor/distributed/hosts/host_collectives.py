@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from quintet.executor.distributed.hosts.messages import (
-    PIECE_BYTES,
+    CHUNK_BYTES,
     CollectiveRows,
     CollectivesDone,
     InvalidMessage,
@@ -86,7 +86,7 @@ class HostCollectives:
         """Yield messages with a rank's contribution, in pieces of whole rows."""
         if contribution.row_bytes == 0:
             return
-        most = max(1, PIECE_BYTES // contribution.row_bytes)
+        most = max(1, CHUNK_BYTES // contribution.row_bytes)
         for first in range(0, contribution.rows, most):
             offset, count = (
                 contribution.offset + first * contribution.stride,

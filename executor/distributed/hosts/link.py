@@ -104,7 +104,7 @@ class LinkReceiver:
     def _receive_orders(self) -> None:
         library, step = self._end.library, ctypes.create_string_buffer(self._end.library.step_bytes)
         while True:
-            library.hear(self._end.handle, ctypes.byref(self._order), step)
+            library.receive(self._end.handle, ctypes.byref(self._order), step)
             self._has_order.set()
             self._ring()
             self._taken.acquire()
@@ -206,7 +206,7 @@ class LinkSender:
         self._num_bytes = 0
         if order.kind in _WITH_MAIL:
             end.at(library.mail(handle), len(content))[:] = content
-        library.tell(handle, ctypes.byref(order), None)
+        library.send(handle, ctypes.byref(order), None)
         self._num_sent += 1
         end.others_done(self._num_sent)
 

@@ -38,7 +38,7 @@ FAILED = (
 """ZeroMQ events of a failed handshake: the other side's key differs or is missing."""
 MAX_HEAD_BYTES = 16 << 20
 """Maximum size of a message's first frame; the largest is the configuration with model card and chat templates."""
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Payload bytes per message."""
 MOST_BYTES = (1 << 31) - 1
 """Maximum frame size from the hub, before the configuration determines it."""
@@ -154,7 +154,7 @@ def most_bytes(shape: CRanksShape, library: RanksLibrary) -> int:
     """Return the maximum frame size on a link of this shape in bytes."""
     arrays = 12 * shape.max_tokens + 32 * shape.max_rows + 8 * shape.max_outputs
     tables = 4 * shape.tables * shape.max_rows * shape.table_stride
-    return int(max(arrays + tables, 4 * library.mail_ints, PIECE_BYTES, MAX_HEAD_BYTES))
+    return int(max(arrays + tables, 4 * library.mail_ints, CHUNK_BYTES, MAX_HEAD_BYTES))
 
 
 assert MOST_RANKS < 1 << 16, "host and link numbers have 16 bits"

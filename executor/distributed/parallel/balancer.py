@@ -70,9 +70,9 @@ class Balancer:
             new = placed(self._loads[index].tolist(), homes, now)
             yield "looked"
             for copy in copies_between(now, new, homes):
-                for piece in self._copies.pieces_of(index, copy):
-                    self._copies.tell(piece)
-                    self.bytes_moved += piece.end - piece.begin
+                for chunk in self._copies.chunks_of(index, copy):
+                    self._copies.send(chunk)
+                    self.bytes_moved += chunk.end - chunk.begin
                     yield "copied"
                 self.num_copies += 1
         log.debug("copied %d experts to other ranks to balance load", self.num_copies - before)

@@ -48,7 +48,7 @@ def run_child(kind: str, work: Work) -> None:
         "--links", default="", help="descriptors of the memory between each stage and the next"
     )
     parser.add_argument(
-        "--crossings", default="", help="descriptor of the memory that gathers parts of blocks"
+        "--gather-fds", default="", help="descriptor of the memory that gathers parts of blocks"
     )
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     arguments = parser.parse_args()

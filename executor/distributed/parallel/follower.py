@@ -24,7 +24,7 @@ FOLLOWING = {
 def _follow(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
     span = _span_of(slot, config)
     config = take_share(slot.me.index, config, slot.rank)
-    descriptors = (numbers(arguments.groups), numbers(arguments.links), numbers(arguments.crossings))
+    descriptors = (numbers(arguments.groups), numbers(arguments.links), numbers(arguments.gather_fds))
     importlib.import_module(FOLLOWING[config.executor.device]).follow_for_ever(
         config, *descriptors, slot.rank, span
     )

@@ -37,18 +37,18 @@ def follow_for_ever(
     config: EngineConfig,
     groups: Sequence[int],
     links: Sequence[int],
-    crossings: Sequence[int],
+    gather_fds: Sequence[int],
     rank: int,
     span: Span,
 ) -> None:
-    """Run a rank with assigned processors until it is killed. groups, links, crossings: see `FollowerProcesses`."""
+    """Run a rank with assigned processors until it is killed. groups, links, gather_fds: see `FollowerProcesses`."""
     platform, share = open_platform(config.executor), share_of_rank(config, rank)
     group = open_ranks(config, groups[share.stage], rank) if groups else None
     if share.rank == 0:
         opened = open_links(config, links, share.stage)
-        _run_orders(run_stage(config, platform, share, group, opened, crossings, span))
+        _run_orders(run_stage(config, platform, share, group, opened, gather_fds, span))
     assert group is not None, "a rank that is not the first of its stage"
-    _run_orders(follow(config, platform, group, crossings, span))
+    _run_orders(follow(config, platform, group, gather_fds, span))
 
 
 def _run_orders(orders: Iterator[OrderKind | None]) -> None:
@@ -61,7 +61,7 @@ def follow(
     config: EngineConfig,
     platform: Platform,
     ranks: Ranks,
-    crossings: Sequence[int] = (),
+    gather_fds: Sequence[int] = (),
     span: Span = no_span,
 ) -> Iterator[OrderKind | None]:
     """Load the rank's share, report ready, and execute orders; yield None once, then each order's kind.
@@ -72,7 +72,7 @@ def follow(
     stage = make_stage(model, config, platform, ranks.share, ranks)
     step = _step_of(stage, config)
     pages, host_blocks = model.weights.reservation, _host_blocks(stage, config)
-    parts = _open_parts(config, stage, crossings)
+    parts = _open_parts(config, stage, gather_fds)
     _report_loaded(ranks, pages)
     yield None
     ranks.done()
@@ -118,7 +118,7 @@ def run_stage(
     share: Share,
     group: Ranks | None,
     links: Links,
-    crossings: Sequence[int] = (),
+    gather_fds: Sequence[int] = (),
     span: Span = no_span,
 ) -> Iterator[OrderKind | None]:
     """Run the leader of a stage that is not the first, like `follow`. group: the stage's ranks, if there are several."""
@@ -129,7 +129,7 @@ def run_stage(
     groups = [each for each in (group, None if share.is_last else following) if each is not None]
     moves = Moves(group, None if share.is_last else following)
     host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), moves)
-    parts = _open_parts(config, stage, crossings)
+    parts = _open_parts(config, stage, gather_fds)
     for each in groups:
         each.wait_for_all()
     _report_loaded(preceding, pages)
@@ -213,11 +213,11 @@ def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
     return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.turn)
 
 
-def _open_parts(config: EngineConfig, stage: Stage, crossings: Sequence[int]) -> PartBlocks | None:
+def _open_parts(config: EngineConfig, stage: Stage, gather_fds: Sequence[int]) -> PartBlocks | None:
     """Return the rank's part of blocks for KV transfer; None if there is no KV transfer."""
     share = stage.share
     rank = share.stage * share.size + share.rank
-    return open_parts(config, crossings[0], rank, stage.blocks, share) if crossings else None
+    return open_parts(config, gather_fds[0], rank, stage.blocks, share) if gather_fds else None
 
 
 def _report_loaded(ranks: Ranks, pages: HugePages | None) -> None:

@@ -53,11 +53,11 @@ class FollowerProcesses:
         """Descriptors of the memory of each stage's ranks; see `quintet.executor.distributed.parallel.ranks`."""
         self.links = tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0))
         """Descriptors of the links' memory between stages; see `quintet.executor.distributed.parallel.links`."""
-        self.crossings = tuple(os.memfd_create("quintet-crossing") for _ in range(config.cache.leaves))
+        self.gather_fds = tuple(os.memfd_create("quintet-gather") for _ in range(config.cache.leaves))
         """Descriptors of the memory that gathers blocks for KV transfer; see
         `quintet.executor.distributed.parallel.kv_gather`.
         """
-        self._memory = {"groups": self.groups, "links": self.links, "crossings": self.crossings}
+        self._memory = {"groups": self.groups, "links": self.links, "gather-fds": self.gather_fds}
         ranks = (rank for rank in ranks_of(config.executor, host) if rank != 0)
         self._processes = {f"rank {rank}": self._start(RANK, rank) for rank in ranks}
         if host == 0 and config.executor.hosts is not None:

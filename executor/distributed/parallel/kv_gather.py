@@ -20,7 +20,7 @@ import torch
 
 from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.distributed.parallel.shapes import crossing_rows, crossing_shape, part_bytes
+from quintet.executor.distributed.parallel.shapes import gather_rows, gather_shape, part_bytes
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, Bytes, Int
 from quintet.executor.model_config.share import BlockStripe, Share
 from quintet.wire.config import EngineConfig
@@ -39,10 +39,10 @@ class KvGather:
         return self.parts[share.stage * num_memories + share.kv_copy]
 
 
-def open_crossing(config: EngineConfig, descriptor: int, rank: int) -> KvGather:
+def open_gather(config: EngineConfig, descriptor: int, rank: int) -> KvGather:
     """Return the view of a rank, numbered over all stages. descriptor: of the memory, initially zero."""
-    ranks = Ranks(descriptor, Share(rank, config.executor.num_ranks), crossing_shape(config), spins=0)
-    memory, num_rows = ranks.staging().numpy(), crossing_rows(config)
+    ranks = Ranks(descriptor, Share(rank, config.executor.num_ranks), gather_shape(config), spins=0)
+    memory, num_rows = ranks.staging().numpy(), gather_rows(config)
     widths = np.repeat(part_bytes(config), config.executor.num_kv_memories)
     ends = (num_rows * np.cumsum(widths)).tolist()
     tables = (memory[end - num_rows * width : end] for end, width in zip(ends, widths, strict=True))
@@ -77,9 +77,9 @@ def open_parts(
     config: EngineConfig, descriptor: int, rank: int, layers: Sequence[torch.Tensor], share: Share
 ) -> PartBlocks:
     """Return a follower's part of the blocks."""
-    crossing = open_crossing(config, descriptor, rank)
-    table = crossing.part_of(share, config.executor.num_kv_memories)
-    return PartBlocks(layers, crossing.ranks, table, share.turn)
+    gather = open_gather(config, descriptor, rank)
+    table = gather.part_of(share, config.executor.num_kv_memories)
+    return PartBlocks(layers, gather.ranks, table, share.turn)
 
 
 def pairs_of(blocks: Int, rows: Int) -> bytes:

@@ -123,8 +123,8 @@ class RanksLibrary:
         a, n, i = _ADDRESS, _SIZE, _INT
         self.num_bytes = declare(library, "qt_ranks_bytes", a, result=n)
         self.new = declare(library, "qt_ranks_new", a, a, n, i, result=a)
-        self.tell = declare(library, "qt_ranks_tell", a, a, a)
-        self.hear = declare(library, "qt_ranks_hear", a, a, a)
+        self.send = declare(library, "qt_ranks_tell", a, a, a)
+        self.receive = declare(library, "qt_ranks_hear", a, a, a)
         self.done = declare(library, "qt_ranks_done", a)
         self.done_with = declare(library, "qt_ranks_done_with", a, n)
         self.wait_for_done = declare(library, "qt_ranks_wait_for_done", a, n)

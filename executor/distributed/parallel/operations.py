@@ -42,7 +42,7 @@ class RankOperations:
         self._code = FLOAT_CODES[dtype]
         self._dtype = dtype
         self._max_tokens = max_tokens
-        self._turn = self._gathered = 0
+        self._buffer = self._gathered = 0
         self._are_rows_read = False
         """True if the last read of expert rows is not yet followed by a barrier."""
 
@@ -54,12 +54,12 @@ class RankOperations:
         assert x.extent is Extent.TOKENS, "only logits have fewer rows, and their inputs are not divided"
         [run], library, ranks, width = layer.method.runs, self._library, self._ranks.handle, layer.width
         assert run.order is None, "inputs are divided before they are sorted"
-        turn = self._next_turn()
+        buffer = self._next_buffer()
         library.linear_sums(
             *(self._program, run.packed.handle, x.address, x.stride, self._max_tokens, self._code),
-            *(library.sums(ranks, turn, width), width, run.inputs),
+            *(library.sums(ranks, buffer, width), width, run.inputs),
         )
-        self._add_sums(turn, run.bias, residual, y)
+        self._add_sums(buffer, run.bias, residual, y)
 
     def experts(self, layer: Experts, x: Value, scores: Value, residual: Value | None, y: Value) -> None:
         """Append experts of which each rank has some, or some columns of each; all ranks select the same ones."""
@@ -68,10 +68,10 @@ class RankOperations:
         assert residual is None or residual.stride == y.stride, (residual, y)
         inputs = (host.address, x.address, x.stride, scores.address, scores.stride, self._max_tokens)
         if layer.kept.is_all:
-            turn = self._next_turn()
-            sums = library.sums(self._ranks.handle, turn, y.width)
+            buffer = self._next_buffer()
+            sums = library.sums(self._ranks.handle, buffer, y.width)
             library.experts_sums(self._program, *inputs, sums, y.width, self._code)
-            self._add_sums(turn, None, residual, y)
+            self._add_sums(buffer, None, residual, y)
             return
         if self._are_rows_read:
             self.meet(Extent.TOKENS)
@@ -81,17 +81,17 @@ class RankOperations:
         )
         self._are_rows_read = True
 
-    def _next_turn(self) -> int:
-        turn, self._turn = self._turn, 1 - self._turn
-        return turn
+    def _next_buffer(self) -> int:
+        buffer, self._buffer = self._buffer, 1 - self._buffer
+        return buffer
 
-    def _add_sums(self, turn: int, bias: torch.Tensor | None, residual: Value | None, y: Value) -> None:
+    def _add_sums(self, buffer: int, bias: torch.Tensor | None, residual: Value | None, y: Value) -> None:
         library, ranks = self._library, self._ranks.handle
         assert residual is None or residual.stride == y.stride, (residual, y)
         row_bytes = y.width * SUM_BYTES
-        self.meet(Extent.TOKENS, SharedRows(library.sums(ranks, turn, y.width), row_bytes, row_bytes))
+        self.meet(Extent.TOKENS, SharedRows(library.sums(ranks, buffer, y.width), row_bytes, row_bytes))
         library.add_sums(
-            *(self._program, ranks, turn, y.width, None if bias is None else bias.data_ptr()),
+            *(self._program, ranks, buffer, y.width, None if bias is None else bias.data_ptr()),
             *(None if residual is None else residual.address, y.address, y.stride, self._code),
         )
 
@@ -100,8 +100,8 @@ class RankOperations:
 
         Two buffers alternate: a barrier separates the last read of a buffer from its reuse.
         """
-        turn, self._gathered = self._gathered, 1 - self._gathered
-        return self._ranks.gathered(turn, width, self._dtype)
+        buffer, self._gathered = self._gathered, 1 - self._gathered
+        return self._ranks.gathered(buffer, width, self._dtype)
 
     def queries(self, width: int) -> torch.Tensor:
         """Return the memory of this rank's queries, ``width`` elements per token, adjacent to those of ranks that

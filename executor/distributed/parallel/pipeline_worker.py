@@ -103,11 +103,11 @@ class PipelineWorker:
         facts: Mapping[str, str],
         span: Span,
         weights: HugePages | None,
-        crossings: Sequence[int] = (),
+        gather_fds: Sequence[int] = (),
     ) -> None:
         """Build the worker of the first stage.
 
-        group: the ranks of the first stage, if there are several. weights: the host memory of the weights. crossings:
+        group: the ranks of the first stage, if there are several. weights: the host memory of the weights. gather_fds:
         see `FollowerProcesses`.
         """
         self.num_blocks = num_blocks
@@ -126,7 +126,7 @@ class PipelineWorker:
         host_blocks = HostBlocksOfAllRanks(own, moves)
         self._host_blocks = host_blocks
         self.num_host_blocks = own.num_blocks
-        blocks = partial(open_whole_blocks, config, crossings, pipeline.blocks, pipeline.share, moves)
+        blocks = partial(open_whole_blocks, config, gather_fds, pipeline.blocks, pipeline.share, moves)
         self._kv_tiers = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
         self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
         self.kv_store = self._kv_tiers.store

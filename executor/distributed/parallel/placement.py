@@ -19,13 +19,13 @@ from quintet.executor.model_config.share import Share
 Spares = tuple[tuple[int | None, ...], ...]
 """Copied expert by rank and slot; None for an empty slot."""
 
-LEAST_MOVED = 0.01
+MIN_MOVED = 0.01
 """Minimum load that a copy must take over, as a fraction of a rank's mean load."""
-LEAST_GAIN = 0.03
+MIN_GAIN = 0.03
 """Minimum reduction of the busiest rank's load, as a fraction of the mean, to change the placement."""
-MUCH_MORE = 2.0
+MIN_REPLACEMENT_FACTOR = 2.0
 """Factor by which an expert's value must exceed that of a copy without balancing effect to replace it."""
-KEPT_IF = 0.9
+KEEP_FRACTION = 0.9
 """An existing copy is kept if it takes over at least this fraction of the best new copy's load."""
 
 
@@ -54,7 +54,7 @@ def no_copies(ranks: int, places: int) -> Spares:
 
 def busiest(loads: Sequence[float], homes: Sequence[int], spares: Spares) -> float:
     """Return the busiest rank's load, with copied experts divided optimally."""
-    levels = _Levels(loads, homes, len(spares))
+    levels = _Balance(loads, homes, len(spares))
     for rank, experts in enumerate(spares):
         for expert in experts:
             if expert is not None:
@@ -65,15 +65,15 @@ def busiest(loads: Sequence[float], homes: Sequence[int], spares: Spares) -> flo
 
 
 def placed(loads: Sequence[float], homes: Sequence[int], spares: Spares) -> Spares:
-    """Return the new content of the spare slots; unchanged if no placement gains more than `LEAST_GAIN`.
+    """Return the new content of the spare slots; unchanged if no placement gains more than `MIN_GAIN`.
 
     loads: of each expert, in any unit; homes: see `homes_of`.
     """
     ranks, mean = len(spares), sum(loads) / len(spares)
-    levels = _Levels(loads, homes, ranks)
+    levels = _Balance(loads, homes, ranks)
     free = [len(places) for places in spares]
     wanted: list[list[int]] = [[] for _ in spares]
-    while (found := levels.best_copy(free, spares, LEAST_MOVED * mean)) is not None:
+    while (found := levels.best_copy(free, spares, MIN_MOVED * mean)) is not None:
         expert, rank = found
         levels.copy(expert, rank)
         levels.settle()
@@ -81,7 +81,7 @@ def placed(loads: Sequence[float], homes: Sequence[int], spares: Spares) -> Spar
         free[rank] -= 1
     level = tuple(_laid_out(its, existing) for its, existing in zip(wanted, spares, strict=True))
     gain = busiest(loads, homes, spares) - busiest(loads, homes, level)
-    return _filled(loads, homes, level if gain > LEAST_GAIN * mean else spares, wanted)
+    return _filled(loads, homes, level if gain > MIN_GAIN * mean else spares, wanted)
 
 
 def _filled(
@@ -90,7 +90,7 @@ def _filled(
     """Fill slots without balancing effect with hot experts, because a step's loads differ from the average.
 
     An expert's value is its load divided by its number of ranks. Chosen copies stay; other copies stay unless an
-    expert is worth `MUCH_MORE` times as much.
+    expert is worth `MIN_REPLACEMENT_FACTOR` times as much.
     """
     held = [{expert for expert in its if expert is not None} for its in spares]
     holders = [1 + sum(expert in its for its in held) for expert in range(len(loads))]
@@ -102,7 +102,7 @@ def _filled(
             others = (e for e in range(len(loads)) if homes[e] != rank and e not in held[rank])
             best = max(others, key=lambda e: (loads[e] / (holders[e] + 1), -e), default=None)
             worth = 0.0 if existing is None else loads[existing] / holders[existing]
-            if best is None or loads[best] / (holders[best] + 1) <= MUCH_MORE * worth:
+            if best is None or loads[best] / (holders[best] + 1) <= MIN_REPLACEMENT_FACTOR * worth:
                 continue
             if existing is not None:
                 held[rank].remove(existing)
@@ -133,7 +133,7 @@ def _laid_out(wanted: Sequence[int], existing: Sequence[int | None]) -> tuple[in
     return tuple(places)
 
 
-class _Levels:
+class _Balance:
     """Loads of ranks, and the division of each copied expert's load between its ranks.
 
     Computed by water-filling: repeatedly divide one expert's load over its ranks, least loaded first. Each division
@@ -197,7 +197,7 @@ class _Levels:
             existing = [expert for expert in spares[rank] if expert is not None and expert in moved]
             best = _largest(moved, moved, self._loads)
             kept = _largest(existing, moved, self._loads)
-            if best is not None and kept is not None and moved[kept] >= KEPT_IF * moved[best]:
+            if best is not None and kept is not None and moved[kept] >= KEEP_FRACTION * moved[best]:
                 best = kept
             if best is not None and moved[best] > least:
                 return best, rank

@@ -51,9 +51,9 @@ class Ranks:
         begin = self.shape.max_tokens * first * dtype.itemsize
         return self._rows(self.library.rotated(self.handle) + begin, self.shape.max_tokens, width, dtype)
 
-    def gathered(self, turn: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the buffer of gathered columns ``[max_tokens, width]``. turn: buffer index, 0 or 1."""
-        address = self.library.gathered(self.handle, turn, width * dtype.itemsize)
+    def gathered(self, buffer: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer of gathered columns ``[max_tokens, width]``. buffer: buffer index, 0 or 1."""
+        address = self.library.gathered(self.handle, buffer, width * dtype.itemsize)
         return self._rows(address, self.shape.max_tokens, width, dtype)
 
     def payload(self, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Ranks:
         """Send an order to run operations ``[begin, end)`` over a step. length: its largest position plus 1."""
         order = self._order
         order.kind, order.begin, order.end, order.length = OrderKind.RUN, begin, end, length
-        self.library.tell(self.handle, ctypes.byref(order), step)
+        self.library.send(self.handle, ctypes.byref(order), step)
 
     def tell_mail(self, kind: OrderKind, mail: bytes, item_bytes: int) -> None:
         """Send an order with mail: items of one size, split into as many orders as needed."""
@@ -168,7 +168,7 @@ class Ranks:
     def _send(self, kind: OrderKind, end: int) -> None:
         order = self._order
         order.kind, order.begin, order.end, order.length = kind, 0, end, 0
-        self.library.tell(self.handle, ctypes.byref(order), None)
+        self.library.send(self.handle, ctypes.byref(order), None)
 
     def wait_for_all(self) -> None:
         """Wait until all followers have finished their orders; at first, until they are ready."""
@@ -176,7 +176,7 @@ class Ranks:
 
     def hear(self, step: object) -> COrder:
         """Wait for the next order and return it. step: a `CStep` that a run order's step is written to."""
-        self.library.hear(self.handle, ctypes.byref(self._order), step)
+        self.library.receive(self.handle, ctypes.byref(self._order), step)
         return self._order
 
     def mail(self, order: COrder) -> bytes:

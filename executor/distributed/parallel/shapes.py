@@ -23,7 +23,7 @@ from quintet.executor.model_config.share import (
 from quintet.executor.model_config.spec import DecoderSpec
 from quintet.wire.config import DTYPE_BYTES, EngineConfig, ModelConfig
 
-MOST_CROSSING = 4096
+MAX_GATHER_ROWS = 4096
 """Limit on gathered blocks, so that a single order can name all."""
 
 
@@ -51,11 +51,11 @@ def shape_of(config: EngineConfig) -> CRanksShape:
         payload_bytes=max_tokens * spec.hidden_size * item_bytes
         if config.executor.pipeline_parallel_size > 1
         else 0,
-        **_kv_together(config, spec, item_bytes),
+        **_shared_kv_fields(config, spec, item_bytes),
     )
 
 
-def _kv_together(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> dict[str, int]:
+def _shared_kv_fields(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> dict[str, int]:
     """Return the fields for shared KV memory; sized for all layers although a stage has only some."""
     executor, kv = config.executor, config.model.kv
     if executor.decode_context_parallel_size == 1:
@@ -99,17 +99,17 @@ def part_bytes(config: EngineConfig) -> list[int]:
     return [len(places) * config.model.kv.layer_bytes for places in places_of_stages(config)]
 
 
-def crossing_rows(config: EngineConfig) -> int:
+def gather_rows(config: EngineConfig) -> int:
     """Return the number of rows of the gather memory, in blocks."""
     block_bytes = sum(part_bytes(config)) * config.executor.num_kv_memories
-    return min(MOST_CROSSING, max(1, CROSSING_BYTES // block_bytes))
+    return min(MAX_GATHER_ROWS, max(1, CROSSING_BYTES // block_bytes))
 
 
-def crossing_shape(config: EngineConfig) -> CRanksShape:
+def gather_shape(config: EngineConfig) -> CRanksShape:
     """Return the memory shape of the gather memory, for all ranks of all stages."""
     block_bytes = sum(part_bytes(config)) * config.executor.num_kv_memories
     return CRanksShape(
-        ranks=config.executor.num_ranks, depth=1, staging_bytes=crossing_rows(config) * block_bytes
+        ranks=config.executor.num_ranks, depth=1, staging_bytes=gather_rows(config) * block_bytes
     )
 
 

@@ -39,7 +39,7 @@ REQUEST_TIMEOUT_S = 20.0
 """Timeout in seconds of a single request."""
 MISMATCH_BACKOFF_S = 60.0
 """Time in seconds without requests to a peer with another identity or with wrong data."""
-_LOST = (
+_LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -113,7 +113,7 @@ class Link:
             self.socket.setsockopt(zmq.IPV6, 1)
         if key is not None:
             key.protect(self.socket, listens=False)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_LOST)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_LOST_EVENTS)
         try:
             self.socket.connect(f"tcp://{peer}")
         except zmq.ZMQError:

@@ -35,7 +35,7 @@ BYTES, UINT8 = 4, 6
 QUESTIONS = 128
 """EXIST requests per batch: their replies fit the socket buffers while unread."""
 CONNECT_S = 5.0
-MOST_S = 60.0
+TIMEOUT_S = 60.0
 """Timeout of a request, or of a batch of EXIST requests, to the last byte of the reply."""
 
 
@@ -99,9 +99,9 @@ class _Exchange:
 class LmStore:
     """See `quintet.executor.kv_transfer.store.connector.KvConnector`. Raises `OSError`."""
 
-    def __init__(self, host: str, port: int, most_s: float = MOST_S) -> None:
+    def __init__(self, host: str, port: int, timeout_s: float = TIMEOUT_S) -> None:
         self._address = host, port
-        self._most_s = most_s
+        self._timeout_s = timeout_s
         self._idle: list[socket.socket] = []
         """Idle connections."""
         self._damaged: set[str] = set()
@@ -176,7 +176,7 @@ class LmStore:
             connection = socket.create_connection(self._address, CONNECT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            yield _Exchange(connection, time.monotonic() + self._most_s)
+            yield _Exchange(connection, time.monotonic() + self._timeout_s)
         except BaseException:
             connection.close()
             self.close()

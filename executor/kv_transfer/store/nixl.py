@@ -28,9 +28,9 @@ from quintet.wire.errors import ConfigError
 PLUGIN = "OBJ"
 MEMORY, OBJECTS = "DRAM", "OBJ"
 """Names of memory kinds in NIXL."""
-LOOK_S = 0.001
+POLL_S = 0.001
 """Polling interval of a transfer."""
-MOST_S = 60.0
+TIMEOUT_S = 60.0
 """Timeout of a transfer."""
 
 Descriptors = Any
@@ -167,11 +167,11 @@ class NixlStore:
         try:
             with self._lock:
                 state = agent.transfer(handle)
-            until_s = time.monotonic() + MOST_S
+            until_s = time.monotonic() + TIMEOUT_S
             while state == "PROC":
                 if time.monotonic() > until_s:
                     raise TimeoutError("a NIXL transfer timed out")
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
                 with self._lock:
                     state = agent.check_xfer_state(handle)
         finally:

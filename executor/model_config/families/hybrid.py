@@ -72,11 +72,13 @@ def jamba(card: ModelCard) -> DecoderSpec:
         projection_bias=card.flag("mamba_proj_bias", False),
         inner_norm=norm,
     )
-    attends = attention(card, kv_heads=8, rotated=False)
+    attention_spec = attention(card, kv_heads=8, rotated=False)
     is_attention, is_routed = _every(card, "attn_layer", 8, 4), _every(card, "expert_layer", 2, 1)
     plain, routed = gated(card), _jamba_experts(card)
     layers = [
-        pre_norm(norm, attends if is_attention(layer) else mamba, routed if is_routed(layer) else plain)
+        pre_norm(
+            norm, attention_spec if is_attention(layer) else mamba, routed if is_routed(layer) else plain
+        )
         for layer in range(num_layers(card))
     ]
     names = replace(NAMES, final_norm="model.final_layernorm", router="feed_forward.router")
@@ -120,7 +122,7 @@ def bamba(card: ModelCard) -> DecoderSpec:
     norm = rms(card, 1e-5)
     mamba = _mamba2(card, norm, expanded(card, "mamba_expand"))
     biased = card.flag("attention_bias", False)
-    attends = pre_norm(
+    attention_spec = pre_norm(
         norm,
         attention(
             card,
@@ -136,7 +138,8 @@ def bamba(card: ModelCard) -> DecoderSpec:
     if not isinstance(listed, list):
         raise card.wrong("attn_layer_indices", "a list of layers")
     layers = [
-        attends if layer in listed else replace(attends, mixer=mamba) for layer in range(num_layers(card))
+        attention_spec if layer in listed else replace(attention_spec, mixer=mamba)
+        for layer in range(num_layers(card))
     ]
     names = replace(NAMES, final_norm="model.final_layernorm")
     return decoder(card, layers, norm, names=names)
@@ -170,14 +173,14 @@ def falcon_h1(card: ModelCard) -> DecoderSpec:
         multipliers=(gate, channel, inputs, outputs, dt),
     )
     biased = card.flag("attention_bias", False)
-    attends = attention(card, positions=8192, kv_heads=8, qkv_bias=biased, output_bias=biased)
+    attention_spec = attention(card, positions=8192, kv_heads=8, qkv_bias=biased, output_bias=biased)
     # A factor of keys is a factor of scores if keys have no bias.
-    attends = replace(attends, scale=attends.scale * factor(card, "key_multiplier"))
+    attention_spec = replace(attention_spec, scale=attention_spec.scale * factor(card, "key_multiplier"))
     if biased and factor(card, "key_multiplier") != 1.0:
         raise card.wrong("attention_bias", "false if key_multiplier is not 1")
     both = BesideSpec(
         state=mamba,
-        attention=attends,
+        attention=attention_spec,
         state_factors=(factor(card, "ssm_in_multiplier"), factor(card, "ssm_out_multiplier")),
         attention_factors=(
             factor(card, "attention_in_multiplier"),
@@ -203,7 +206,7 @@ def granite_hybrid(card: ModelCard) -> DecoderSpec:
     norm = rms(card)
     rotated = card.values.get("position_embedding_type") == "rope"
     biased = card.flag("attention_bias", False)
-    attends = attention(
+    attention_spec = attention(
         card,
         positions=2048,
         rotated=rotated,
@@ -212,7 +215,7 @@ def granite_hybrid(card: ModelCard) -> DecoderSpec:
         output_bias=biased,
     )
     layer = pre_norm(
-        norm, attends, _granite_mlp(card), residual_multiplier=factor(card, "residual_multiplier")
+        norm, attention_spec, _granite_mlp(card), residual_multiplier=factor(card, "residual_multiplier")
     )
     mamba = replace(layer, mixer=_mamba2(card, norm, expanded(card, "mamba_expand")))
     kinds = ["mamba"] * num_layers(card)
@@ -234,7 +237,7 @@ def granite_hybrid(card: ModelCard) -> DecoderSpec:
         [layer if kind in ("attention", "full_attention") else mamba for kind in kinds],
         norm,
         names=names,
-        reach=max_positions(card, 2048) if attends.rope is None else attends.rope.reach,
+        reach=max_positions(card, 2048) if attention_spec.rope is None else attention_spec.rope.reach,
         embedding_scale=factor(card, "embedding_multiplier"),
         logit_scale=1.0 / factor(card, "logits_scaling"),
     )

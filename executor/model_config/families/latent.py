@@ -58,7 +58,7 @@ def latent(
         head_width=card.whole("v_head_dim", 1, MAX_HEAD_DIM, width),
         rank=card.whole("kv_lora_rank", 1, MAX_HEAD_DIM, rank),
         q_rank=None if at_once else card.whole("q_lora_rank", 1, MAX_WIDTH, q_rank),
-        scale=(plain_dim + rope_dim) ** -0.5 * _stretched(rotation) ** 2,
+        scale=(plain_dim + rope_dim) ** -0.5 * _yarn_scale(rotation) ** 2,
         rope=rotation,
         interleaved=interleaved,
         norm=NormSpec(kind=NormKind.RMS, eps=LATENT_EPS),
@@ -124,7 +124,7 @@ def minicpm3(card: ModelCard) -> DecoderSpec:
     )
 
 
-def _stretched(rope: RopeSpec) -> float:
+def _yarn_scale(rope: RopeSpec) -> float:
     """Return the factor of queries and of keys for a YaRN-scaled rotation; 1 otherwise."""
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor is None or rope.factor <= 1.0:
         return 1.0

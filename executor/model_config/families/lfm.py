@@ -58,20 +58,20 @@ def _width(card: ModelCard) -> int:
 
 def _lfm2(card: ModelCard, feed_forwards: Sequence[FeedForwardSpec]) -> DecoderSpec:
     norm, count = rms(card, 1e-5), num_layers(card)
-    attends = attention(card, positions=128000, theta=1e6, kv_heads=8, qk_norm=norm)
+    attention_spec = attention(card, positions=128000, theta=1e6, kv_heads=8, qk_norm=norm)
     conv = ShortConvSpec(
         channels=hidden_size(card),
         taps=taps(card, "conv_L_cache", 3),
         biased=card.flag("conv_bias", False),
     )
     if card.has("layer_types"):
-        attending = [kind == "full_attention" for kind in layer_types(card, ("conv", "full_attention"))]
+        has_attention = [kind == "full_attention" for kind in layer_types(card, ("conv", "full_attention"))]
     else:
         listed = card.values.get("full_attn_idxs")
-        attending = [listed is None or layer in listed for layer in range(count)]
+        has_attention = [listed is None or layer in listed for layer in range(count)]
     layers = [
-        pre_norm(norm, attends if each else conv, mlp)
-        for each, mlp in zip(attending, feed_forwards, strict=True)
+        pre_norm(norm, attention_spec if each else conv, mlp)
+        for each, mlp in zip(has_attention, feed_forwards, strict=True)
     ]
     tied = card.flag(("tie_embedding", "tie_word_embeddings"), True)
     return decoder(card, layers, norm, names=NAMES, tied=tied)

@@ -65,7 +65,7 @@ def nas(card: ModelCard) -> DecoderSpec:
     layers = []
     for index, (block, shared) in enumerate(zip(blocks, kv_heads, strict=True)):
         inner = ModelCard(block, card.path, f"block_configs[{index}].")
-        layers.append(_thinned(card, inner.section("attention"), inner.section("ffn"), shared))
+        layers.append(_reduced_layer(card, inner.section("attention"), inner.section("ffn"), shared))
     if not any(layer.mixer for layer in layers):
         raise card.wrong("block_configs", "a list with attention in at least one layer")
     layers = [
@@ -87,7 +87,7 @@ def _listed(card: ModelCard, key: str, count: int, kind: type, default: Any) -> 
     return values
 
 
-def _thinned(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | None) -> LayerSpec:
+def _reduced_layer(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | None) -> LayerSpec:
     """Return a reduced layer."""
     for part in (mixer, mlp):
         if part.flag("replace_with_linear", False):
@@ -99,7 +99,9 @@ def _thinned(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | No
     if kv_heads < 1 or heads % kv_heads:
         raise card.wrong("num_attention_heads", "a multiple of each layer's key and value heads")
     biased = card.flag("attention_bias", False)
-    attends = attention(card, positions=2048, num_kv_heads=kv_heads, qkv_bias=biased, output_bias=biased)
+    attention_spec = attention(
+        card, positions=2048, num_kv_heads=kv_heads, qkv_bias=biased, output_bias=biased
+    )
     gates = None
     if not mlp.flag("no_op", False):
         wide = mlp if mlp.has("intermediate_size") else card
@@ -110,7 +112,7 @@ def _thinned(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | No
         )
         gates = MlpSpec(width=width, activation=activation(card, "silu"), biased=card.flag("mlp_bias", False))
     return LayerSpec(
-        mixer=None if mixer.flag("no_op", False) else attends,
+        mixer=None if mixer.flag("no_op", False) else attention_spec,
         mlp=gates,
         mixer_norms=Norms(),
         mlp_norms=Norms(),
@@ -122,12 +124,14 @@ def hybrid(card: ModelCard) -> DecoderSpec:
     kinds = _kinds(card)
     card = replace(card, values={**card.values, "num_hidden_layers": len(kinds)})
     norm, biased = rms(card, 1e-5, rounds_once=True), card.flag("attention_bias", False)
-    attends = attention(card, kv_heads=8, head_dim=128, rotated=False, qkv_bias=biased, output_bias=biased)
+    attention_spec = attention(
+        card, kv_heads=8, head_dim=128, rotated=False, qkv_bias=biased, output_bias=biased
+    )
     before, nothing = Norms(before=norm), Norms()
     wide = plain(card, "relu2", "mlp_hidden_act", biased=card.flag("mlp_bias", False))
     layers = {
         "linear_attention": LayerSpec(mixer=_mamba(card), mlp=None, mixer_norms=before, mlp_norms=nothing),
-        "full_attention": LayerSpec(mixer=attends, mlp=None, mixer_norms=before, mlp_norms=nothing),
+        "full_attention": LayerSpec(mixer=attention_spec, mlp=None, mixer_norms=before, mlp_norms=nothing),
         "mlp": LayerSpec(mixer=None, mlp=wide, mixer_norms=nothing, mlp_norms=before),
     }
     chosen = [layers[kind] for kind in kinds]

@@ -49,7 +49,7 @@ def _hybrid(
 ) -> DecoderSpec:
     """Build the decoder: 1/4 of each head is rotated, norms have offset 1."""
     norm, biased, count = rms(card, offset=1.0), card.flag("attention_bias", False), num_layers(card)
-    attends = attention(
+    attention_spec = attention(
         *(card,),
         positions=32768,
         share=0.25,
@@ -66,7 +66,7 @@ def _hybrid(
         kinds = layer_types(card, ("linear_attention", "full_attention"))
     delta = _delta(card, by_head)
     layers = [
-        pre_norm(norm, attends if kind == "full_attention" else delta, mlp)
+        pre_norm(norm, attention_spec if kind == "full_attention" else delta, mlp)
         for kind, mlp in zip(kinds, mlps, strict=True)
     ]
     return decoder(card, layers, norm, names=NAMES)

@@ -39,7 +39,7 @@ class Mamba:
         )
         self._conv = convolution(scope, need, "conv1d", rows, biased=spec.conv_bias, silu=True)
         # Every rank has the complete selection, a projection of all channels.
-        self._choose = output(scope, "x_proj", channels, spec.chosen_width)
+        self._selection = output(scope, "x_proj", channels, spec.chosen_width)
         # The scan adds the bias of dt_proj in float32.
         self._widths = scope.linear(rows.parts(scope, "dt_proj"), spec.dt_rank)
         self._norms: list[Norm | None] = [
@@ -60,7 +60,7 @@ class Mamba:
         projected = ops.linear(self._in, x)
         gate = ops.columns(projected, spec.channels, spec.channels)
         x = ops.causal_conv(self._conv, ops.columns(projected, 0, spec.channels))
-        chosen, begin, parts = ops.linear(self._choose, x), 0, []
+        chosen, begin, parts = ops.linear(self._selection, x), 0, []
         for norm, width in zip(self._norms, (spec.dt_rank, spec.state_size, spec.state_size), strict=True):
             part = ops.columns(chosen, begin, width)
             parts.append(part if norm is None else ops.norm(part, norm))
