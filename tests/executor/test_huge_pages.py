@@ -13,16 +13,16 @@ import torch
 
 from quintet.executor.backends.cpu.ops import huge_memory
 from quintet.executor.backends.cpu.ops.huge_memory import (
-    CHUNK_BYTES,
     LEAST_STALLS,
     PAGE_BYTES,
     PAGES_PER_STALL,
+    PIECE_BYTES,
     HugeMemory,
 )
 from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 from quintet.executor.backends.platforms.memory_nodes import usable_nodes
 
-SIZE = 3 * CHUNK_BYTES - 12345
+SIZE = 3 * PIECE_BYTES - 12345
 ALLOWED = "always [madvise] never\n"
 
 
@@ -150,9 +150,9 @@ def test_what_is_begun_goes_on_meanwhile_and_whoever_takes_it_gives_back_the_res
     ahead.begin(2 * SIZE, 2)
     for thread in ahead._threads:
         thread.join()
-    assert resident_bytes(ahead) == 6 * CHUNK_BYTES
+    assert resident_bytes(ahead) == 6 * PIECE_BYTES
     ahead.shrink(SIZE)
-    assert ahead.length == 3 * CHUNK_BYTES == resident_bytes(ahead)
+    assert ahead.length == 3 * PIECE_BYTES == resident_bytes(ahead)
     assert len(ahead.map) == ahead.length + PAGE_BYTES
     pages = HugePages(SIZE, ahead)
     assert not pages.is_scattered and not pages.memory.any()
@@ -168,7 +168,7 @@ def test_what_was_found_scattered_meanwhile_is_so_for_whoever_takes_it(
     ahead.begin(4 * SIZE, 1)
     for thread in ahead._threads:
         thread.join()
-    assert resident_bytes(ahead) == CHUNK_BYTES
+    assert resident_bytes(ahead) == PIECE_BYTES
     ahead.shrink(SIZE)
     pages = HugePages(SIZE, ahead)
     assert pages.is_scattered
