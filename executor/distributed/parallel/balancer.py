@@ -31,8 +31,8 @@ class Balancer:
         self._read_every = max(1, min(config.window_size // READS_PER_WINDOW, config.step_interval))
         self._kept = math.exp(-self._read_every / config.window_size)
         """Decay factor of a load between two readings."""
-        self._loads = [np.zeros(len(layer.work) - 2) for layer in copies.layers]
-        self._read = [np.zeros(len(layer.work) - 2, np.int64) for layer in copies.layers]
+        self._loads = [np.zeros(len(layer.asked) - 2) for layer in copies.layers]
+        self._read = [np.zeros(len(layer.asked) - 2, np.int64) for layer in copies.layers]
         """Work counters of each layer's experts at the last reading."""
         self._num_steps = 0
         self._tasks: Iterator[str] | None = None
@@ -58,7 +58,7 @@ class Balancer:
 
     def _read_loads(self) -> None:
         for index, layer in enumerate(self._copies.layers):
-            work = layer.work[:-2]
+            work = layer.asked[:-2]
             self._loads[index] = self._kept * self._loads[index] + (work - self._read[index])
             self._read[index] = work.copy()
 
