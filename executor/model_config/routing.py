@@ -20,7 +20,9 @@ class Scoring(IntEnum):
     SOFTMAX_OF_CHOSEN = 2
     """Softmax over the selected experts; selection is by raw scores."""
     SPARSE_MIXER = 3
-    """Repeated argmax without replacement. An expert's weight is its softmax share among the scores near the maximum,
+    """Repeated argmax without replacement.
+
+    An expert's weight is its softmax share among the scores near the maximum,
     see `Routing.jitter` (Liu et al., "GRIN: gradient-informed MoE", 2024).
     """
 

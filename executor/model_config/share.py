@@ -44,8 +44,10 @@ STAGING_BYTES = 4 << 20
 CROSSING_BYTES = 64 << 20
 """Buffer size for blocks with parts in several processes; at least one block."""
 PARTIAL_BYTES = 16 << 20
-"""Buffer size of partial attention results over shared KV: 250,000 tokens of 16 heads with 512 elements per value, or
-1,000,000 with 128. Tokens that exceed the buffer are computed head by head.
+"""Buffer size of partial attention results over shared KV.
+
+It fits 250,000 tokens of 16 heads with 512 elements per value, or 1,000,000 with 128. Tokens that
+exceed the buffer are computed head by head.
 """
 LINE_BYTES = 64
 """Maximum padding of an expert row, in bytes."""

@@ -293,8 +293,9 @@ class LayerSpec:
     mixer_norms: Norms
     mlp_norms: Norms
     parallel: bool = False
-    """True if mixer and feed-forward read the same input: ``x + mixer(norm x) + mlp(norm x)``. The norm is the
-    mixer's, unless ``mlp_norms`` has one.
+    """True if mixer and feed-forward read the same input: ``x + mixer(norm x) + mlp(norm x)``.
+
+    The norm is the mixer's, unless ``mlp_norms`` has one.
     """
     residual_multiplier: float = 1.0
     """Factor of the mixer's and feed-forward's outputs before the residual addition."""
@@ -333,8 +334,10 @@ class PositionTable:
     offset: int = 0
     """The row of position 0. The table has ``count + offset`` rows."""
     sinusoidal: bool = False
-    """True if the rows are computed instead of loaded: for row r sines, then cosines, of r times a geometric series
-    from 1 to 1 / 10000 (Vaswani et al., "Attention is all you need", 2017, as in tensor2tensor).
+    """True if the rows are computed instead of loaded.
+
+    Row r has sines, then cosines, of r times a geometric series from 1 to 1 / 10000
+    (Vaswani et al., "Attention is all you need", 2017, as in tensor2tensor).
     """
 
 

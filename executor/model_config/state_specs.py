@@ -179,8 +179,9 @@ class DeltaSpec:
     norm: NormSpec
     """Norm of each head's output."""
     by_head: bool = True
-    """Checkpoint layout: grouped by key head in two tensors (Qwen3-Next), or one tensor each of q, k, v, of gates, of
-    alphas and of betas (Qwen 3.5).
+    """Checkpoint layout: True for two tensors grouped by key head (Qwen3-Next).
+
+    False for four tensors: q, k, v; gates; alphas; betas (Qwen 3.5).
     """
 
     @property

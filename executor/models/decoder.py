@@ -122,9 +122,7 @@ class Decoder:
         return x
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
-        """See `CausalModel.logits`. Applies the final norm to sampling rows only. A rank returns its columns of the
-        vocabulary.
-        """
+        """See `CausalModel.logits`. The final norm covers sampling rows only. A rank returns its columns."""
         x = hidden if self._norm is None else ops.norm(hidden, self._norm)
         if self._project_out is not None:
             x = ops.linear(self._project_out, x)

@@ -107,6 +107,4 @@ class ForwardPass(Protocol[ValueT]):
     def delta_rule(
         self, layer: DeltaRule, q: ValueT, k: ValueT, v: ValueT, alpha: ValueT, beta: ValueT
     ) -> ValueT:
-        """Return the state's output for ``q``, updated with ``k`` and ``v``; see
-        `quintet.executor.backends.cpu.ops.delta_rule`.
-        """
+        """Return the state's output for ``q``, updated by ``k``, ``v``; see `quintet.executor.backends.cpu.ops.delta_rule`."""

@@ -54,9 +54,7 @@ class FollowerProcesses:
         self.links = tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0))
         """Descriptors of the links' memory between stages; see `quintet.executor.distributed.parallel.links`."""
         self.gather_fds = tuple(os.memfd_create("quintet-gather") for _ in range(config.cache.leaves))
-        """Descriptors of the memory that gathers blocks for KV transfer; see
-        `quintet.executor.distributed.parallel.kv_gather`.
-        """
+        """Descriptors of the KV gather memory; see `quintet.executor.distributed.parallel.kv_gather`."""
         self._memory = {"groups": self.groups, "links": self.links, "gather-fds": self.gather_fds}
         ranks = (rank for rank in ranks_of(config.executor, host) if rank != 0)
         self._processes = {f"rank {rank}": self._start(RANK, rank) for rank in ranks}

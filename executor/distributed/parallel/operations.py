@@ -104,9 +104,7 @@ class RankOperations:
         return self._ranks.gathered(buffer, width, self._dtype)
 
     def queries(self, width: int) -> torch.Tensor:
-        """Return the memory of this rank's queries, ``width`` elements per token, adjacent to those of ranks that
-        share its KV.
-        """
+        """Return the memory of this rank's queries, ``width`` elements per token, next to those of ranks that share KV."""
         turn = self._ranks.share.turn
         both = self._ranks.queries(turn.size * width, self._dtype)
         return both[:, turn.index * width : (turn.index + 1) * width]

@@ -179,8 +179,7 @@ class _Balance:
             levels[rank] += part
 
     def best_copy(self, free: Sequence[int], spares: Spares, least: float) -> tuple[int, int] | None:
-        """Return the expert to copy, which relieves the busiest rank most, and its target: the least loaded rank with a
-        free slot.
+        """Return the expert to copy from the busiest rank, and its target: the least loaded rank with a free slot.
 
         None if no copy takes over more than ``least``. free: empty slots of each rank.
         """

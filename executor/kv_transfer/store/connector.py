@@ -14,8 +14,9 @@ from typing import Protocol
 from quintet.wire.config import KvStoreConfig
 
 PLUG_INS = "quintet.kv_connectors"
-"""Entry point group for stores, named by URL scheme; `pyproject.toml` lists our own, and other packages can add
-theirs. Only the configured one is imported.
+"""Entry point group for stores, named by URL scheme; only the configured one is imported.
+
+`pyproject.toml` lists our own stores; other packages can add theirs.
 """
 FOLDER = "quintet.executor.kv_transfer.store.folder:open_folder"
 FSSPEC = "quintet.executor.kv_transfer.store.objects:open_objects"

@@ -93,8 +93,9 @@ class AttentionLayer:
     softcap: float | None = None
     """Scores become ``softcap * tanh(score / softcap)``."""
     alibi_slopes: torch.Tensor | None = None
-    """fp32 ``[num_heads]``: factor of the (negative) distance to a key, added to its score (Press et al., "Train
-    short, test long", 2022).
+    """fp32 ``[num_heads]``: factor of the (negative) distance to a key, added to its score.
+
+    ALiBi: Press et al., "Train short, test long", 2022.
     """
     sinks: torch.Tensor | None = None
     """fp32 ``[num_heads]``: attention sinks, a logit per head without a value (gpt-oss)."""

@@ -88,8 +88,9 @@ class Experts:
         return ExpertTables(self.gate_up.table, self.down.table, self.gate_up.bias, self.down.bias)
 
     def __call__(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return each token's weighted sum. x: ``[tokens, hidden]``; scores: ``[tokens, experts]``. May synchronize
-        with a device.
+        """Return each token's weighted sum; may synchronize with a device.
+
+        x: ``[tokens, hidden]``; scores: ``[tokens, experts]``.
         """
         if self.host is not None:
             return self.host(x, scores)

@@ -30,8 +30,7 @@ class Norm:
     offset: float = 0.0
     """Added to an RMS norm's weight (Gemma: 1)."""
     rounds_once: bool = False
-    """RMS norm only: whether to round only the product with the weight, as with an offset. Otherwise the quotient is
-    rounded first.
+    """RMS norm only: round the product with the weight, as with an offset, instead of the quotient.
     """
 
     def __post_init__(self) -> None:
