@@ -68,7 +68,7 @@ class KvTierWorker(Protocol):
     def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
         """Copy fetched data from these host blocks into blocks of KV memory."""
 
-    def take_answers(self) -> KvTierResults | None:
+    def take_results(self) -> KvTierResults | None:
         """Return the results since the last call, for the newest table epoch; None if there are none."""
 
     def reset(self) -> None:

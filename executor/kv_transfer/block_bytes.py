@@ -46,7 +46,7 @@ class BlockBytes:
         """See `WholeBlocks`."""
         for layer, columns in zip(self._layers, self._columns, strict=True):
             memory[rows, columns] = layer[blocks]
-        return _is_there
+        return _no_wait
 
     def put(self, blocks: Int, taken: Bytes) -> None:
         """See `WholeBlocks`."""
@@ -54,7 +54,7 @@ class BlockBytes:
             layer[blocks] = taken[:, columns]
 
 
-def _is_there() -> None:
+def _no_wait() -> None:
     """Return: the copy was synchronous."""
 
 

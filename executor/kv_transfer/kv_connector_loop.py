@@ -90,10 +90,10 @@ class KvConnectorLoop:
     def answer(self) -> None:
         """Send the tiers' results to the core."""
         for each in self._all:
-            answers = each.take_answers()
-            if answers is not None:
-                answers.executor_epoch = self._process.me.epoch
-                self._process.peers.send(Role.CORE, self._process.me.index, answers)
+            results = each.take_results()
+            if results is not None:
+                results.executor_epoch = self._process.me.epoch
+                self._process.peers.send(Role.CORE, self._process.me.index, results)
 
     def reset(self) -> None:
         """Cancel requests after a reset of the tables."""

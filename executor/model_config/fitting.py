@@ -9,7 +9,7 @@ from quintet.executor.model_config.share import Share
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MlpSpec
 
 MOST_RANKS = 64
-MOST_LEAVES = 8
+MAX_LEAVES = 8
 """``kMostLeaves`` of ``csrc/cpu/linear.hpp``."""
 
 
@@ -48,7 +48,7 @@ def leaves_of(spec: DecoderSpec) -> int:
     if why_not(spec, by_experts=by_experts) is not None:
         return 1
     fitting = {1, *sizes_that_fit(spec, by_experts=by_experts)}
-    return max(leaves for leaves in (1, 2, 4, MOST_LEAVES) if leaves in fitting)
+    return max(leaves for leaves in (1, 2, 4, MAX_LEAVES) if leaves in fitting)
 
 
 def has_experts(spec: DecoderSpec) -> bool:
@@ -73,8 +73,8 @@ def share_in_words(spec: DecoderSpec, share: Share) -> list[str]:
         if isinstance(mlp, MlpSpec):
             parts.append(f"{mlp.width // size} of {mlp.width} columns of feed-forwards")
         if isinstance(mlp, ExpertsSpec):
-            count, wide = mlp.routing.experts, mlp.width
-            of_each = f"{wide // size} of {wide} columns of each of {count} experts"
+            count, width = mlp.routing.experts, mlp.width
+            of_each = f"{width // size} of {width} columns of each of {count} experts"
             whole = f"{share.of_experts(count).count} of {count} experts"
             whole += f" and slots for copies of {share.places}" if share.places else ""
             parts.append(whole if share.by_experts else of_each)
@@ -105,8 +105,8 @@ def _misfit_of(layer: LayerSpec, share: Share) -> str | None:
         if share.by_experts and mlp.routing.experts < size:
             return f"{mlp.routing.experts} experts"
         widths = (0 if share.by_experts else mlp.width, mlp.shared_width or 0)
-        wide = next((wide for wide in widths if wide % size), None)
-        return None if wide is None else f"experts {wide} wide"
+        width = next((width for width in widths if width % size), None)
+        return None if width is None else f"experts {width} wide"
     if mlp is not None and mlp.width % size:
         return f"feed-forwards {mlp.width} wide"
     return None

@@ -326,11 +326,11 @@ def _shared_by_ranks(spec: DecoderSpec, share: Share, tokens: int, item_bytes: i
     """Return the shared bytes of one stage for sums, gathered norms, rotations and attention over shared KV."""
     size = share.size
     copied = 2 * gathered_width(spec, size) + rotated_width(spec)
-    a_token = 2 * size * sums_width(spec) * SUM_BYTES + copied * item_bytes
+    token_bytes = 2 * size * sums_width(spec) * SUM_BYTES + copied * item_bytes
     if share.turn.is_alone:
-        return tokens * a_token
+        return tokens * token_bytes
     copies = size // share.context_size
-    return tokens * (a_token + copies * queries_width(spec, share) * item_bytes) + copies * PARTIAL_BYTES
+    return tokens * (token_bytes + copies * queries_width(spec, share) * item_bytes) + copies * PARTIAL_BYTES
 
 
 def _normed_over(layer: LayerSpec, size: int) -> Iterator[int]:

@@ -123,19 +123,19 @@ class Grammars:
     def admit(self, row: NewRow) -> bool:
         """Register the grammar of a slot's new request; return whether it has one."""
         self._by_slot.pop(row.slot, None)
-        wanted = row.params.structured_outputs
-        if wanted is None:
+        form = row.params.structured_outputs
+        if form is None:
             return False
         outputs = np.frombuffer(row.token_ids, np.int32)[row.num_prompt_tokens :].tolist()
         self._by_slot[row.slot] = SlotGrammar(
             row.slot,
-            wanted.compiled,
+            form.compiled,
             row.num_prompt_tokens,
             outputs,
             [token for token in row.stop_ids if token not in self._eos],
             row.params.ignore_eos,
         )
-        self._thread.submit(self._matcher, wanted.compiled)  # while its prompt is computed
+        self._thread.submit(self._matcher, form.compiled)  # while its prompt is computed
         return True
 
     def begin(self, slots: Int, positions: Int, which: Int) -> StepMasks:

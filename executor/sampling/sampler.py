@@ -175,15 +175,17 @@ class Sampler:
         """Copy the rows with logits processors as fp32 and draw from the copies; draw from the other rows directly."""
         draw, settings = self._ops.draw, self.settings
         shaped = np.flatnonzero(features & self._shapes)
-        mine, features = slots[shaped], features[shaped]
+        shaped_slots, features = slots[shaped], features[shaped]
         wide = self._copy(logits, shaped)  # [shaped rows, vocab]
-        rows = DrawRows(self._tables, mine, positions[shaped], self._tables.num_prompt_tokens[mine])
+        rows = DrawRows(
+            self._tables, shaped_slots, positions[shaped], self._tables.num_prompt_tokens[shaped_slots]
+        )
         for flag, processor in self._shaping:
             if step_features & flag:
                 processor.apply(wide, rows, np.flatnonzero(features & flag))
         if step_features & self._budget_due:
             self._thinking.apply(wide, rows, np.flatnonzero(features & self._budget_due))
-        drawn = draw(wide, settings, mine, positions[shaped], None, masks)
+        drawn = draw(wide, settings, shaped_slots, positions[shaped], None, masks)
         if len(shaped) == len(slots):
             return drawn
         others = np.ones(len(slots), np.bool_)

@@ -42,7 +42,7 @@ class Bench:
         while True:
             assert self._rung.wait(30.0)
             self._rung.clear()
-            answers = self.disk.take_answers()
+            answers = self.disk.take_results()
             if answers is not None:  # a ring may have been for tables that are gone
                 return answers
 

@@ -106,7 +106,7 @@ def test_a_server_that_is_started_anew_is_an_error_once(server: StandIn) -> None
     def ask() -> None:
         with store._exchange() as exchange:
             exchange.send(lmcache._order(lmcache.EXIST, NAMES[0]))
-            assert exchange.receive_reply()[0] == lmcache.LACKING
+            assert exchange.receive_reply()[0] == lmcache.MISSING
             barrier.wait()
 
     threads = [threading.Thread(target=ask) for _ in range(4)]

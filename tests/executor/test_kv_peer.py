@@ -55,7 +55,7 @@ class Side:
         while len(pulled) + len(lacking) < len(keys):
             assert self._rung.wait(30.0)
             self._rung.clear()
-            answers = self.peers.take_answers()
+            answers = self.peers.take_results()
             if answers is not None:
                 pulled += unpack_i32(answers.pulled)
                 lacking += unpack_i32(answers.lacking)
@@ -250,7 +250,7 @@ def test_fetches_that_were_forgotten_are_not_answered(closed: ExitStack) -> None
     takes.peers.reset()
     takes.peers.order(KvTierRequests(1, pulls=[Pull(gives.address, pack_i32([FIRST]), KEYS[:1])]))
     assert takes._rung.wait(30.0)
-    answers = takes.peers.take_answers()
+    answers = takes.peers.take_results()
     assert answers is not None and answers.tables == 1
     assert (answers.pulled, answers.lacking) == (pack_i32([FIRST]), b"")
 

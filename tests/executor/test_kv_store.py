@@ -46,7 +46,7 @@ class Bench:
         while True:
             assert self._rung.wait(30.0)
             self._rung.clear()
-            answers = self.store.take_answers()
+            answers = self.store.take_results()
             if answers is not None:  # a ring may have been for tables that are gone
                 return answers
 
@@ -286,7 +286,7 @@ def test_what_comes_for_tables_that_are_gone_is_nobodys(tmp_path: Path) -> None:
     assert torch.equal(bench.layers[0][0], bench.layers[0][3]), (
         "nothing was written over what came for the new ones"
     )
-    assert bench.store.take_answers() is None
+    assert bench.store.take_results() is None
 
 
 def test_what_is_to_be_kept_is_kept_whatever_becomes_of_the_tables(tmp_path: Path) -> None:

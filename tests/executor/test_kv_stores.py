@@ -18,8 +18,8 @@ import pytest
 
 from quintet.executor.kv_transfer.store import connector as connector_module
 from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
-from quintet.executor.kv_transfer.store.folder import INSIDE, FolderStore
-from quintet.executor.kv_transfer.store.objects import QUESTIONS, ObjectStore, count_first
+from quintet.executor.kv_transfer.store.folder import SUBFOLDER, FolderStore
+from quintet.executor.kv_transfer.store.objects import NUM_PARALLEL_LOOKUPS, ObjectStore, count_first
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -174,7 +174,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_url_says_who_keeps_it(tmp_path: Path) -> None:
     opened = open_connector(config(f"file://{tmp_path}", 10_000))
     assert isinstance(opened, FolderStore) and put(opened, 1)
-    assert (tmp_path / INSIDE / NAMES[1]).exists()
+    assert (tmp_path / SUBFOLDER / NAMES[1]).exists()
     opened.close()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="Not a directory"):
@@ -257,9 +257,9 @@ def test_a_chain_is_searched_in_few_rounds(number: int) -> None:
     for there in {0, min(1, number), number // 2, max(0, number - 1), number}:
         rounds: list[int] = []
 
-        def are_there(indexes: object, there: int = there, rounds: list[int] = rounds) -> list[bool]:
+        def exist(indexes: object, there: int = there, rounds: list[int] = rounds) -> list[bool]:
             rounds.append(len(indexes))  # type: ignore[arg-type]
             return [index < there for index in indexes]  # type: ignore[attr-defined]
 
-        assert count_first(number, are_there) == there
-        assert len(rounds) <= 5 and all(0 < count <= QUESTIONS for count in rounds)
+        assert count_first(number, exist) == there
+        assert len(rounds) <= 5 and all(0 < count <= NUM_PARALLEL_LOOKUPS for count in rounds)

@@ -115,8 +115,8 @@ class HostCollectives:
             raise InvalidMessage("sent rows of an invalid shape")
         if not self._begin <= message.offset < end <= len(self._memory.mapped):
             raise InvalidMessage("sent rows outside of the collectives' memory")
-        rows_at = self._place(message.offset, rows, row_bytes, stride)
-        rows_at[:] = np.frombuffer(content, np.uint8).reshape(rows, row_bytes)
+        target = self._place(message.offset, rows, row_bytes, stride)
+        target[:] = np.frombuffer(content, np.uint8).reshape(rows, row_bytes)
 
     def take_done(self, message: CollectivesDone) -> None:
         """Mark the ranks of another host as arrived at a collective. Raises `InvalidMessage`."""

@@ -45,7 +45,7 @@ from quintet.executor.distributed.hosts.messages import (
     Welcome,
 )
 from quintet.executor.distributed.hosts.topology import links_between, receiver_host, sender_host
-from quintet.executor.distributed.parallel.child import ChildIdentity, numbers, run_child
+from quintet.executor.distributed.parallel.child import ChildIdentity, parse_ints, run_child
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, read_key
 from quintet.wire.codec import encode
@@ -340,7 +340,7 @@ def _bind_to_first(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _run(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
-    memory = numbers(arguments.links or arguments.groups)
+    memory = parse_ints(arguments.links or arguments.groups)
     with contextlib.closing(Hub(slot, config, memory)) as hub:
         hub.run()
 

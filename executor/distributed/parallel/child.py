@@ -98,6 +98,6 @@ class ExpectedEnd(Exception):
     """An exit with a cause outside this process; the message names it."""
 
 
-def numbers(reason: str) -> tuple[int, ...]:
+def parse_ints(reason: str) -> tuple[int, ...]:
     """Parse a comma-separated list of integers."""
     return tuple(int(word) for word in reason.split(",") if word)

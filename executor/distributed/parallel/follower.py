@@ -10,22 +10,26 @@ import argparse
 import importlib
 
 from quintet.executor.backends.platforms.shares import take_share
-from quintet.executor.distributed.parallel.child import ChildIdentity, numbers, run_child
+from quintet.executor.distributed.parallel.child import ChildIdentity, parse_ints, run_child
 from quintet.process.trace import Span, Tracer, no_span
 from quintet.wire.config import EngineConfig
 
-FOLLOWING = {
+FOLLOWER_MODULES = {
     "cpu": "quintet.executor.distributed.parallel.follower_loop",
     "cuda": "quintet.executor.backends.cuda.follower",
 }
 """Module of the follower loop by ``ExecutorConfig.device``, imported after start-up because it imports torch."""
 
 
-def _follow(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
+def _run(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
     span = _span_of(slot, config)
     config = take_share(slot.me.index, config, slot.rank)
-    descriptors = (numbers(arguments.groups), numbers(arguments.links), numbers(arguments.gather_fds))
-    importlib.import_module(FOLLOWING[config.executor.device]).follow_for_ever(
+    descriptors = (
+        parse_ints(arguments.groups),
+        parse_ints(arguments.links),
+        parse_ints(arguments.gather_fds),
+    )
+    importlib.import_module(FOLLOWER_MODULES[config.executor.device]).follow_for_ever(
         config, *descriptors, slot.rank, span
     )
 
@@ -40,4 +44,4 @@ def _span_of(slot: ChildIdentity, config: EngineConfig) -> Span:
 
 
 if __name__ == "__main__":
-    run_child("rank", _follow)
+    run_child("rank", _run)

@@ -115,7 +115,7 @@ class PipelineWorker:
         self._pipeline, self._group, self._weights, self._span = pipeline, group, weights, span
         self.experts = pipeline.expert_counts
         self._num_started = 0
-        self._undrawn: deque[PipelinedStep] = deque()
+        self._pending: deque[PipelinedStep] = deque()
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, torch.device("cpu"))
         grammars = Grammars(max_num_seqs, model)
@@ -164,7 +164,7 @@ class PipelineWorker:
 
     def reset(self) -> None:
         """Reset every table; wait for steps in flight and discard their logits."""
-        self._undrawn.clear()
+        self._pending.clear()
         self._pipeline.drain()
         self.tables.reset()
 
@@ -174,13 +174,13 @@ class PipelineWorker:
 
     def waits_for(self, plan: StepPlan) -> bool:
         """Return whether the oldest undrawn step must be drawn before this plan starts."""
-        if not self._undrawn:
+        if not self._pending:
             return False
-        if len(self._undrawn) >= self._pipeline.depth:
+        if len(self._pending) >= self._pipeline.depth:
             return True
         touched = set(np.frombuffer(plan.slots + plan.freed, np.int32).tolist())
         touched.update(row.slot for row in plan.new_rows)
-        drawing = (step.rows.slots[step.rows.sampling].tolist() for step in self._undrawn)
+        drawing = (step.rows.slots[step.rows.sampling].tolist() for step in self._pending)
         return any(not touched.isdisjoint(slots) for slots in drawing)
 
     @torch.inference_mode()
@@ -190,7 +190,7 @@ class PipelineWorker:
         if self._num_started % STEPS_PER_CHORE == 0 and self.has_chores:
             self.do_chore()
         while self.waits_for(plan):
-            self._finish(self._undrawn[0])
+            self._finish(self._pending[0])
         self.tables.apply(plan)
         check_tables(plan, self.tables)
         for row in plan.new_rows:
@@ -206,14 +206,14 @@ class PipelineWorker:
             return Finished(StepResult(plan.step, 0, b""))
         rows = Rows(plan)
         reports_prompt = self._sampler.reports_prompt(rows)
-        while reports_prompt and self._undrawn:
-            self._finish(self._undrawn[0])
+        while reports_prompt and self._pending:
+            self._finish(self._pending[0])
         masks = self._sampler.begin_masks(rows)
         self._span("tables", plan.step)
         flight = self._pipeline.begin(rows, self.tables, self._sampler.settings)
         self._span("layers")
         step = PipelinedStep(plan, rows, flight, masks, self._pipeline.wait, self._finish)
-        self._undrawn.append(step)
+        self._pending.append(step)
         if reports_prompt:
             self._finish(step)
         return step
@@ -222,7 +222,7 @@ class PipelineWorker:
     def _finish(self, last: PipelinedStep) -> None:
         """Draw all steps up to this one. If a draw raises, the step keeps the error for its `result`."""
         while last.outcome is None:
-            step = self._undrawn.popleft()
+            step = self._pending.popleft()
             logits = self._pipeline.take(step.flight)
             self._span("bubble", step.plan.step)
             try:

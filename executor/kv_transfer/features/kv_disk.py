@@ -113,8 +113,8 @@ class DiskBlocks:
         self._failure: Exception | None = None
         """Error that ended the thread."""
         self._tables = 0
-        self._answers = KvTierResults(0, 0)
-        self._has_answers = False
+        self._results = KvTierResults(0, 0)
+        self._has_results = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name="kv-disk", daemon=True)
 
@@ -134,7 +134,7 @@ class DiskBlocks:
         fetches = np.frombuffer(orders.fetches, np.int32).reshape(-1, 2).tolist()
         with self._changed:
             if tables != self._tables:
-                self._tables, self._answers, self._has_answers = tables, KvTierResults(0, tables), False
+                self._tables, self._results, self._has_results = tables, KvTierResults(0, tables), False
             for place, key in zip(
                 np.frombuffer(orders.drops, np.int32).tolist(), orders.drop_keys, strict=True
             ):
@@ -144,7 +144,7 @@ class DiskBlocks:
                 self._stores.append(_Store(tables, place, key, block, wait))
             left = orders.store_keys[len(taken) :]
             if left:
-                self._answers.unstored.extend(left)
+                self._results.unstored.extend(left)
                 self._report()
             for (place, block), key in zip(fetches, orders.fetch_keys, strict=True):
                 self._fetches.append(_Fetch(tables, place, key, block))
@@ -159,16 +159,16 @@ class DiskBlocks:
         """See `KvTierWorker.copy_in`."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
-    def take_answers(self) -> KvTierResults | None:
-        """See `KvTierWorker.take_answers`."""
+    def take_results(self) -> KvTierResults | None:
+        """See `KvTierWorker.take_results`."""
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError("the KV disk thread failed") from self._failure
-            if not self._has_answers:
+            if not self._has_results:
                 return None
-            answers, self._answers = self._answers, KvTierResults(0, self._tables)
-            self._has_answers = False
-        return answers
+            results, self._results = self._results, KvTierResults(0, self._tables)
+            self._has_results = False
+        return results
 
     def kept(self) -> list[tuple[int, bytes]]:
         """See `KvDisk.kept`."""
@@ -180,7 +180,7 @@ class DiskBlocks:
         with self._changed:
             self._stores = deque(task for task in self._stores if isinstance(task, _Drop))
             self._fetches.clear()
-            self._answers, self._has_answers = KvTierResults(0, self._tables), False
+            self._results, self._has_results = KvTierResults(0, self._tables), False
 
     def close(self) -> None:
         """See `KvTierWorker.close`."""
@@ -241,11 +241,11 @@ class DiskBlocks:
             except PrefixFileError as error:
                 answer.error = str(error)
         with self._changed:
-            answers = self._answers
+            results = self._results
             if step is None:
                 self._jobs.popleft()
                 if job.tables == self._tables:
-                    answers.files.append(answer)
+                    results.files.append(answer)
                     self._report()
             elif isinstance(step, int):
                 answer.num_bytes = step
@@ -260,9 +260,9 @@ class DiskBlocks:
         else:
             job.answer.keys.append(key)
         if job.tables == self._tables:
-            answers = self._answers
-            (answers.stored if is_stored else answers.unstored).append(key)
-            if len(answers.stored) + len(answers.unstored) >= MAX_UNREPORTED:
+            results = self._results
+            (results.stored if is_stored else results.unstored).append(key)
+            if len(results.stored) + len(results.unstored) >= MAX_UNREPORTED:
                 self._report()
 
     def _store(self, task: _Store) -> None:
@@ -273,10 +273,10 @@ class DiskBlocks:
         with self._changed:
             if is_stored:
                 self._kept[task.place] = task.key
-            answers = self._answers
+            results = self._results
             if task.tables == self._tables:
-                (answers.stored if is_stored else answers.unstored).append(task.key)
-            if not self._stores or len(answers.stored) + len(answers.unstored) >= MAX_UNREPORTED:
+                (results.stored if is_stored else results.unstored).append(task.key)
+            if not self._stores or len(results.stored) + len(results.unstored) >= MAX_UNREPORTED:
                 self._report()
 
     def _fetch(self, task: _Fetch) -> None:
@@ -285,24 +285,24 @@ class DiskBlocks:
         is_found = self._file.read(task.place, task.key, into)
         took_ns = time.monotonic_ns() - started
         with self._changed:
-            answers, block = self._answers, pack_i32([task.host_block])
+            results, block = self._results, pack_i32([task.host_block])
             if self._kept.get(task.place) == task.key and not self._file.holds(task.place, task.key):
                 del self._kept[task.place]
             if task.tables == self._tables:
-                answers.fetch_ns += took_ns
+                results.fetch_ns += took_ns
                 if is_found:
-                    answers.fetched += block
+                    results.fetched += block
                 else:
-                    answers.missed += block
-            num_unreported = (len(answers.fetched) + len(answers.missed)) // 4
+                    results.missed += block
+            num_unreported = (len(results.fetched) + len(results.missed)) // 4
             if (
                 not self._fetches
                 or num_unreported >= MAX_UNREPORTED_FETCHES
-                or answers.fetch_ns >= REPORT_AFTER_NS
+                or results.fetch_ns >= REPORT_AFTER_NS
             ):
                 self._report()
 
     def _report(self) -> None:
-        if not self._has_answers:
-            self._has_answers = True
+        if not self._has_results:
+            self._has_results = True
             self._ring()

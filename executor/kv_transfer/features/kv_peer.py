@@ -33,7 +33,7 @@ from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 
 log = logging.getLogger(__name__)
 
-LOOK_MS = 200
+POLL_MS = 200
 """Interval between checks of silent peers and of an occupied listen address."""
 MAX_LINKS = 64
 CLOSE_TIMEOUT_S = 1.0
@@ -72,8 +72,8 @@ class PeerBlocks:
         self._failure: Exception | None = None
         """Error that ended the thread."""
         self._tables = 0
-        self._answers = KvTierResults(0, 0)
-        self._has_answers = False
+        self._results = KvTierResults(0, 0)
+        self._has_results = False
         self._is_closing = False
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context: Context = zmq.Context()
@@ -104,7 +104,7 @@ class PeerBlocks:
         tables = orders.tables
         with self._lock:
             if tables != self._tables:
-                self._tables, self._answers, self._has_answers = tables, KvTierResults(0, tables), False
+                self._tables, self._results, self._has_results = tables, KvTierResults(0, tables), False
             for pull in orders.pulls:
                 pairs = zip(unpack_i32(pull.host_blocks), pull.keys, strict=True)
                 self._pulls.append((pull.peer, [WantedBlock(tables, block, key) for block, key in pairs]))
@@ -115,23 +115,23 @@ class PeerBlocks:
         """See `KvTierWorker.copy_in`."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
-    def take_answers(self) -> KvTierResults | None:
-        """See `KvTierWorker.take_answers`."""
+    def take_results(self) -> KvTierResults | None:
+        """See `KvTierWorker.take_results`."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError("the KV peer thread failed") from self._failure
-            if not self._has_answers:
+            if not self._has_results:
                 return None
-            answers, self._answers = self._answers, KvTierResults(0, self._tables)
-            self._has_answers = False
-        return answers
+            results, self._results = self._results, KvTierResults(0, self._tables)
+            self._has_results = False
+        return results
 
     def reset(self) -> None:
         """See `KvTierWorker.reset`."""
         with self._lock:
             self._pulls.clear()
             self._pulls.append(None)
-            self._answers, self._has_answers = KvTierResults(0, self._tables), False
+            self._results, self._has_results = KvTierResults(0, self._tables), False
         self._wake()
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class PeerBlocks:
         if self._server is not None and not self._server.is_open:
             self._server.open()
             is_awaiting = True
-        ready = {source for source, _ in poller.poll(LOOK_MS if is_awaiting else None)}
+        ready = {source for source, _ in poller.poll(POLL_MS if is_awaiting else None)}
         if self._authenticator is not None and self._authenticator.socket in ready:
             self._authenticator.answer()
         if self._server is not None and self._server.socket in ready:
@@ -262,11 +262,11 @@ class PeerBlocks:
             current = [each for each in arrivals if each.wanted.tables == self._tables]
             if not current:
                 return
-            self._answers.pulled += pack_i32(each.wanted.host_block for each in current if each.is_there)
-            self._answers.lacking += pack_i32(each.wanted.host_block for each in current if not each.is_there)
-            if self._has_answers:
+            self._results.pulled += pack_i32(each.wanted.host_block for each in current if each.is_there)
+            self._results.lacking += pack_i32(each.wanted.host_block for each in current if not each.is_there)
+            if self._has_results:
                 return
-            self._has_answers = True
+            self._has_results = True
         self._ring()
 
     def _close_sockets(self) -> None:

@@ -106,7 +106,7 @@ class StoreBlocks:
         self._failure: Exception | None = None
         """Error that ended a thread."""
         self._tables = 0
-        self._answers, self._has_answers = StoreResults(), False
+        self._results, self._has_results = StoreResults(), False
         self._is_closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"kv-store-{number}", daemon=True)
@@ -129,7 +129,7 @@ class StoreBlocks:
         puts = [_Task(tables, self._copy_out(put)) for put in store.puts]
         with self._changed:
             if tables != self._tables:
-                self._tables, self._answers, self._has_answers = tables, StoreResults(), False
+                self._tables, self._results, self._has_results = tables, StoreResults(), False
                 self._trim_puts()
             self._searches += (_Task(tables, search) for search in store.searches)
             self._gets += (_Task(tables, get) for get in store.gets)
@@ -157,16 +157,16 @@ class StoreBlocks:
         """See `KvTierWorker.copy_in`."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
-    def take_answers(self) -> KvTierResults | None:
-        """See `KvTierWorker.take_answers`."""
+    def take_results(self) -> KvTierResults | None:
+        """See `KvTierWorker.take_results`."""
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError("a KV store thread failed") from self._failure
-            if not self._has_answers:
+            if not self._has_results:
                 return None
-            answers, self._answers = self._answers, StoreResults()
-            self._has_answers = False
-            return KvTierResults(0, self._tables, store=answers)
+            results, self._results = self._results, StoreResults()
+            self._has_results = False
+            return KvTierResults(0, self._tables, store=results)
 
     def reset(self) -> None:
         """See `KvTierWorker.reset`."""
@@ -174,7 +174,7 @@ class StoreBlocks:
             self._searches.clear()
             self._gets.clear()
             self._tables += 1  # results in progress become void; the next orders contain their table epoch
-            self._answers, self._has_answers = StoreResults(), False
+            self._results, self._has_results = StoreResults(), False
 
     def close(self) -> None:
         """See `KvTierWorker.close`."""
@@ -232,12 +232,12 @@ class StoreBlocks:
         with self._changed:
             del self._in_progress[task]
             if task.tables == self._tables:
-                self._answers.found.append(
+                self._results.found.append(
                     LookupResult(search.request_id, pack_i32(count or 0 for count in counts))
                 )
                 if None not in counts:  # failed lookups would distort the measured time
-                    self._answers.num_searches += 1
-                    self._answers.search_ns += time.monotonic_ns() - begun_ns
+                    self._results.num_searches += 1
+                    self._results.search_ns += time.monotonic_ns() - begun_ns
                 self._report()
 
     def _count(self, names: list[str]) -> int | None:
@@ -272,14 +272,14 @@ class StoreBlocks:
             self._getting_since_ns = now_ns if is_getting else None
             if task.tables != self._tables:
                 return
-            answers = self._answers
+            results = self._results
             if is_there and since_ns is not None:  # misses would distort the measured time
-                answers.num_gets += 1
-                answers.get_ns += now_ns - since_ns
-            answers.fetched += pack_i32(fetched)
-            answers.missed += pack_i32(block for block in host_blocks if block not in fetched)
+                results.num_gets += 1
+                results.get_ns += now_ns - since_ns
+            results.fetched += pack_i32(fetched)
+            results.missed += pack_i32(block for block in host_blocks if block not in fetched)
             if len(whole) < len(wanted):
-                answers.lost.append(get.name)
+                results.lost.append(get.name)
             self._report()
 
     def _drop(self, name: str) -> None:
@@ -304,7 +304,7 @@ class StoreBlocks:
             self._num_putting -= 1
             self._changed.notify_all()  # also wakes threads that wait for the last put at close
             if task.tables == self._tables:
-                (self._answers.kept if is_kept else self._answers.unkept).append(name)
+                (self._results.kept if is_kept else self._results.unkept).append(name)
                 self._report()
 
     def _call(self, otherwise: ValueT, call: Callable[[], ValueT]) -> ValueT:
@@ -338,6 +338,6 @@ class StoreBlocks:
         )  # fmt: skip
 
     def _report(self) -> None:
-        if not self._has_answers:
-            self._has_answers = True
+        if not self._has_results:
+            self._has_results = True
             self._ring()

@@ -18,7 +18,7 @@ from quintet.executor.kv_transfer.peers.messages import (
     BlockReply,
     BlocksMissing,
     IdentityMismatch,
-    most_unread,
+    max_unread_replies,
     window_of,
 )
 from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
@@ -58,7 +58,7 @@ class KvServer:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         # A peer that does not read loses replies. Twice the window: ZeroMQ updates its read count late, in halves.
-        self.socket.setsockopt(zmq.SNDHWM, 2 * most_unread(offered.block_bytes))
+        self.socket.setsockopt(zmq.SNDHWM, 2 * max_unread_replies(offered.block_bytes))
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # detects vanished machines
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEAD_BYTES)
         if address.startswith("["):

@@ -24,7 +24,7 @@ from quintet.executor.kv_transfer.peers.messages import (
     BlockReply,
     BlocksMissing,
     IdentityMismatch,
-    most_unread,
+    max_unread_replies,
     window_of,
 )
 from quintet.wire.codec import UNREADABLE, encode
@@ -107,7 +107,7 @@ class Link:
         self._last_reply_s = 0.0
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, most_unread(staging.shape[1]))
+        self.socket.setsockopt(zmq.RCVHWM, max_unread_replies(staging.shape[1]))
         self.socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEAD_BYTES, staging.shape[1]))
         if peer.startswith("["):
             self.socket.setsockopt(zmq.IPV6, 1)

@@ -32,7 +32,7 @@ def window_of(block_bytes: int) -> int:
     return max(1, min(MAX_KEYS, WINDOW_BYTES // block_bytes))
 
 
-def most_unread(block_bytes: int) -> int:
+def max_unread_replies(block_bytes: int) -> int:
     """Return the maximum number of unread replies to a client: those of all its requests in flight."""
     return MAX_REQUESTS * (window_of(block_bytes) + 1)
 

@@ -26,16 +26,16 @@ from quintet.process.own_files import open_own
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
-KEPT_WHEN_FULL = 0.9
+FILL_AFTER_EVICTION = 0.9
 """Fill level after an eviction: a scan of the folder takes longer than writing an object."""
 LOCK_S = 2.0
 """Timeout for the ledger's lock, which is normally held for milliseconds."""
-INSIDE = "quintet-kv"
+SUBFOLDER = "quintet-kv"
 
 
 def folder_of(url: str) -> Path:
     """Return the folder of a store's URL."""
-    return Path(url.removeprefix("file://").removeprefix("file:")) / INSIDE
+    return Path(url.removeprefix("file://").removeprefix("file:")) / SUBFOLDER
 
 
 def open_folder(config: KvStoreConfig) -> FolderStore:
@@ -192,7 +192,7 @@ class FolderStore:
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime_ns, status.st_size, name))
                     kept += status.st_size
-        most = max(0, int(self._size_bytes * KEPT_WHEN_FULL) - size)
+        most = max(0, int(self._size_bytes * FILL_AFTER_EVICTION) - size)
         for _, object_size, name in sorted(found):
             if kept <= most:
                 break

@@ -29,10 +29,10 @@ ORDER = struct.Struct("<9i150s")
 ANSWER = struct.Struct("<9i")
 """Code, bytes of the content; format, dtype, four numbers of its shape and location are those of the PUT."""
 PUT, GET, EXIST = 1, 2, 3
-FOUND, LACKING = 200, 400
+FOUND, MISSING = 200, 400
 BYTES, UINT8 = 4, 6
 """Format and dtype of plain bytes."""
-QUESTIONS = 128
+LOOKUP_BATCH = 128
 """EXIST requests per batch: their replies fit the socket buffers while unread."""
 CONNECT_S = 5.0
 TIMEOUT_S = 60.0
@@ -84,7 +84,7 @@ class _Exchange:
         answer = bytearray(ANSWER.size)
         self.receive(memoryview(answer))
         code, num_bytes, *_ = ANSWER.unpack(answer)
-        if code not in (FOUND, LACKING):
+        if code not in (FOUND, MISSING):
             raise ConnectionError(f"LMCache's server replied with unknown code {code}")
         return code, num_bytes
 
@@ -109,8 +109,8 @@ class LmStore:
 
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`."""
-        for first in range(0, len(names), QUESTIONS):
-            batch = names[first : first + QUESTIONS]
+        for first in range(0, len(names), LOOKUP_BATCH):
+            batch = names[first : first + LOOKUP_BATCH]
             with self._exchange() as exchange:
                 exchange.send(b"".join(_order(EXIST, name) for name in batch))
                 found = [exchange.receive_reply()[0] == FOUND for _ in batch]
@@ -139,7 +139,7 @@ class LmStore:
         with self._exchange() as exchange:
             exchange.send(_order(GET, name))
             code, num_bytes = exchange.receive_reply()
-            if code == LACKING:
+            if code == MISSING:
                 return False
             with contextlib.suppress(ConnectionClosed):
                 if num_bytes == len(into):

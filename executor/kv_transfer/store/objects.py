@@ -17,7 +17,7 @@ from typing import Protocol
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
-QUESTIONS = 8
+NUM_PARALLEL_LOOKUPS = 8
 """Parallel lookups of one search."""
 
 
@@ -70,9 +70,9 @@ class ObjectStore:
 
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`. Assumes that all objects before an existing one exist."""
-        return count_first(len(names), lambda indexes: self._are_there([names[each] for each in indexes]))
+        return count_first(len(names), lambda indexes: self._exist([names[each] for each in indexes]))
 
-    def _are_there(self, names: Sequence[str]) -> list[bool]:
+    def _exist(self, names: Sequence[str]) -> list[bool]:
         """Look up all names in parallel, in daemon threads that do not delay the exit of the process."""
         found: list[bool | Exception] = [False] * len(names)
 
@@ -137,18 +137,18 @@ class ObjectStore:
         """See `KvConnector.close`: connections close with the process."""
 
 
-def count_first(number: int, are_there: Callable[[Sequence[int]], Sequence[bool]]) -> int:
+def count_first(number: int, exist: Callable[[Sequence[int]], Sequence[bool]]) -> int:
     """Return the number of leading items that exist, if all items before an existing one exist.
 
-    Looks up `QUESTIONS` evenly spaced items at once, then continues between the last existing and the first missing
+    Looks up `NUM_PARALLEL_LOOKUPS` evenly spaced items at once, then continues between the last existing and the first missing
     one.
     """
     existing, missing = 0, number + 1
     """Numbers of leading items: known to exist, and known not to exist."""
     while missing - existing > 1:
-        step = max(1, (missing - existing) // (QUESTIONS + 1))
-        counts = [*range(existing + step, missing, step)][:QUESTIONS]
-        for count, is_there in zip(counts, are_there([count - 1 for count in counts]), strict=True):
+        step = max(1, (missing - existing) // (NUM_PARALLEL_LOOKUPS + 1))
+        counts = [*range(existing + step, missing, step)][:NUM_PARALLEL_LOOKUPS]
+        for count, is_there in zip(counts, exist([count - 1 for count in counts]), strict=True):
             if not is_there:
                 missing = count
                 break

@@ -8,11 +8,11 @@ from dataclasses import replace
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.model_config.families.mamba import (
+    check_silu,
     dt_rank,
     expanded,
     groups,
     heads,
-    silu_only,
     state_size,
     taps,
 )
@@ -62,7 +62,7 @@ NAMES = Names(
 def jamba(card: ModelCard) -> DecoderSpec:
     """Jamba: attention without positions in every eighth layer; Mamba 1 with inner norms in the others."""
     norm = rms(card)
-    silu_only(card)
+    check_silu(card)
     mamba = MambaSpec(
         channels=expanded(card, "mamba_expand"),
         state_size=state_size(card, "mamba_d_state", 16),
@@ -103,7 +103,7 @@ def _jamba_experts(card: ModelCard) -> FeedForwardSpec:
 
 def _mamba2(card: ModelCard, norm: NormSpec | None, channels: int, default_groups: int = 1) -> Mamba2Spec:
     """Return Mamba 2 from the keys of hybrid models."""
-    silu_only(card)
+    check_silu(card)
     count = card.whole("mamba_n_heads", 1, MAX_WIDTH, 128)
     biased = card.flag("mamba_proj_bias", False)
     return Mamba2Spec(

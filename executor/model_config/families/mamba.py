@@ -21,7 +21,7 @@ from quintet.wire.errors import ConfigError
 MAX_STATE_SIZE = 256
 MAX_TAPS = 16
 """Limits of the kernels: ``csrc/cpu/states.hpp``."""
-MOST_STEP = 3e38
+MAX_TIME_STEP = 3e38
 """Largest bound of time steps: kernels use fp32."""
 REACH = 1 << 17
 """Context length of models without positions: states have no limit, token tables do."""
@@ -51,7 +51,7 @@ def taps(card: ModelCard, key: Key, default: int = 4) -> int:
     return card.whole(key, 2, MAX_TAPS, default)
 
 
-def silu_only(card: ModelCard) -> None:
+def check_silu(card: ModelCard) -> None:
     """Reject activations of convolution and gate other than SiLU."""
     card.word("hidden_act", ("silu", "swish"), "silu")
 
@@ -78,10 +78,10 @@ def dt_limits(card: ModelCard) -> tuple[float, float]:
     if isinstance(value, list) and len(value) == 2:
         least, most = (float("inf") if isinstance(each, dict) else each for each in value)
         if all(isinstance(each, int | float) for each in (least, most)) and 0 <= least <= min(
-            most, MOST_STEP
+            most, MAX_TIME_STEP
         ):
-            return float(least), float(most) if most <= MOST_STEP else float("inf")
-    raise card.wrong("time_step_limit", f"two numbers, the smaller one first and at most {MOST_STEP:g}")
+            return float(least), float(most) if most <= MAX_TIME_STEP else float("inf")
+    raise card.wrong("time_step_limit", f"two numbers, the smaller one first and at most {MAX_TIME_STEP:g}")
 
 
 def _layers(card: ModelCard, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> DecoderSpec:
@@ -91,7 +91,7 @@ def _layers(card: ModelCard, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> 
 
 
 def _mamba(card: ModelCard, inner_norm: NormSpec | None) -> DecoderSpec:
-    silu_only(card)
+    check_silu(card)
     mixer = MambaSpec(
         channels=card.whole("intermediate_size", 1, MAX_WIDTH, expanded(card)),
         state_size=state_size(card, "state_size", 16),
@@ -117,7 +117,7 @@ def falcon_mamba(card: ModelCard) -> DecoderSpec:
 
 def mamba2(card: ModelCard) -> DecoderSpec:
     """Mamba 2."""
-    silu_only(card)
+    check_silu(card)
     biased = card.flag("use_bias", False)
     mixer = heads(card, norm(card), card.whole("num_heads", 1, MAX_WIDTH, 128), "head_dim", expanded(card))
     spec = Mamba2Spec(

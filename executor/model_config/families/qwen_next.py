@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
-from quintet.executor.model_config.families.mamba import MAX_STATE_SIZE, silu_only, taps
+from quintet.executor.model_config.families.mamba import MAX_STATE_SIZE, check_silu, taps
 from quintet.executor.model_config.families.moe import QWEN_NAMES, expert_width, routing, sparse
 from quintet.executor.model_config.families.shape import (
     MAX_HEADS,
@@ -82,7 +82,7 @@ def _experts(card: ModelCard, experts: int, chosen: int, renormalise: bool) -> E
 
 
 def _delta(card: ModelCard, by_head: bool) -> DeltaSpec:
-    silu_only(card)
+    check_silu(card)
     key_heads = card.whole("linear_num_key_heads", 1, MAX_HEADS, 16)
     heads = card.whole("linear_num_value_heads", 1, MAX_HEADS, 32)
     if heads % key_heads:

@@ -142,8 +142,8 @@ def qwen1(card: ModelCard) -> DecoderSpec:
     if reach > trained and mixer.rope is not None and dim >= 4 and card.flag("use_dynamic_ntk", True):
         mixer = replace(mixer, rope=replace(mixer.rope, kind="stairs", original_positions=trained))
         if card.flag("use_logn_attn", True):
-            growing = Temperature(1 / math.log(trained), trained, 1 - trained, whole=False)
-            mixer = replace(mixer, temperature=growing)
+            temperature = Temperature(1 / math.log(trained), trained, 1 - trained, whole=False)
+            mixer = replace(mixer, temperature=temperature)
     else:
         reach = min(trained, reach)
     width = card.whole("intermediate_size", 2, MAX_WIDTH) // 2
@@ -189,8 +189,8 @@ def tele_flm(card: ModelCard) -> DecoderSpec:
     spec = llama(card)
     if not card.flag("use_mup", False):
         return spec
-    shrunk = factor(card, "output_mult") / factor(card, "mup_scale_factor")
-    return replace(spec, embedding_scale=factor(card, "input_mult"), logit_scale=shrunk)
+    logit_scale = factor(card, "output_mult") / factor(card, "mup_scale_factor")
+    return replace(spec, embedding_scale=factor(card, "input_mult"), logit_scale=logit_scale)
 
 
 FAMILIES = {

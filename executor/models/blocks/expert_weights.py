@@ -69,7 +69,7 @@ def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
     names, hidden, wide = scope.names, scope.hidden_size, spec.width
     own, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
     name = scope.name(names.experts_down)
-    inputs = _as_they_are if kept.is_all else partial(_inputs, kept)
+    inputs = _unchanged if kept.is_all else partial(_inputs, kept)
     match spec.layout:
         case ExpertsLayout.SEPARATE:
             weights = _each(scope, names.expert_down, own, (hidden, wide), 0, inputs)
@@ -79,10 +79,10 @@ def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
             weights = [_stacked(name, own, (wide, hidden), 0, _transposed(inputs))]
         case ExpertsLayout.MXFP4:
             assert kept.is_all, "columns of quantized experts cannot be divided"
-            weights = [_mx(name, own, hidden, wide, 0, _as_they_are)]
+            weights = [_mx(name, own, hidden, wide, 0, _unchanged)]
     biases = []
     if spec.biased:
-        biases = [_stacked(scope.name(names.experts_down_bias), own, (hidden,), 0, _as_they_are)]
+        biases = [_stacked(scope.name(names.experts_down_bias), own, (hidden,), 0, _unchanged)]
     return StackShape(
         label=f"{scope.name('experts')}: downs, {spec.layout}{kept.label}{_label(own)}",
         experts=own.count,
@@ -99,7 +99,7 @@ def _label(own: KeptRange) -> str:
     return "" if own.is_all else f" of experts{own.label}"
 
 
-def _as_they_are(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -116,7 +116,7 @@ def _inputs(kept: KeptRange, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(kept: KeptRange) -> Rows:
-    return _as_they_are if kept.is_all else partial(_columns, kept.begin, kept.end)
+    return _unchanged if kept.is_all else partial(_columns, kept.begin, kept.end)
 
 
 def _transposed(rows: Rows) -> Rows:
@@ -137,7 +137,7 @@ def _each(
             count=1,
             begin=begin,
             take=lambda tensors, _: rows(tensors[0]),
-            is_whole=rows is _as_they_are,
+            is_whole=rows is _unchanged,
         )
         for place, its in enumerate(names[own.begin : own.end])
     ]

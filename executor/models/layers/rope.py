@@ -115,10 +115,10 @@ def _yarn(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """
     dim, factor = spec.rotary_dim, _factor(spec)
 
-    def dimension_turning(times: float) -> float:
+    def dimension_of_turns(times: float) -> float:
         return dim * math.log(spec.original_positions / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
 
-    low, high = dimension_turning(spec.beta_fast), dimension_turning(spec.beta_slow)
+    low, high = dimension_of_turns(spec.beta_fast), dimension_of_turns(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
