@@ -1,8 +1,7 @@
 """Specifications of models as values: read from a card, followed by the model builder.
 
-A `DecoderSpec` is a tuple of layers. A layer is a mixer, such as attention, and a feed-forward, with norms around
-them. Imports no torch. `quintet.executor.models.decoder` builds the model; `quintet.executor.model_config.registry`
-has the readers.
+A `DecoderSpec` is a tuple of layers: mixer, feed-forward and norms. Imports no torch. `quintet.executor.models.decoder`
+builds the model; `quintet.executor.model_config.registry` has the readers.
 """
 
 from __future__ import annotations
@@ -104,10 +103,7 @@ class QkNormOver(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Position-dependent query scaling: ``max(1, 1 + growth * log(1 + (position + shift) / period))``.
-
-    ``whole``: round the quotient down to an integer (Llama 4), or not (Qwen 1).
-    """
+    """Query scaling by ``max(1, 1 + growth * log(1 + (position + shift) / period))``; ``whole``: floor the quotient."""
 
     growth: float
     period: int
@@ -173,9 +169,7 @@ class AttentionSpec:
 class LatentSpec:
     """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
 
-    All heads' keys and values derive from one latent vector per token. KV memory holds the latent and one rotated key
-    that all heads share.
-    """
+    KV memory holds one latent vector per token, the source of all keys and values, and one shared rotated key."""
 
     num_heads: int
     plain_dim: int
@@ -293,10 +287,7 @@ class LayerSpec:
     mixer_norms: Norms
     mlp_norms: Norms
     parallel: bool = False
-    """True if mixer and feed-forward read the same input: ``x + mixer(norm x) + mlp(norm x)``.
-
-    The norm is the mixer's, unless ``mlp_norms`` has one.
-    """
+    """True for ``x + mixer(norm x) + mlp(norm x)``, with the mixer's norm unless ``mlp_norms`` has one."""
     residual_multiplier: float = 1.0
     """Factor of the mixer's and feed-forward's outputs before the residual addition."""
     residual_of_norm: bool = False
@@ -334,11 +325,9 @@ class PositionTable:
     offset: int = 0
     """The row of position 0. The table has ``count + offset`` rows."""
     sinusoidal: bool = False
-    """True if the rows are computed instead of loaded.
+    """True for computed rows: sines, then cosines, of the row times a geometric series from 1 to 1 / 10000.
 
-    Row r has sines, then cosines, of r times a geometric series from 1 to 1 / 10000
-    (Vaswani et al., "Attention is all you need", 2017, as in tensor2tensor).
-    """
+    Vaswani et al., "Attention is all you need", 2017, as in tensor2tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
