@@ -196,7 +196,7 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
                 "architectures": ["MixtralForCausalLM"],
                 "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
             },
-            "columns of experts stored as gptq are not divided, but whole experts can: add --enable-expert-parallel",
+            "columns of experts stored as gptq are not divided, but whole experts are: add --enable-expert-parallel",
         ),
     ],
 )
