@@ -20,12 +20,12 @@ from .test_process import config_of
 RANK_0 = """
 import sys, threading
 import msgspec
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 
 config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-followers = Followers(WorkerId(Role.EXECUTOR, 3, 7), config)
+followers = FollowerProcesses(WorkerId(Role.EXECUTOR, 3, 7), config)
 print("started", flush=True)
 threading.Event().wait()
 """

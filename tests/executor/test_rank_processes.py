@@ -30,7 +30,7 @@ RANK_0 = """
 import sys, threading
 import msgspec
 from quintet.executor.main import make_worker
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.process.trace import no_span
 from quintet.wire.config import EngineConfig
@@ -39,7 +39,7 @@ from quintet.wire.step import StepPlan
 
 config = msgspec.json.decode(sys.stdin.readline(), type=EngineConfig)
 plan = msgspec.json.decode(sys.stdin.readline(), type=StepPlan)
-followers = Followers(WorkerId(Role.EXECUTOR, 0, 1), config)
+followers = FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)
 worker = make_worker(take_share(0, config), no_span, followers)
 print(msgspec.json.encode(worker.begin(plan).result()).decode(), flush=True)
 threading.Event().wait()
