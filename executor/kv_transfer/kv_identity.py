@@ -1,7 +1,7 @@
 """Identity of KV blocks: a hash of everything that determines keys and values, other than the tokens.
 
-The checkpoint is identified by names, sizes and times of its files, and by samples of their bytes, because reading
-all bytes takes as long as loading. A copied checkpoint has another identity. Inode and change time are excluded,
+The checkpoint is identified by names, sizes and times of its files, and by samples of their bytes, since reading
+all takes as long as loading. A copied checkpoint has another identity. Inode and change time are excluded,
 because mounting a volume may change them.
 """
 

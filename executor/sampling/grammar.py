@@ -5,7 +5,7 @@
     step N + 1        ▼  layers ─────────────── logits ──┊── draw
     thread               advance by the tokens, make masks ▲
 
-A thread makes a step's masks while its layers are computed: they depend on the tokens of the previous step and are
+A thread makes a step's masks while its layers are computed. They depend on the tokens of the previous step and are
 needed at the draw. A matcher's state follows from the request's outputs. So a request that is admitted again, after
 preemption or on another executor, continues at the same state. Matchers of the same grammar are copies of one
 compiled matcher.

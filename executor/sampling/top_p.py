@@ -18,7 +18,7 @@ NUM_CANDIDATES = 128
 def cut_top_p(logits: torch.Tensor, settings: Settings) -> None:
     """Set dropped entries of each row of ``logits [n, vocab]`` to -inf, in place.
 
-    Checks the largest few logits first, and sorts only rows with a wider distribution: sorting a whole vocabulary
+    Checks the largest few logits first, and sorts only rows with a wider distribution. Sorting a whole vocabulary
     costs more than the rest of a step. Both give the same threshold, so a row's result does not depend on the batch.
     """
     which = np.flatnonzero(settings["top_p"] < 1.0)

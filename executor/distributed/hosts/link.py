@@ -4,8 +4,8 @@
     stage k ── order ──▶ memory ──▶ LinkReceiver ── LinkOrder ────▶ LinkSender ──▶ memory ── order ──▶ stage k + 1
             ◀── done ─── memory ◀── LinkReceiver ◀─ LinkProgress ── LinkSender ◀── memory ◀── done ───
 
-The receiver marks an order as done when the remote stage has finished it. So the number of orders in flight is that
-of a local link, there is always space for a message, and memory is reused only after both hosts have read it. Each
+The receiver marks an order as done when the remote stage has finished it. So the limit on orders in flight is that of
+a local link. There is always space for a message, and memory is reused only after both hosts have read it. Each
 end has a waiting thread; the socket loop does the rest.
 
 Ranks of one stage on several hosts use the same ends. On the leader's host, an end acts for the followers of one

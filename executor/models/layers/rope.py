@@ -11,7 +11,7 @@ Types of scaling, as in transformers:
 Types that transformers does not have:
 
 - ``factors``: a divisor per frequency, as GGUF files store Llama 3.1's rule;
-- ``stairs``: Qwen 1 (Bai et al., "Qwen technical report", 2023, section 2.3): NTK-aware scaling by 1, 3, 7, 15, … for
+- ``stairs``: Qwen 1 (Bai et al., "Qwen technical report", 2023, section 2.3). NTK-aware scaling by 1, 3, 7, 15, … for
   prompts of up to 1, 2, 4, 8 times the trained length.
 
 ``dynamic`` and ``longrope`` depend on the sequence length. transformers uses the longest sequence of the batch, so a
