@@ -85,7 +85,7 @@ class Carrier:
     def __init__(self, layer: Layer) -> None:
         self.layers = [layer]
 
-    def pieces_of(self, layer: int, copy: Copy) -> Iterator[CopyChunk]:
+    def chunks_of(self, layer: int, copy: Copy) -> Iterator[CopyChunk]:
         """See there."""
         for begin in range(0, EXPERT_BYTES, STAGING_BYTES):
             end = min(begin + STAGING_BYTES, EXPERT_BYTES)
@@ -93,7 +93,7 @@ class Carrier:
                 layer, copy.expert, copy.source, copy.target, copy.place, begin, end, EXPERT_BYTES
             )
 
-    def tell(self, piece: CopyChunk) -> None:
+    def send(self, piece: CopyChunk) -> None:
         """See there."""
         is_there = piece.end == piece.size
         self.layers[0].copies[piece.target, piece.place] = piece.expert if is_there else NO_EXPERT

@@ -1,6 +1,6 @@
 """The executor process: weights, model, KV memory and sampling.
 
-It turns each `StepPlan` into a `StepResult` and decides nothing: which rows run, with which blocks, is the core's
-choice. It knows no request beyond its slot, no text and no scheduling. Importing this package imports no torch: the
-mock worker and the main loop live without it.
+The executor turns each `StepPlan` into a `StepResult`. The core schedules: it chooses the rows of a step and their
+blocks. The executor knows a request only by its slot and handles no text. Importing this package imports no torch:
+the main loop and the mock worker run without it.
 """

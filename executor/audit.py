@@ -1,4 +1,4 @@
-"""The debug check that the executor's tables mirror the core's: `SchedulerConfig.audit`."""
+"""Compare the executor's tables with the core's, a debug check: `SchedulerConfig.audit`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quintet.wire.step import StepPlan
 
 
 class TablesDiffer(Exception):
-    """The tables are not what the core believes them to be: a delta was lost, doubled or misapplied."""
+    """The tables differ from the core's: a delta was lost, duplicated or misapplied."""
 
 
 def table_checksum(plan: StepPlan, tables: SlotTables) -> int:
-    """Return the CRC-32 of what a plan's rows read, after its deltas.
+    """Return the CRC-32 of the tables that a plan's rows read, after its deltas.
 
-    Over its rows, in order: slot and generation (int64, the slot alone where nobody has it), then of each group the blocks
-    (int32) that the row reads and writes (`KvGroup.used`).
+    It covers the rows in order: slot and generation (int64; the slot alone if it is free). Then, for each group, the
+    blocks (int32) that the row reads and writes (`KvGroup.used`).
     """
     slots, starts, counts = (
         np.frombuffer(column, np.int32).tolist() for column in (plan.slots, plan.starts, plan.counts)
@@ -36,7 +36,7 @@ def table_checksum(plan: StepPlan, tables: SlotTables) -> int:
 
 
 def check_tables(plan: StepPlan, tables: SlotTables) -> None:
-    """Raise `TablesDiffer` unless the plan's checksum, if it has one, is that of the tables."""
+    """Raise `TablesDiffer` if the plan has a checksum that differs from the tables' checksum."""
     if plan.checksum and plan.checksum != (found := table_checksum(plan, tables)):
         slots = np.frombuffer(plan.slots, np.int32)
         raise TablesDiffer(

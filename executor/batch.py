@@ -1,4 +1,4 @@
-"""From a plan and the slot tables to the flat tensors a model computes on. No loop over rows."""
+"""Build a model's flat input tensors from a plan and the slot tables. No loop over rows."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from quintet.wire.step import StepPlan
 Int = NDArray[np.int64]
 
 GATHER_BYTES = 32 << 20
-"""Keys and values of one group are gathered into at most about this much, so that they stay near the processor."""
+"""Limit on a group's gathered keys and values, so that they fit the processor's caches."""
 
 MAX_PADDING = 1.25
-"""Rows of one token share a group while padding them to the longest costs at most this much more than they have."""
+"""Rows of one token share a group while padding to the longest costs at most this factor."""
 
 
 View = tuple[int, AttentionWindow, Heads]
-"""What a layer sees: through the block table of which group, which tokens, and with which heads."""
+"""A layer's view: block table group, visible tokens, heads."""
 
 
 class Rows:
-    """A plan's rows as host columns, int64[R], each made when it is first asked for: most steps need none."""
+    """A plan's rows as host columns, int64[R], each computed on first use: most steps use few."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -65,7 +65,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The input of a model's forward pass. ``T`` tokens, the rows' tokens one after the other."""
+    """The input of a model's forward pass: ``T`` tokens, concatenated row by row."""
 
     num_tokens: int
     token_ids: torch.Tensor
@@ -73,26 +73,26 @@ class Batch:
     positions: torch.Tensor
     """int64[T]"""
     prompts: torch.Tensor | None
-    """int64[T]: how long the prompt of the token's row is; see `quintet.executor.models.layers.rope`."""
+    """int64[T]: prompt length of the token's row; see `quintet.executor.models.layers.rope`."""
     blocks: tuple[torch.Tensor, ...]
     """int64[T] for each group of layers: the block that holds the token's keys and values."""
     offsets: torch.Tensor
-    """int64[T]: where in it."""
+    """int64[T]: offset in that block."""
     attention: dict[View, tuple[AttentionGroup, ...]]
-    """For each distinct view of the model's layers."""
+    """Attention groups of each distinct view of the model's layers."""
     states: dict[int, StateRows]
-    """For each group whose blocks hold states."""
+    """State rows of each group with state blocks."""
 
 
 def _first_seen(sight: AttentionWindow, positions: Int) -> Int:
-    """Return the first position that each of ``positions`` sees."""
+    """Return the first position visible to each of ``positions``."""
     if sight.chunk is not None:
         return positions // sight.chunk * sight.chunk
     return np.zeros_like(positions) if sight.window is None else np.maximum(positions + 1 - sight.window, 0)
 
 
 class BatchBuilder:
-    """Makes the batches of one model."""
+    """Builds the batches of one model."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class BatchBuilder:
         self._dtype = dtype
 
     def build(self, rows: Rows, tables: SlotTables) -> Batch:
-        """Make the batch of a step whose deltas ``tables`` already hold."""
+        """Build the batch of a step. ``tables`` already hold its deltas."""
         device, block_size = tables.device, self._block_size
         if len(rows.counts) and rows.counts.max() == 1:
             owners, positions = np.arange(len(rows.slots)), rows.starts
@@ -137,7 +137,7 @@ class BatchBuilder:
         )
 
     def _groups(self, rows: Rows, tables: SlotTables, view: View) -> tuple[AttentionGroup, ...]:
-        """Partition the rows by new tokens, and by context length where padding would cost."""
+        """Partition the rows by new tokens, and by context length if padding is expensive."""
         groups: list[AttentionGroup] = []
         (group, sight, heads), block_size = view, self._block_size
         table = tables.block_table[group]
@@ -154,7 +154,7 @@ class BatchBuilder:
         return tuple(groups)
 
     def _partition(self, rows: Rows, num_blocks: Int, token_bytes: int) -> list[Int]:
-        """Return index arrays that cover every row once. token_bytes: of a token's keys and values."""
+        """Return index arrays that cover every row once. token_bytes: bytes of one token's keys and values."""
         parts: list[Int] = []
         for count in np.unique(rows.counts).tolist():
             same = np.flatnonzero(rows.counts == count)
@@ -166,18 +166,22 @@ class BatchBuilder:
                 parts += np.split(same, np.flatnonzero(changes) + 1)
             else:
                 parts += self._by_length(same, num_blocks[same])
-        return [piece for part in parts for piece in self._bounded(part, num_blocks[part], token_bytes)]
+        return [
+            part_of_group
+            for part in parts
+            for part_of_group in self._bounded(part, num_blocks[part], token_bytes)
+        ]
 
     @staticmethod
     def _by_length(members: Int, blocks: Int) -> list[Int]:
-        """Split off longer rows while padding everyone to the longest would cost more than `MAX_PADDING`."""
+        """Split off longer rows if padding every row to the longest costs more than `MAX_PADDING`."""
         if int(blocks.max()) * len(blocks) <= MAX_PADDING * int(blocks.sum()):
             return [members]
         classes = np.ceil(np.log2(blocks) * 2).astype(np.int64)  # each class within a factor of 1.42
         return [members[classes == value] for value in np.unique(classes).tolist()]
 
     def _bounded(self, members: Int, blocks: Int, token_bytes: int) -> list[Int]:
-        """Cut a group into pieces whose gathered keys and values fit `GATHER_BYTES`."""
+        """Split a group so that the gathered keys and values of each part fit `GATHER_BYTES`."""
         row_bytes = int(blocks.max()) * self._block_size * token_bytes
         most = max(1, GATHER_BYTES // row_bytes)
         return [members[i : i + most] for i in range(0, len(members), most)]
@@ -198,7 +202,7 @@ class BatchBuilder:
         width = int(num_blocks.max())
         columns = first_blocks[:, None] + np.arange(width)  # [B, width]
         np.minimum(columns, table.shape[1] - 1, out=columns)
-        # Past a row's last block lie stale entries of former tenants: valid memory, masked below.
+        # Past a row's last block are stale entries of earlier requests: valid memory, masked below.
         blocks = table[rows.slots[members][:, None], columns].astype(np.int64)
         tokens = None
         if not whole:
@@ -225,7 +229,7 @@ class BatchBuilder:
         )
 
     def _bias(self, mask: torch.Tensor, heads: Heads) -> torch.Tensor:
-        """Turn ``mask [B, 1, c, L]`` into the folded form's ``[B * kv_heads, 1 or groups * c, L]``."""
+        """Convert ``mask [B, 1, c, L]`` to an additive bias ``[B * kv_heads, 1 or groups * c, L]``."""
         num_rows, _, num_new, context = mask.shape
         bias = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
         fold = 1 if num_new == 1 else heads.num_heads // heads.num_kv_heads
@@ -234,7 +238,7 @@ class BatchBuilder:
 
 
 def state_rows(rows: Rows, tables: SlotTables, group: int) -> StateRows:
-    """Return which blocks of a group of states the rows read and write."""
+    """Return the blocks of a state group that the rows read and write."""
     device, named = tables.device, tables.block_table[group, rows.slots, :2].astype(np.int64)
     return StateRows(
         sources=to_device(named[:, 0].copy(), device),

@@ -1,6 +1,6 @@
-"""Vectors of a step's tokens that a plan brings in place of ids: where they go among the rows that the embedding made.
+"""Input embeddings of a step: vectors that a plan provides instead of token ids.
 
-Knows nothing of how a model computes. Whoever runs one puts them there before anything else is computed.
+The runner writes them over the rows of the embedding layer's output before the first layer.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True, slots=True)
 class StepEmbeds:
-    """Vectors of some of a step's tokens."""
+    """Input embeddings of some of a step's tokens."""
 
     tokens: torch.Tensor
-    """int64[K]: which of the step's tokens."""
+    """int64[K]: index of each token in the step."""
     vectors: torch.Tensor
     """``[K, width]`` in the model's dtype."""
 
     def put(self, embedded: torch.Tensor) -> None:
-        """Write them, in place, into what the embedding made of ids: ``[num_tokens or more, width]``."""
+        """Write the vectors into the embedding layer's output, in place: ``[num_tokens or more, width]``."""
         embedded.index_copy_(0, self.tokens, self.vectors)
 
 
 def embeds_of(rows: Rows, dtype: torch.dtype, device: torch.device) -> StepEmbeds | None:
-    """Return the vectors of the rows' tokens; None where all have ids.
+    """Return the input embeddings of the rows' tokens; None if all tokens have ids.
 
-    Of a plan that is computed in parts, each part's rows take what is theirs.
+    In a split step, each part takes the vectors of its own rows.
     """
     if not rows.plan.embeds:
         return None
@@ -56,7 +56,7 @@ def embeds_of(rows: Rows, dtype: torch.dtype, device: torch.device) -> StepEmbed
 
 
 def _numbers(given: RowEmbeds, dtype: torch.dtype) -> torch.Tensor:
-    """Return the vectors; numbers beyond the largest of the model's dtype become that, not infinite."""
+    """Return the vectors in ``dtype``, clamped to its finite range."""
     numbers = torch.frombuffer(bytearray(given.values), dtype=DTYPES[given.dtype]).view(-1, given.width)
     most = torch.finfo(dtype).max
     return numbers.to(dtype) if numbers.dtype is dtype else numbers.clamp(-most, most).to(dtype)

@@ -1,12 +1,13 @@
-"""The steps that were begun and whose results the core does not have, and the thread that waits for the device.
+"""The steps in flight, and the thread that waits for the device.
 
               begin                                        StepsEnded
     plans ────────────▶ [ step N | step N + 1 ] ─────────────────────────▶ results
                              ▲                                   ▲
-                             └─ the waiting thread blocks here   └─ and rings the loop's bell
+                             └─ the waiting thread blocks here   └─ and wakes the loop
 
-Owns their order, and that each ring counts for one of them. Knows nothing of what a step is. The thread is started by
-the first step that does not end at once: a worker that computes in `begin` never has one.
+A step is in flight from its start until its result is sent. This module owns their order; each wakeup counts for one
+step. The first step that does not end immediately starts the thread; a worker that computes in `begin` never needs
+one.
 """
 
 from __future__ import annotations
@@ -23,82 +24,82 @@ from quintet.process.runtime import Receives
 from quintet.process.wakeup import Wakeup
 from quintet.wire.step import StepPlan, StepsEnded
 
-MAX_FAREWELL_S = 1.0
-"""The waiting thread may be in a step that never ends; nobody stays for that."""
+JOIN_TIMEOUT_S = 1.0
+"""Join timeout at close: the thread may be blocked in a step that hangs."""
 
 
 @dataclass(slots=True, eq=False)
-class Begun:
-    """A step that was begun."""
+class StartedStep:
+    """A started step."""
 
     plan: StepPlan
     pending: Pending
     num_tenants: int
-    """Slots that had a tenant after the plan."""
+    """Slots in use after the plan."""
     free_ns: int
-    """When the newest result before it had been sent."""
-    begun_ns: int
+    """Time at which the result before it was sent."""
+    started_ns: int
     is_settled: bool = False
-    """Its result was sent, or nobody wants it any more; the ring for it may be still to come."""
+    """The result was sent or cancelled; the step's wakeup may still be outstanding."""
 
 
 class InFlight:
-    """Used from the loop only."""
+    """The queue of steps in flight. Used by the loop only."""
 
     def __init__(self, inbox: Receives) -> None:
-        """``inbox`` is what the loop waits at."""
+        """``inbox``: the inbox at which the loop waits."""
         self._inbox = inbox
-        self._steps: deque[Begun] = deque()
-        self._bell: Wakeup | None = None
-        self._waited_for: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._steps: deque[StartedStep] = deque()
+        self._wakeup: Wakeup | None = None
+        self._to_wait_for: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def __bool__(self) -> bool:
-        """Whether a ring is still to come."""
+        """Return whether a wakeup is outstanding."""
         return bool(self._steps)
 
-    def add(self, begun: Begun) -> None:
-        """Have the loop told when this step ends."""
-        if self._bell is None:
-            self._bell = Wakeup(StepsEnded)
-            self._inbox.hang(self._bell)
+    def add(self, started: StartedStep) -> None:
+        """Append a step; the thread wakes the loop at its end."""
+        if self._wakeup is None:
+            self._wakeup = Wakeup(StepsEnded)
+            self._inbox.hang(self._wakeup)
             self._thread = threading.Thread(
-                target=self._wait_for_each, args=(self._bell,), name="device", daemon=True
+                target=self._wait_for_each, args=(self._wakeup,), name="device", daemon=True
             )
             self._thread.start()
-        self._steps.append(begun)
-        self._waited_for.put(begun.pending)
+        self._steps.append(started)
+        self._to_wait_for.put(started.pending)
 
-    def ended(self, count: int) -> Iterator[Begun]:
-        """Take out so many steps, in order, and yield those that are still wanted when it is their turn."""
+    def ended(self, count: int) -> Iterator[StartedStep]:
+        """Remove the ``count`` oldest steps, and yield the unsettled ones in order."""
         for _ in range(count):
-            begun = self._steps.popleft()
-            if not begun.is_settled:
-                begun.is_settled = True
-                yield begun
+            started = self._steps.popleft()
+            if not started.is_settled:
+                started.is_settled = True
+                yield started
 
-    def unsettled(self) -> Iterator[Begun]:
-        """Yield the steps that are still wanted, in order, before the rings for them."""
-        for begun in self._steps:
-            if not begun.is_settled:
-                begun.is_settled = True
-                yield begun
+    def unsettled(self) -> Iterator[StartedStep]:
+        """Mark and yield the unsettled steps in order, before their wakeups."""
+        for started in self._steps:
+            if not started.is_settled:
+                started.is_settled = True
+                yield started
 
     def forget(self) -> int:
-        """Want none of them any more. Return how many were."""
+        """Cancel all steps. Return the number that were unsettled."""
         return sum(1 for _ in self.unsettled())
 
-    def _wait_for_each(self, bell: Wakeup) -> None:
-        while (pending := self._waited_for.get()) is not None:
-            with contextlib.suppress(Exception):  # the loop asks for the result, and is told there
+    def _wait_for_each(self, wakeup: Wakeup) -> None:
+        while (pending := self._to_wait_for.get()) is not None:
+            with contextlib.suppress(Exception):  # `result` raises it again in the loop
                 pending.wait()
-            bell.ring()
+            wakeup.ring()
 
     def close(self) -> None:
-        """End the thread, unless a step keeps it."""
-        if self._thread is None or self._bell is None:
+        """Stop the thread, unless a step blocks it."""
+        if self._thread is None or self._wakeup is None:
             return
-        self._waited_for.put(None)
-        self._thread.join(MAX_FAREWELL_S)
+        self._to_wait_for.put(None)
+        self._thread.join(JOIN_TIMEOUT_S)
         if not self._thread.is_alive():
-            self._bell.close()
+            self._wakeup.close()

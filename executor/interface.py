@@ -1,4 +1,4 @@
-"""What the main loop needs of a worker, whether it computes with torch or pretends to."""
+"""Interface between the executor's main loop and its worker, real or mock."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from quintet.wire.step import StepPlan, StepResult
 
 
 class Pending(Protocol):
-    """A step that was begun. Its worker's steps end in the order in which they were begun."""
+    """A started step. A worker's steps end in the order in which they started."""
 
     @property
     def device_ms(self) -> float | None:
-        """How long the device computed, once `result` has returned; None where nobody measured it there."""
+        """Compute time on the device, available after `result`; None if not measured."""
 
     @property
     def gap_ms(self) -> float | None:
-        """How long the device had nothing to do before this step; None where nobody measured it, or no step came before."""
+        """Idle time of the device before this step; None if not measured or for the first step."""
 
     def wait(self) -> None:
-        """Block until the step has ended, others running meanwhile. Called from any thread, more than once.
+        """Block until the step has ended. Any thread may call it, more than once, while other threads run.
 
-        May raise what ended the step; `result` raises it again.
+        May raise the error that ended the step; `result` raises it again.
         """
 
     def result(self) -> StepResult:
-        """Return what was drawn, or raise what ended the step. Called once, by the loop, after `wait`."""
+        """Return the step's result, or raise the error that ended it. The loop calls it once, after `wait`."""
 
 
 @dataclass(slots=True)
 class Finished:
-    """The `Pending` of a worker that computes at once: the step is over when it has begun."""
+    """The `Pending` of a worker that computes synchronously: the step ends inside `begin`."""
 
     outcome: StepResult
 
@@ -45,7 +45,7 @@ class Finished:
     gap_ms = None
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return immediately."""
 
     def result(self) -> StepResult:
         """See `Pending`."""
@@ -53,40 +53,40 @@ class Finished:
 
 
 class KvTierWorker(Protocol):
-    """Blocks of KV memory on disk, of other servers and for them, or in a store. Used from the loop only; works beside it."""
+    """KV blocks on disk, on other servers or in a store. The loop calls it; transfers run in the background."""
 
     @property
     def num_staging_blocks(self) -> int:
-        """Host blocks that what comes from there lies in until it is copied in, numbered behind all others."""
+        """Host blocks that hold fetched data until it is copied in, numbered after all other host blocks."""
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """Begin to take orders. ring: tells the loop, from another thread, that there are answers."""
+        """Start to accept requests. ring: wakes the loop, from another thread, when results are available."""
 
     def order(self, orders: KvTierRequests) -> None:
-        """Take what is to be kept or offered out of KV memory, as it is now; do the rest later."""
+        """Copy the blocks to store or offer out of KV memory now; do the rest later."""
 
     def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
-        """Copy what was fetched, from these host blocks, into blocks of KV memory."""
+        """Copy fetched data from these host blocks into blocks of KV memory."""
 
-    def take_answers(self) -> KvTierResults | None:
-        """Return what became of orders since the last call, for the newest tables ordered about; None without any."""
+    def take_results(self) -> KvTierResults | None:
+        """Return the results since the last call, for the newest table epoch; None if there are none."""
 
     def reset(self) -> None:
-        """Forget what was looked for and is to be fetched: the tables were emptied. What a store is to keep is kept."""
+        """Cancel lookups and fetches after a reset of the tables. Writes to a store continue."""
 
     def close(self) -> None:
-        """Finish what was ordered, as far as that takes no longer than anybody waits, and let go of files and sockets."""
+        """Finish accepted requests within the shutdown limit, then close files and sockets."""
 
 
 class KvDisk(KvTierWorker, Protocol):
-    """On disk: what lies there has numbers, and is told of at boot."""
+    """A disk tier: its blocks are numbered and listed at start-up."""
 
     @property
     def num_places(self) -> int:
-        """Blocks there is room for on disk."""
+        """Capacity on disk, in blocks."""
 
     def kept(self) -> list[tuple[int, bytes]]:
-        """Return place and key of all that is on disk, what was written longest ago first."""
+        """Return place and key of every block on disk, oldest write first."""
 
 
 class StepWorker(Protocol):
@@ -94,75 +94,75 @@ class StepWorker(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks there is memory for."""
+        """KV blocks in memory."""
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of host memory there are, for `StepPlan.swaps_out` to fill."""
+        """Blocks of host memory, the targets of `StepPlan.swaps_out`."""
 
     @property
     def swap_bytes_per_s(self) -> int:
-        """How fast it copies between device and host, the slower way, as measured; 0 if it was not."""
+        """Measured copy rate between device and host, the slower direction; 0 if not measured."""
 
     @property
     def kv_disk(self) -> KvDisk | None:
-        """Where blocks outlive this process; None where they do not."""
+        """The disk tier, which outlives this process; None if there is none."""
 
     @property
     def kv_peers(self) -> KvTierWorker | None:
-        """The servers that share requests with this one; None where there are none."""
+        """The tier of blocks on peer servers; None if there are none."""
 
     @property
     def kv_store(self) -> KvTierWorker | None:
-        """What other servers have computed, too; None where there is no such store."""
+        """The shared store of KV blocks; None if there is none."""
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Short words for the boot story."""
+        """Short facts for the start-up log."""
 
     @property
     def work_done(self) -> int:
-        """A count that grows while a step is computed, read from another thread: standing still in a step means hanging.
+        """Progress counter, read from another thread: no growth during a step means a hang.
 
-        Of a device, what it has completed, not what it was given.
+        A device counts completed work, not submitted work.
         """
 
     @property
     def num_tenants(self) -> int:
-        """Slots that have a tenant, after the plan that was begun last."""
+        """Slots in use after the last started plan."""
 
     @property
     def num_split(self) -> int:
-        """Steps that were computed in parts, because memory ran out."""
+        """Steps split after running out of memory."""
 
     @property
     def experts(self) -> ExpertCounts | None:
-        """What was asked of the model's experts; None where there are none, or nobody counts."""
+        """Load counters of the model's experts; None if the model has none or they are not counted."""
 
     @property
     def has_chores(self) -> bool:
-        """Whether there is work for later that can be done while nobody waits."""
+        """True if idle tasks are left."""
 
     def do_chore(self) -> None:
-        """Do a piece of it: shorter than anybody would mind who comes meanwhile. Called with nothing in flight."""
+        """Run one short idle task. Called with no step in flight."""
 
     def waits_for(self, plan: StepPlan) -> bool:
-        """Whether the oldest step whose result was not asked for has to be over before this plan is begun.
+        """Return whether the oldest step without a requested result must end before this plan starts.
 
-        `begin` waits for it otherwise, and its result is sent later than it could be.
+        `begin` would wait for that step otherwise and delay the step's result.
         """
 
     def begin(self, plan: StepPlan) -> Pending:
-        """Apply the plan's deltas and have its rows computed behind those of the plan before, without waiting for a device.
+        """Apply the plan's deltas and queue its rows after those of the previous plan, without waiting for a device.
 
-        Raises what is wrong with the plan or the tables; what goes wrong on the device, `Pending` tells.
+        Raises errors of the plan or the tables; `Pending` raises errors of the device.
         """
 
     def reset(self) -> None:
-        """Empty every table, whatever `begin` left in them: a new core, or one whose step failed, begins anew.
+        """Reset every table, whatever `begin` left in them, for a new core or after a failed step.
 
-        What is pending is void: nobody asks for its result, and nothing it still does may reach what comes after.
+        Pending steps are void: their results are not requested, and their late writes must not affect later steps.
         """
 
     def is_broken(self, error: Exception) -> bool:
-        """Return whether what a step raised means that nothing can be computed any more in this process."""
+        """Return whether a step's error means that this process cannot compute any further step."""

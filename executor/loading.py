@@ -1,4 +1,4 @@
-"""From a configuration to the model with its weights, or to one process's part of it."""
+"""Load the configured model with its weights, or one process's share of it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def load_model(
     share: Share = WHOLE,
     ahead: HugeMemory | None = None,
 ) -> CausalModel:
-    """Return the configured model, or a rank's share of it, with its weights.
+    """Return the configured model, or a rank's share of it, with its weights. Raises `ConfigError`.
 
-    on_device: whether our kernels of a device multiply by them. ahead: memory for them, see
+    on_device: whether our GPU kernels multiply by the weights. ahead: reserved memory for them, see
     `quintet.executor.checkpoints.weights.store.reserve`.
     """
     card = card_of(config.model)
@@ -56,7 +56,9 @@ def load_model(
     logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
     setting = Setting(platform.device, dtype, rounded or quantization, share, logits_dtype)
     model = build_model(config.model.architecture, card, setting)
-    if rounded is not None and not rounded.num_layers and share.stages == 1:  # other stages may have some
+    if (
+        rounded is not None and not rounded.num_layers and share.stages == 1
+    ):  # other stages may have integer weights
         raise ConfigError(_why_no_rounding(card.path, stored))
     check_agreement(model, config.model, card.path, share)
     with torch.inference_mode():
@@ -73,11 +75,11 @@ def load_model(
 def _why_no_rounding(path: str, stored: Format | None) -> str:
     if linear_library() is None:
         return (
-            "--activation-dtype int8 needs Quintet's host kernels, and they were not built: install a C++ compiler"
-            " (g++ or clang++) and Quintet again, or drop the flag"
+            "--activation-dtype int8 needs Quintet's host kernels, and they are not built: install a C++ compiler"
+            " (g++ or clang++) and reinstall Quintet, or drop the flag"
         )
     words = "floating-point numbers" if stored is None else stored.words
-    return f"{path}: --activation-dtype int8 is for weights that are integers, and this model has none ({words}): drop it"
+    return f"{path}: --activation-dtype int8 needs integer weights, but this model has {words}: drop the flag"
 
 
 def _open_files(model: ModelConfig) -> Sequence[WeightFile]:
@@ -100,7 +102,7 @@ def _packed_cache(config: EngineConfig, share: Share) -> PackedCache | None:
 
 
 def check_agreement(model: CausalModel, resolved: ModelConfig, path: str, share: Share = WHOLE) -> None:
-    """Reject a resolved configuration that counts KV memory for another model than the card describes."""
+    """Check that KV layers and vocabulary of the resolved configuration equal the card's. Raises `ConfigError`."""
     attended = {layer for group in resolved.kv.groups if not group.is_state for layer in group.layers}
     for name, ours, theirs in (
         (
@@ -111,4 +113,4 @@ def check_agreement(model: CausalModel, resolved: ModelConfig, path: str, share:
         ("tokens in the vocabulary", model.vocab_size, resolved.vocab_size),
     ):
         if ours != theirs:
-            raise ConfigError(f"{path}: describes {ours} {name}, but the resolved configuration has {theirs}")
+            raise ConfigError(f"{path} has {ours} {name}, but the resolved configuration has {theirs}")

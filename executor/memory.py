@@ -1,4 +1,4 @@
-"""Memory for tables and KV blocks: reserved at boot, paid for when touched."""
+"""Allocate memory for tables and KV blocks; on a CPU, pages are mapped on first write."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import numpy as np
 import torch
 
 LINE_BYTES = 64
-"""Of a processor's cache: a vector of 512 bits that begins elsewhere is in two lines."""
+"""Cache line size of the processor: an unaligned 512-bit vector spans two lines."""
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros of ``shape``. On a CPU, pages are mapped when first written (``calloc``), and a cache line begins there.
+    """Return zeros of ``shape``. On a CPU, aligned to a cache line, and pages are mapped on first write (``calloc``).
 
-    Zeros rather than uninitialised memory because masked attention still multiplies what it ignores by 0, and
-    0 times a stray NaN is NaN.
+    Masked attention multiplies masked values by 0, and 0 times NaN is NaN; so the memory must not be uninitialised.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""A worker without a model: deterministic tokens after a fixed time, so that all else can be measured and tested alone.
+"""A worker without a model: deterministic tokens after a fixed time, to test and measure the other processes.
 
-A token depends on the request's seed and the position only, like a real draw: a request that is run again says the same.
-With a script (`mock_script.py`) it depends on the request's prompt and the position. Nothing here imports torch.
+A token depends on the request's seed and its position only, so a repeated request gives the same output. With a
+script (`mock_script.py`) it depends on the prompt and the position. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, Toke
 
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SEED_MASK = (1 << 64) - 1
-_PIECE_S = 0.2
-"""A pretended step is so many seconds at a time, as a real one is pieces of work."""
+_SLEEP_S = 0.2
+"""A mock step sleeps at most this many seconds at once and counts progress after each sleep."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class MockWorker:
-    """Draws from the plain ids of the upper half of the vocabulary, never an end of sequence."""
+    """Draws plain ids from the upper half of the vocabulary, never an end of sequence."""
 
     num_split = num_host_blocks = swap_bytes_per_s = 0
     experts = None
@@ -49,58 +49,58 @@ class MockWorker:
         self.num_blocks = num_blocks
         self._script = script
         self._answers: dict[int, tuple[int, NDArray[np.int32]]] = {}
-        """Of slots whose answer the script says: the prompt's length, the answer's tokens."""
+        """Scripted answers by slot: the prompt's length, the answer's tokens."""
         self._span = span
         self._step_s = step_s
         self.work_done = 0
-        """Pieces of pretended computing."""
+        """Sleeps completed so far."""
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._logprob_rows: dict[int, NewRow] = {}
-        self._tenants: set[int] = set()
+        self._used_slots: set[int] = set()
         self._plain = plain_ids(vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Say what pretends here."""
+        """Start-up facts for the log."""
         return {"worker": f"mock, {self._step_s * 1e3:g} ms a step", "blocks": str(self.num_blocks)}
 
     @property
     def num_tenants(self) -> int:
-        """Slots that have a tenant."""
-        return len(self._tenants)
+        """Slots in use."""
+        return len(self._used_slots)
 
     def reset(self) -> None:
-        """Forget every row."""
+        """Remove every row."""
         self._seeds[:] = 0
-        self._tenants.clear()
+        self._used_slots.clear()
         self._answers.clear()
         self._logprob_rows.clear()
 
     def is_broken(self, error: Exception) -> bool:
-        """Return False: there is no device to lose."""
+        """Return False: there is no device."""
         return False
 
     def do_chore(self) -> None:
-        """There are none."""
+        """Do nothing: there are no idle tasks."""
 
     def waits_for(self, plan: StepPlan) -> bool:
-        """Steps are over when they have begun."""
+        """Return False: a step ends inside `begin`."""
         return False
 
     def begin(self, plan: StepPlan) -> Finished:
-        """See `execute`: a pretended device is waited for at once."""
+        """Execute the plan and wait for the end of the mock step."""
         return Finished(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Draw for every sampling row, then sleep until the step has lasted as long as it should."""
+        """Draw for every sampling row, then sleep until the configured step time has passed."""
         deadline = time.perf_counter() + self._step_s
         for slot in np.frombuffer(plan.freed, np.int32).tolist():
-            self._tenants.discard(slot)
+            self._used_slots.discard(slot)
             self._answers.pop(slot, None)
             self._logprob_rows.pop(slot, None)
         for row in plan.new_rows:
-            self._tenants.add(row.slot)
+            self._used_slots.add(row.slot)
             self._seeds[row.slot] = row.seed & SEED_MASK
             if self._script is not None:
                 self._look_up(self._script, row)
@@ -112,12 +112,12 @@ class MockWorker:
         sampling = np.flatnonzero(np.frombuffer(plan.samples, np.uint8))
         tokens = self._draw(self._seeds[slots[sampling]], ends[sampling])
         if self._answers:
-            self._recite(slots[sampling], ends[sampling], tokens)
+            self._write_answers(slots[sampling], ends[sampling], tokens)
         result = StepResult(plan.step, 0, tokens.tobytes())
         if self._logprob_rows:
-            self._pretend_logprobs(plan, slots, sampling, tokens, result)
+            self._mock_logprobs(plan, slots, sampling, tokens, result)
         while (remaining := deadline - time.perf_counter()) > 0:
-            time.sleep(min(remaining, _PIECE_S))
+            time.sleep(min(remaining, _SLEEP_S))
             self.work_done += 1
         self._span("layers", plan.step)
         return result
@@ -136,14 +136,16 @@ class MockWorker:
         prompt_ids = np.frombuffer(row.token_ids, np.int32)[: row.num_prompt_tokens]
         self._answers[row.slot] = row.num_prompt_tokens, script.answer(prompt_ids)
 
-    def _recite(self, slots: NDArray[np.int32], ends: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """Write the scripted tokens of sampling rows over the drawn ones; behind an answer stands its end token."""
+    def _write_answers(
+        self, slots: NDArray[np.int32], ends: NDArray[np.int32], tokens: NDArray[np.int32]
+    ) -> None:
+        """Write the scripted tokens of sampling rows over the drawn ones; after an answer, repeat its end token."""
         for index, slot in enumerate(slots.tolist()):
             if slot in self._answers:
                 num_prompt_tokens, answer = self._answers[slot]
                 tokens[index] = answer[min(int(ends[index]) - num_prompt_tokens, len(answer) - 1)]
 
-    def _pretend_logprobs(
+    def _mock_logprobs(
         self,
         plan: StepPlan,
         slots: NDArray[np.int32],
@@ -151,7 +153,7 @@ class MockWorker:
         tokens: NDArray[np.int32],
         result: StepResult,
     ) -> None:
-        """Fill in log-probabilities of the right shape: the drawn token first with -0.5, then lower and lower."""
+        """Fill in log-probabilities of the right shape: -0.5 for the drawn token, then descending by 1."""
         for index, row_index in enumerate(sampling.tolist()):
             row = self._logprob_rows.get(int(slots[row_index]))
             if row is not None and row.params.logprobs is not None:
@@ -181,8 +183,8 @@ class MockWorker:
         ranks = np.ones(len(prompt), np.int32)
         return PromptLogprobs(row_index, first, width, ranks.tobytes(), ids.tobytes(), logprobs.tobytes())
 
-    def _num_alternatives(self, asked: int) -> int:
-        return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
+    def _num_alternatives(self, requested: int) -> int:
+        return self._vocab_size if requested < 0 else min(requested, self._vocab_size)
 
     def _alternatives(
         self, token: int, params: SamplingParams
@@ -196,10 +198,10 @@ class MockWorker:
 
 
 def plain_ids(vocab_size: int, eos_token_ids: list[int]) -> NDArray[np.int32]:
-    """Return the ids a mock may draw: those that are ordinary words in every common vocabulary.
+    """Return the ids that the mock may draw: ordinary words in every common vocabulary.
 
-    Special tokens and single bytes come first or last in a vocabulary; the ids between one half and fifteen sixteenths
-    of it are merged words.
+    Special tokens and single bytes are first or last in a vocabulary. The ids between 1/2 and 15/16 of it are merged
+    words. Raises `ConfigError` if none remains.
     """
     ids = np.arange(vocab_size // 2, max(vocab_size // 2 + 1, vocab_size * 15 // 16), dtype=np.int32)
     plain = np.setdiff1d(ids, np.array(eos_token_ids, np.int32))
@@ -209,7 +211,7 @@ def plain_ids(vocab_size: int, eos_token_ids: list[int]) -> NDArray[np.int32]:
 
 
 def make_worker(config: EngineConfig, span: Span = no_span) -> MockWorker:
-    """Make the mock that the configuration describes."""
+    """Make the mock worker that the configuration describes."""
     script = None
     if config.executor.mock_script is not None:
         tokenizer_file = Path(config.model.tokenizer_path) / "tokenizer.json"

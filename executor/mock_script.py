@@ -1,7 +1,7 @@
-"""Answers of the mock executor from a file, so that clients that act on answers can be tested without a model that acts.
+"""Scripted answers of the mock executor, to test clients that act on answers without a real model.
 
-The file is JSON: ``[{"after": "text of a prompt", "say": "answer"}, …]``. Texts are what a prompt and an output are with
-their special tokens, as the chat template and the model would write them.
+The file is JSON: ``[{"after": "text of a prompt", "say": "answer"}, …]``. Texts include special tokens, as the chat
+template and the model write them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quintet.wire.errors import ConfigError
 
 NO_ANSWER = "The script has no answer to this prompt."
 TAIL_CHARS = 40
-"""An answer is recognized in a prompt by so many of its last characters: templates drop reasoning before them."""
+"""The number of an answer's last characters searched in a prompt: chat templates remove reasoning before them."""
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
     """One row of a script."""
 
     after: str
-    """The answer is for prompts in which this text stands later than that of any other row, and the answer not behind it."""
+    """Prompt text that selects this answer: the latest match wins, unless the answer follows it already."""
     say: str
 
 
@@ -37,26 +37,26 @@ class MockScript:
         self._end_id = end_id
 
     def answer(self, prompt_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the answer's tokens with an end token behind them."""
+        """Return the answer's tokens followed by the end token."""
         prompt = self._tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
-        found = [(at, row.say) for row in self._answers if (at := _place(row, prompt)) >= 0]
+        found = [(at, row.say) for row in self._answers if (at := _match_position(row, prompt)) >= 0]
         say = max(found, default=(0, NO_ANSWER), key=lambda each: each[0])[1]
         ids = self._tokenizer.encode(say, add_special_tokens=False).ids
         return np.array([*ids, self._end_id], np.int32)
 
 
-def _place(row: Answer, prompt: str) -> int:
-    """Return where a row's text stands last in a prompt; -1 for nowhere, or where the row was already said behind it."""
+def _match_position(row: Answer, prompt: str) -> int:
+    """Return the last position of a row's text in a prompt; -1 if absent or if the row's answer follows it."""
     at = prompt.rfind(row.after)
     return -1 if at >= 0 and prompt.find(row.say[-TAIL_CHARS:], at + len(row.after)) >= 0 else at
 
 
 def read_mock_script(path: Path, tokenizer_file: Path, end_id: int) -> MockScript:
-    """Read a script, and the tokenizer whose ids it says. Raises `ConfigError`."""
+    """Read a script and the tokenizer that encodes it. Raises `ConfigError`."""
     try:
         answers = msgspec.json.decode(path.read_bytes(), type=list[Answer])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f'--mock-script {path} cannot be read: {error}; it is JSON: [{{"after": "…", "say": "…"}}]'
+            f'--mock-script {path} cannot be read: {error}; the file must be JSON: [{{"after": "…", "say": "…"}}]'
         ) from error
     return MockScript(answers, Tokenizer.from_file(str(tokenizer_file)), end_id)

@@ -1,19 +1,21 @@
-"""A step for which memory runs out is computed in halves: slower, and nobody ends for it.
+"""Split a step that runs out of memory into halves, down to single tokens.
 
     step            [ row 0 | row 1 | row 2 ]              out of memory
     halves          [ row 0 | row 1 ]  [ row 2 ]           the second is out of memory again
     down to tokens                     [ row 2: 0…99 ]  [ row 2: 100…199 ]
 
-That changes no result. Rows come in their order, so one that reads blocks which another fills still comes behind it (see
-`StepPlan`); tokens of one row come in their order, as in a prompt that the core computes in pieces; and computing
-once more what was begun writes the same values to the same places. Not so a state, which is written over what it was made
-from. In a model with states only a step whose rows all begin their requests, with states of zeros, is computed once more. Any
-other one fails, its requests are computed again from their tokens, and from then on steps of so many tokens are cut
-before they begin; until one that can be repeated finds room again.
+Splitting changes no result:
 
-The later tokens of a row that is cut go on from where the earlier ones left its states.
+- Rows keep their order, so a row still reads blocks that an earlier row fills (see `StepPlan`).
+- Tokens of one row keep their order, as in chunked prefill.
+- Repeating a started step writes the same KV values to the same slots.
 
-Owns the cutting and joining. Knows nothing of how a step is computed.
+A recurrent state is overwritten by its step, so a model with states is different. It repeats a step only if all rows
+start at position 0. Any other step fails, and its requests are recomputed from their tokens. Later steps of that size
+are split before they start, until a larger repeatable step succeeds. The second part of a split row continues from
+the states of the first.
+
+This module does not compute steps; the caller passes ``compute``.
 """
 
 from __future__ import annotations
@@ -31,54 +33,54 @@ log = logging.getLogger(__name__)
 
 
 class OomSplit:
-    """Computes steps, in parts if need be, and counts those."""
+    """Computes steps, splits those that run out of memory, and counts the splits."""
 
     def __init__(self, release: Callable[[], None], go_on: Callable[[int], bytes] | None = None) -> None:
-        """``release`` gives the system the memory back that an allocator keeps for later.
+        """``release`` returns an allocator's cached memory to the system.
 
-        go_on: of a model with states, lets a slot's tokens go on from where its last ones left its states, and returns the
-        block entries that say so to a device (`quintet.executor.slots.SlotTables.go_on`).
+        go_on: for a model with states, makes a slot continue from its latest states. It returns the block entries
+        that pass this to a device (`quintet.executor.slots.SlotTables.go_on`).
         """
         self._release = release
-        self._go_on = go_on
-        self._most_tokens: int | None = None
-        """Of a step that cannot be repeated, since one of more ran out of memory."""
+        self._continue_states = go_on
+        self._max_tokens: int | None = None
+        """Token limit of a step that cannot be repeated, once a larger one ran out of memory."""
         self.num_split = 0
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
-        """Return what ``compute(plan)`` returns, or the joined results of the parts it had to be called with.
+        """Return the result of ``compute(plan)``, or the joined results of its parts.
 
-        A part has the plan's deltas if it is the first one, and no others: ``compute`` may meet them again after it ran
-        out of memory. Raises `torch.OutOfMemoryError` when not even one token fits, or what was begun cannot be repeated.
+        Only the first part has the plan's deltas; ``compute`` may receive them again after running out of memory.
+        Raises `torch.OutOfMemoryError` if a single token does not fit, or if a started step cannot be repeated.
         """
         if not self.is_to_be_cut(plan):
             try:
-                return self._tried(plan, compute)
+                return self._compute_and_record(plan, compute)
             except torch.OutOfMemoryError as error:
                 self.note_shortage(plan, error)
         return self.compute_in_parts(plan, compute)
 
     def is_to_be_cut(self, plan: StepPlan) -> bool:
-        """Whether a step must not be tried whole: it could not be repeated, and one as large ran out of memory."""
+        """Return whether to split before the first attempt: the step is not repeatable and exceeds the known limit."""
         return (
-            self._most_tokens is not None
-            and num_tokens(plan) > self._most_tokens
+            self._max_tokens is not None
+            and num_tokens(plan) > self._max_tokens
             and not self._can_repeat(plan)
         )
 
     def note_shortage(self, plan: StepPlan, error: torch.OutOfMemoryError) -> None:
-        """Take in that memory ran out in a step. Raises ``error`` unless the step can be computed in parts now."""
-        if not self._shrinks(plan):
+        """Record an out-of-memory error. Raises ``error`` unless the step can be split now."""
+        if not self._record_shortage(plan):
             raise error
         if not self.num_split:
             log.warning(
-                "memory ran out in step %d; it is computed in parts, and so are others from now on, without a word: %s",
+                "step %d ran out of memory and is split; further OOM splits are not logged: %s",
                 plan.step,
                 " ".join(str(error).split()),
             )
 
     def compute_in_parts(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
-        """Compute a step of several tokens that is too large. No traceback may still hold an attempt's tensors."""
+        """Compute a step of several tokens in parts. No traceback may still hold tensors of the failed attempt."""
         self.num_split += 1
         self._release()
         return self._in_halves(plan, compute)
@@ -87,47 +89,47 @@ class OomSplit:
         first, second = halves(plan)
         parts = [self._part(first, compute)]
         slot = second.slots[:4]
-        if self._go_on is not None and slot == first.slots[-4:]:
+        if self._continue_states is not None and slot == first.slots[-4:]:
             second = msgspec.structs.replace(
-                second, blocks=self._go_on(int(np.frombuffer(slot, np.int32)[0]))
+                second, blocks=self._continue_states(int(np.frombuffer(slot, np.int32)[0]))
             )
         return joined(plan.step, [*parts, self._part(second, compute)])
 
     def _part(self, part: StepPlan, compute: Callable[[StepPlan], StepResult]) -> tuple[StepPlan, StepResult]:
         if not self.is_to_be_cut(part):
             try:
-                return part, self._tried(part, compute)
+                return part, self._compute_and_record(part, compute)
             except torch.OutOfMemoryError:
-                if not self._shrinks(part):
+                if not self._record_shortage(part):
                     raise
             self._release()
         return part, self._in_halves(part, compute)
 
-    def _tried(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
+    def _compute_and_record(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         result = compute(plan)
-        if self._most_tokens is not None:
-            self._most_tokens = max(self._most_tokens, num_tokens(plan))
+        if self._max_tokens is not None:
+            self._max_tokens = max(self._max_tokens, num_tokens(plan))
         return result
 
-    def _shrinks(self, plan: StepPlan) -> bool:
-        """Take note that this was too much; return whether it can be computed in parts."""
+    def _record_shortage(self, plan: StepPlan) -> bool:
+        """Lower the token limit; return whether the step can be split and repeated."""
         count = num_tokens(plan)
-        if self._go_on is not None:
-            self._most_tokens = max(1, count // 2)
+        if self._continue_states is not None:
+            self._max_tokens = max(1, count // 2)
         return count > 1 and self._can_repeat(plan)
 
     def _can_repeat(self, plan: StepPlan) -> bool:
-        """Whether computing the plan once more, after it was begun, gives the same."""
-        return self._go_on is None or not np.frombuffer(plan.starts, np.int32).any()
+        """Return whether computing a started plan again gives the same result."""
+        return self._continue_states is None or not np.frombuffer(plan.starts, np.int32).any()
 
 
 def num_tokens(plan: StepPlan) -> int:
-    """Return how many tokens a plan computes."""
+    """Return the number of tokens that a plan computes."""
     return int(np.frombuffer(plan.counts, np.int32).sum())
 
 
 def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
-    """Cut a plan between two rows, or the only one between two tokens. The second half has no deltas."""
+    """Split a plan between two rows, or its only row between two tokens. The second half has no deltas."""
     if len(plan.samples) > 1:
         at = len(plan.samples) // 2
         first, second = slice(0, at), slice(at, None)
@@ -143,7 +145,7 @@ def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
 
 
 def _rows(plan: StepPlan, rows: slice, *, is_first: bool) -> StepPlan:
-    """Return the plan with these rows only. Its checksum is of all rows together: it was compared before."""
+    """Return the plan with these rows only and no checksum, which covers all rows and was compared before."""
 
     def column(whole: bytes) -> bytes:
         return np.frombuffer(whole, np.int32)[rows].tobytes()
@@ -168,13 +170,13 @@ def _column(number: int) -> bytes:
 
 
 def joined(step: int, parts: Iterable[tuple[StepPlan, StepResult]]) -> StepResult:
-    """Return the result of the step that was cut into ``parts``, which name rows of their own."""
+    """Return the result of a split step from its ``parts``, which have relative row indexes."""
     whole = StepResult(step, 0, b"")
     num_rows, last_slot = 0, None
     for plan, result in parts:
         slots = np.frombuffer(plan.slots, np.int32)
         if slots[0] == last_slot:
-            num_rows -= 1  # the rest of the row that the part before ends with
+            num_rows -= 1  # continues the last row of the previous part
         whole.token_ids += result.token_ids
         for drawn in result.logprobs:
             whole.logprobs.append(msgspec.structs.replace(drawn, row=drawn.row + num_rows))
@@ -187,7 +189,7 @@ def joined(step: int, parts: Iterable[tuple[StepPlan, StepResult]]) -> StepResul
 
 
 def _append(entries: list[PromptLogprobs], entry: PromptLogprobs) -> None:
-    """Append what is known of a row's prompt, to what is already known of the same one."""
+    """Append prompt log-probabilities, merged with the previous entry if it has the same row."""
     if not entries or entries[-1].row != entry.row:
         entries.append(entry)
         return

@@ -1,6 +1,6 @@
-"""Rows of different lengths without loops over rows: flat index arithmetic, and a table of lists per slot.
+"""Rows of different lengths in vector operations: flat index arithmetic, and a table of lists per slot.
 
-Used wherever a step must touch "all tokens of these rows" or "all stop ids of these rows" in one vector operation.
+Used to access all tokens or all stop ids of many rows in one operation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NumberT = TypeVar("NumberT", np.int64, np.float32)
 def ranges(starts: Int, counts: Int) -> tuple[Int, Int]:
     """Concatenate ``arange(start, start + count)`` of every row.
 
-    Returns ``(rows, values)``, both of the summed length: which row each value belongs to, and the value.
+    Returns ``(rows, values)``, both of the summed length: the row index of each value, and the value.
     """
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     ends = np.cumsum(counts)
@@ -26,9 +26,9 @@ def ranges(starts: Int, counts: Int) -> tuple[Int, Int]:
 
 
 class RaggedTable(Generic[NumberT]):
-    """One list of numbers per slot, in a padded table that widens with the longest list it was ever given.
+    """One list of numbers per slot, in a padded table as wide as the longest list so far.
 
-    Allocated at the first `put`: a server nobody asks for the feature never pays for it.
+    The first `put` allocates it, so an unused feature costs nothing.
     """
 
     def __init__(self, num_slots: int, dtype: type[NumberT]) -> None:

@@ -1,4 +1,4 @@
-"""What the worker asks of whatever runs the model: forward passes over its KV memory, and logits of some of the tokens."""
+"""Interface between the worker and the model runner: forward passes over KV memory, and logits."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 
 
-class GivesLogits(Protocol):
-    """Whatever computed the last step, as far as those who look at its logits need it."""
+class LogitsSource(Protocol):
+    """A runner's last step, as a source of logits."""
 
     @property
     def max_outputs(self) -> int:
-        """Most tokens whose logits may be asked for at once."""
+        """Maximum number of tokens per `logits` call."""
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """Return ``[len(tokens), vocab]`` in float32 or the model's dtype, for tokens of the last step by index among them.
+        """Return ``[len(tokens), vocab]`` in float32 or the model's dtype, for tokens of the last step by index.
 
-        The tensor is overwritten by the next call.
+        The next call overwrites the tensor.
         """
 
 
-class Runner(GivesLogits, Protocol):
-    """A model with its KV memory. `quintet.executor.backends.torch.eager` or `quintet.executor.backends.cpu.program.runner`."""
+class Runner(LogitsSource, Protocol):
+    """A model with its KV memory: `quintet.executor.backends.torch.eager` or `quintet.executor.backends.cpu.program.runner`."""
 
     @property
     def work_done(self) -> int:
@@ -36,19 +36,19 @@ class Runner(GivesLogits, Protocol):
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        """KV memory of each layer, block by block: ``[num_blocks, ...]``, of any format inside."""
+        """KV memory of each layer: ``[num_blocks, ...]``, in a runner-specific format."""
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
-        """Compute the rows of a plan whose deltas ``tables`` already hold, and store their keys and values."""
+        """Compute the rows of a plan and store their keys and values. ``tables`` already hold its deltas."""
 
     def forward_and_draw(
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
     ) -> bytes | None:
-        """Compute a step whose rows want a token and nothing else, in one go where the runner can; else return None.
+        """Compute a step that needs only tokens, and draw them; None if the runner does not support it.
 
-        settings: of every slot (`quintet.executor.sampling.settings`). masks: what some rows may draw, waited for between
-        logits and draw. Returns the tokens, int32, which are in the token table as well.
+        settings: settings of every slot (`quintet.executor.sampling.settings`). masks: allowed tokens of some rows,
+        awaited between logits and draw. Returns the tokens as int32; the token table holds them too.
         """
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy whole blocks of KV memory, in every layer. int64 ids, no block both read and written."""
+        """Copy whole blocks of KV memory in every layer. int64 ids; no block is both source and target."""

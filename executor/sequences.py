@@ -1,4 +1,4 @@
-"""Steps of whole sequences that no core planned: each lies in a slot and in blocks of its own, in the order of the slots."""
+"""Build steps of whole sequences without a core: each sequence has its own slot and blocks, in slot order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Piece = tuple[int, int, int]
 
 
 def place(tables: SlotTables, slot: int, tokens: torch.Tensor, width: int) -> None:
-    """Put a sequence, int32 or int64 ``[tokens]``, into a slot nobody has; ``width``: blocks of each sequence and group."""
+    """Put a sequence, int32 or int64 ``[tokens]``, into a free slot. width: blocks per sequence and group."""
     num_groups = len(tables.block_table)
     tables.token_ids[slot, : len(tokens)] = tokens.to(tables.device)
     tables.num_prompt_tokens[slot] = len(tokens)
@@ -24,8 +24,8 @@ def place(tables: SlotTables, slot: int, tokens: torch.Tensor, width: int) -> No
     tables.block_table[:, slot, :width] = blocks + slot * num_groups * width
 
 
-def plan_of_pieces(pieces: Sequence[Piece], draws: bool) -> StepPlan:
-    """Return a step of pieces; ``draws``: whether each of them draws a token."""
+def plan_of_pieces(rows: Sequence[Piece], draws: bool) -> StepPlan:
+    """Return a step of these rows; ``draws``: whether each row draws a token."""
     return StepPlan(
         step=0,
         sent_ns=0,
@@ -33,8 +33,8 @@ def plan_of_pieces(pieces: Sequence[Piece], draws: bool) -> StepPlan:
         new_rows=[],
         blocks=b"",
         copies=b"",
-        slots=pack_i32([slot for slot, _, _ in pieces]),
-        starts=pack_i32([start for _, start, _ in pieces]),
-        counts=pack_i32([count for _, _, count in pieces]),
-        samples=pack_u8([draws] * len(pieces)),
+        slots=pack_i32([slot for slot, _, _ in rows]),
+        starts=pack_i32([start for _, start, _ in rows]),
+        counts=pack_i32([count for _, _, count in rows]),
+        samples=pack_u8([draws] * len(rows)),
     )

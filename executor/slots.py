@@ -1,8 +1,8 @@
-"""The slot tables: what the executor knows of each running request, one row per slot that never moves.
+"""The slot tables: the executor's state of each running request, one fixed row per slot.
 
-Only plans change them: freed slots first, then new rows, then block entries. Block ids and lengths stay on the host,
-which computes indexes from them; token values live on the device, where the sampler writes what it draws, so that a
-plan made before a token was known finds it there.
+Only plans change them: freed slots first, then new rows, then block entries. Block ids and lengths are on the host,
+which computes indexes from them. Token ids are on the device: the sampler writes drawn tokens there, so a plan can
+refer to a token before the host knows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quintet.wire.step import StepPlan
 
 
 class SlotTables:
-    """Token table, block table and the facts about each slot's tenant."""
+    """Token table, block table and per-slot fields of running requests."""
 
     def __init__(
         self,
@@ -27,10 +27,10 @@ class SlotTables:
         device: torch.device,
         token_ids: torch.Tensor | None = None,
     ) -> None:
-        """token_ids: int32[max_num_seqs, max_model_len + 1] on ``device``, where somebody else has them already."""
+        """token_ids: an existing int32[max_num_seqs, max_model_len + 1] on ``device``, to share."""
         self.device = device
         self.kv = kv
-        # One column more than a request can have: a plan made one step too far may write there.
+        # One extra column: a plan made one step past a request's end may write there.
         shape = (max_num_seqs, max_model_len + 1)
         self.token_ids = lazy_zeros(shape, torch.int32, device) if token_ids is None else token_ids
         self.block_table: NDArray[np.int32] = np.zeros(
@@ -39,32 +39,32 @@ class SlotTables:
         """[groups, slots, positions]: see `quintet.wire.kv_spec.KvGroup`."""
         self.num_prompt_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_embedded: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        """Of these, so many at the beginning are vectors: their ids mean nothing."""
-        self.has_tenant: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        """Number of leading prompt positions with input embeddings; their token ids are unused."""
+        self.is_used: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        """Of the tenant, or of the last one."""
+        """Generation of the slot's request, or of its last one."""
 
     def apply(self, plan: StepPlan) -> None:
-        """Bring the tables up to the plan."""
+        """Apply the plan's deltas to all tables."""
         self.note(plan)
         for row in plan.new_rows:
             tokens = np.frombuffer(row.token_ids, np.int32)
             self.token_ids[row.slot, : len(tokens)] = to_device(tokens.copy(), self.device)
 
     def note(self, plan: StepPlan) -> None:
-        """Bring what the host keeps up to the plan; new rows' tokens reach the device another way."""
+        """Apply the plan's deltas to the host tables only; the caller copies new rows' tokens to the device."""
         if plan.freed:
-            self.has_tenant[np.frombuffer(plan.freed, np.int32)] = False
+            self.is_used[np.frombuffer(plan.freed, np.int32)] = False
         for row in plan.new_rows:
             self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
             self.num_embedded[row.slot] = row.num_embedded
-            self.has_tenant[row.slot], self.generations[row.slot] = True, row.generation
+            self.is_used[row.slot], self.generations[row.slot] = True, row.generation
         if plan.blocks:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
             self.block_table[entries[:, 1], entries[:, 0], entries[:, 2]] = entries[:, 3]
 
     def go_on(self, slot: int) -> bytes:
-        """Let a slot's next tokens go on from where its last ones leave its states; return the entries, as plans have them."""
+        """Make a slot's next tokens continue from its latest states; return the block entries in plan format."""
         entries = []
         for index, group in enumerate(self.kv.groups):
             if group.is_state:
@@ -73,14 +73,14 @@ class SlotTables:
         return np.array(entries, np.int32).tobytes()
 
     def generation(self, slot: int) -> int | None:
-        """Return which tenant the slot has; None for no one."""
-        return int(self.generations[slot]) if self.has_tenant[slot] else None
+        """Return the generation of the slot's request; None for a free slot."""
+        return int(self.generations[slot]) if self.is_used[slot] else None
 
     @property
     def num_tenants(self) -> int:
-        """Slots that have a tenant."""
-        return int(np.count_nonzero(self.has_tenant))
+        """Slots in use."""
+        return int(np.count_nonzero(self.is_used))
 
     def reset(self) -> None:
-        """Forget every tenant. What tokens and blocks they had is overwritten by the next ones."""
-        self.has_tenant[:] = False
+        """Free every slot. Later requests overwrite its tokens and blocks."""
+        self.is_used[:] = False

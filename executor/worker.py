@@ -1,6 +1,6 @@
-"""Executes plans with a real model: tables, forward pass, sampling. Knows nothing of sockets.
+"""Execute plans with a real model: slot tables, forward pass, sampling. Contains no socket code.
 
-The device's order is the plans' order, so a plan may rely on everything its predecessors wrote, tokens included.
+Steps run on the device in plan order, so a plan may read everything that earlier plans wrote, including tokens.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from quintet.wire.step import StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 EAGER_KV_BYTES = 4 << 30
-"""KV memory on a GPU without our kernels, where nobody said how much: it is for trying, not for serving."""
+"""Default KV memory on a GPU without our kernels, a mode for trial use."""
 
-CHORE_S = 0.003
-"""How long a chore takes, about: a twentieth of a step."""
+IDLE_TASK_S = 0.003
+"""Target duration of an idle task in seconds: about 1/20 of a step."""
 STEPS_PER_CHORE = 4
-"""Under load there is a chore between so many steps. Measured, a step of a model on huge pages is a tenth shorter."""
+"""Under load, one idle task runs every so many steps. Measured: a step is 10% shorter with the weights on huge pages."""
 
 
 class Worker:
@@ -73,11 +73,12 @@ class Worker:
         weights: HugePages | None = None,
         ranks: Ranks | None = None,
         stage: Stage | None = None,
-        crossings: Sequence[int] = (),
+        gather_fds: Sequence[int] = (),
     ) -> None:
-        """weights: what they lie in, where that is not all on huge pages yet. ranks: who has chores as well.
+        """Build the worker around a loaded model.
 
-        stage: what is recorded of the model, where it is. crossings: see
+        weights: the host memory of the weights, while part of it is on small pages. ranks: the other ranks, which run
+        idle tasks too. stage: the recorded program of the model, if there is one. gather_fds: see
         `quintet.executor.distributed.parallel.follower_processes`.
         """
         self.num_blocks = num_blocks
@@ -88,7 +89,7 @@ class Worker:
         self._ranks = ranks
         self._stage = stage
         self.experts = None if stage is None else stage.expert_counts
-        self._num_begun = 0
+        self._num_started = 0
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
         grammars = Grammars(max_num_seqs, model)
@@ -100,36 +101,36 @@ class Worker:
         self.swap_bytes_per_s = self._host_blocks.measure()
         blocks: Callable[[], WholeBlocks] = partial(BlockBytes, runner.blocks)
         if ranks is not None:
-            blocks = partial(open_whole_blocks, config, crossings, runner.blocks, share, moves)
-        self._elsewhere = KvTiers(blocks, config, type(runner).__name__, self._host_blocks)
-        self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
-        self.kv_store = self._elsewhere.store
+            blocks = partial(open_whole_blocks, config, gather_fds, runner.blocks, share, moves)
+        self._kv_tiers = KvTiers(blocks, config, type(runner).__name__, self._host_blocks)
+        self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
+        self.kv_store = self._kv_tiers.store
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        self._smaller_steps = OomSplit(
+        self._oom_split = OomSplit(
             torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
             self.tables.go_on if model.kv.has_states else None,
         )
 
     @property
     def work_done(self) -> int:
-        """What the runner has computed so far."""
+        """The runner's progress counter."""
         return self.runner.work_done
 
     @property
     def num_tenants(self) -> int:
-        """Slots that have a tenant."""
+        """Slots in use."""
         return self.tables.num_tenants
 
     def reset(self) -> None:
-        """Empty every table."""
+        """Reset every table."""
         self.tables.reset()
 
     def is_broken(self, error: Exception) -> bool:
-        """Return whether the device is lost to this process, or the tables are not what the core believes.
+        """Return whether the process can no longer use the device, or its tables differ from the core's.
 
-        The first error that a CUDA kernel reports ends the use of the device by its process, except that it ran out of
-        memory. Tables that differ are our mistake, not a request's.
+        After the first error that a CUDA kernel reports, a process cannot use the device; running out of memory is
+        the exception. Tables that differ are a bug of the engine, not of a request.
         """
         if isinstance(error, torch.OutOfMemoryError):
             return False
@@ -137,40 +138,40 @@ class Worker:
 
     @property
     def has_chores(self) -> bool:
-        """Whether weights still lie on small pages, of any rank, or on ranks that are too busy."""
+        """True if weights of any rank remain on small pages, or experts on overloaded ranks."""
         if self._stage is not None and self._stage.has_chores:
             return True
         is_scattered = self._weights is not None and self._weights.is_scattered
-        return is_scattered or (self._ranks is not None and self._ranks.noted(Note.CHORES) > 0)
+        return is_scattered or (self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0)
 
     def do_chore(self) -> None:
-        """Move some of them, and have the other ranks move some of theirs; or an expert from rank to rank."""
+        """Move some weights to huge pages on every rank, or copy an expert to another rank."""
         if self._stage is not None:
             self._stage.do_chore()
         if self._ranks is not None:
-            self._ranks.tell_chore()
+            self._ranks.send_idle_task()
         if self._weights is not None and self._weights.is_scattered:
-            self._weights.gather(CHORE_S)
+            self._weights.gather(IDLE_TASK_S)
 
     @property
     def num_split(self) -> int:
-        """Steps that were computed in parts."""
-        return self._smaller_steps.num_split
+        """Steps split after running out of memory."""
+        return self._oom_split.num_split
 
     def waits_for(self, plan: StepPlan) -> bool:
-        """Steps are over when they have begun."""
+        """Return False: a step ends inside `begin`."""
         return False
 
     def begin(self, plan: StepPlan) -> Finished:
-        """See `execute`, which waits for the device: `quintet.executor.backends.cuda` has a worker that does not."""
-        self._num_begun += 1
-        if self._num_begun % STEPS_PER_CHORE == 0 and self.has_chores:
-            self.do_chore()  # who is never idle gains most
+        """Execute the plan and wait for the device; the worker in `quintet.executor.backends.cuda` does not wait."""
+        self._num_started += 1
+        if self._num_started % STEPS_PER_CHORE == 0 and self.has_chores:
+            self.do_chore()  # a busy server gains most
             self._span("chores", plan.step)
         return Finished(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's deltas, then its swaps and block copies, then compute its rows and draw."""
+        """Apply the plan's deltas, then its swaps and block copies; then compute its rows and draw tokens."""
         self.tables.apply(plan)
         check_tables(plan, self.tables)
         for row in plan.new_rows:
@@ -178,16 +179,16 @@ class Worker:
         if plan.swaps_out:
             self._host_blocks.copy_out(plan.swaps_out)
         if plan.swaps_in:
-            self._elsewhere.copy_in(plan.swaps_in)
+            self._kv_tiers.copy_in(plan.swaps_in)
         if plan.copies:
             self._copy_blocks(plan.copies)
         self._span("tables", plan.step)
         if not plan.slots:
             return StepResult(plan.step, 0, b"")
-        return self._smaller_steps.compute(plan, self._compute)
+        return self._oom_split.compute(plan, self._compute)
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        """Compute the rows of a plan, or of a part of one, whose deltas the tables hold."""
+        """Compute the rows of a plan, or of a part of one. The tables already hold its deltas."""
         rows = Rows(plan)
         masks = self._sampler.begin_masks(rows)
         result: StepResult | None = None
@@ -204,7 +205,7 @@ class Worker:
 
     @torch.inference_mode()
     def _compute_in_parts(self, plan: StepPlan, rows: Rows, masks: StepMasks | None) -> StepResult:
-        """Compute a step that wants more than tokens, or whose runner draws none."""
+        """Compute a step that needs logits, such as for log-probabilities, or a runner without fused sampling."""
         result = StepResult(plan.step, 0, b"")
         self.runner.forward(rows, self.tables)
         self._span("layers")
@@ -226,7 +227,7 @@ class Worker:
 
 
 def make_worker(config: EngineConfig, span: Span = no_span, ahead: HugeMemory | None = None) -> StepWorker:
-    """Open the device, build and load the model, reserve KV memory. ahead: for weights on the host, see `load_model`."""
+    """Open the device, build and load the model, reserve KV memory. ahead: memory for host weights, see `load_model`."""
     if config.executor.device != "cuda" or config.model.implementation == "transformers":
         return make_torch_worker(config, span, ahead=ahead)
     from quintet.executor.backends.cuda.boot import (
@@ -234,13 +235,13 @@ def make_worker(config: EngineConfig, span: Span = no_span, ahead: HugeMemory | 
     )
     from quintet.executor.backends.platforms.cuda import open_cuda_device
 
-    begun = time.monotonic()
+    started = time.monotonic()
     platform = open_platform(config.executor)
     device = open_cuda_device(config.executor)
     if device is None:
         return make_torch_worker(config, span)
     model = load_model(config, platform, on_device=True)
-    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    facts = facts_of(config, platform, model.weights.num_bytes, started)
     return make_device_worker(device, model, config, MODEL_DTYPES[config.model.dtype], facts, span)
 
 
@@ -248,18 +249,18 @@ def make_torch_worker(
     config: EngineConfig,
     span: Span = no_span,
     ranks: Ranks | None = None,
-    crossings: Sequence[int] = (),
+    gather_fds: Sequence[int] = (),
     ahead: HugeMemory | None = None,
 ) -> Worker:
-    """Return the worker of a CPU, or of a GPU without our kernels; of rank 0 of a model that is divided."""
-    begun = time.monotonic()
+    """Return the worker of a CPU, of a GPU without our kernels, or of rank 0 of a model split over ranks."""
+    started = time.monotonic()
     platform = open_platform(config.executor)
     num_blocks = num_blocks_of(config)
     if config.model.implementation == "transformers":
-        return _make_transformers_worker(config, platform, num_blocks, begun, span)
+        return _make_transformers_worker(config, platform, num_blocks, started, span)
     share = share_of(config.executor, 0) if ranks is None else ranks.share
     model = load_model(config, platform, share=share, ahead=ahead)
-    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    facts = facts_of(config, platform, model.weights.num_bytes, started)
     stage = _open_stage(model, config, platform, num_blocks, WHOLE if ranks is None else ranks.share, ranks)
     return Worker(
         _runner_of(stage, model, config, platform, num_blocks, span, ranks),
@@ -272,41 +273,41 @@ def make_torch_worker(
         model.weights.reservation,
         ranks,
         stage,
-        crossings,
+        gather_fds,
     )
 
 
 def _make_transformers_worker(
-    config: EngineConfig, platform: Platform, num_blocks: int, begun: float, span: Span
+    config: EngineConfig, platform: Platform, num_blocks: int, started: float, span: Span
 ) -> Worker:
-    """Return the worker of a model whose layers are those of transformers."""
+    """Return the worker of a model that runs in transformers."""
     from quintet.executor.backends.torch.fallback.boot import (
         open_transformers_model,  # imports transformers: seconds
     )
 
     dtype = MODEL_DTYPES[config.model.dtype]
     opened = open_transformers_model(config, platform.device, dtype, num_blocks, span)
-    facts = facts_of(config, platform, opened.num_bytes, begun)
+    facts = facts_of(config, platform, opened.num_bytes, started)
     ops = sampling_ops_of(platform.name)
     return Worker(opened.runner, ops, platform.device, config, num_blocks, facts, span)
 
 
-def facts_of(config: EngineConfig, platform: Platform, num_bytes: int, begun: float) -> dict[str, str]:
-    """Return the boot story; ``begun``: when the device was opened, as `time.monotonic` has it."""
-    whose = " by transformers" if config.model.implementation == "transformers" else ""
+def facts_of(config: EngineConfig, platform: Platform, num_bytes: int, started: float) -> dict[str, str]:
+    """Return the start-up facts for the log. ``begun``: the `time.monotonic` value when the device was opened."""
+    suffix = " by transformers" if config.model.implementation == "transformers" else ""
     return {
-        "worker": f"{config.model.architecture}{whose} in {config.model.dtype} on {platform.description}",
-        "weights": f"{num_bytes / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s",
+        "worker": f"{config.model.architecture}{suffix} in {config.model.dtype} on {platform.description}",
+        "weights": f"{num_bytes / 1e6:.1f} MB in {time.monotonic() - started:.1f} s",
     }
 
 
 def num_blocks_of(config: EngineConfig) -> int:
-    """Return how many blocks of KV there is to be memory for, where torch or the host kernels compute."""
+    """Return the number of KV blocks that fit in memory, for torch and the host kernels. Raises `ConfigError`."""
     memory_bytes = config.cache.memory_bytes or EAGER_KV_BYTES
     num_blocks = config.model.kv.num_blocks(memory_bytes)
     if num_blocks < 1:
         raise ConfigError(
-            f"KV memory of {memory_bytes} bytes holds no block of {config.model.kv.bytes_per_block};"
+            f"the KV cache has {memory_bytes} bytes, but one block needs {config.model.kv.bytes_per_block};"
             " raise --kv-cache-memory"
         )
     return num_blocks
@@ -321,7 +322,7 @@ def _runner_of(
     span: Span,
     ranks: Ranks | None,
 ) -> Runner:
-    """Return the model's recorded program where the compiled kernels take its shape, else the model itself, undivided."""
+    """Return the recorded program if the compiled kernels support the model's shape, else an eager runner."""
     kv, dtype = config.model.kv, MODEL_DTYPES[config.model.dtype]
     widest = _widest(model)
     if stage is not None:
@@ -330,8 +331,8 @@ def _runner_of(
         raise _not_compiled(model, config)
     if platform.name == "cpu" and program_library() is not None:
         log.warning(
-            "computing with torch: the compiled attention takes heads of up to 576 numbers in keys and 512 in values, in blocks"
-            " of a multiple of 16 tokens; these are heads of up to %d in blocks of %d",
+            "computing with torch: the compiled attention supports head sizes up to 576 for keys and 512 for values, and block"
+            " sizes that are multiples of 16 tokens; this model has head size %d and block size %d",
             widest,
             kv.block_size,
         )
@@ -342,7 +343,7 @@ def _runner_of(
 def make_stage(
     model: CausalModel, config: EngineConfig, platform: Platform, share: Share, ranks: Ranks | None
 ) -> Stage:
-    """Return what a process records of a model that several compute."""
+    """Return one process's recorded part of a model that several processes compute."""
     stage = _open_stage(model, config, platform, num_blocks_of(config), share, ranks)
     if stage is None:
         raise _not_compiled(model, config)
@@ -357,7 +358,7 @@ def _open_stage(
     share: Share,
     ranks: Ranks | None,
 ) -> Stage | None:
-    """Return the recorded layers; None where the compiled kernels do not take them."""
+    """Return the recorded layers; None if the compiled kernels do not support them."""
     library = program_library() if platform.name == "cpu" else None
     if library is None:
         return None
@@ -375,16 +376,16 @@ def _widest(model: CausalModel) -> int:
 
 def _not_compiled(model: CausalModel, config: EngineConfig) -> ConfigError:
     return ConfigError(
-        "--tensor-parallel-size and --pipeline-parallel-size need the compiled attention, which takes heads of up to 576 numbers"
-        f" in blocks of a multiple of 16 tokens; these are heads of up to {_widest(model)} in blocks of"
-        f" {config.model.kv.block_size}: drop them"
+        "--tensor-parallel-size and --pipeline-parallel-size need the compiled attention, which supports head sizes up to 576"
+        f" and block sizes that are multiples of 16 tokens; this model has head size {_widest(model)} and block size"
+        f" {config.model.kv.block_size}: drop these flags"
     )
 
 
 def check_kv_dtype(config: EngineConfig, head_dim: int) -> None:
-    """Reject a cache of fewer bits, which only the compiled attention reads, where torch computes."""
+    """Reject a quantized KV cache without the compiled attention: torch cannot read it. Raises `ConfigError`."""
     if config.cache.dtype in NARROW_KV:
         raise ConfigError(
-            f"keys and values in {config.cache.dtype} need the compiled CPU kernels, and they are not built or take no heads of"
-            f" {head_dim} numbers in blocks of {config.model.kv.block_size} tokens: give --kv-cache-dtype model"
+            f"--kv-cache-dtype {config.cache.dtype} needs the compiled CPU kernels, which are not built or do not support"
+            f" head size {head_dim} with block size {config.model.kv.block_size}: use --kv-cache-dtype model"
         )

@@ -1,4 +1,4 @@
-"""Blocks of KV memory as bytes: how they leave it, and come back, layer by layer. For a CPU, where memory is memory."""
+"""Blocks of KV memory as bytes: copy them out and in, layer by layer, on a CPU."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Int = NDArray[np.int32]
 Wait = Callable[[], None]
-"""Waits until copies are there. From any thread, as often as anybody likes."""
+"""Waits until copies are complete. Any thread may call it, more than once."""
 
 
 class WholeBlocks(Protocol):
-    """The bytes of every block of a model's KV memory, wherever they lie. Used from the executor's loop."""
+    """The bytes of a model's KV blocks, in one or several processes. Used by the executor's loop."""
 
     @property
     def block_bytes(self) -> int:
-        """Of each, whole."""
+        """Size of a whole block."""
 
     def take_into(self, blocks: Int, memory: Bytes, rows: Int) -> Wait:
-        """Copy blocks, as they are now, to these rows of ``memory``, ``[rows, bytes]``."""
+        """Copy the current content of blocks to these rows of ``memory``, ``[rows, bytes]``."""
 
     def put(self, blocks: Int, taken: Bytes) -> None:
-        """Give blocks the contents ``taken``, ``[blocks, bytes]``, before anything else is computed."""
+        """Set the contents of blocks from ``taken``, ``[blocks, bytes]``, before the next computation."""
 
 
 class BlockBytes:
-    """Those of one process's memory. A `WholeBlocks` where nobody else has parts of them."""
+    """The blocks of one process that does not share them with other ranks. A `WholeBlocks`."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        """layers: KV memory on the CPU, ``[blocks, ...]`` each; of those that have no bytes nothing is copied."""
+        """layers: KV memory on the CPU, ``[blocks, ...]`` each; empty layers are skipped."""
         self._layers: list[Bytes] = [
             layer.view(torch.uint8).view(len(layer), -1).numpy() for layer in layers if layer.numel()
         ]
@@ -46,7 +46,7 @@ class BlockBytes:
         """See `WholeBlocks`."""
         for layer, columns in zip(self._layers, self._columns, strict=True):
             memory[rows, columns] = layer[blocks]
-        return _is_there
+        return _no_wait
 
     def put(self, blocks: Int, taken: Bytes) -> None:
         """See `WholeBlocks`."""
@@ -54,11 +54,11 @@ class BlockBytes:
             layer[blocks] = taken[:, columns]
 
 
-def _is_there() -> None:
-    """Return: what was copied at once is there."""
+def _no_wait() -> None:
+    """Return: the copy was synchronous."""
 
 
 def take(whole: WholeBlocks, blocks: Int) -> tuple[Bytes, Wait]:
-    """Return copies of blocks, ``[blocks, bytes]``, and what waits for them."""
+    """Return copies of blocks, ``[blocks, bytes]``, and a function that waits for them."""
     taken: Bytes = np.empty((len(blocks), whole.block_bytes), np.uint8)
     return taken, whole.take_into(blocks, taken, np.arange(len(blocks), dtype=np.int32))

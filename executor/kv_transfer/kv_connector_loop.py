@@ -1,7 +1,4 @@
-"""The executor's part in the talk with its core about blocks on disk, in a shared store and of other servers.
-
-What is done with them is the worker's (`KvTierWorker`).
-"""
+"""The executor's loop side of KV tiers: passes requests from the core to disk, peers and store, and results back."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from quintet.wire.kv_disk import MAX_KEPT, DiskResultsReady, KvTierRequests, Sto
 from quintet.wire.step import Capacity, StepPlan
 
 
-def own_places(index: int, config: EngineConfig) -> EngineConfig:
-    """Return the configuration with the folder, and the port, that are this engine's alone."""
+def with_engine_paths(index: int, config: EngineConfig) -> EngineConfig:
+    """Return the configuration with this engine's own disk folder and peer port."""
     disk, peers = config.cache.disk, config.cache.peers
     if disk is not None:
         disk = msgspec.structs.replace(disk, folder=str(Path(disk.folder) / f"engine-{index}"))
@@ -33,17 +30,17 @@ def own_places(index: int, config: EngineConfig) -> EngineConfig:
     )
 
 
-def kv_talk(
+def open_kv_connector_loop(
     process: Process[StepPlan | KvTierRequests | KvPins], worker: StepWorker
 ) -> KvConnectorLoop | None:
-    """Return the talk of a worker that keeps blocks elsewhere; None of one that does not."""
+    """Return the KV loop of a worker with KV tiers; None without tiers."""
     if worker.kv_disk is None and worker.kv_peers is None and worker.kv_store is None:
         return None
     return KvConnectorLoop(process, worker.kv_disk, worker.kv_peers, worker.kv_store)
 
 
 class KvConnectorLoop:
-    """Passes orders on, and answers back."""
+    """Passes requests to the tiers, and results to the core."""
 
     def __init__(
         self,
@@ -57,21 +54,21 @@ class KvConnectorLoop:
         self._peers = peers
         self._store = store
         self._all: tuple[KvTierWorker, ...] = tuple(each for each in (disk, peers, store) if each is not None)
-        self._bell = Wakeup(DiskResultsReady)
-        process.inbox.hang(self._bell)
+        self._wakeup = Wakeup(DiskResultsReady)
+        process.inbox.hang(self._wakeup)
         for each in self._all:
-            each.begin(self._bell.ring)
+            each.begin(self._wakeup.ring)
 
-    def introduce(self, capacity: Capacity) -> None:
-        """Tell the core what there is, and have the capacity say how much there may be."""
+    def add_capacity(self, capacity: Capacity) -> None:
+        """Send the stored blocks to the core, and set the tiers' sizes in ``capacity``."""
         if self._peers is not None:
             capacity.num_peer_blocks = self._peers.num_staging_blocks
         if self._store is not None:
             capacity.num_store_blocks = self._store.num_staging_blocks
         if self._disk is not None:
-            self._tell_kept(self._disk, capacity)
+            self._send_stored(self._disk, capacity)
 
-    def _tell_kept(self, disk: KvDisk, capacity: Capacity) -> None:
+    def _send_stored(self, disk: KvDisk, capacity: Capacity) -> None:
         capacity.num_disk_blocks, capacity.num_staging_blocks = disk.num_places, disk.num_staging_blocks
         kept = disk.kept()
         for begin in range(0, len(kept), MAX_KEPT):
@@ -81,9 +78,9 @@ class KvConnectorLoop:
             self._process.peers.send(Role.CORE, self._process.me.index, message)
 
     def order(self, orders: KvTierRequests) -> None:
-        """Have orders done."""
-        asked = orders.store_keys or orders.fetch_keys or orders.drop_keys or orders.files
-        if self._disk is not None and asked:
+        """Pass requests to the tiers."""
+        has_disk_requests = orders.store_keys or orders.fetch_keys or orders.drop_keys or orders.files
+        if self._disk is not None and has_disk_requests:
             self._disk.order(orders)
         if self._peers is not None and (orders.offer_keys or orders.pulls):
             self._peers.order(orders)
@@ -91,19 +88,19 @@ class KvConnectorLoop:
             self._store.order(orders)
 
     def answer(self) -> None:
-        """Tell the core what became of them."""
+        """Send the tiers' results to the core."""
         for each in self._all:
-            answers = each.take_answers()
-            if answers is not None:
-                answers.executor_epoch = self._process.me.epoch
-                self._process.peers.send(Role.CORE, self._process.me.index, answers)
+            results = each.take_results()
+            if results is not None:
+                results.executor_epoch = self._process.me.epoch
+                self._process.peers.send(Role.CORE, self._process.me.index, results)
 
     def reset(self) -> None:
-        """Forget orders: the tables were emptied."""
+        """Cancel requests after a reset of the tables."""
         for each in self._all:
             each.reset()
 
     def close(self) -> None:
-        """Let what was ordered be written, for a moment; talk to nobody any more."""
+        """Finish queued writes within the shutdown limit, then close the tiers."""
         for each in self._all:
             each.close()

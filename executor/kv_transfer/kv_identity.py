@@ -1,7 +1,8 @@
-"""Whose blocks of KV are: a hash of all that keys and values depend on beside the tokens.
+"""Identity of KV blocks: a hash of everything that determines keys and values, other than the tokens.
 
-The checkpoint is told by its files' names, sizes and times, and by samples of their bytes: reading all takes as long as loading.
-Copied, they are other ones. Neither inode nor time of change is in it: who owns a volume is set anew wherever it is mounted.
+The checkpoint is identified by names, sizes and times of its files, and by samples of their bytes, since reading
+all takes as long as loading. A copied checkpoint has another identity. Inode and change time are excluded,
+because mounting a volume may change them.
 """
 
 from __future__ import annotations
@@ -21,42 +22,42 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf, part_paths
 
 SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py"}
-"""Weights, and what a checkpoint of a model with code of its own computes with."""
+"""Files with weights, or with code of a model."""
 
 SAMPLE_BYTES = 4096
 MOST_SAMPLES, LEAST_SAMPLES = 256, 4
-"""Of all files together about so many samples, and of each at least so many: a hundredth of a second on a disk of today."""
+"""Number of samples over all files, and minimum per file: about 10 ms on a current disk."""
 
 EXECUTOR = Path(__file__).parents[1]
 SAMPLED_EVERY = 1 << 20
-"""Bytes, where times tell nothing, since they are other ones on every machine."""
+"""Sampling distance in bytes for the portable identity, which excludes times."""
 
 
 def identity_of(config: EngineConfig, runner: str) -> bytes:
-    """Return 32 bytes that differ where the same tokens could have other keys and values, or lie otherwise in a block.
+    """Return a 32-byte identity that differs if the same tokens may have other keys and values, or another block layout.
 
-    runner: who computes. Whatever else could matter and is not known to matter is in it too, such as the longest context.
+    runner: name of the model runner. Includes settings without a known effect, such as the maximum context length.
     """
     return hashlib.sha256(json.dumps(_content_of(config, runner), sort_keys=True).encode()).digest()
 
 
 def parts_of(config: EngineConfig, runner: str) -> dict[str, str]:
-    """Return the same by name, as hashes that servers on other machines can compare: of weights, what is in their files.
+    """Return the portable identity as hashes by name, comparable across machines; weights are hashed by content.
 
-    Every tensor of more than `SAMPLED_EVERY` bytes is looked into.
+    Every tensor of more than `SAMPLED_EVERY` bytes is sampled.
     """
     content = _content_of(config, runner) | {"weights": _samples_of(config)}
     return {name: _short(json.dumps(part, sort_keys=True).encode()) for name, part in content.items()}
 
 
 def whole_of(parts: Mapping[str, str]) -> bytes:
-    """Return 32 bytes that differ where any of these parts do."""
+    """Return a 32-byte hash of all parts."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
-def digest_of(whose: bytes, key: bytes, block: memoryview) -> bytes:
-    """Return the hash of a block that is *whose*, of this key: what is not this one has another."""
-    digest = hashlib.sha256(whose + len(key).to_bytes(1, "little") + key)
+def digest_of(identity: bytes, key: bytes, block: memoryview) -> bytes:
+    """Return the hash of a block with its identity and key."""
+    digest = hashlib.sha256(identity + len(key).to_bytes(1, "little") + key)
     digest.update(block)
     return digest.digest()
 
@@ -91,9 +92,9 @@ def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
 
 
 def _layout_of(config: EngineConfig) -> dict[str, object]:
-    """Return how many ranks add up, and how their parts lie in a block: each memory's of a stage, then those of the next.
+    """Return the number of ranks and the layout of a block: by stage, then by KV memory.
 
-    Where a stage has one memory, stages lie as one process's do.
+    With one memory per stage, the layout equals that of a single process.
     """
     executor = config.executor
     memories = range(executor.num_kv_memories)
@@ -116,11 +117,11 @@ def _weights_of(config: EngineConfig) -> object:
         return config.executor.seed
     weights = _files_of(config)
     num_samples = max(LEAST_SAMPLES, MOST_SAMPLES // max(1, len(weights)))
-    return [[each.stat().st_mtime_ns, *_told_of(each, num_samples)] for each in weights]
+    return [[each.stat().st_mtime_ns, *_fingerprint(each, num_samples)] for each in weights]
 
 
-def _told_of(path: Path, num_samples: int) -> list[object]:
-    """Return a file's name, size, and a hash of samples at even distances, its beginning and its end among them."""
+def _fingerprint(path: Path, num_samples: int) -> list[object]:
+    """Return a file's name, size, and a hash of evenly spaced samples, including its beginning and end."""
     sampled = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -131,16 +132,17 @@ def _told_of(path: Path, num_samples: int) -> list[object]:
 
 
 def _samples_of(config: EngineConfig) -> object:
-    """Return the same of every piece of the files, and nothing of their times."""
+    """Return names, sizes and sample hashes of all files, without times."""
     if config.executor.load_format == "dummy":
         return config.executor.seed
     return [
-        _told_of(each, max(LEAST_SAMPLES, each.stat().st_size // SAMPLED_EVERY)) for each in _files_of(config)
+        _fingerprint(each, max(LEAST_SAMPLES, each.stat().st_size // SAMPLED_EVERY))
+        for each in _files_of(config)
     ]
 
 
 def sources() -> str:
-    """Return a name of the Python that decides what the kernels compute: which rotation, which numbers a format stands for."""
+    """Return a hash of the executor's Python sources, which determine results, such as the rotation or a quantization format."""
     content = hashlib.sha256()
     for path in sorted(EXECUTOR.rglob("*.py")):
         content.update(path.relative_to(EXECUTOR).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

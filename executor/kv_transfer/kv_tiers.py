@@ -1,6 +1,6 @@
-"""Where blocks of KV memory are beside the device and swap space: on disk, at other servers, in a shared store.
+"""KV tiers other than device memory and swap space: disk, peer servers, shared store.
 
-What is fetched from there comes to host blocks, numbered behind those of swap space: one place after the other.
+Fetched data goes to staging blocks in host memory, numbered after those of swap space, tier by tier.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quintet.wire.config import EngineConfig
 
 
 class KvTiers:
-    """All places there are."""
+    """The configured KV tiers of a worker."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class KvTiers:
         runner: str,
         host_blocks: HostBlocks | HostBlocksOfAllRanks,
     ) -> None:
-        """open_blocks: called where there is a place. runner: who computes. host_blocks: swap space, whose numbers come first.
+        """open_blocks: called if a tier is configured. runner: name of the model runner. host_blocks: swap space, numbered first.
 
-        Raises `ConfigError` where a place cannot be opened.
+        Raises `ConfigError` if a tier cannot be opened.
         """
         self._host_blocks = host_blocks
         self._num_host_blocks = host_blocks.num_blocks
-        self._places: list[tuple[int, int, KvTierWorker]] = []
-        """Numbers of host blocks, from the first up to another, and what fetches into them."""
+        self._tiers: list[tuple[int, int, KvTierWorker]] = []
+        """Staging blocks ``[begin, end)`` of each tier."""
         self.disk: KvDisk | None = None
         self.peers: KvTierWorker | None = None
         self.store: KvTierWorker | None = None
@@ -45,27 +45,27 @@ class KvTiers:
         blocks = open_blocks()
         if cache.disk is not None:
             self.disk = open_kv_disk(blocks, config, runner, first)
-            first = self._next_behind(first, self.disk)
+            first = self._register(first, self.disk)
         if cache.peers is not None:
             from quintet.executor.kv_transfer.peers.boot import (
-                open_kv_peers,  # it needs ZeroMQ, and who asks nobody does not
+                open_kv_peers,  # imports ZeroMQ
             )
 
             self.peers = open_kv_peers(blocks, cache.peers, config, runner, first)
-            first = self._next_behind(first, self.peers)
+            first = self._register(first, self.peers)
         if cache.store is not None:
             self.store = open_kv_store(blocks, config, runner, first)
-            self._next_behind(first, self.store)
+            self._register(first, self.store)
 
-    def _next_behind(self, first: int, place: KvTierWorker) -> int:
-        """Take note of a place's host blocks, numbered from ``first`` on; return the number behind them."""
-        end = first + place.num_staging_blocks
-        self._places.append((first, end, place))
+    def _register(self, first: int, tier: KvTierWorker) -> int:
+        """Register a tier's staging blocks from ``first``; return the next number."""
+        end = first + tier.num_staging_blocks
+        self._tiers.append((first, end, tier))
         return end
 
     def copy_in(self, swaps: bytes) -> None:
-        """Copy from host blocks, of swap space or what was fetched into; see `StepPlan.swaps_in`."""
-        if not self._places:
+        """Copy from host blocks, of swap space or staging; see `StepPlan.swaps_in`."""
+        if not self._tiers:
             self._host_blocks.copy_in(swaps)
             return
         pairs = np.frombuffer(swaps, np.int32).reshape(-1, 2)
@@ -73,7 +73,7 @@ class KvTiers:
         from_host = host < self._num_host_blocks
         if from_host.any():
             self._host_blocks.copy_in(pairs[from_host].tobytes())
-        for first, end, place in self._places:
-            from_place = (first <= host) & (host < end)
-            if from_place.any():
-                place.copy_in(pairs[from_place, 0], host[from_place])
+        for first, end, tier in self._tiers:
+            from_tier = (first <= host) & (host < end)
+            if from_tier.any():
+                tier.copy_in(pairs[from_tier, 0], host[from_tier])

@@ -1,7 +1,7 @@
-"""A model folder's ``config.json``, each value checked where it is read: by name, kind and range.
+"""Read values of a model folder's ``config.json``, checked by name, type and range.
 
-Kernels and tables rely on these numbers without looking again, so nothing else reads them. Imports no torch: `deploy` resolves
-with the same functions what the executor builds.
+Kernels and tables rely on these values without further checks, so all reads pass through `ModelCard`. Imports no
+torch: `deploy` resolves the configuration with the same functions.
 """
 
 from __future__ import annotations
@@ -18,46 +18,45 @@ from quintet.wire.json_files import parse_json
 from quintet.wire.model_files import card_path
 
 Key = str | tuple[str, ...]
-"""How a card spells a value: its key, or the keys that one family or another gives it, of which the first that has a value
-counts."""
+"""A value's key in a card, or alternative keys of different families; the first key with a value counts."""
 
 FILE_KEYS = "file_keys"
-"""Of a card that is made of another file: what that calls each value."""
+"""For a card converted from another file: a map from card keys to that file's keys, for error messages."""
 _SHOWN = 60
-"""Characters of a wrong value that an error repeats."""
+"""Maximum length of a wrong value in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The values, or those of an object among them. What is null counts as absent."""
+    """The values of a card, or of a nested object. A null value counts as absent."""
 
     values: Mapping[str, Any]
     path: str
-    """The file, for error messages."""
+    """The file's path, for error messages."""
     inside: str = ""
-    """Where in the file, likewise: ``rope_parameters.``."""
+    """Prefix of a nested object's keys, for error messages: ``rope_parameters.``."""
 
     def has(self, key: Key) -> bool:
-        """Whether there is a value."""
+        """True if the value is present."""
         return self.values.get(self.spelling(key)) is not None
 
     def spelling(self, key: Key) -> str:
-        """Return the key under which the card has the value, or null in its place; the first one where it has neither."""
+        """Return the key under which the card has the value, else a key with null, else the first key."""
         if isinstance(key, str):
             return key
-        there = [each for each in key if each in self.values]
-        return next((each for each in there if self.values[each] is not None), (there or list(key))[0])
+        present = [each for each in key if each in self.values]
+        return next((each for each in present if self.values[each] is not None), (present or list(key))[0])
 
     def whole(self, key: Key, least: int, most: int, default: int | None = None) -> int:
-        """Return a whole number. Raises `ConfigError`, as all of these do."""
+        """Return an integer in range. Raises `ConfigError`, as all readers do."""
         value = self.values.get(self.spelling(key))
         value = default if value is None else value
         if type(value) is not int or not least <= value <= most:
-            raise self.wrong(key, f"a whole number from {least} to {most}")
+            raise self.wrong(key, f"an integer from {least} to {most}")
         return value
 
     def real(self, key: Key, least: float, most: float, default: float | None = None) -> float:
-        """Return a finite number."""
+        """Return a finite number in range."""
         value = self.values.get(self.spelling(key))
         value = default if value is None else value
         if not _is_number(value) or not least <= value <= most:
@@ -65,7 +64,7 @@ class ModelCard:
         return float(value)
 
     def reals(self, key: Key, count: int, least: float, most: float) -> tuple[float, ...]:
-        """Return a list of so many finite numbers."""
+        """Return a list of ``count`` finite numbers in range."""
         key = self.spelling(key)
         value = self.values.get(key)
         if not isinstance(value, list) or not all(
@@ -80,7 +79,7 @@ class ModelCard:
         return tuple(map(float, value))
 
     def flag(self, key: Key, default: bool) -> bool:
-        """Return a truth value."""
+        """Return a boolean."""
         value = self.values.get(self.spelling(key))
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -88,7 +87,7 @@ class ModelCard:
         return value
 
     def word(self, key: Key, known: Sequence[str], default: str) -> str:
-        """Return one of the known words."""
+        """Return one of the ``known`` strings."""
         value = self.values.get(self.spelling(key))
         value = default if value is None else value
         if not isinstance(value, str) or value not in known:
@@ -96,14 +95,14 @@ class ModelCard:
         return value
 
     def section(self, key: str) -> ModelCard:
-        """Return an object among the values; an empty one where there is none."""
+        """Return a nested object; an empty one if absent."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, "an object")
         return ModelCard(value or {}, self.path, f"{self.inside}{key}.")
 
     def wrong(self, key: Key, allowed: str) -> ConfigError:
-        """Return the error for a value that is not what is allowed, for the caller to raise."""
+        """Return the error for a value that is not allowed; the caller raises it."""
         key = self.spelling(key)
         value = self.values.get(key)
         named = self.values.get(FILE_KEYS)
@@ -116,7 +115,7 @@ class ModelCard:
 
 
 def card_of(config: ModelConfig) -> ModelCard:
-    """Return the card of a resolved model: what its ``config.json`` said when `deploy` read it."""
+    """Return the card of a resolved model, from the ``config.json`` that `deploy` read."""
     path = card_path(Path(config.path))
     return ModelCard(parse_json(config.card, path), str(path))
 

@@ -1,4 +1,4 @@
-"""A decoder's switches in words, for people: what `quintet plan` says of a model and the table of ``docs/models.md``."""
+"""Describe a decoder in words, for `quintet plan` and the table of ``docs/models.md``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAYOUTS = {
     QkvLayout.SEPARATE: "",
     QkvLayout.STACKED: "q, k, v stacked in one tensor",
     QkvLayout.GROUPED: "q, k, v stacked head by head",
-    QkvLayout.QUARTERS: "q, v, k stacked in quarters",
+    QkvLayout.QUARTERS: "q, v, k stacked in 4 parts",
 }
 _MIXERS: dict[type, str] = {
     MambaSpec: "Mamba",
@@ -35,7 +35,7 @@ _KINDS = {NormKind.RMS: "RMS", NormKind.LAYER: "layer"}
 
 
 def describe(spec: DecoderSpec) -> dict[str, str]:
-    """Return what is said of a decoder's norms, positions, attention, feed-forward, and of the rest."""
+    """Return descriptions of a decoder's norms, positions, mixers, feed-forward layers and other features."""
     layers = spec.layers
     mixers = [each for each in spec.attentions if isinstance(each, AttentionSpec)]
     return {
@@ -43,12 +43,12 @@ def describe(spec: DecoderSpec) -> dict[str, str]:
         "positions": _positions(spec, mixers),
         "mixer": _each(_mixer(layer.mixer) for layer in layers),
         "feed-forward": _each(_feed_forward(layer) for layer in layers),
-        "besides": _rest(spec),
+        "other": _rest(spec),
     }
 
 
 def _each(words: Iterable[str]) -> str:
-    """Return what is said of all layers, or of some and of others."""
+    """Join the distinct descriptions of all layers with slashes."""
     return " / ".join(each for each in dict.fromkeys(words) if each)
 
 
@@ -56,8 +56,8 @@ def _joined(*words: str | bool | None) -> str:
     return ", ".join(word for word in words if isinstance(word, str) and word)
 
 
-def _told(*words: str | bool | None) -> str:
-    """Return the words in brackets, behind what they are said of; nothing where there are none."""
+def _in_parentheses(*words: str | bool | None) -> str:
+    """Return the words in parentheses, to append to a description; an empty string without words."""
     joined = _joined(*words)
     return f" ({joined})" if joined else ""
 
@@ -70,7 +70,7 @@ def _norms(layer: LayerSpec) -> str:
     first = layer.mixer_norms
     places = [
         word
-        for word, norm in (("before", first.before), ("behind", first.behind), ("of the sum", first.of_sum))
+        for word, norm in (("before", first.before), ("after", first.behind), ("of the sum", first.of_sum))
         if norm is not None
     ]
     kind = _each(_KINDS[kind] for kind in kinds)
@@ -86,7 +86,8 @@ def _positions(spec: DecoderSpec, mixers: list[AttentionSpec]) -> str:
         elif mixer.rope is not None:
             share = mixer.rope.rotary_dim / mixer.head_dim
             words.append(
-                "rotated" + _told(share < 1 and f"{share:g} of a head", mixer.interleaved and "neighbours")
+                "rotated"
+                + _in_parentheses(share < 1 and f"{share:g} of a head", mixer.interleaved and "interleaved")
             )
         elif spec.positions is None:
             words.append("none")
@@ -94,7 +95,8 @@ def _positions(spec: DecoderSpec, mixers: list[AttentionSpec]) -> str:
         if isinstance(layer.mixer, LatentSpec):
             share = layer.mixer.rope_dim / (layer.mixer.rope_dim + layer.mixer.plain_dim)
             words.append(
-                "rotated" + _told(f"{share:.2g} of a head", layer.mixer.interleaved and "neighbours")
+                "rotated"
+                + _in_parentheses(f"{share:.2g} of a head", layer.mixer.interleaved and "interleaved")
             )
     several = f"{len(spec.ropes)} rotations" if len(spec.ropes) > 1 else ""
     return _joined(_each(words), several)
@@ -104,18 +106,18 @@ def _mixer(mixer: MixerSpec | None) -> str:
     if mixer is None:
         return ""
     if isinstance(mixer, LatentSpec):
-        return "attention over latents" + _told(mixer.q_rank is not None and "of queries, too")
+        return "latent attention" + _in_parentheses(mixer.q_rank is not None and "of queries, too")
     if isinstance(mixer, BesideSpec):
-        return f"{_mixer(mixer.attention)} beside {_mixer(mixer.state)}"
+        return f"{_mixer(mixer.attention)} in parallel with {_mixer(mixer.state)}"
     if not isinstance(mixer, AttentionSpec):
         return _MIXERS[type(mixer)]
     biases = {(True, True): "biases", (True, False): "qkv biases", (False, True): "output bias"}
-    return "attention" + _told(
+    return "attention" + _in_parentheses(
         biases.get((mixer.qkv_bias, mixer.output_bias)),
         mixer.qk_norm is not None
         and f"{_KINDS[mixer.qk_norm.kind]} norm of q, k ({mixer.qk_norm_over.value})"
-        + (" behind rotation" if mixer.qk_norm_behind else ""),
-        mixer.attended_norm is not None and f"{_KINDS[mixer.attended_norm.kind]} norm before its end",
+        + (" after rotation" if mixer.qk_norm_after_rope else ""),
+        mixer.attended_norm is not None and f"{_KINDS[mixer.attended_norm.kind]} output norm",
         mixer.window is not None and "window",
         mixer.chunk is not None and "chunks",
         mixer.softcap is not None and "soft cap",
@@ -132,14 +134,14 @@ def _feed_forward(layer: LayerSpec) -> str:
             return ""
         case MlpSpec() as mlp:
             kind = f"{'gated' if mlp.gated else 'plain'} {mlp.activation.value.replace('_', ' ')}"
-            return kind + _told(
+            return kind + _in_parentheses(
                 mlp.biased and "biases",
                 mlp.layout is MlpLayout.STACKED and "gate, up stacked",
-                mlp.down_norm is not None and f"{_KINDS[mlp.down_norm.kind]} norm before its end",
+                mlp.down_norm is not None and f"{_KINDS[mlp.down_norm.kind]} inner norm",
             )
         case ExpertsSpec() as experts:
             routing = experts.routing
-            return f"{routing.chosen} of {routing.experts} experts" + _told(
+            return f"{routing.chosen} of {routing.experts} experts" + _in_parentheses(
                 experts.shared_width is not None and "and a shared one",
                 experts.clamp is not None and "clamped",
                 experts.layout is ExpertsLayout.MXFP4 and "MXFP4",

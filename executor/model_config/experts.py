@@ -1,4 +1,4 @@
-"""What a reader says of a layer's experts. Imports no torch."""
+"""Specification of a layer's experts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,47 +9,50 @@ from quintet.executor.model_config.routing import Routing
 
 
 class ExpertsLayout(StrEnum):
-    """How a checkpoint holds the experts' weights. E experts, H hidden, W an expert's width."""
+    """Layout of the experts' weights in a checkpoint. E experts, H hidden size, W an expert's width."""
 
     SEPARATE = "separate"
-    """Tensors of each expert: `Names.expert_gate`, `Names.expert_up`, `Names.expert_down`."""
+    """One tensor per expert: `Names.expert_gate`, `Names.expert_up`, `Names.expert_down`."""
     STACKED = "stacked"
     """`Names.experts_gate_up` ``[E, 2 W, H]``, gates first, and `Names.experts_down` ``[E, H, W]``."""
     TRANSPOSED = "transposed"
-    """The same two, ``[E, H, 2 W]`` and ``[E, W, H]``."""
+    """As `STACKED` with transposed tensors, ``[E, H, 2 W]`` and ``[E, W, H]``."""
     ALTERNATING = "alternating"
-    """As transposed; gates and ups take turns, and so do their biases."""
+    """As `TRANSPOSED`, with interleaved gates and ups, biases included."""
     MXFP4 = "mxfp4"
-    """``[E, 2 W, H / 32, 16]``, gates and ups taking turns, and ``[E, H, W / 32, 16]`` bytes of two 4-bit numbers each, with the
-    exponent of each 16 bytes beside them (Open Compute Project, "Microscaling formats (MX) specification", 2023)."""
+    """``[E, 2 W, H / 32, 16]`` with interleaved gates and ups, and ``[E, H, W / 32, 16]``: bytes of two 4-bit numbers.
+
+    Each 16 bytes share an exponent, in a separate tensor (Open Compute Project, "Microscaling formats (MX)
+    specification", 2023).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """Gated feed-forwards of which each token goes through a few, those that `Names.router` scores highest."""
+    """Mixture of experts: gated feed-forward layers; `Names.router` selects the top-scoring ones for each token."""
 
     routing: Routing
     width: int
-    """Of each expert. Its gates' activation is silu."""
+    """Width of each expert. The gates' activation is SiLU."""
     layout: ExpertsLayout = ExpertsLayout.SEPARATE
     router_bias: bool = False
     corrected: bool = False
-    """Whether `Names.correction` is added to the scores for choosing alone."""
+    """True if `Names.correction` is added to the scores for the selection only."""
     correction_in_row: bool = False
-    """Whether the checkpoint has it as a matrix of one row."""
+    """True if the checkpoint stores the correction as a matrix with one row."""
     biased: bool = False
-    """Whether each expert's layers have biases: `Names.experts_gate_up_bias`, `Names.experts_down_bias`, both stacked."""
+    """True if experts have biases: `Names.experts_gate_up_bias`, `Names.experts_down_bias`, both stacked."""
     clamp: tuple[float, float] | None = None
-    """Factor and limit where it is ``g sigmoid(factor g) (u + 1)`` instead, of gates and ups that are clamped to the limit."""
+    """Factor and limit of ``g sigmoid(factor g) (u + 1)`` with gates and ups clamped to the limit; None for SiLU."""
     shared_width: int | None = None
-    """Of a feed-forward of the same kind that every token goes through besides: `Names.shared_gate` and so on."""
+    """Width of a shared expert, which processes every token: `Names.shared_gate` and so on; None without one."""
     shared_stacked: bool = False
-    """Whether its gates and ups are one tensor, `Names.shared_gate_up`."""
+    """True if the shared expert's gates and ups are one tensor, `Names.shared_gate_up`."""
     shared_gated: bool = False
-    """Whether what it gives is multiplied with the logistic function of `Names.shared_router`."""
+    """True if the shared expert's output is multiplied by the sigmoid of `Names.shared_router`."""
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Numbers of its matrices, stacked biases and a correction in a row among them."""
+        """Number of matrix elements, including stacked biases and a one-row correction."""
         experts, shared = self.routing.experts, self.shared_width or 0
         vectors = experts * (2 * self.width + hidden_size) if self.biased else 0
         vectors += experts if self.correction_in_row else 0

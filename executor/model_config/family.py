@@ -1,4 +1,4 @@
-"""A row of the registry."""
+"""An entry of the model registry."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quintet.executor.model_config.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """An architecture: how its card is read, and what builds it."""
+    """An architecture: its card reader and its model builder."""
 
     read: Callable[[ModelCard], ModelSpec]
-    """Raises `ConfigError` of one line that names a senseless value."""
+    """Returns the spec of a card. Raises `ConfigError` that names an invalid value."""
     words: str
-    """Which models those are, for people."""
+    """Model names, for users."""
     builder: str = "quintet.executor.models.decoder:Decoder"
-    """``module:name`` of what makes the model of the spec and a `quintet.executor.models.model.Setting`."""
+    """``module:name`` of the function that builds the model from a spec and a `quintet.executor.models.model.Setting`."""

@@ -1,4 +1,4 @@
-"""Which numbers of ranks can share a model, and what each has then, in words. Imports no torch."""
+"""Check which numbers of ranks can share a model, and describe each rank's share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,80 +9,81 @@ from quintet.executor.model_config.share import Share
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MlpSpec
 
 MOST_RANKS = 64
-MOST_LEAVES = 8
+MAX_LEAVES = 8
 """``kMostLeaves`` of ``csrc/cpu/linear.hpp``."""
 
 
 def misfit(spec: DecoderSpec, share: Share) -> str | None:
-    """Return what keeps ranks from having such shares of a model, in a few words; None if nothing does."""
+    """Return the reason why ranks cannot share a model like this, in a few words; None if they can."""
     return next((words for layer in spec.layers if (words := _misfit_of(layer, share)) is not None), None)
 
 
 def why_not(spec: DecoderSpec, *, by_experts: bool) -> str | None:
-    """Return why a model can be shared by no number of ranks; None if by some."""
+    """Return the reason why no number of ranks can share a model; None if some number can."""
     return next((words for layer in spec.layers if (words := _kind_of(layer, by_experts)) is not None), None)
 
 
 def sizes_that_fit(spec: DecoderSpec, *, by_experts: bool) -> list[int]:
-    """Return how many ranks can share a model, from 2 on."""
+    """Return the numbers of ranks, from 2, that can share a model."""
     shares = (Share(0, size, by_experts) for size in range(2, MOST_RANKS + 1))
     return [share.size for share in shares if misfit(spec, share) is None]
 
 
 def context_sizes_that_fit(spec: DecoderSpec, size: int) -> list[int]:
-    """Return by how many of so many ranks one KV memory can be kept, from 2 on: those whose queries meet the same KV head."""
+    """Return the context-parallel sizes, from 2, for ``size`` ranks: ranks of one KV head share its KV memory."""
     if any(layer.state is not None for layer in spec.layers):
-        return []  # a state is each rank's own
+        return []  # states are not shared between ranks
     heads = [layer.attention.num_kv_heads for layer in spec.layers if layer.attention is not None]
-    alike = gcd(*(size // count if count < size else 1 for count in heads))
-    return [fitting for fitting in range(2, alike + 1) if alike % fitting == 0]
+    group_size = gcd(*(size // count if count < size else 1 for count in heads))
+    return [fitting for fitting in range(2, group_size + 1) if group_size % fitting == 0]
 
 
 def leaves_of(spec: DecoderSpec) -> int:
-    """Return the leaves that make bits those of any number of ranks: the most of 8, 4 and 2 ranks that can share it, or 1.
+    """Return the number of leaves of the summation tree that makes results independent of the number of ranks.
 
-    Ranks then have whole experts: a sum over columns of each would be another one.
+    It is the largest of 8, 4 and 2 ranks that can share the model, or 1. Ranks then have whole experts, because
+    partial sums over an expert's columns would change the order of additions.
     """
     by_experts = has_experts(spec)
     if why_not(spec, by_experts=by_experts) is not None:
         return 1
     fitting = {1, *sizes_that_fit(spec, by_experts=by_experts)}
-    return max(leaves for leaves in (1, 2, 4, MOST_LEAVES) if leaves in fitting)
+    return max(leaves for leaves in (1, 2, 4, MAX_LEAVES) if leaves in fitting)
 
 
 def has_experts(spec: DecoderSpec) -> bool:
-    """Whether some layer has experts."""
+    """Return whether a layer has experts."""
     return any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
 
 
 def share_in_words(spec: DecoderSpec, share: Share) -> list[str]:
-    """Say what a rank has, where ranks can share the model: kinds of layers in the order in which they come."""
-    size, said = share.size, []
+    """Describe a rank's share of the model: distinct kinds of layers in model order."""
+    size, parts = share.size, []
     for layer in spec.layers:
         attention, state, mlp = layer.attention, layer.state, layer.mlp
         if isinstance(attention, AttentionSpec):
             heads, kv_heads = attention.num_heads, attention.num_kv_heads
             mine = share.of_kv_heads(kv_heads).count
-            said.append(f"{heads // size} of {heads} heads with {mine} of {kv_heads} KV heads")
+            parts.append(f"{heads // size} of {heads} heads with {mine} of {kv_heads} KV heads")
         if isinstance(attention, LatentSpec):
-            said.append(f"{attention.num_heads // size} of {attention.num_heads} heads over all latents")
+            parts.append(f"{attention.num_heads // size} of {attention.num_heads} heads over all latents")
         if state is not None:
             divided = state.divided
-            said.append(f"{divided.count // size} of {divided.count} {divided.name}")
+            parts.append(f"{divided.count // size} of {divided.count} {divided.name}")
         if isinstance(mlp, MlpSpec):
-            said.append(f"{mlp.width // size} of {mlp.width} columns of feed-forwards")
+            parts.append(f"{mlp.width // size} of {mlp.width} columns of feed-forwards")
         if isinstance(mlp, ExpertsSpec):
-            count, wide = mlp.routing.experts, mlp.width
-            of_each = f"{wide // size} of {wide} columns of each of {count} experts"
+            count, width = mlp.routing.experts, mlp.width
+            of_each = f"{width // size} of {width} columns of each of {count} experts"
             whole = f"{share.of_experts(count).count} of {count} experts"
-            whole += f" and room for copies of {share.places}" if share.places else ""
-            said.append(whole if share.by_experts else of_each)
-    return [*dict.fromkeys(said), f"{-(-spec.vocab_size // size)} of {spec.vocab_size} logits"]
+            whole += f" and slots for copies of {share.places}" if share.places else ""
+            parts.append(whole if share.by_experts else of_each)
+    return [*dict.fromkeys(parts), f"{-(-spec.vocab_size // size)} of {spec.vocab_size} logits"]
 
 
 def _kind_of(layer: LayerSpec, by_experts: bool) -> str | None:
     if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.biased and not by_experts:
-        return "columns of experts with biases are not divided, but whole experts are: add --enable-expert-parallel, or"
+        return "columns of biased experts cannot be divided, but whole experts can: add --enable-expert-parallel, or"
     return None
 
 
@@ -104,8 +105,8 @@ def _misfit_of(layer: LayerSpec, share: Share) -> str | None:
         if share.by_experts and mlp.routing.experts < size:
             return f"{mlp.routing.experts} experts"
         widths = (0 if share.by_experts else mlp.width, mlp.shared_width or 0)
-        wide = next((wide for wide in widths if wide % size), None)
-        return None if wide is None else f"experts {wide} wide"
+        width = next((width for width in widths if width % size), None)
+        return None if width is None else f"experts {width} wide"
     if mlp is not None and mlp.width % size:
         return f"feed-forwards {mlp.width} wide"
     return None

@@ -1,4 +1,4 @@
-"""What attention keeps of every token, as numbers that memory is counted by. Imports no torch."""
+"""KV memory of one layer per token. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KvNeed:
-    """What one layer keeps of every token."""
+    """KV memory that one layer keeps per token."""
 
     num_kv_heads: int
     key_dim: int
-    """Numbers of a key of one head."""
+    """Elements of one head's key."""
     value_dim: int
     window: int | None = None
-    """Of how many tokens, the newest; None for all."""
+    """Number of recent tokens kept; None for all."""
     chunk: int | None = None
-    """Of those of the newest chunk of so many positions; None for all."""
+    """Chunk length in positions: only the current chunk's tokens are kept; None for all."""
     values_in_keys: bool = False
-    """Whether a value is what its key begins with: it need not be kept by itself."""
+    """True if a value is a prefix of its key and needs no memory."""

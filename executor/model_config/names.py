@@ -1,4 +1,4 @@
-"""What a checkpoint calls the tensors of a decoder."""
+"""Tensor names of a decoder's checkpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names without ``.weight`` or ``.bias``: Llama's, where a family does not say otherwise.
+    """Tensor names without ``.weight`` or ``.bias``; the defaults are Llama's.
 
-    Those below ``layer`` follow its name and a dot. A name is read only where the spec has what it names.
+    Names listed after ``layer`` are relative to its name and a dot. A name is used only if the spec has the
+    corresponding part.
     """
 
     prefix: str = "model."
-    """What names begin with, or not: checkpoints of a model without its output layer leave it out."""
+    """Optional prefix: checkpoints of a model without its output layer omit it."""
     embedding: str = "model.embed_tokens"
     positions: str = "model.embed_positions"
     embedding_norm: str = "model.embed_norm"
@@ -37,10 +38,10 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     attended_norm: str = "self_attn.attn_sub_norm"
     sinks: str = "self_attn.sinks"
-    """A tensor's whole name: it has no weight and no bias."""
+    """A full tensor name, without ``.weight`` or ``.bias``."""
 
     state_mixer: str = "mixer"
-    """What the tensors of a mixer with a state are below; what they are called there is the same in all families."""
+    """Prefix of a state mixer's tensors; the names after it are the same in all families."""
     q_a: str = "self_attn.q_a_proj"
     q_a_norm: str = "self_attn.q_a_layernorm"
     q_b: str = "self_attn.q_b_proj"
@@ -54,11 +55,11 @@ class Names:
     down: str = "mlp.down_proj"
     down_norm: str = "mlp.ffn_sub_norm"
     activation: str = "mlp.act_fn"
-    """What the numbers of a learned activation are below."""
+    """Prefix of a learned activation's parameters."""
 
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
-    """A tensor's whole name, as those of stacked experts are."""
+    """A full tensor name, as for stacked experts."""
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
@@ -73,8 +74,8 @@ class Names:
     shared_down: str = "mlp.shared_experts.down_proj"
 
     ignored: tuple[str, ...] = ()
-    """Patterns (``*`` for anything) of tensors that a checkpoint may hold although nothing reads them."""
+    """Patterns (``*`` as wildcard) of unused tensors that a checkpoint may contain."""
 
     def in_layer(self, index: int, name: str) -> str:
-        """Return the whole of a name below ``layer``."""
+        """Return the full name of a tensor of layer ``index``."""
         return f"{self.layer.format(layer=index)}.{name}"

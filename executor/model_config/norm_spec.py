@@ -1,4 +1,4 @@
-"""One norm of a model, and where they stand around a block, as values."""
+"""Specification of a norm, and of the norms around a block."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from enum import StrEnum
 
 
 class NormKind(StrEnum):
-    """What a norm takes away."""
+    """Kind of a normalization."""
 
     RMS = "rms"
-    """The root mean square."""
+    """Divides by the root mean square."""
     LAYER = "layer"
-    """The mean and the standard deviation."""
+    """Subtracts the mean and divides by the standard deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """One norm; what a checkpoint calls it is said by `Names`, by the place where it stands."""
+    """One norm; its position in the layer determines its tensor name in `Names`."""
 
     kind: NormKind
     eps: float
     offset: float = 0.0
-    """Added to the weight."""
+    """Constant added to the weight."""
     rounds_once: bool = False
     """See `quintet.executor.models.layers.norm.Norm`."""
     weighted: bool = True
@@ -31,11 +31,11 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
-    """Where norms stand around a mixer or a feed-forward: ``of_sum(x + behind(mixer(before(x))))``. None: none there."""
+    """Norms around a mixer or feed-forward: ``of_sum(x + behind(mixer(before(x))))``; None for no norm."""
 
     before: NormSpec | None = None
     """`Names.mixer_norm`, `Names.mlp_norm`."""
     behind: NormSpec | None = None
     """`Names.mixer_out_norm`, `Names.mlp_out_norm`."""
     of_sum: NormSpec | None = None
-    """`Names.mixer_norm`, `Names.mlp_norm`, there instead of before."""
+    """`Names.mixer_norm`, `Names.mlp_norm`, used instead of ``before``."""

@@ -1,7 +1,7 @@
-"""Every architecture Quintet knows, by the name a card gives it.
+"""Registry of supported architectures, by the name in a model card.
 
-One table for everybody: `deploy` reads a card with it before anything is started, the executor builds the model from what the
-same function read. Imports no torch. A file of ``families/`` has the architectures of one lineage.
+`deploy` reads a card with this table before start-up; the executor builds the model with the same function. Imports
+no torch. Each file of ``families/`` has the architectures of one lineage.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FAMILIES: dict[str, Family] = {
     **sigmoid_moe.FAMILIES,
     **text_of.FAMILIES,
 }
-"""By the card's architecture."""
+"""Families by the card's architecture name."""
 
 _VERSION = re.compile(r"[0-9]{1,3}(_[0-9]{1,2})?")
 _ENDINGS = ("LMHeadModel", "Model")
@@ -77,13 +77,13 @@ _KINDS = {
     "baichuan": "BaichuanForCausalLM",
     "chatglm": "ChatGLMModel",
 }
-"""Values of ``model_type`` that are not the architecture's name in other letters."""
+"""Values of ``model_type`` that differ from the architecture's name in more than punctuation and case."""
 
 
 def architecture_of(model_type: str, *, is_part: bool) -> str:
-    """Return the architecture of a card that has a ``model_type`` alone; one of ours, or what transformers would call it.
+    """Return the architecture of a card that has only a ``model_type``: a known one, or the name by transformers' convention.
 
-    is_part: whether the text model is a part of one that also sees or hears.
+    is_part: whether the text model is a part of a multimodal model.
     """
     kind = re.sub(r"[-_ .]", "", model_type.lower()[:200])
     if kind in _KINDS:
@@ -98,9 +98,9 @@ def architecture_of(model_type: str, *, is_part: bool) -> str:
 
 
 def nearest(architecture: str) -> str | None:
-    """Return the known architecture whose name is most like this one, what it is for left aside; None where none is.
+    """Return the known architecture with the most similar name, ignoring its task suffix; None if none is similar.
 
-    Of those that differ in their version alone it is the one with the nearest.
+    Of names that differ only in their version, the nearest version wins.
     """
     names, lineage = {_lineage(name): name for name in reversed(FAMILIES)}, _lineage(architecture)
     near = difflib.get_close_matches(lineage, names, n=1, cutoff=0.6)
@@ -111,7 +111,7 @@ def nearest(architecture: str) -> str | None:
 
 
 def _lineage(architecture: str) -> str:
-    """Return the part of a name that says whose it is."""
+    """Return the part of a name that identifies the model lineage."""
     name, _, _ = architecture[:200].partition("For")
     for ending in _ENDINGS:
         name = name.removesuffix(ending)
@@ -119,7 +119,7 @@ def _lineage(architecture: str) -> str:
 
 
 def _version(lineage: str) -> float:
-    """Return the first number in a name, 3.5 of qwen3_5moe; the first version has none."""
+    """Return the first number in a name, 3.5 for qwen3_5moe; 1 without a number."""
     found = _VERSION.search(lineage)
     return float(found[0].replace("_", ".")) if found else 1.0
 

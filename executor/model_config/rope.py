@@ -1,6 +1,7 @@
-"""Rotary position embedding: what a model card says of it. The rotation itself is in `quintet.executor.models.layers.rope`.
+"""Read the settings of rotary position embedding (RoPE) from a model card.
 
-Imports no torch: how long a context is follows from it, which `deploy` must know.
+`quintet.executor.models.layers.rope` computes the rotation. Imports no torch: `deploy` derives the context length
+from these settings.
 """
 
 from __future__ import annotations
@@ -10,31 +11,31 @@ from dataclasses import dataclass, replace
 from quintet.executor.model_config.card import Key, ModelCard
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors")
-"""What cards say. `RopeSpec` has one besides, ``stairs``, which is Qwen 1's own."""
+"""RoPE types of cards. `RopeSpec` has one more, ``stairs``, for Qwen 1."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
-"""What the first cards of a kind called it; positions in pictures, which are as elsewhere where there is only text."""
+"""Older names of types; multimodal positions equal plain positions for text."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
-"""How cards spell the longest context."""
+"""Keys of the maximum context length."""
 THETA = ("rope_theta", "rotary_emb_base")
 SHARE = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent")
 MAX_POSITIONS = 1 << 24
-"""The longest context: tables of every slot have an entry for each position."""
+"""Limit on the context length: slot tables have one entry per position."""
 _MAX_FACTOR = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Settings of one model, defaults filled in; those of another kind are None."""
+    """RoPE settings of one model with defaults filled in; settings of other types are None."""
 
     kind: str
     theta: float
     rotary_dim: int
-    """How many numbers of a head are rotated, from the first: even."""
+    """Number of rotated elements of a head, from the first; even."""
     max_positions: int
     """The card's ``max_position_embeddings``."""
     original_positions: int
-    """Context length of pretraining, for the kinds that extend it."""
+    """Context length of pretraining, for types that extend it."""
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
@@ -45,17 +46,17 @@ class RopeSpec:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     short_factor: tuple[float, ...] = ()
-    """[rotary_dim / 2]; ``long_factor`` likewise. Of the kind ``factors`` those of every length."""
+    """[rotary_dim / 2], as ``long_factor``. Type ``factors`` uses it for all lengths."""
     long_factor: tuple[float, ...] = ()
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a token's rotation depends on more than its position."""
+        """True if a token's rotation depends on the sequence length."""
         return self.kind in {"dynamic", "longrope", "stairs"}
 
     @property
     def fixed_len(self) -> int | None:
-        """Sequences up to this length share one rotation of positions, longer ones have another; None: all have the same."""
+        """Sequence length up to which all rotations are the same; longer sequences have others. None: always the same."""
         if not self.depends_on_length:
             return None
         return (
@@ -66,9 +67,9 @@ class RopeSpec:
 
     @property
     def reach(self) -> int:
-        """The longest context that positions are told apart in, the scaling included.
+        """The maximum context length that the position encoding supports, scaling included.
 
-        llama3 and longrope already count their stretch into ``max_position_embeddings``; the other kinds multiply it.
+        The cards of llama3 and longrope include scaling in ``max_position_embeddings``; the other types multiply it.
         """
         if self.kind in {"linear", "dynamic"}:
             assert self.factor is not None
@@ -92,9 +93,9 @@ def rope_spec(
 ) -> RopeSpec:
     """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older cards).
 
-    ``max_positions``, ``theta``, ``share`` of a head's numbers that is rotated: of cards that do not say. ``rotary_dim``: of
-    families that count the rotated numbers instead. ``layer_type``: which of several rotations, where a card has one for each
-    kind of layer; of older cards ``theta_key`` and, unless ``scaled``, no stretching count for it. Raises `ConfigError` naming
+    ``max_positions``, ``theta``, ``share`` (rotated fraction of a head): defaults of the family. ``rotary_dim``: for
+    families that count rotated elements instead. ``layer_type``: the rotation to read from a card with one per layer
+    type. For older cards, ``theta_key`` and ``scaled`` (whether scaling applies) select it. Raises `ConfigError` with
     the value, what was found and what is allowed.
     """
     max_positions = card.whole(POSITIONS, 1, MAX_POSITIONS, max_positions)
@@ -121,13 +122,13 @@ def rope_spec(
     spec = _with_scaling(spec, parameters)
     if spec.reach > MAX_POSITIONS:
         raise parameters.wrong(
-            "factor", f"such that the context, now {spec.reach}, is at most {MAX_POSITIONS}"
+            "factor", f"a factor that gives a context of at most {MAX_POSITIONS}, not {spec.reach}"
         )
     return spec
 
 
 def _parameters(card: ModelCard, layer_type: str | None, scaled: bool) -> ModelCard:
-    """Return the settings of the rotation, or of that of one kind of layer where each has its own."""
+    """Return the settings of the rotation, or of one layer type's rotation in a card with several."""
     new = card.section("rope_parameters")
     parameters = new if new.values else card.section("rope_scaling")
     if layer_type is not None and isinstance(parameters.values.get(layer_type), dict):
@@ -135,13 +136,13 @@ def _parameters(card: ModelCard, layer_type: str | None, scaled: bool) -> ModelC
     for key, value in parameters.values.items():
         if isinstance(value, dict):
             raise parameters.wrong(
-                key, "one setting for all layers: this family has no rotation for each kind of layer"
+                key, "one setting for all layers: this family does not support a rotation per layer type"
             )
     return parameters if scaled or new.values else ModelCard({}, card.path)
 
 
 def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
-    """Return ``spec`` with the settings of its kind."""
+    """Return ``spec`` with the settings of its type."""
 
     def optional(key: str, least: float) -> float | None:
         return parameters.real(key, least, _MAX_FACTOR) if parameters.has(key) else None
@@ -150,7 +151,7 @@ def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
         if spec.kind == "dynamic" and spec.rotary_dim < 4:
             raise parameters.wrong(
                 "rope_type",
-                f"another: dynamic needs 4 rotated numbers or more, and there are {spec.rotary_dim}",
+                f"another type: dynamic needs at least 4 rotated elements, but there are {spec.rotary_dim}",
             )
         return replace(spec, factor=parameters.real("factor", 1.0, _MAX_FACTOR))
     if spec.kind == "llama3":
@@ -193,7 +194,7 @@ def _kind(parameters: ModelCard) -> str:
     key = "rope_type" if parameters.has("rope_type") else "type"
     kind = parameters.word(key, (*KINDS, *_ALIASES), "default")
     if kind == "yarn" and parameters.has("short_factor"):
-        return "longrope"  # so said the first cards of Phi 3
+        return "longrope"  # used by the first cards of Phi 3
     return _ALIASES.get(kind, kind)
 
 
@@ -203,6 +204,6 @@ def _rotary_dim(card: ModelCard, head_dim: int, share: float) -> int:
     if rotary_dim < 2 or rotary_dim % 2:
         raise card.wrong(
             SHARE,
-            f"a share that rotates an even number of a head's {head_dim} numbers, at least 2; {share:g} rotates {rotary_dim}",
+            f"a fraction that rotates an even number of a head's {head_dim} elements, at least 2; {share:g} rotates {rotary_dim}",
         )
     return rotary_dim

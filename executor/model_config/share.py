@@ -1,10 +1,10 @@
-"""What one of several ranks keeps of a model: heads or channels of mixers, columns of feed-forwards, some of the logits.
+"""One rank's share of a model: heads or channels of mixers, columns of feed-forward layers, a range of the logits.
 
-    rank 0 of 2    queries of heads 0..3, their keys and values ─ attention ─ their columns of the output layer ─╮
-    rank 1 of 2    queries of heads 4..7, their keys and values ─ attention ─ their columns of the output layer ─┴─ sums
+    rank 0 of 2    queries, keys and values of heads 0..3 ─ attention ─ their columns of the output layer ─╮
+    rank 1 of 2    queries, keys and values of heads 4..7 ─ attention ─ their columns of the output layer ─┴─ sum
 
-As in Shoeybi et al., "Megatron-LM", 2019, section 3. What comes before and behind (norms, residuals, the embedding) every rank
-computes alike. Imports no torch: the numbers are needed before there is a model.
+The division follows Shoeybi et al., "Megatron-LM", 2019, section 3. Every rank computes the rest in full: norms,
+residuals and the embedding. Imports no torch: `deploy` needs these numbers before a model exists.
 """
 
 from __future__ import annotations
@@ -34,27 +34,30 @@ from quintet.wire.config import ExecutorConfig, SchedulerConfig
 from quintet.wire.kv_spec import padded_head
 
 MIN_OUTPUTS = 256
-"""Rows of logits that a program has room for at least: prompt log-probabilities come so many at a time."""
+"""Minimum rows of logits in a program: the batch size of prompt log-probabilities."""
 LINK_DEPTH = 2
-"""Steps that may be on their way from a stage to the next."""
+"""Steps in flight between two pipeline stages."""
 SUM_BYTES = 4
-"""Of a sum that ranks add: fp32."""
+"""Bytes of one element of a sum over ranks: fp32."""
 STAGING_BYTES = 4 << 20
-"""Of an expert that is being copied: what goes from one rank to another at a time, in about a millisecond or two."""
+"""Buffer size of an expert copy: one transfer between ranks, about 1 to 2 ms."""
 CROSSING_BYTES = 64 << 20
-"""Of blocks on their way elsewhere, or back, whose parts lie in several processes: or one, where it takes more."""
+"""Buffer size for blocks with parts in several processes; at least one block."""
 PARTIAL_BYTES = 16 << 20
-"""Of what attention comes to over partitions of keys that ranks keep together: a quarter of a million tokens of 16 heads with 512
-numbers in a value, a million of 128. A token for which no room is left is computed by heads."""
+"""Buffer size of partial attention results over shared KV.
+
+It fits 250,000 tokens of 16 heads with 512 elements per value, or 1,000,000 with 128. Tokens that
+exceed the buffer are computed head by head.
+"""
 LINE_BYTES = 64
-"""Rows of experts may lie so much farther apart than they are wide."""
+"""Maximum padding of an expert row, in bytes."""
 
 StateT = TypeVar("StateT", MambaSpec, Mamba2Spec, ShortConvSpec, DeltaSpec)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRange:
-    """Numbers ``[begin, end)`` of ``whole``."""
+    """The range ``[begin, end)`` of ``whole`` elements."""
 
     begin: int
     end: int
@@ -62,98 +65,98 @@ class KeptRange:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of elements in the range."""
         return self.end - self.begin
 
     @property
     def is_all(self) -> bool:
-        """Whether nothing is left out."""
+        """True if the range is the whole."""
         return self.count == self.whole
 
     @property
     def label(self) -> str:
-        """Which they are, behind the name of what they are of; of all nothing."""
+        """The range as a suffix for a name; empty for the whole."""
         return "" if self.is_all else f" {self.begin}-{self.end}"
 
     def times(self, width: int) -> KeptRange:
-        """Return the same of things that are ``width`` numbers each."""
+        """Return the range scaled to items of ``width`` elements."""
         return KeptRange(self.begin * width, self.end * width, self.whole * width)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStripe:
-    """Which blocks of KV memory are one process's of those that keep the memory together: every so-many-th."""
+    """One process's blocks of a shared KV memory: every ``size``-th block from ``index``."""
 
     size: int = 1
     index: int = 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else has the memory."""
+        """True if the process does not share its KV memory."""
         return self.size == 1
 
 
 ALONE = BlockStripe()
-"""That of a process whose KV memory is its own."""
+"""The stripe of a process with its own KV memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """That of one rank."""
+    """The share of one rank."""
 
     rank: int = 0
     size: int = 1
     by_experts: bool = False
-    """Whether of a layer of experts it keeps some whole ones, not some columns of each."""
+    """True if the rank keeps whole experts, instead of some columns of each."""
     stage: int = 0
-    """Which of the stages that have some of the layers each; ranks share those of one stage."""
+    """Index of the pipeline stage; the ranks of a stage share its layers."""
     stages: int = 1
     layers: tuple[int, int] | None = None
-    """Which layers the stage has, from the first to behind the last; None: all."""
+    """Layers ``[begin, end)`` of the stage; None: all."""
     places: int = 0
-    """Of each layer of experts: room for copies of such as other ranks keep."""
+    """Slots per layer for copies of other ranks' experts."""
     leaves: int = 1
-    """Of the tree in which sums over what ranks divide are added, whoever has them; 1: each rank's part is one."""
+    """Leaves of the summation tree over divided results, for any number of ranks; 1: one leaf per rank."""
     context_size: int = 1
-    """So many neighbours, whose queries meet the same KV head, keep its KV together: each some of its blocks."""
+    """Number of consecutive ranks with the same KV head that share KV memory; each keeps some of its blocks."""
 
     @property
     def kv_copy(self) -> int:
-        """Which of the KV memories of the stage's ranks is this one's."""
+        """Index of this rank's KV memory in its stage."""
         return self.rank // self.context_size
 
     @property
     def turn(self) -> BlockStripe:
-        """Which of its blocks this rank writes."""
+        """The blocks that this rank writes."""
         return BlockStripe(self.context_size, self.rank % self.context_size)
 
     @property
     def is_all(self) -> bool:
-        """Whether there are no other ranks that compute the same layers."""
+        """True if this rank computes its layers alone."""
         return self.size == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage begins with tokens."""
+        """True if the stage starts from token ids."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage ends with logits."""
+        """True if the stage computes logits."""
         return self.stage == self.stages - 1
 
     def has_layer(self, index: int) -> bool:
-        """Whether the stage has this layer."""
+        """Return whether the stage has this layer."""
         return self.layers is None or self.layers[0] <= index < self.layers[1]
 
     @property
     def own_leaves(self) -> int:
-        """How many of the leaves this rank has: neighbours that are a branch."""
+        """Number of consecutive leaves that this rank computes."""
         return max(1, self.leaves // self.size)
 
     @property
     def label(self) -> str:
-        """Which of how many, in words; of all nothing."""
+        """Describe rank, stage and division in words; empty for a whole model."""
         experts = ", whole experts" if self.by_experts else ""
         words = [f"rank {self.rank} of {self.size}{experts}"] * (not self.is_all)
         words += [f"stage {self.stage} of {self.stages}"] * (self.stages > 1)
@@ -162,21 +165,21 @@ class Share:
         return ", ".join(words)
 
     def of(self, count: int) -> KeptRange:
-        """Return the rank's part of so many: neighbours, each rank as many as any other but for one."""
+        """Return the rank's range of ``count`` items; the sizes of two ranks' ranges differ by at most one."""
         return KeptRange(count * self.rank // self.size, count * (self.rank + 1) // self.size, count)
 
     def of_experts(self, count: int) -> KeptRange:
-        """Return the experts that the rank keeps, or keeps some columns of."""
+        """Return the experts of which the rank keeps all or some columns."""
         return self.of(count) if self.by_experts else KeptRange(0, count, count)
 
     def of_experts_width(self, width: int) -> KeptRange:
-        """Return which columns of them it keeps."""
+        """Return the columns of each expert that the rank keeps."""
         return KeptRange(0, width, width) if self.by_experts else self.of(width)
 
     def of_kv_heads(self, count: int) -> KeptRange:
-        """Return the KV heads that the rank's queries meet: where there are fewer than ranks, several ranks keep the same one.
+        """Return the KV heads of the rank's queries. With fewer KV heads than ranks, several ranks keep the same head.
 
-        So it is with groups of states, and heads of keys.
+        The same rule applies to groups of states and to heads of keys.
         """
         if count >= self.size:
             return self.of(count)
@@ -184,7 +187,7 @@ class Share:
         return KeptRange(head, head + 1, count)
 
     def of_attention(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return what the rank computes of an attention."""
+        """Return the rank's part of an attention layer."""
         heads = self.of(spec.num_heads)
         return replace(
             spec,
@@ -194,11 +197,11 @@ class Share:
         )
 
     def of_state(self, spec: StateT) -> StateT:
-        """Return what the rank computes of a mixer with a state: some heads, or channels, and the groups that they are of."""
+        """Return the rank's part of a state mixer: some heads or channels, and their groups."""
         return spec.with_part(*self._part_of(spec))
 
     def of_state_need(self, layer: LayerSpec) -> StateNeed | None:
-        """Return what the rank keeps of every request."""
+        """Return the state that the rank keeps per request; None without one."""
         spec = layer.state
         return None if spec is None else spec.with_part(*self._part_of(spec)).state_need
 
@@ -208,11 +211,11 @@ class Share:
 
 
 WHOLE = Share()
-"""That of a process that has no others beside it."""
+"""The share of a process that holds the whole model."""
 
 
 def share_of(executor: ExecutorConfig, rank: int, spec: DecoderSpec | None = None) -> Share:
-    """Return the share of a rank as configured, of all ranks of all stages. spec: says which layers its stage has."""
+    """Return the configured share of a rank, numbered over all stages. spec: determines the stage's layers."""
     size, stages = executor.tensor_parallel_size, executor.pipeline_parallel_size
     stage = rank // size
     layers = None if spec is None or stages == 1 else stage_layers(spec, stages)[stage]
@@ -223,12 +226,14 @@ def share_of(executor: ExecutorConfig, rank: int, spec: DecoderSpec | None = Non
 
 
 def stage_layers(spec: DecoderSpec, stages: int) -> list[tuple[int, int]]:
-    """Return the layers of each of so many stages, neighbours: as few numbers as can be in the largest, logits' among them."""
+    """Return the layers of each stage: consecutive, with the smallest possible largest stage, logits included."""
     hidden, count = spec.hidden_size, len(spec.layers)
     blocks = [[block for block in (layer.mixer, layer.mlp) if block is not None] for layer in spec.layers]
     sums = [0, *accumulate(sum(block.num_parameters(hidden) for block in layer) for layer in blocks)]
     sums[count] += spec.vocab_size * (spec.embedding_width or hidden)
-    best = {0: (0, [0])}  # by how many layers stages have so far: the largest stage, and where each begins
+    best = {
+        0: (0, [0])
+    }  # by number of layers assigned so far: size of the largest stage, first layer of each stage
     for _ in range(stages):
         best = {
             end: min(
@@ -242,7 +247,7 @@ def stage_layers(spec: DecoderSpec, stages: int) -> list[tuple[int, int]]:
 
 
 def sums_width(spec: DecoderSpec) -> int:
-    """Return how many numbers a token has of what all ranks add, at most."""
+    """Return the maximum width of a sum over ranks, in elements per token."""
     states = (layer.state for layer in spec.layers)
     return max(
         spec.hidden_size,
@@ -251,17 +256,17 @@ def sums_width(spec: DecoderSpec) -> int:
 
 
 def rotated_width(spec: DecoderSpec) -> int:
-    """Return how many numbers a token has of rotations that depend on more than its position: cosines and sines."""
+    """Return the elements per token of length-dependent rotations: cosines and sines."""
     return 2 * sum(rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
 
 
 def gathered_width(spec: DecoderSpec, size: int) -> int:
-    """Return how many numbers a token has of what is normed over so many ranks' columns, at most; 0 where nothing is."""
+    """Return the maximum width of a norm over columns of all ranks, in elements per token; 0 without one."""
     return max((width for layer in spec.layers for width in _normed_over(layer, size)), default=0)
 
 
 def chosen_bytes(spec: DecoderSpec, item_bytes: int) -> int:
-    """Return the memory of the rows that a token's experts make in a layer, at most; 0 where there are none."""
+    """Return the maximum bytes per token of the chosen experts' output rows in a layer; 0 without experts."""
     chosen = max(
         (each.mlp.routing.chosen for each in spec.layers if isinstance(each.mlp, ExpertsSpec)), default=0
     )
@@ -269,7 +274,7 @@ def chosen_bytes(spec: DecoderSpec, item_bytes: int) -> int:
 
 
 def queries_width(spec: DecoderSpec, share: Share) -> int:
-    """Return how many numbers a token's queries have, at most, of all ranks that keep KV together."""
+    """Return the maximum width of a token's queries over all ranks that share KV memory, in elements."""
     attentions = (layer.attention for layer in spec.layers)
     each = (
         attention.num_heads // share.size * padded_head(attention.head_dim)
@@ -280,12 +285,12 @@ def queries_width(spec: DecoderSpec, share: Share) -> int:
 
 
 def most_outputs(limits: SchedulerConfig) -> int:
-    """Return how many rows of logits a step has at most."""
+    """Return the maximum rows of logits in a step."""
     return max(limits.max_num_seqs, MIN_OUTPUTS)
 
 
 def results_depth(stages: int) -> int:
-    """Return the steps whose logits may lie there until they are drawn from: a power of two."""
+    """Return the number of steps with logits buffered until sampling: a power of two."""
     return 1 << (stages - 1).bit_length()
 
 
@@ -297,35 +302,35 @@ def shared_bytes(
     item_bytes: int,
     logits_item_bytes: int,
 ) -> int:
-    """Return the memory that all ranks of all stages share for what is of a model's size.
+    """Return an upper bound on the shared memory of all ranks and stages; pages are mapped on first use.
 
-    At most, since pages are mapped when they are first used. share: of any rank; step_tokens: of a step, at most; item_bytes: of
-    a number; logits_item_bytes: of a logit.
+    share: of any rank. step_tokens: maximum tokens of a step. item_bytes: bytes of an activation element;
+    logits_item_bytes: of a logit.
     """
     size, stages = share.size, share.stages
     tokens, outputs = max(step_tokens, max_num_seqs), max(max_num_seqs, MIN_OUTPUTS)
     hidden, rotated = (tokens * width * item_bytes for width in (spec.hidden_size, rotated_width(spec)))
     logits = outputs * spec.vocab_size * logits_item_bytes
-    handed_on = 0
+    link_bytes = 0
     if stages > 1:
-        handed_on = (stages - 1) * LINK_DEPTH * (hidden + rotated) + results_depth(stages) * logits
+        link_bytes = (stages - 1) * LINK_DEPTH * (hidden + rotated) + results_depth(stages) * logits
     if size == 1:
-        return handed_on
+        return link_bytes
     read = hidden * stages if stages > 1 else 0
     rows = tokens * chosen_bytes(spec, item_bytes) if share.by_experts else 0
     rows += STAGING_BYTES if share.places else 0
-    return handed_on + read + stages * (_shared_by_ranks(spec, share, tokens, item_bytes) + rows) + logits
+    return link_bytes + read + stages * (_shared_by_ranks(spec, share, tokens, item_bytes) + rows) + logits
 
 
 def _shared_by_ranks(spec: DecoderSpec, share: Share, tokens: int, item_bytes: int) -> int:
-    """Return what those of one stage share for sums, what is normed whole, rotations, and attention over KV kept together."""
+    """Return the shared bytes of one stage for sums, gathered norms, rotations and attention over shared KV."""
     size = share.size
     copied = 2 * gathered_width(spec, size) + rotated_width(spec)
-    a_token = 2 * size * sums_width(spec) * SUM_BYTES + copied * item_bytes
+    token_bytes = 2 * size * sums_width(spec) * SUM_BYTES + copied * item_bytes
     if share.turn.is_alone:
-        return tokens * a_token
+        return tokens * token_bytes
     copies = size // share.context_size
-    return tokens * (a_token + copies * queries_width(spec, share) * item_bytes) + copies * PARTIAL_BYTES
+    return tokens * (token_bytes + copies * queries_width(spec, share) * item_bytes) + copies * PARTIAL_BYTES
 
 
 def _normed_over(layer: LayerSpec, size: int) -> Iterator[int]:

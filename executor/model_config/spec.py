@@ -1,7 +1,7 @@
-"""What tells one model from another, as values: read from a card, followed by whoever builds the model.
+"""Specifications of models as values: read from a card, followed by the model builder.
 
-A `DecoderSpec` is a tuple of layers; a layer is a mixer (attention, …) and a feed-forward, with norms around them. Imports no
-torch: see `quintet.executor.models.decoder` for what is made of it, `quintet.executor.model_config.registry` for who reads it.
+A `DecoderSpec` is a tuple of layers: mixer, feed-forward and norms. Imports no torch. `quintet.executor.models.decoder`
+builds the model; `quintet.executor.model_config.registry` has the readers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quintet.executor.model_config.state_specs import (
     StateNeed,
 )
 
-__all__ = ["KvNeed", "NormKind", "NormSpec", "Norms"]  # of what is imported, for others to import from here
+__all__ = ["KvNeed", "NormKind", "NormSpec", "Norms"]  # re-exported
 
 
 class ModelSpec(Protocol):
-    """As much of a model as has to be known before it is built."""
+    """The properties of a model that must be known before it is built."""
 
     @property
     def vocab_size(self) -> int:
@@ -35,77 +35,75 @@ class ModelSpec(Protocol):
 
     @property
     def kv_needs(self) -> tuple[KvNeed | None, ...]:
-        """What each layer keeps of every token."""
+        """KV memory that each layer keeps per token."""
 
     @property
     def state_needs(self) -> tuple[StateNeed | None, ...]:
-        """What each layer keeps of every request besides; empty where no layer does."""
+        """State that each layer keeps per request; empty if no layer has a state."""
 
     @property
     def reach(self) -> int:
-        """The longest context that the position encoding tells positions apart in."""
+        """The maximum context length of the position encoding."""
 
     @property
     def fixed_rope_len(self) -> int | None:
-        """See `quintet.executor.model_config.rope.RopeSpec.fixed_len`: the least of all layers."""
+        """Minimum over all layers of `quintet.executor.model_config.rope.RopeSpec.fixed_len`."""
 
     @property
     def num_parameters(self) -> int | None:
-        """Numbers of all matrices: what the memory for weights is made of. None where only the executor knows."""
+        """Number of matrix elements, to estimate weight memory. None if only the executor can determine it."""
 
 
 class Activation(StrEnum):
-    """A nonlinearity: of a feed-forward, of a gate."""
+    """Activation function of a feed-forward or of a gate."""
 
     SILU = "silu"
     GELU = "gelu"
-    """By the error function."""
+    """Exact, with the error function."""
     GELU_TANH = "gelu_tanh"
-    """By its approximation with a hyperbolic tangent."""
+    """Approximated with a hyperbolic tangent."""
     RELU = "relu"
     RELU2 = "relu2"
-    """Squared."""
+    """ReLU, squared."""
     QUICK_GELU = "quick_gelu"
     """``x * sigmoid(1.702 x)``."""
     SIGMOID = "sigmoid"
 
 
 class LearnedActivation(StrEnum):
-    """A nonlinearity whose shape a checkpoint has."""
+    """Activation function with parameters in the checkpoint."""
 
     XIELU = "xielu"
-    """See `quintet.executor.backends.cpu.ops.activation.xielu`: `Names.activation`."""
+    """xIELU, see `quintet.executor.backends.cpu.ops.activation.xielu`; parameters: `Names.activation`."""
 
 
 class QkvLayout(StrEnum):
-    """How a checkpoint holds the weights of queries, keys and values."""
+    """Layout of query, key and value weights in a checkpoint."""
 
     SEPARATE = "separate"
-    """A tensor each: `Names.q`, `Names.k`, `Names.v`."""
+    """Separate tensors: `Names.q`, `Names.k`, `Names.v`."""
     STACKED = "stacked"
     """`Names.qkv`: all queries, then all keys, then all values."""
     GROUPED = "grouped"
-    """`Names.qkv`: of each KV head its queries, its key, its value."""
+    """`Names.qkv`: for each KV head its queries, its key, its value."""
     QUARTERS = "quarters"
-    """`Names.qkv`: of each quarter of the heads, of which none share keys, the queries, the values, the keys."""
+    """`Names.qkv` in 4 parts, each with a quarter of the heads: queries, values, keys. No KV head is shared."""
 
 
 class QkNormOver(StrEnum):
-    """What of a token's queries, or keys, is normed together."""
+    """Scope of a query or key norm."""
 
     HEAD = "head"
-    """Each head by itself, all with one weight."""
+    """Each head separately, with one weight for all heads."""
     OWN = "own"
-    """Each head by itself and with a weight of its own: a tensor ``[heads, head_dim]``, or one a head where the name has
-    ``{head}``."""
+    """Each head separately with its own weight: a tensor ``[heads, head_dim]``, or one per head if the name has ``{head}``."""
     WHOLE = "whole"
-    """All heads as one."""
+    """All heads together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Queries of far positions are scaled up, times ``1 + growth * log(1 + (position + shift) / period)`` where that is more than
-    1. Of periods only whole ones count (Llama 4), or parts too (Qwen 1)."""
+    """Query scaling by ``max(1, 1 + growth * log(1 + (position + shift) / period))``; ``whole``: floor the quotient."""
 
     growth: float
     period: int
@@ -115,107 +113,108 @@ class Temperature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Attention of one layer."""
+    """The attention of one layer."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Numbers of a query, and of a key."""
+    """Elements of a query or key of one head."""
     value_dim: int
     scale: float
     """Factor of every score."""
     rope: RopeSpec | None
-    """How positions rotate queries and keys; None: they do not."""
+    """Rotation of queries and keys by position; None for none."""
     interleaved: bool = False
-    """Whether neighbours (2i, 2i + 1) are rotated together, rather than i and i + half."""
+    """True if elements (2i, 2i + 1) are rotated as a pair, instead of i and i + half."""
     alibi: tuple[float, ...] = ()
-    """Each head's slope: added to a score is slope times (key's position minus query's). Empty: nothing is added."""
+    """ALiBi slopes, one per head: slope times (key position minus query position) is added to a score. Empty: none."""
     window: int | None = None
-    """How many of the newest tokens a token sees, itself included; None for all."""
+    """Sliding window in tokens, including the token itself; None for full attention."""
     chunk: int | None = None
-    """Tokens see no earlier ones than their own chunk of so many positions; None for all."""
+    """Chunk length: a token attends only to tokens of its own chunk; None for full attention."""
     causal: bool = True
     softcap: float | None = None
     """Scores become ``softcap * tanh(score / softcap)``."""
     sinks: bool = False
-    """Whether each head has a logit of its own, `Names.sinks`, that takes a share of the softmax."""
+    """True if each head has an attention sink, `Names.sinks`: an extra logit in its softmax."""
     qk_norm: NormSpec | None = None
-    """Of queries and keys before rotation, `Names.q_norm` and `Names.k_norm`."""
+    """Norm of queries and keys before rotation: `Names.q_norm` and `Names.k_norm`."""
     qk_norm_over: QkNormOver = QkNormOver.HEAD
-    qk_norm_behind: bool = False
-    """Whether it is behind rotation instead; over heads."""
+    qk_norm_after_rope: bool = False
+    """True if that norm follows the rotation instead; over heads."""
     temperature: Temperature | None = None
-    """Of queries, after their rotation."""
+    """Scaling of queries after rotation."""
     qkv_bias: bool = False
     output_bias: bool = False
     clip_qkv: float | None = None
-    """Queries, keys and values are clipped to this magnitude."""
+    """Clipping limit of queries, keys and values."""
     output_gate: bool = False
-    """Whether `Names.q` has, behind each head's queries, as many gates: what is attended is multiplied with their sigmoid."""
+    """True if `Names.q` has a gate after each head's query; its sigmoid multiplies the head's attention output."""
     layout: QkvLayout = QkvLayout.SEPARATE
     attended_norm: NormSpec | None = None
-    """Of what is attended, all heads as one, before `Names.output`: `Names.attended_norm`."""
+    """Norm over all heads' attention output, before `Names.output`: `Names.attended_norm`."""
 
     @property
     def kv_need(self) -> KvNeed:
-        """What KV memory it takes."""
+        """KV memory per token."""
         return KvNeed(self.num_kv_heads, self.head_dim, self.value_dim, self.window, self.chunk)
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Numbers of its matrices."""
+        """Number of matrix elements."""
         keys = self.head_dim * (self.num_heads * (2 if self.output_gate else 1) + self.num_kv_heads)
         return hidden_size * (keys + self.value_dim * (self.num_heads + self.num_kv_heads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
-    """Attention over latents: a token's keys and values of all heads are made of one vector, which is what is kept, beside a
-    rotated key that all heads share (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
+
+    KV memory holds one latent vector per token, the source of all keys and values, and one shared rotated key."""
 
     num_heads: int
     plain_dim: int
-    """Numbers of a head's query that are not rotated."""
+    """Unrotated elements of a head's query."""
     rope_dim: int
-    """Numbers that are."""
+    """Rotated elements of a head's query."""
     head_width: int
-    """Numbers of a head's result."""
+    """Elements of a head's output."""
     rank: int
-    """Numbers of the latent: `Names.kv_a` makes it, `Names.kv_b` keys and values of it."""
+    """Elements of the latent: `Names.kv_a` computes it, `Names.kv_b` computes keys and values from it."""
     q_rank: int | None
-    """Of that of queries: `Names.q_a`, `Names.q_b`; None: `Names.q` makes queries at once."""
+    """Elements of the query latent: `Names.q_a`, `Names.q_b`; None: `Names.q` computes queries directly."""
     scale: float
     """Factor of every score."""
     rope: RopeSpec
     interleaved: bool
     """See `AttentionSpec`."""
     norm: NormSpec
-    """Of latents: `Names.kv_a_norm`, `Names.q_a_norm`."""
+    """Norm of latents: `Names.kv_a_norm`, `Names.q_a_norm`."""
     biased: bool = False
-    """Whether what makes latents, and `Names.output`, have biases."""
+    """True if the latent projections and `Names.output` have biases."""
     window: None = None
 
     @property
     def num_kv_heads(self) -> int:
-        """Of what is kept: one, for all heads."""
+        """Number of cached KV heads: 1, shared by all heads."""
         return 1
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a key that is kept, and of the queries that it meets."""
+        """Elements of a cached key, and of the queries matched against it."""
         return self.rank + self.rope_dim
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a value that is kept: the latent."""
+        """Elements of a cached value: the latent."""
         return self.rank
 
     @property
     def kv_need(self) -> KvNeed:
-        """What KV memory it takes."""
+        """KV memory per token."""
         return KvNeed(1, self.head_dim, self.rank, values_in_keys=True)
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Numbers of its matrices."""
+        """Number of matrix elements."""
         queries = self.num_heads * (self.plain_dim + self.rope_dim)
         q = hidden_size * queries if self.q_rank is None else self.q_rank * (hidden_size + queries)
         kv = hidden_size * self.head_dim + self.rank * self.num_heads * (self.plain_dim + self.head_width)
@@ -223,43 +222,42 @@ class LatentSpec:
 
 
 class MlpLayout(StrEnum):
-    """How a checkpoint holds the gates and ups of a feed-forward."""
+    """Layout of gate and up weights in a checkpoint."""
 
     SEPARATE = "separate"
-    """A tensor each: `Names.gate`, `Names.up`."""
+    """Separate tensors: `Names.gate`, `Names.up`."""
     STACKED = "stacked"
     """`Names.gate_up`: all gates, then all ups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """A feed-forward: ``down(activation(gate x) * up x)``, or ``down(activation(up x))`` where it has no gate."""
+    """A feed-forward: ``down(activation(gate x) * up x)``, or ``down(activation(up x))`` without a gate."""
 
     width: int
     activation: Activation | LearnedActivation
-    """A learned one has no gate."""
+    """A learned activation has no gate."""
     gated: bool = True
     biased: bool = False
     layout: MlpLayout = MlpLayout.SEPARATE
-    """Of gates and ups."""
+    """Layout of gates and ups."""
     gate_multiplier: float = 1.0
-    """Factor of gates, before their activation."""
+    """Factor of gates before the activation."""
     down_multiplier: float = 1.0
-    """Factor of the result."""
+    """Factor of the output."""
     down_norm: NormSpec | None = None
-    """Of what is activated, before `Names.down`: `Names.down_norm`."""
+    """Norm of the activated values before `Names.down`: `Names.down_norm`."""
     curve: tuple[float, float, float, float] | None = None
-    """Of a learned activation: what its checkpoint's tensors ``alpha_p``, ``alpha_n``, ``beta`` and ``eps`` would say; None: they
-    do."""
+    """Fixed parameters ``alpha_p``, ``alpha_n``, ``beta`` and ``eps`` of a learned activation; None: read from the checkpoint."""
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Numbers of its matrices."""
+        """Number of matrix elements."""
         return hidden_size * self.width * (3 if self.gated else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BesideSpec:
-    """Two mixers side by side: the sum of what each makes of the layer's input, with factors before and behind."""
+    """A state mixer and attention in parallel: the sum of their outputs, with factors of input and output."""
 
     state: Mamba2Spec
     attention: AttentionSpec
@@ -267,16 +265,16 @@ class BesideSpec:
     attention_factors: tuple[float, float] = (1.0, 1.0)
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Numbers of its matrices."""
+        """Number of matrix elements."""
         return self.state.num_parameters(hidden_size) + self.attention.num_parameters(hidden_size)
 
 
 StateSpec = MambaSpec | Mamba2Spec | ShortConvSpec | DeltaSpec
-"""Mixers that keep a state of fixed size, and no keys and values."""
+"""Mixers with a state of fixed size and no KV memory."""
 MixerSpec = AttentionSpec | LatentSpec | StateSpec | BesideSpec
-"""What mixes tokens; `quintet.executor.models.blocks.block` builds each kind."""
+"""Token mixers; `quintet.executor.models.blocks.block` builds each kind."""
 FeedForwardSpec = MlpSpec | ExpertsSpec
-"""What each token goes through by itself, likewise."""
+"""Per-token layers; `quintet.executor.models.blocks.block` builds each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,21 +282,20 @@ class LayerSpec:
     """One layer."""
 
     mixer: MixerSpec | None
-    """None: the layer has none, as it may have no ``mlp``."""
+    """None for a layer without a mixer, as ``mlp`` for one without a feed-forward."""
     mlp: FeedForwardSpec | None
     mixer_norms: Norms
     mlp_norms: Norms
     parallel: bool = False
-    """Whether the feed-forward reads what the mixer reads, ``x + mixer(norm x) + mlp(norm x)``: through the mixer's norm, or
-    through one of its own where ``mlp_norms`` has one before it."""
+    """True for ``x + mixer(norm x) + mlp(norm x)``, with the mixer's norm unless ``mlp_norms`` has one."""
     residual_multiplier: float = 1.0
-    """Factor of what the mixer and the feed-forward add."""
+    """Factor of the mixer's and feed-forward's outputs before the residual addition."""
     residual_of_norm: bool = False
-    """Whether they add to what their norms gave, rather than to what the norms were given."""
+    """True if the residual is the norm's output instead of its input."""
 
     @property
     def attention(self) -> AttentionSpec | LatentSpec | None:
-        """The mixer, or the part of it that attends."""
+        """The mixer, or its attention part; None without attention."""
         match self.mixer:
             case AttentionSpec() | LatentSpec():
                 return self.mixer
@@ -309,7 +306,7 @@ class LayerSpec:
 
     @property
     def state(self) -> StateSpec | None:
-        """The mixer, or the part of it that keeps a state."""
+        """The mixer, or its state part; None without a state."""
         match self.mixer:
             case AttentionSpec() | LatentSpec() | None:
                 return None
@@ -321,20 +318,21 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionTable:
-    """Positions that are added: a row of `Names.positions` is added to each token's embedding."""
+    """Absolute positions: a row of `Names.positions` is added to each token's embedding."""
 
     count: int
-    """How many positions there are."""
+    """Number of positions."""
     offset: int = 0
     """The row of position 0. The table has ``count + offset`` rows."""
     sinusoidal: bool = False
-    """Whether the rows are computed, ``Names.positions`` being nothing then: of row r sines, then cosines, of r times a geometric
-    series from 1 down to 1 / 10000 (Vaswani et al., "Attention is all you need", 2017, as in its authors' tensor2tensor)."""
+    """True for computed rows: sines, then cosines, of the row times a geometric series from 1 to 1 / 10000.
+
+    Vaswani et al., "Attention is all you need", 2017, as in tensor2tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A decoder. A `ModelSpec`."""
+    """A decoder-only model. Implements `ModelSpec`."""
 
     vocab_size: int
     hidden_size: int
@@ -344,18 +342,18 @@ class DecoderSpec:
     final_norm: NormSpec | None
     names: Names = field(default_factory=Names)
     transposed: bool = False
-    """Whether the checkpoint's matrices within layers are ``[in, out]``."""
+    """True if the checkpoint's layer matrices are ``[in, out]``."""
     tied: bool = False
-    """Whether the output layer is the embedding."""
+    """True if the output layer shares the embedding's weights."""
     positions: PositionTable | None = None
     embedding_width: int | None = None
-    """Of the embedding's rows where it is not the hidden size: `Names.project_in` and `Names.project_out` lie between."""
+    """Embedding width if it differs from the hidden size: `Names.project_in` and `Names.project_out` convert."""
     embedding_scale: float = 1.0
     """Factor of every embedding."""
     embedding_norm: NormSpec | None = None
     head_bias: bool = False
     normalised_head: bool = False
-    """Whether each row of the output layer is divided by its length."""
+    """True if each row of the output layer is divided by its L2 norm."""
     logit_scale: float = 1.0
     """Factor of every logit."""
     logit_softcap: float | None = None
@@ -363,7 +361,7 @@ class DecoderSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec | LatentSpec | None, ...]:
-        """The attention of each layer."""
+        """The attention of each layer; None for a layer without."""
         return tuple(layer.attention for layer in self.layers)
 
     @property
@@ -378,7 +376,7 @@ class DecoderSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotations that layers have, each once."""
+        """The distinct rotations of all layers."""
         ropes = (each.rope for each in self.attentions if each is not None)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 

@@ -1,1 +1,1 @@
-"""Models: one file per block shape, one registry row per architecture."""
+"""Models: one file per kind of block, one registry entry per architecture."""

@@ -1,8 +1,8 @@
-"""The decoder: an embedding, layers, a norm, an output layer. Every model whose `DecoderSpec` a reader makes is one of these.
+"""The decoder: embedding, layers, final norm, output layer. It implements every model with a `DecoderSpec`.
 
     tokens ─ embedding ─ (in) ─ (+ positions) ─ (norm) ─ layer ─ … ─ layer ─ norm ─ (out) ─ head ─ logits
 
-What a layer is made of is in `quintet.executor.models.blocks`.
+`quintet.executor.models.blocks` has the parts of a layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quintet.executor.models.model import Setting
 
 
 class Decoder:
-    """A `quintet.executor.models.model.CausalModel`. Its layers are empty until a loader fills ``weights``."""
+    """A `quintet.executor.models.model.CausalModel`. A loader fills its ``weights``."""
 
     def __init__(self, spec: DecoderSpec, setting: Setting) -> None:
         names = spec.names
@@ -36,18 +36,18 @@ class Decoder:
             prefix=names.prefix,
             ignored=(*names.ignored, f"{names.head}.weight"),
         )
-        if spec.tied:  # a checkpoint may have the one, the other, or both
+        if spec.tied:  # a checkpoint may have either or both
             self.weights.aliases[f"{names.embedding}.weight"] = f"{names.head}.weight"
         self.vocab_size = spec.vocab_size
         scope = Scope(setting, self.weights, names, spec.hidden_size)
         self._hidden_size = spec.hidden_size
         self._is_first, self._is_last = setting.share.is_first, setting.share.is_last
         if self._is_last:
-            self._declare_end(scope, spec)
+            self._declare_output(scope, spec)
         if self._is_first:
-            self._declare_beginning(scope, spec)
+            self._declare_input(scope, spec)
         if setting.share.stages > 1:
-            self.weights.elsewhere.update(_elsewhere(names, setting.share, len(spec.layers)))
+            self.weights.elsewhere.update(_other_stages_prefixes(names, setting.share, len(spec.layers)))
         attentions: list[AttentionLayer] = []
         self._layers = [
             Layer(
@@ -63,8 +63,8 @@ class Decoder:
         self.attentions: Sequence[AttentionLayer] = attentions
         self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
 
-    def _declare_end(self, scope: Scope, spec: DecoderSpec) -> None:
-        """Declare what is behind the layers."""
+    def _declare_output(self, scope: Scope, spec: DecoderSpec) -> None:
+        """Declare the parts after the layers."""
         names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
         head = RowRange(
             names.embedding if spec.tied else names.head, spec.vocab_size, unit_rows=spec.normalised_head
@@ -77,8 +77,8 @@ class Decoder:
         self._norm = scope.norm(spec.final_norm, names.final_norm)
         self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
 
-    def _declare_beginning(self, scope: Scope, spec: DecoderSpec) -> None:
-        """Declare what is before the layers."""
+    def _declare_input(self, scope: Scope, spec: DecoderSpec) -> None:
+        """Declare the parts before the layers."""
         names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
         is_shared = spec.tied and not spec.normalised_head and scope.share.is_all and self._is_last
         shared = self._head if is_shared else None
@@ -88,7 +88,7 @@ class Decoder:
         self._project_in: Linear | None = None
         if spec.embedding_width is not None:
             self._project_in = scope.linear([scope.part(names.project_in, hidden)], width)
-        # Rounded, as by whoever keeps it beside the weights.
+        # Rounded to the weights' dtype, as in models that store the factor as a weight.
         self._scale = float(torch.tensor(spec.embedding_scale, dtype=self.weights.dtype))
         self._offset, self._positions = 0, None
         if spec.positions is not None:
@@ -109,7 +109,7 @@ class Decoder:
         return x
 
     def _begin(self, ops: ForwardPass[ValueT]) -> ValueT:
-        """Return what the first layer reads."""
+        """Return the first layer's input."""
         x = ops.embedding(self._embedding)  # [T, embedding width]
         if self._scale != 1.0:
             x = ops.scale(x, self._scale)
@@ -122,7 +122,7 @@ class Decoder:
         return x
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
-        """See `CausalModel.logits`. The final norm is here: only rows that draw need it. A rank returns its own columns."""
+        """See `CausalModel.logits`. The final norm covers sampling rows only. A rank returns its columns."""
         x = hidden if self._norm is None else ops.norm(hidden, self._norm)
         if self._project_out is not None:
             x = ops.linear(self._project_out, x)
@@ -132,12 +132,12 @@ class Decoder:
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
 
 
-def _elsewhere(names: Names, share: Share, num_layers: int) -> set[str]:
-    """Return what the names begin with of what other stages have. A tied embedding is read by both ends."""
+def _other_stages_prefixes(names: Names, share: Share, num_layers: int) -> set[str]:
+    """Return name prefixes of tensors that other stages have. First and last stage both load a tied embedding."""
     before = (names.embedding, names.positions, names.embedding_norm, names.project_in)
-    behind = (names.head, names.final_norm, names.project_out)
+    after = (names.head, names.final_norm, names.project_out)
     found = {names.layer.format(layer=index) for index in range(num_layers) if not share.has_layer(index)}
-    return found.union(() if share.is_first else before, () if share.is_last else behind)
+    return found.union(() if share.is_first else before, () if share.is_last else after)
 
 
 def sinusoids(rows: int, width: int) -> torch.Tensor:

@@ -1,12 +1,11 @@
-"""A forward pass as a model writes it: a handful of operations on values, top to bottom.
+"""Forward pass interface: a small set of operations on values, with which a model is written.
 
-What a value is, is the pass's affair: a tensor, where operations compute at once
-(`quintet.executor.backends.torch.eager`), or a place in memory, where they are recorded once and run later with one
-call per step (`quintet.executor.backends.cpu.program`). So a model knows neither batches nor block tables nor the
-step it is in.
+The backend defines a value. Eager execution (`quintet.executor.backends.torch.eager`) uses tensors and computes at
+once. The recorded program (`quintet.executor.backends.cpu.program`) uses memory regions: it records operations once
+and runs them with one call per step. So a model does not depend on batches, block tables or steps.
 
-Operations are pure: no value ever changes, any value may be read again, in any order. What is computed in place, in one
-kernel, or not at all, is the pass's affair as well.
+Operations are pure: values never change and may be read in any order. The backend decides on fusion, in-place
+execution and elimination.
 """
 
 from __future__ import annotations
@@ -28,73 +27,71 @@ ValueT = TypeVar("ValueT")
 
 
 class ForwardPass(Protocol[ValueT]):
-    """The operations. A value is ``[rows, width]`` in the model's dtype, or logits in theirs; a row is a token of the step."""
+    """The operations. A value is ``[rows, width]`` in the model's dtype, or logits in theirs; each row is a token of the step."""
 
     def embedding(self, layer: Embedding) -> ValueT:
         """Return the embedding of each of the step's tokens."""
 
     def add_positions(self, x: ValueT, table: torch.Tensor, offset: int) -> ValueT:
-        """Return ``x`` plus the row ``position + offset`` of ``table [positions, width]`` of each token: learned positions."""
+        """Return ``x`` plus row ``position + offset`` of ``table [positions, width]`` for each token."""
 
     def norm(self, x: ValueT, norm: Norm) -> ValueT:
-        """Return ``x`` normed."""
+        """Return ``x`` normalized."""
 
     def linear(self, layer: Linear, x: ValueT) -> ValueT:
-        """Return ``layer(x)``, its bias and its gated activation included; in the dtype that its shape names, if it names one."""
+        """Return ``layer(x)`` with bias and gated activation, in the result dtype of the layer's shape if set."""
 
     def add(self, x: ValueT, y: ValueT) -> ValueT:
-        """Return ``x + y``, of one width."""
+        """Return ``x + y``, of equal width."""
 
     def multiply(self, x: ValueT, y: ValueT) -> ValueT:
-        """Return ``x * y``, of one width; or ``y`` is one number a row."""
+        """Return ``x * y``, of equal width or with one ``y`` per row."""
 
     def scale(self, x: ValueT, factor: float) -> ValueT:
-        """Return ``x * factor`` in x's dtype; the factor is not rounded to it."""
+        """Return ``x * factor`` in x's dtype; the factor itself is not rounded."""
 
     def clip(self, x: ValueT, bound: float) -> ValueT:
-        """Return ``x``, at least ``-bound`` and at most ``bound``."""
+        """Return ``x`` clamped to ``[-bound, bound]``."""
 
     def softcap(self, x: ValueT, cap: float) -> ValueT:
-        """Return ``cap * tanh(x / cap)``, rounded to x's dtype after each of the three."""
+        """Return ``cap * tanh(x / cap)``, rounded to x's dtype after each operation."""
 
     def activation(self, x: ValueT, kind: Activation) -> ValueT:
-        """Return the activation of every number. Behind a linear layer without gates it costs next to nothing."""
+        """Return the elementwise activation. Almost free directly after a linear layer without gates."""
 
     def xielu(self, x: ValueT, numbers: torch.Tensor) -> ValueT:
-        """Return the activation whose shape is learned, fp32 ``[4]``; see
-        `quintet.executor.backends.cpu.ops.activation.xielu`.
-        """
+        """Return xIELU with parameters fp32 ``[4]``; see `quintet.executor.backends.cpu.ops.activation.xielu`."""
 
     def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
-        """Return numbers ``[begin, begin + width)`` of each row: a view, that costs nothing."""
+        """Return columns ``[begin, begin + width)`` as a view, without cost."""
 
     def of_stage_before(self, width: int) -> ValueT:
-        """Return what the stage before this process's has computed of each of the step's tokens."""
+        """Return the previous pipeline stage's output for each of the step's tokens."""
 
     def of_all_ranks(self, x: ValueT, kept: KeptRange) -> ValueT:
-        """Return what all ranks have, side by side, where ``x`` is this one's: columns ``kept`` of it. Read once, and soon."""
+        """Return all ranks' columns, concatenated; ``x`` has the columns ``kept``. Read the result once, before the next call."""
 
     def head_linear(self, layer: HeadLinear, x: ValueT) -> ValueT:
-        """Return each head's columns of ``x`` through a matrix of its own."""
+        """Return each head's columns of ``x`` multiplied by the head's matrix."""
 
     def join(self, x: ValueT, y: ValueT) -> ValueT:
-        """Return ``x`` and ``y`` side by side."""
+        """Return ``x`` and ``y`` concatenated by columns."""
 
     def experts(self, layer: Experts, x: ValueT, scores: ValueT) -> ValueT:
-        """Return each token's sum over the experts that its scores ``[rows, experts]`` choose: as wide as ``x``."""
+        """Return each token's weighted sum over the experts that ``scores [rows, experts]`` select, as wide as ``x``."""
 
     def attention(self, layer: AttentionLayer, q: ValueT, k: ValueT, v: ValueT) -> ValueT:
         """Norm and rotate queries and keys, store keys and values, then attend. Returns ``[rows, num_heads * value_width]``.
 
-        q: ``[rows, num_heads * head_dim]``; k: ``[rows, num_kv_heads * head_dim]``; v: ``[rows, num_kv_heads * value_width]``,
-        where ``layer.values_in_keys`` what ``k`` begins with: a pass need not store it again.
-        Columns of one value cost nothing.
+        q: ``[rows, num_heads * head_dim]``; k: ``[rows, num_kv_heads * head_dim]``; v: ``[rows, num_kv_heads *
+        value_width]``. With ``layer.values_in_keys``, v is a prefix of k and need not be stored again. Column views
+        of one value are free.
         """
 
     def causal_conv(self, layer: CausalConv, x: ValueT) -> ValueT:
         """Return each channel of ``x`` convolved over its last tokens; see `quintet.executor.backends.cpu.ops.causal_conv`.
 
-        This operation and the following ones go on from the state of each row's layer, and leave another.
+        This operation and the scans below read the layer's state of each row and write the next one.
         """
 
     def selective_scan(
@@ -110,6 +107,4 @@ class ForwardPass(Protocol[ValueT]):
     def delta_rule(
         self, layer: DeltaRule, q: ValueT, k: ValueT, v: ValueT, alpha: ValueT, beta: ValueT
     ) -> ValueT:
-        """Return what the state says of ``q``, corrected by ``k`` and ``v``; see
-        `quintet.executor.backends.cpu.ops.delta_rule`.
-        """
+        """Return the state's output for ``q``, updated by ``k``, ``v``; see `quintet.executor.backends.cpu.ops.delta_rule`."""

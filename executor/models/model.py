@@ -1,4 +1,4 @@
-"""What the worker asks of a model, and what a model is built from."""
+"""Interface of a model for the worker, and the settings with which a model is built."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from quintet.executor.models.layers.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and with what a model computes."""
+    """Device, dtype, quantization and share of a model."""
 
     device: torch.device
     dtype: torch.dtype
     quantization: Quantization
-    """Who makes the methods of its linear layers; the model hands it on."""
+    """Creates the methods of the model's linear layers."""
     share: Share = WHOLE
-    """What this process computes of it, where others compute the rest."""
+    """The share of the model that this process computes."""
     logits_dtype: torch.dtype = torch.float32
-    """Number format of logits: float32, or ``dtype``."""
+    """Dtype of logits: float32, or ``dtype``."""
 
 
 class CausalModel(Protocol):
@@ -39,15 +39,15 @@ class CausalModel(Protocol):
 
     @property
     def attentions(self) -> Sequence[AttentionLayer]:
-        """The layers that keep keys and values, in the order of their indexes."""
+        """The layers with KV memory, in index order."""
 
     @property
     def ropes(self) -> Sequence[Rope]:
-        """How positions rotate queries and keys: those that `AttentionLayer.rope` counts."""
+        """Rotations of queries and keys; `AttentionLayer.rope` is an index into them."""
 
     @property
     def weights(self) -> WeightPlan:
-        """What a checkpoint must hold and where it goes."""
+        """The tensors expected in a checkpoint, with their destinations."""
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
         """Return the last hidden states ``[num_tokens, hidden]``."""

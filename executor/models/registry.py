@@ -1,4 +1,4 @@
-"""From a model card to the model."""
+"""Build a model from its card."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quintet.wire.errors import ConfigError
 
 
 def build_model(architecture: str, card: ModelCard, setting: Setting) -> CausalModel:
-    """Return the model, its weights not yet loaded.
+    """Return the model, its weights not yet loaded. Raises `ConfigError` for an unsupported architecture.
 
-    Third parties add theirs as entry points of the group ``quintet.models``, named after the architecture.
+    Packages can register models as entry points of the group ``quintet.models``, named after the architecture.
     """
     family = FAMILIES.get(architecture)
     if family is not None:
@@ -25,10 +25,10 @@ def build_model(architecture: str, card: ModelCard, setting: Setting) -> CausalM
     if path is None:
         near = nearest(architecture)
         raise ConfigError(
-            f"{card.path}: architecture {architecture!r:.80} is none of Quintet's own"
-            f"{f'; the nearest of those in docs/models.md is {near}' if near else ', which docs/models.md lists'}. What installed"
-            " packages register under 'quintet.models' is taken as well; --model-impl transformers computes by transformers'"
-            " layers where it knows the architecture"
+            f"{card.path}: unsupported architecture {architecture!r:.80}"
+            f"{f'; the nearest supported one is {near}' if near else '; docs/models.md lists the supported ones'}. Install a"
+            " package that registers it under 'quintet.models', or try --model-impl transformers, which runs the model in"
+            " transformers"
         )
     build: Callable[[ModelCard, Setting], CausalModel] = import_string(path)
     return build(card, setting)

@@ -1,12 +1,13 @@
-"""From logits to tokens, the whole batch at once, one file per concern.
+"""Sampling: from logits to tokens for the whole batch, one file per feature.
 
-The order is vLLM's, so that scripts tuned there behave alike::
+The order of operations is vLLM's, so the same parameters behave the same::
 
     raw logits ── log-probabilities are of these
-      │ allowed ids, bad words, min tokens, logit bias, penalties      (SHAPING in `sampler`: rows that want one, as fp32)
-      ├─ temperature 0: the most likely
+      │ allowed ids, bad words, min tokens, logit bias, penalties      (SHAPING in `sampler`: rows that use one, as
+      fp32)
+      ├─ temperature 0: the most likely token
       └─ temperature, min-p, top-k, top-p, draw                        (`draw`: one operation, see FILTERS there)
 
-A concern of the first kind is a file here and a place in ``SHAPING``. One of the second kind is a number in `settings`, a
-function and its place in ``FILTERS``, which is the reference, and the same in ``csrc/cpu/kernels/sampling.cpp``.
+To add a feature of the first kind, add a file here and an entry in ``SHAPING``. To add a filter, add a field in
+`settings`, a function in ``FILTERS`` (the reference), and the same filter in ``csrc/cpu/kernels/sampling.cpp``.
 """

@@ -1,4 +1,4 @@
-"""``allowed_token_ids``: only these may be drawn."""
+"""``allowed_token_ids``: restrict the draw to these tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class AllowedIds:
         self._ids = RaggedTable(max_num_seqs, np.int64)
 
     def admit(self, row: NewRow) -> bool:
-        """See `Concern.admit`."""
+        """See `LogitsProcessor.admit`."""
         if row.params.allowed_token_ids is None:
             return False
         self._ids.put(row.slot, valid_ids(row.params.allowed_token_ids, self._vocab_size))
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `Concern.apply`."""
+        """See `LogitsProcessor.apply`."""
         owners, ids = self._ids.take(rows.slots[which])
         at = (to_device(which[owners], logits.device), to_device(ids, logits.device))
         kept = logits[at]

@@ -1,6 +1,6 @@
-"""``bad_words``: token sequences whose last token cannot be drawn where the tokens before it were drawn already.
+"""``bad_words``: block the last token of a sequence after the preceding ones.
 
-As in vLLM, the tokens before it must all be outputs: a word that begins in the prompt is not recognised.
+As in vLLM, the preceding tokens must all be outputs: a sequence that starts in the prompt is not matched.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from quintet.wire.step import NewRow
 
 
 class BadWords:
-    """Compares all prefixes of all words of all rows with the newest tokens in one gather."""
+    """Compares all prefixes of all rows' words with the newest tokens in one gather."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._tokens = RaggedTable(max_num_seqs, np.int64)
-        """The words of a slot, one after the other."""
+        """The words of a slot, concatenated."""
         self._sizes = RaggedTable(max_num_seqs, np.int64)
         """Tokens of each word."""
 
     def admit(self, row: NewRow) -> bool:
-        """See `Concern.admit`."""
+        """See `LogitsProcessor.admit`."""
         words = [
             word for word in row.bad_word_ids if word and len(valid_ids(word, self._vocab_size)) == len(word)
         ]
@@ -36,7 +36,7 @@ class BadWords:
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `Concern.apply`."""
+        """See `LogitsProcessor.apply`."""
         device = logits.device
         chosen = rows.take(which)
         _, flat = self._tokens.take(chosen.slots)
@@ -47,7 +47,7 @@ class BadWords:
         fits = sizes - 1 <= (chosen.lengths - chosen.num_prompt)[owners]
         last_tokens = flat[ends - 1]
 
-        # every prefix token of every word that fits, and the newest tokens it would have to equal
+        # the prefix tokens of every word that fits, and the tokens to compare them with
         words, at = ranges((ends - sizes)[fits], (sizes - 1)[fits])
         rows_of = owners[fits][words]
         back = ends[fits][words] - 1 - at  # 1 for the token just before the last

@@ -1,4 +1,4 @@
-"""From rows of logits to tokens, with torch: the reference that kernels are tested against, and the way of other devices."""
+"""Draw tokens from logits with torch: the reference for the kernels, and the implementation of other devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILTERS: tuple[Callable[[torch.Tensor, Settings], None], ...] = (
     cut_top_k,
     cut_top_p,
 )
-"""What changes the logits of rows that draw at random, in this order."""
+"""Filters of the logits of randomly sampled rows, in this order."""
 
 
 def draw(
@@ -36,12 +36,12 @@ def draw(
     rows: Int | None = None,
     masks: Masks | None = None,
 ) -> torch.Tensor:
-    """Return a token for each of n rows of ``logits [S, vocab]`` of any dtype, which stay as they are: int32[n].
+    """Return a token for each of n rows of ``logits [S, vocab]`` of any dtype: int32[n]. Does not change the logits.
 
-    settings: of every slot; slots, positions: int64[n], whose settings a row has and where its token will stand, which the
-    random number depends on; rows: int64[n], or None for the first n. Temperature 0 takes the most likely, the lowest id
-    of equals. A row that draws and has a NaN, or nothing to draw, gives token 0. masks: of every slot, or None: a row of a
-    slot that uses one draws a token of its mask, whatever its logits are.
+    settings: of every slot. slots, positions: int64[n]: a row's slot, and its token's position, which determines the
+    random number. rows: int64[n], or None for the first n. Temperature 0 selects the most likely token, the lowest id
+    among equals. A random row with a NaN or without any token gives token 0. masks: of every slot, or None; a masked
+    row gives a token of its mask for any logits.
     """
     chosen = logits[: len(slots)] if rows is None else logits[to_device(rows, logits.device)]
     if masks is not None:

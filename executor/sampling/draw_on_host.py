@@ -1,4 +1,4 @@
-"""Drawing on a CPU with ``csrc/cpu/kernels/sampling.cpp``: few passes over a row, no sort, no copy of it in fp32."""
+"""Draw tokens on a CPU with ``csrc/cpu/kernels/sampling.cpp``: few passes over a row, no sort, no fp32 copy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw_on_host(
     rows: Int | None = None,
     masks: Masks | None = None,
 ) -> torch.Tensor:
-    """See `draw`. Keeps the same tokens; only sums of weights are rounded in another order."""
+    """See `draw`. Gives the same tokens, except that sums of weights are rounded in another order."""
     kernel = _kernel()
     if kernel is None:
         return draw(logits, settings, slots, positions, rows, masks)
@@ -54,10 +54,10 @@ def draw_on_host(
 
 
 def row_addresses(logits: torch.Tensor) -> tuple[int, int]:
-    """Return address and stride of rows of logits; raise where a kernel cannot read them."""
+    """Return address and stride of rows of logits. Raises `ValueError` if a kernel cannot read them."""
     if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in FLOAT_CODES:
         raise ValueError(
             f"logits are {logits.dtype}{list(logits.shape)} with strides {logits.stride()}; expected [rows, vocab] of"
-            " bfloat16, float16 or float32 with neighbouring elements in a row"
+            " bfloat16, float16 or float32 with contiguous elements in a row"
         )
     return logits.data_ptr(), logits.stride(0)

@@ -1,15 +1,16 @@
-"""Structured outputs: a matcher per slot, which says what its tenant may draw next.
+"""Structured outputs: a grammar matcher per slot determines the allowed next tokens.
 
     step N            layers ─────────────── logits ── draw
                       ┊                                  │ tokens
     step N + 1        ▼  layers ─────────────── logits ──┊── draw
     thread               advance by the tokens, make masks ▲
 
-Masks of a step are made while its layers are computed: they depend on what the step before drew, and are needed when this one
-draws. A matcher knows the outputs that it was told of, and nothing else: a request that enters again, after preemption, in
-another executor, brings its outputs, and is where it was. Matchers of the same grammar are copies of one.
+A thread makes a step's masks while its layers are computed. They depend on the tokens of the previous step and are
+needed at the draw. A matcher's state follows from the request's outputs. So a request that is admitted again, after
+preemption or on another executor, continues at the same state. Matchers of the same grammar are copies of one
+compiled matcher.
 
-Owns the matchers, the masks and the thread. Knows nothing of logits: see `quintet.executor.sampling.masks`.
+This module owns the matchers, the masks and the thread. `quintet.executor.sampling.masks` applies masks to logits.
 """
 
 from __future__ import annotations
@@ -38,74 +39,74 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_KEPT = 128
-"""Grammars whose matchers are kept for the next request that asks for the same."""
+"""Compiled grammars in the LRU cache."""
 
 MAX_THREADS = 8
 
 
 @dataclass(slots=True, eq=False)
 class SlotGrammar:
-    """A slot's request, as far as its form is concerned."""
+    """The grammar state of a slot's request."""
 
     slot: int
     grammar: str
     num_prompt: int
     outputs: list[int]
-    """Those that it is known to have."""
+    """Outputs known to the host."""
     other_ends: list[int]
-    """Tokens that end it, besides the ends of sequence."""
+    """Stop token ids other than end-of-sequence tokens."""
     ignores_eos: bool
     matcher: LLMatcher | None = None
-    """None until the first mask."""
+    """None before the first mask."""
     num_consumed: int = 0
     has_ended: bool = False
-    """An end was drawn: nothing else can follow."""
+    """An end token was drawn; nothing may follow."""
     has_failed: bool = False
-    """The grammar needs more than it may, or leaves nothing to draw: it ends here, and its answer is none."""
+    """The grammar exceeded a limit or allows no token: the request ends with an error."""
 
     def note(self, position: int, token: int) -> None:
-        """Remember what was drawn for this position of the sequence. Drawn again, it is the same."""
+        """Append the token drawn at ``position``. A repeated draw gives the same token and is ignored."""
         if position - self.num_prompt == len(self.outputs):
             self.outputs.append(token)
 
 
 @dataclass(slots=True)
 class StepMasks:
-    """The masks of one step, being made."""
+    """The masks of one step, computed in the thread."""
 
-    tenants: list[tuple[SlotGrammar, int, int]]
-    """SlotGrammar, the position its token will have, and which of the step's drawn tokens is its."""
+    entries: list[tuple[SlotGrammar, int, int]]
+    """For each masked row: its grammar, the position of its token, and its index among the drawn tokens."""
     _made: Future[Masks]
 
     def wait(self) -> Masks:
-        """Return the masks once they are there."""
+        """Block until the masks are ready and return them."""
         return self._made.result()
 
     def failed(self, sampling: Int) -> bytes:
-        """Return which rows cannot go on, as `StepResult.failed` has it. sampling: the rows that draw."""
+        """Return the failed rows in the format of `StepResult.failed`. sampling: the rows that draw."""
         self._made.result()
-        indexes = [index for tenant, _, index in self.tenants if tenant.has_failed]
+        indexes = [index for entry, _, index in self.entries if entry.has_failed]
         return sampling[indexes].astype(np.int32).tobytes() if indexes else b""
 
     def note(self, tokens: Sequence[int]) -> None:
-        """Tell the matchers what was drawn. tokens: of all rows that draw in the step."""
-        for tenant, position, index in self.tenants:
-            tenant.note(position, tokens[index])
+        """Append the drawn tokens to the matchers' outputs. tokens: of all rows that draw in the step."""
+        for entry, position, index in self.entries:
+            entry.note(position, tokens[index])
 
 
 @dataclass(slots=True)
 class _Library:
-    """What is opened when the first structured output comes."""
+    """Resources opened at the first structured output."""
 
     vocabulary: LLTokenizer
     executor: LLExecutor
     words: NDArray[np.uint32]
-    """Of the masks of every step."""
+    """Mask words shared by all steps."""
     kept: OrderedDict[str, LLMatcher] = field(default_factory=OrderedDict)
 
 
 class Grammars:
-    """One per worker."""
+    """The grammars of a worker's slots."""
 
     def __init__(
         self,
@@ -116,39 +117,39 @@ class Grammars:
         self._max_num_seqs = max_num_seqs
         self._model = model
         self._open = open_library
-        self._tenants: dict[int, SlotGrammar] = {}
+        self._by_slot: dict[int, SlotGrammar] = {}
         self._eos = frozenset(model.eos_token_ids)
 
     def admit(self, row: NewRow) -> bool:
-        """Remember what a slot's new tenant must write; return whether that is anything."""
-        self._tenants.pop(row.slot, None)
-        wanted = row.params.structured_outputs
-        if wanted is None:
+        """Register the grammar of a slot's new request; return whether it has one."""
+        self._by_slot.pop(row.slot, None)
+        form = row.params.structured_outputs
+        if form is None:
             return False
         outputs = np.frombuffer(row.token_ids, np.int32)[row.num_prompt_tokens :].tolist()
-        self._tenants[row.slot] = SlotGrammar(
+        self._by_slot[row.slot] = SlotGrammar(
             row.slot,
-            wanted.compiled,
+            form.compiled,
             row.num_prompt_tokens,
             outputs,
             [token for token in row.stop_ids if token not in self._eos],
             row.params.ignore_eos,
         )
-        self._thread.submit(self._matcher, wanted.compiled)  # while its prompt is computed
+        self._thread.submit(self._matcher, form.compiled)  # while its prompt is computed
         return True
 
     def begin(self, slots: Int, positions: Int, which: Int) -> StepMasks:
-        """Begin to make the masks of the rows ``which`` of a step, whose matchers know all tokens before ``positions``.
+        """Start to make masks for the rows ``which`` of a step. Their matchers must know all tokens before ``positions``.
 
-        slots, positions: int64[S], of all rows that draw. Earlier masks of these slots are overwritten, and no others.
+        slots, positions: int64[S], of all rows that draw. Overwrites the masks of these slots only.
         """
-        tenants = [
-            (self._tenants[slot], position, index)
+        entries = [
+            (self._by_slot[slot], position, index)
             for slot, position, index in zip(
                 slots[which].tolist(), positions[which].tolist(), which.tolist(), strict=True
             )
         ]
-        return StepMasks(tenants, self._thread.submit(self._make, tenants))
+        return StepMasks(entries, self._thread.submit(self._make, entries))
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -163,36 +164,36 @@ class Grammars:
         words = mask_words(self._max_num_seqs, vocabulary.vocab_size)
         return _Library(vocabulary, LLExecutor(num_threads=threads), words)
 
-    def _make(self, tenants: list[tuple[SlotGrammar, int, int]]) -> Masks:
+    def _make(self, entries: list[tuple[SlotGrammar, int, int]]) -> Masks:
         """Advance the matchers and make their masks; runs in the thread."""
         library = self._library
         masks = Masks(library.words)
         running: list[tuple[LLMatcher, int]] = []
-        for tenant, position, _ in tenants:
-            assert position == tenant.num_prompt + len(tenant.outputs), (position, len(tenant.outputs))
-            matcher = self._advance(tenant)
-            running.append((matcher, tenant.slot))
-            masks.used[tenant.slot] = 1
+        for entry, position, _ in entries:
+            assert position == entry.num_prompt + len(entry.outputs), (position, len(entry.outputs))
+            matcher = self._advance(entry)
+            running.append((matcher, entry.slot))
+            masks.used[entry.slot] = 1
         words = masks.words
         library.executor.unsafe_compute_mask_ptr(
             running, words.ctypes.data, words.shape[1] * words.itemsize, len(words)
         )
-        for tenant, _, _ in tenants:
-            self._settle(tenant, words[tenant.slot])
+        for entry, _, _ in entries:
+            self._settle(entry, words[entry.slot])
         return masks
 
-    def _advance(self, tenant: SlotGrammar) -> LLMatcher:
-        """Return a tenant's matcher, at the end of its outputs."""
-        matcher = tenant.matcher
+    def _advance(self, entry: SlotGrammar) -> LLMatcher:
+        """Return a slot's matcher, advanced to the end of its outputs."""
+        matcher = entry.matcher
         if matcher is None:
-            matcher = tenant.matcher = self._matcher(tenant.grammar)
-        for token in tenant.outputs[tenant.num_consumed :]:
-            is_end = token in self._eos or token in tenant.other_ends
-            if tenant.has_ended or (is_end and matcher.is_accepting()):
-                tenant.has_ended = True
+            matcher = entry.matcher = self._matcher(entry.grammar)
+        for token in entry.outputs[entry.num_consumed :]:
+            is_end = token in self._eos or token in entry.other_ends
+            if entry.has_ended or (is_end and matcher.is_accepting()):
+                entry.has_ended = True
             else:
                 matcher.consume_token(token)
-        tenant.num_consumed = len(tenant.outputs)
+        entry.num_consumed = len(entry.outputs)
         return matcher
 
     def _matcher(self, grammar: str) -> LLMatcher:
@@ -205,22 +206,22 @@ class Grammars:
         kept.move_to_end(grammar)
         return kept[grammar].deep_copy()
 
-    def _settle(self, tenant: SlotGrammar, words: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
-        """Let a tenant end, where its outputs are a whole answer, by what ends it, and by nothing else."""
-        matcher = tenant.matcher
+    def _settle(self, entry: SlotGrammar, words: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
+        """Adjust a mask for stop tokens: allow them at a complete output, and nothing else after an end or a failure."""
+        matcher = entry.matcher
         assert matcher is not None
-        if not tenant.has_failed and (matcher.is_error() or not words.any()):
-            tenant.has_failed = True
-            reason = " ".join(matcher.get_error().split("<")[0].split()) or "no token is left to draw"
-            log.warning("an answer with a form cannot go on, and ends with an error: %s", reason)
-        if tenant.has_ended or tenant.has_failed:
+        if not entry.has_failed and (matcher.is_error() or not words.any()):
+            entry.has_failed = True
+            reason = " ".join(matcher.get_error().split("<")[0].split()) or "the grammar allows no token"
+            log.warning("structured output failed, the request ends with an error: %s", reason)
+        if entry.has_ended or entry.has_failed:
             words[:] = 0
             _set(words, self._eos)
-            _set(words, tenant.other_ends)
+            _set(words, entry.other_ends)
             return
-        if tenant.other_ends and matcher.is_accepting():
-            _set(words, tenant.other_ends)
-        if tenant.ignores_eos and not matcher.is_stopped():
+        if entry.other_ends and matcher.is_accepting():
+            _set(words, entry.other_ends)
+        if entry.ignores_eos and not matcher.is_stopped():
             for token in self._eos:
                 words[token >> 5] &= ~np.uint32(1 << (token & 31))
 

@@ -1,7 +1,7 @@
-"""The draw itself: inversion of each row's cumulative distribution at one uniform number.
+"""Draw from a categorical distribution: invert each row's cumulative distribution at a uniform number.
 
-In two levels (blocks of the vocabulary, then tokens of one block), so that the expensive pass is a plain sum. Each
-row is reduced in an order of its own, whatever the batch.
+Two levels, blocks of the vocabulary and tokens of one block, make the expensive pass a plain sum. The order of a
+row's reduction does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ BLOCK = 128
 def choose(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Return a token per row, int64[n], drawn with probability ``softmax(logits)``.
 
-    logits: fp32 ``[n, vocab]``; uniforms: float64 ``[n]`` in (0, 1). Tokens of probability 0 are never drawn; a row without
-    any other draws token 0.
+    logits: fp32 ``[n, vocab]``; uniforms: float64 ``[n]`` in (0, 1). Tokens of probability 0 are never drawn; a row
+    without other tokens gives token 0.
     """
     vocab_size = logits.shape[1]
     weights = torch.softmax(logits, dim=-1)
@@ -34,10 +34,10 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index where the cumulated share first exceeds ``uniforms``, and how far into its weight, in [0, 1)."""
+    """Return the index where the cumulative share first exceeds ``uniforms``, and the fraction within its weight, in [0, 1)."""
     cumulated = weights.cumsum(dim=-1)
     target = uniforms * cumulated[:, -1]
-    # never past the last weight that counts, whatever rounding did to the product
+    # never past the last positive weight, despite rounding of the product
     last = (weights > 0).mul(torch.arange(1, weights.shape[1] + 1, device=weights.device)).amax(dim=-1) - 1
     index = torch.searchsorted(cumulated, target.unsqueeze(1), right=True).squeeze(1)
     index = torch.minimum(index, last.clamp_(min=0))

@@ -1,4 +1,4 @@
-"""``logit_bias``: numbers added to the logits of some tokens."""
+"""``logit_bias``: add values to the logits of given tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quintet.wire.step import NewRow
 
 
 class LogitBias:
-    """Adds each bias to its logit."""
+    """Adds each bias to its token's logit."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -20,7 +20,7 @@ class LogitBias:
         self._biases = RaggedTable(max_num_seqs, np.float32)
 
     def admit(self, row: NewRow) -> bool:
-        """See `Concern.admit`."""
+        """See `LogitsProcessor.admit`."""
         given = row.params.logit_bias or {}
         biases = {token: bias for token, bias in given.items() if 0 <= token < self._vocab_size}
         if not biases:
@@ -30,7 +30,7 @@ class LogitBias:
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `Concern.apply`."""
+        """See `LogitsProcessor.apply`."""
         owners, ids = self._ids.take(rows.slots[which])
         _, biases = self._biases.take(rows.slots[which])
         at = (to_device(which[owners], logits.device), to_device(ids, logits.device))

@@ -1,4 +1,4 @@
-"""What a sampling concern is."""
+"""Interface of a logits processor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Int = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DrawRows:
-    """The rows that draw in this step, as host columns int64[S]; token values are in ``tables``."""
+    """The rows that draw in this step, as host columns int64[S]; token ids are in ``tables``."""
 
     tables: SlotTables
     slots: Int
     lengths: Int
-    """Tokens each row has: the position its draw will take."""
+    """Number of tokens of each row: the position of its draw."""
     num_prompt: Int
-    """How many of them are prompt."""
+    """Number of prompt tokens of each row."""
 
     def take(self, which: Int) -> DrawRows:
         """Return a subset of the rows."""
@@ -32,15 +32,15 @@ class DrawRows:
 
 
 class LogitsProcessor(Protocol):
-    """One reason to change logits. Keeps, per slot, what the slot's tenant asked for."""
+    """Changes logits for one feature. Keeps the feature's parameters per slot."""
 
     def admit(self, row: NewRow) -> bool:
-        """Remember what a new tenant asks for. Return whether it asks for anything here."""
+        """Store the parameters of a slot's new request. Return whether the request uses this feature."""
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """Change, in place, the rows ``which`` of ``logits [S, vocab]`` fp32. Called only when there are some."""
+        """Change the rows ``which`` of ``logits [S, vocab]`` fp32 in place. ``which`` is not empty."""
 
 
 def valid_ids(ids: list[int], vocab_size: int) -> list[int]:
-    """Return the ids the model has a logit for."""
+    """Return the ids within the vocabulary."""
     return [token for token in ids if 0 <= token < vocab_size]

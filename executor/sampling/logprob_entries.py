@@ -1,4 +1,4 @@
-"""What there is to report about a row of logits: one token's log-probability and rank, and the most likely tokens."""
+"""Log-probability entries of logit rows: one token's log-probability and rank, and the most likely tokens."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from quintet.executor.ragged import Int
 
 @dataclass(frozen=True, slots=True)
 class LogprobEntries:
-    """Of n rows, on the host."""
+    """Entries of n rows, on the host."""
 
     ids: NDArray[np.int32]
-    """``[n, 1 + num_top]``: the token asked about first, then the most likely ones."""
+    """``[n, 1 + num_top]``: the given token first, then the most likely ones."""
     values: NDArray[np.float32]
-    """Their log-probabilities."""
+    """Log-probabilities of ``ids``."""
     ranks: NDArray[np.int32]
-    """``[n]``: 1 plus the number of tokens more likely than the one asked about."""
+    """``[n]``: 1 plus the number of tokens more likely than the given one."""
     normalizers: NDArray[np.float64]
-    """``[n]``: a logit less this is its log-probability."""
+    """``[n]``: logit minus normalizer is the log-probability."""
 
 
 def entries(logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None) -> LogprobEntries:
-    """Report on n rows of ``logits [S, vocab]``, of any dtype; computed in fp32.
+    """Return entries of n rows of ``logits [S, vocab]`` of any dtype, computed in fp32.
 
-    own: int32[n], the tokens asked about; rows: int64[n], or None for the first n. The reference of
+    own: int32[n], the given tokens; rows: int64[n], or None for the first n. Reference of
     `quintet.executor.sampling.logprob_entries_on_host`.
     """
     chosen = logits[: len(own)] if rows is None else logits[to_device(rows, logits.device)]

@@ -1,4 +1,4 @@
-"""Log-probabilities on a CPU with ``csrc/cpu/kernels/logprobs.cpp``: two passes over a row, whatever is asked."""
+"""Log-probability entries on a CPU with ``csrc/cpu/kernels/logprobs.cpp``: two passes over a row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _kernel() -> Callable[..., Any] | None:
 def entries_on_host(
     logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
 ) -> LogprobEntries:
-    """See `entries`. Among equals the lower id comes first."""
+    """See `entries`. Lower ids come first among equals."""
     kernel = _kernel()
     if kernel is None:
         return entries(logits, own, num_top, rows)

@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn and of prompt tokens, from the raw logits, before any concern touches them."""
+"""Log-probabilities of drawn and of prompt tokens, from the raw logits before any processing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import ranges
-from quintet.executor.runner import GivesLogits
+from quintet.executor.runner import LogitsSource
 from quintet.executor.sampling.logits_processor import Int
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.slots import SlotTables
@@ -16,7 +16,7 @@ from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
 
 class Logprobs:
-    """What each slot's tenant wants to know. Entries hold the token itself first, then the most likely ones."""
+    """Log-probability parameters per slot. Entries hold the token itself first, then the most likely ones."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, ops: SamplingOps) -> None:
         self._ops = ops
@@ -26,7 +26,7 @@ class Logprobs:
         self._chosen_ids: dict[int, Int] = {}
 
     def admit_output(self, row: NewRow) -> bool:
-        """Remember what is asked about drawn tokens; return whether anything is."""
+        """Store the request's parameters for drawn tokens; return whether it has any."""
         params = row.params
         self._chosen_ids.pop(row.slot, None)
         if params.logprob_token_ids:
@@ -36,17 +36,17 @@ class Logprobs:
         return params.logprobs is not None or bool(params.logprob_token_ids)
 
     def admit_prompt(self, row: NewRow) -> bool:
-        """Remember what is asked about prompt tokens; return whether anything is."""
+        """Store the request's parameters for prompt tokens; return whether it has any."""
         self._num_prompt_top[row.slot] = self._number(row.params.prompt_logprobs)
         return row.params.prompt_logprobs is not None
 
     def of_drawn(
         self, logits: torch.Tensor, drawn: torch.Tensor, slots: Int, which: Int, row_numbers: Int
     ) -> list[TokenLogprobs]:
-        """Report on the rows ``which`` of ``logits [S, vocab]`` and ``drawn [S]``.
+        """Return log-probabilities for the rows ``which`` of ``logits [S, vocab]`` and ``drawn [S]``.
 
-        ``slots`` are of all S rows; ``row_numbers`` their indexes in the plan. A request with ``logprob_token_ids``
-        gets those instead of the most likely.
+        ``slots`` are of all S rows; ``row_numbers`` are their indexes in the plan. A request with
+        ``logprob_token_ids`` gets those tokens instead of the most likely ones.
         """
         own = drawn if len(which) == len(drawn) else drawn[to_device(which, logits.device)]
         num_top = self._num_top[slots[which]]
@@ -58,10 +58,10 @@ class Logprobs:
             chosen = self._chosen_ids.get(slot)
             if chosen is not None:
                 of_chosen = logits[int(which[i])][to_device(chosen, logits.device)].double().cpu().numpy()
-                asked = (of_chosen - found.normalizers[i]).astype(np.float32)
-                order = np.argsort(-asked, kind="stable")
+                requested = (of_chosen - found.normalizers[i]).astype(np.float32)
+                order = np.argsort(-requested, kind="stable")
                 row_ids = np.concatenate((row_ids[:1], chosen[order].astype(np.int32)))
-                row_values = np.concatenate((row_values[:1], asked[order]))
+                row_values = np.concatenate((row_values[:1], requested[order]))
             reports.append(
                 TokenLogprobs(
                     int(row_numbers[which[i]]),
@@ -73,12 +73,11 @@ class Logprobs:
         return reports
 
     def of_prompt(
-        self, rows: Rows, which: Int, tables: SlotTables, runner: GivesLogits
+        self, rows: Rows, which: Int, tables: SlotTables, runner: LogitsSource
     ) -> list[PromptLogprobs]:
-        """Report on prompt tokens that follow a position computed in this step, of the rows ``which``.
+        """Return log-probabilities of the prompt tokens after this step's positions, of the rows ``which``.
 
-        The position before the first token of a chunk was computed in the step before, and reported then: entries of
-        successive chunks join without a gap.
+        The previous step covered the first token of a chunk, so entries of successive chunks join without a gap.
         """
         slots, firsts = rows.slots[which], rows.starts[which] + 1
         counts = np.minimum(firsts + rows.counts[which], tables.num_prompt_tokens[slots]) - firsts
@@ -89,16 +88,16 @@ class Logprobs:
         owners, positions = ranges(firsts, counts)
         _, at = ranges(rows.offsets[which], counts)
         width = int(self._num_prompt_top[slots].max())
-        pieces = []
+        chunks = []
         for begin in range(0, len(at), runner.max_outputs):
-            piece = slice(begin, begin + runner.max_outputs)
+            chunk = slice(begin, begin + runner.max_outputs)
             own = tables.token_ids[
-                to_device(slots[owners[piece]], tables.device),
-                to_device(positions[piece].copy(), tables.device),
+                to_device(slots[owners[chunk]], tables.device),
+                to_device(positions[chunk].copy(), tables.device),
             ]
-            found = self._ops.entries(runner.logits(at[piece]), own, width)
-            pieces.append((found.ids, found.values, found.ranks))
-        ids, values, ranks = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+            found = self._ops.entries(runner.logits(at[chunk]), own, width)
+            chunks.append((found.ids, found.values, found.ranks))
+        ids, values, ranks = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
         ends = np.cumsum(counts)
         reports: list[PromptLogprobs] = []
         for i, row in enumerate(which.tolist()):
@@ -116,6 +115,6 @@ class Logprobs:
             )
         return reports
 
-    def _number(self, asked: int | None) -> int:
-        """Return how many of the most likely tokens."""
-        return min(asked or 0, self._vocab_size)
+    def _number(self, requested: int | None) -> int:
+        """Return the number of most likely tokens in an entry."""
+        return min(requested or 0, self._vocab_size)

@@ -1,7 +1,7 @@
-"""Masks: which tokens a request may draw now, as data of the step.
+"""Token masks of a step: the allowed next tokens of each slot.
 
-A mask is a row of bits per slot. Whoever draws applies it last: what other concerns left of the logits decides among the
-tokens of the mask. Where they contradict it, so that nothing is left, its first token is drawn: a form that was asked for holds.
+A mask is a row of bits per slot, applied last: the processed logits decide among its tokens. If the processed logits
+exclude all of them, the mask's first token is drawn, so an output always matches its grammar.
 """
 
 from __future__ import annotations
@@ -17,45 +17,44 @@ from quintet.executor.memory import to_device
 from quintet.executor.ragged import Int
 
 MOST = 1e30
-"""Logits are taken to lie between this and its negative, so that no quotient by a temperature is infinite."""
+"""Limit of a logit's magnitude, so that division by a temperature cannot overflow."""
 
 
 class CMasks(ctypes.Structure):
-    """Field by field ``qt::Masks`` of ``csrc/cpu/sampling.hpp``."""
+    """The layout of ``qt::Masks`` in ``csrc/cpu/sampling.hpp``."""
 
     _fields_ = (("words", ctypes.c_void_p), ("stride", ctypes.c_int64), ("used", ctypes.c_void_p))
 
 
 def mask_words(max_num_seqs: int, num_tokens: int) -> NDArray[np.uint32]:
-    """Return rows of bits, one a slot. Pages of slots that never use one are never touched."""
+    """Return rows of bits, one per slot. Pages of slots without a mask are never mapped."""
     return np.zeros((max_num_seqs, -(-num_tokens // 32)), np.uint32)
 
 
 class Masks:
-    """Of every slot, for one step.
+    """Masks of every slot for one step.
 
-    Steps that are under way at once share the rows of bits, since no slot draws in two of them, but not which of the rows mean
-    anything.
+    Concurrent steps share the bit rows, because no slot draws in two of them, but have separate ``used`` flags.
     """
 
     def __init__(self, words: NDArray[np.uint32]) -> None:
         """words: see `mask_words`."""
         self.words = words
-        """Bit t of a row, from the lowest of its first word: token t."""
+        """Bit t of a row, counted from the lowest bit of its first word: token t."""
         self.used: NDArray[np.uint8] = np.zeros(len(words), np.uint8)
-        """0 where every token may be drawn, and the row means nothing."""
+        """0 for a slot without a mask; its row is undefined."""
 
     @cached_property
     def address(self) -> int:
-        """Where the kernels find them, for as long as this lives."""
+        """Address for the kernels, valid while this object exists."""
         _, stride = self.words.shape
         self._described = CMasks(self.words.ctypes.data, stride, self.used.ctypes.data)
         return ctypes.addressof(self._described)
 
     def applied(self, logits: torch.Tensor, slots: Int) -> torch.Tensor:
-        """Return rows of ``logits [n, vocab]`` in fp32 as their slots' masks leave them; the same tensor where none has one.
+        """Return rows of ``logits [n, vocab]`` in fp32 with masks applied; the same tensor if no row has a mask.
 
-        The reference of ``copy_masked`` in ``csrc/cpu/kernels/logit_row.hpp``.
+        Reference of ``copy_masked`` in ``csrc/cpu/kernels/logit_row.hpp``.
         """
         which = np.flatnonzero(self.used[slots])
         if not len(which):

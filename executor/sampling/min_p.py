@@ -1,6 +1,6 @@
-"""``min_p``: drops tokens less likely than this share of the most likely one (Nguyen et al., "Turning up the heat", 2024).
+"""``min_p``: drop tokens below a fraction of the maximum probability (Nguyen et al., "Turning up the heat", 2024).
 
-Compares logits rather than probabilities: ``p >= min_p * p_max`` is ``logit >= logit_max + log(min_p)``.
+Compares logits instead of probabilities: ``p >= min_p * p_max`` is ``logit >= logit_max + log(min_p)``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quintet.executor.sampling.threshold import cut_below
 
 
 def cut_min_p(logits: torch.Tensor, settings: Settings) -> None:
-    """Set to -inf, in place, what each row of ``logits [n, vocab]`` drops."""
+    """Set dropped entries of each row of ``logits [n, vocab]`` to -inf, in place."""
     which = np.flatnonzero(settings["log_min_p"] > -np.inf)
     if len(which):
         log_min_p = to_device(settings["log_min_p"][which], logits.device)

@@ -1,4 +1,4 @@
-"""``min_tokens``: what would end the request cannot be drawn before it has so many outputs."""
+"""``min_tokens``: block stop tokens until the request has this many outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quintet.wire.step import NewRow
 
 
 class MinTokens:
-    """Sets the logits of the request's stop ids to -inf."""
+    """Sets the logits of a request's stop ids to -inf."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -20,7 +20,7 @@ class MinTokens:
         self._stop_ids = RaggedTable(max_num_seqs, np.int64)
 
     def admit(self, row: NewRow) -> bool:
-        """See `Concern.admit`."""
+        """See `LogitsProcessor.admit`."""
         if row.params.min_tokens == 0 or not row.stop_ids:
             return False
         self._least[row.slot] = row.params.min_tokens
@@ -28,7 +28,7 @@ class MinTokens:
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `Concern.apply`."""
+        """See `LogitsProcessor.apply`."""
         outputs = (rows.lengths - rows.num_prompt)[which]
         which = which[outputs < self._least[rows.slots[which]]]
         if len(which):

@@ -1,7 +1,7 @@
-"""Which implementation of drawing and of reporting log-probabilities a platform uses.
+"""Implementations of drawing and of log-probabilities, by platform.
 
-The defaults are the torch references. Kernels are one more file beside the reference and a row in `IMPLEMENTATIONS`; the
-sampler, which only sees `SamplingOps`, does not change.
+The defaults are the torch references. To add kernels, add a file and an entry in `IMPLEMENTATIONS`; the sampler uses
+`SamplingOps` only and does not change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReportEntries(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """The operations, as the sampler calls them."""
+    """The operations that the sampler calls."""
 
     draw: Draw = draw
     entries: ReportEntries = entries
@@ -56,7 +56,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "cuda": {},
 }
-"""Platform name to operation name to the import string that replaces the torch reference."""
+"""Import strings by platform and operation; they replace the torch references."""
 
 
 def sampling_ops_of(platform: str) -> SamplingOps:

@@ -1,11 +1,11 @@
 """Repetition, presence and frequency penalties.
 
-``repetition`` (Keskar et al., "CTRL", 2019) divides positive and multiplies negative logits of every token that occurs
-in prompt or output; ``presence`` and ``frequency`` (the OpenAI API) subtract once, or once per occurrence, for tokens
-of the output.
+``repetition`` (Keskar et al., "CTRL", 2019) divides positive and multiplies negative logits of every token in prompt
+or output. ``presence`` and ``frequency`` (the OpenAI API) subtract once, or once per occurrence, for tokens of the
+output.
 
-No counts are kept: the tokens are in the token table, and touching the few logits they name costs less than a pass over
-a table as wide as the vocabulary. So there is nothing to bring up to date after preemption or recovery.
+No counts are stored. The token table holds the tokens, and updating their few logits costs less than a pass over a
+count table as wide as the vocabulary. So preemption and recovery need no update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quintet.wire.step import NewRow
 
 
 class Penalties:
-    """One concern for all three: they read the same tokens."""
+    """One processor for all three penalties, because they read the same tokens."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._repetition = np.ones(max_num_seqs, np.float32)
@@ -28,7 +28,7 @@ class Penalties:
         self._frequency = np.zeros(max_num_seqs, np.float32)
 
     def admit(self, row: NewRow) -> bool:
-        """See `Concern.admit`."""
+        """See `LogitsProcessor.admit`."""
         params, slot = row.params, row.slot
         self._repetition[slot] = params.repetition_penalty
         self._presence[slot] = params.presence_penalty
@@ -40,13 +40,13 @@ class Penalties:
         )
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `Concern.apply`."""
+        """See `LogitsProcessor.apply`."""
         repeats = which[self._repetition[rows.slots[which]] != 1.0]
         if len(repeats):
             owners, at = _tokens(logits, rows, repeats, rows.tables.num_embedded[rows.slots[repeats]])
             factor = to_device(self._repetition[rows.slots[repeats]][owners], logits.device)
             values = logits[at]
-            # a token that occurs twice is written twice, with the same value
+            # a repeated token is written twice with the same value
             logits.index_put_(at, torch.where(values > 0, values / factor, values * factor))
         slots = rows.slots[which]
         counts = which[(self._presence[slots] != 0.0) | (self._frequency[slots] != 0.0)]
@@ -61,7 +61,7 @@ class Penalties:
 def _tokens(
     logits: torch.Tensor, rows: DrawRows, which: Int, firsts: Int
 ) -> tuple[Int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return which of ``which`` each token from position ``first`` on belongs to, and the places of their logits."""
+    """Return, for each token from its row's ``firsts`` on, the index in ``which`` and the position of its logit."""
     device = logits.device
     owners, positions = ranges(firsts, rows.lengths[which] - firsts)
     tokens = rows.tables.token_ids[to_device(rows.slots[which][owners], device), to_device(positions, device)]

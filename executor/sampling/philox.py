@@ -1,7 +1,7 @@
-"""Random numbers as a function: of a request's seed and a position, nothing else.
+"""Counter-based random numbers: a function of a request's seed and a position only.
 
-Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. There is no state
-to keep, ship or restore, and a draw does not depend on who else draws.
+Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. There is no
+state to store or transfer, and a draw does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def philox4x32(
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return one number of (0, 1) per row, 52 random bits each."""
+    """Return one number in (0, 1) per row, with 52 random bits."""
     high, low, _, _ = philox4x32(positions.astype(np.uint64), seeds)
     bits = (high << np.uint64(20)) | (low >> np.uint64(12))
     return (bits.astype(np.float64) + 0.5) * 2.0**-52

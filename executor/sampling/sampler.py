@@ -1,4 +1,4 @@
-"""Draws the step's tokens and writes them into the token table, for the next plan to find."""
+"""Draw the step's tokens and write them into the token table, where later plans refer to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
-from quintet.executor.runner import GivesLogits
+from quintet.executor.runner import LogitsSource
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.grammar import Grammars, StepMasks
@@ -32,12 +32,15 @@ SHAPING: tuple[Callable[[int, int], LogitsProcessor], ...] = (
     LogitBias,
     Penalties,
 )
-"""What changes the logits of any row, in this order. Each is made with ``(max_num_seqs, vocab_size)``."""
+"""Logits processors in order. Each is constructed with ``(max_num_seqs, vocab_size)``."""
 
 
 class Sampler:
-    """One per worker. Rows that want no concern go from the model's logits to a token in one call; a step without any
-    other spends one test of one integer on them."""
+    """The sampler of a worker.
+
+    Rows without logits processors go from the model's logits to a token in one call. A step with only such rows
+    spends one integer test on the features.
+    """
 
     def __init__(
         self,
@@ -48,81 +51,80 @@ class Sampler:
         shaping: Sequence[Callable[[int, int], LogitsProcessor]] = SHAPING,
         grammars: Grammars | None = None,
     ) -> None:
-        """shaping: `SHAPING`, or the same concerns in that order as a device computes them. grammars: None where nobody asks
-        for structured outputs."""
+        """shaping: `SHAPING`, or a device's implementations in the same order. grammars: None without structured outputs."""
         self._tables = tables
         self._host_token_ids = tables.token_ids.numpy() if tables.device.type == "cpu" else None
-        """The token table, where numpy can write it: several times faster than torch, for few numbers."""
+        """The token table as a numpy view on a CPU: for few numbers, several times faster than torch."""
         self._ops = ops
         self._vocab_size = vocab_size
         self.settings = settings_table(max_num_seqs)
-        """What every slot's tenant draws with."""
+        """Sampling settings of every slot."""
         self._logprobs = Logprobs(max_num_seqs, vocab_size, ops)
         self._shaping = [(1 << i, make(max_num_seqs, vocab_size)) for i, make in enumerate(shaping)]
         self._shapes = (1 << len(self._shaping)) - 1
         self._reports = 1 << len(self._shaping)
         self._reports_prompt = self._reports << 1
-        self._has_form = self._reports << 2
-        self._may_think = self._reports << 3
-        self._must_end = self._reports << 4
-        """Set for a step in which reasoning may have to end."""
+        self._has_grammar = self._reports << 2
+        self._has_budget = self._reports << 3
+        self._budget_due = self._reports << 4
+        """Set in a step in which a reasoning budget may force a token."""
         self._thinking = ThinkingBudgets(max_num_seqs)
-        self._shapes |= self._must_end
-        self._beyond_drawing = self._shapes | self._reports
+        self._shapes |= self._budget_due
+        self._needs_logits = self._shapes | self._reports
         self._grammars = grammars
-        self._wants = np.zeros(max_num_seqs, np.int64)
-        """Per slot, one bit per thing its tenant wants."""
-        self._num_wanting = 0
-        """Slots whose tenant, or last tenant, wants anything."""
+        self._features = np.zeros(max_num_seqs, np.int64)
+        """Feature bits per slot."""
+        self._num_with_features = 0
+        """Slots with a feature bit, free slots included until reuse."""
         self._wide = torch.empty(0, vocab_size)
 
     def admit(self, row: NewRow) -> None:
-        """Note what a slot's new tenant asks for."""
-        wants = 0
-        for flag, concern in self._shaping:
-            wants |= flag * concern.admit(row)
-        wants |= self._reports * self._logprobs.admit_output(row)
-        wants |= self._reports_prompt * self._logprobs.admit_prompt(row)
+        """Store the parameters of a slot's new request."""
+        features = 0
+        for flag, processor in self._shaping:
+            features |= flag * processor.admit(row)
+        features |= self._reports * self._logprobs.admit_output(row)
+        features |= self._reports_prompt * self._logprobs.admit_prompt(row)
         if self._grammars is not None:
-            wants |= self._has_form * self._grammars.admit(row)
-        wants |= self._may_think * self._thinking.admit(row)
-        self._num_wanting += bool(wants) - bool(self._wants[row.slot])
-        self._wants[row.slot] = wants
+            features |= self._has_grammar * self._grammars.admit(row)
+        features |= self._has_budget * self._thinking.admit(row)
+        self._num_with_features += bool(features) - bool(self._features[row.slot])
+        self._features[row.slot] = features
         self.settings[row.slot] = settings_of(row.params, row.seed)
 
     def wants_more(self, rows: Rows) -> bool:
-        """Return whether these rows ask, in this step, for more than draws from the model's own logits, masked or not."""
-        if not self._num_wanting:
+        """Return whether a row needs more in this step than a draw from the raw logits, masked or not."""
+        if not self._num_with_features:
             return False
-        return bool((self._wants_now(rows) & self._beyond_drawing).any()) or self.reports_prompt(rows)
+        return bool((self._features_now(rows) & self._needs_logits).any()) or self.reports_prompt(rows)
 
     def reports_prompt(self, rows: Rows) -> bool:
-        """Return whether these rows ask for log-probabilities of prompt tokens that this step makes known."""
-        if not self._num_wanting:
+        """Return whether a row needs log-probabilities of prompt tokens of this step."""
+        if not self._num_with_features:
             return False
-        wants = self._wants[rows.slots]
+        features = self._features[rows.slots]
         is_in_prompt = rows.starts + 1 < self._tables.num_prompt_tokens[rows.slots]
-        return bool((is_in_prompt & (wants & self._reports_prompt != 0)).any())
+        return bool((is_in_prompt & (features & self._reports_prompt != 0)).any())
 
-    def _wants_now(self, rows: Rows) -> Int:
-        """Return what the rows that draw want in this step."""
+    def _features_now(self, rows: Rows) -> Int:
+        """Return the feature bits of the rows that draw in this step."""
         sampling = rows.sampling
         slots = rows.slots[sampling]
-        wants = self._wants[slots]
-        thinking = np.flatnonzero(wants & self._may_think)
+        features = self._features[slots]
+        thinking = np.flatnonzero(features & self._has_budget)
         if len(thinking):
             slots, lengths = slots[thinking], (rows.starts[sampling] + rows.counts[sampling])[thinking]
             due = self._thinking.due(slots, lengths - self._tables.num_prompt_tokens[slots])
-            wants[thinking[due]] |= self._must_end
-        return wants
+            features[thinking[due]] |= self._budget_due
+        return features
 
     def begin_masks(self, rows: Rows) -> StepMasks | None:
-        """Begin to make masks for the rows whose answers have a form; None where there are none."""
-        if not self._num_wanting or self._grammars is None:
+        """Start to make masks for rows with structured outputs; None if there are none."""
+        if not self._num_with_features or self._grammars is None:
             return None
         sampling = rows.sampling
         slots = rows.slots[sampling]
-        which = np.flatnonzero(self._wants[slots] & self._has_form)
+        which = np.flatnonzero(self._features[slots] & self._has_grammar)
         if not len(which):
             return None
         return self._grammars.begin(slots, rows.starts[sampling] + rows.counts[sampling], which)
@@ -130,17 +132,18 @@ class Sampler:
     def draw(
         self, rows: Rows, logits: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, list[TokenLogprobs]]:
-        """Draw for every sampling row of ``rows``, from ``logits [S, vocab]`` of any dtype, which stay as they are.
+        """Draw for every sampling row of ``rows`` from ``logits [S, vocab]`` of any dtype. Does not change the logits.
 
-        masks: what rows with a form may draw. Returns the tokens, int32[S], and the log-probabilities that were asked for.
+        masks: the allowed tokens of rows with structured outputs. Returns the tokens, int32[S], and the requested
+        log-probabilities.
         """
         sampling = rows.sampling
         slots = rows.slots[sampling]
         positions = rows.starts[sampling] + rows.counts[sampling]
-        wants = self._wants_now(rows)
-        wanted = int(np.bitwise_or.reduce(wants))
-        if wanted & self._shapes:
-            drawn = self._draw_shaped(slots, positions, logits, wants, wanted, masks)
+        features = self._features_now(rows)
+        step_features = int(np.bitwise_or.reduce(features))
+        if step_features & self._shapes:
+            drawn = self._draw_shaped(slots, positions, logits, features, step_features, masks)
         else:
             drawn = self._ops.draw(logits, self.settings, slots, positions, None, masks)
         if self._host_token_ids is not None:
@@ -148,14 +151,14 @@ class Sampler:
         else:
             device = self._tables.device
             self._tables.token_ids[to_device(slots, device), to_device(positions, device)] = drawn
-        if not wanted & self._reports:
+        if not step_features & self._reports:
             return drawn, []
-        which = np.flatnonzero(wants & self._reports)
+        which = np.flatnonzero(features & self._reports)
         return drawn, self._logprobs.of_drawn(logits, drawn, slots, which, sampling)
 
-    def prompt_logprobs(self, rows: Rows, runner: GivesLogits) -> list[PromptLogprobs]:
-        """Return log-probabilities of prompt tokens that the step ``runner`` just computed made known."""
-        which = np.flatnonzero(self._wants[rows.slots] & self._reports_prompt)
+    def prompt_logprobs(self, rows: Rows, runner: LogitsSource) -> list[PromptLogprobs]:
+        """Return log-probabilities of the prompt tokens of the step that ``runner`` has just computed."""
+        which = np.flatnonzero(self._features[rows.slots] & self._reports_prompt)
         if not len(which):
             return []
         return self._logprobs.of_prompt(rows, which, self._tables, runner)
@@ -165,38 +168,40 @@ class Sampler:
         slots: Int,
         positions: Int,
         logits: torch.Tensor,
-        wants: Int,
-        wanted: int,
+        features: Int,
+        step_features: int,
         masks: Masks | None,
     ) -> torch.Tensor:
-        """Copy the rows that a concern changes, as fp32, and draw from the copies; from the others as they are."""
+        """Copy the rows with logits processors as fp32 and draw from the copies; draw from the other rows directly."""
         draw, settings = self._ops.draw, self.settings
-        shaped = np.flatnonzero(wants & self._shapes)
-        mine, wants = slots[shaped], wants[shaped]
+        shaped = np.flatnonzero(features & self._shapes)
+        shaped_slots, features = slots[shaped], features[shaped]
         wide = self._copy(logits, shaped)  # [shaped rows, vocab]
-        rows = DrawRows(self._tables, mine, positions[shaped], self._tables.num_prompt_tokens[mine])
-        for flag, concern in self._shaping:
-            if wanted & flag:
-                concern.apply(wide, rows, np.flatnonzero(wants & flag))
-        if wanted & self._must_end:
-            self._thinking.apply(wide, rows, np.flatnonzero(wants & self._must_end))
-        drawn = draw(wide, settings, mine, positions[shaped], None, masks)
+        rows = DrawRows(
+            self._tables, shaped_slots, positions[shaped], self._tables.num_prompt_tokens[shaped_slots]
+        )
+        for flag, processor in self._shaping:
+            if step_features & flag:
+                processor.apply(wide, rows, np.flatnonzero(features & flag))
+        if step_features & self._budget_due:
+            self._thinking.apply(wide, rows, np.flatnonzero(features & self._budget_due))
+        drawn = draw(wide, settings, shaped_slots, positions[shaped], None, masks)
         if len(shaped) == len(slots):
             return drawn
         others = np.ones(len(slots), np.bool_)
         others[shaped] = False
         plain = np.flatnonzero(others)
-        everyone = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
-        everyone[to_device(shaped, logits.device)] = drawn
-        everyone[to_device(plain, logits.device)] = draw(
+        all_tokens = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
+        all_tokens[to_device(shaped, logits.device)] = drawn
+        all_tokens[to_device(plain, logits.device)] = draw(
             logits, settings, slots[plain], positions[plain], plain, masks
         )
-        return everyone
+        return all_tokens
 
     def _copy(self, logits: torch.Tensor, which: Int) -> torch.Tensor:
-        """Return these rows in fp32. Keeps the room: asking the system for it in each step costs more than filling it."""
+        """Return these rows in fp32. Reuses the buffer: allocating it in each step costs more than filling it."""
         if len(which) > len(self._wide) or self._wide.device != logits.device:
-            num_rows = max(len(which), min(2 * len(self._wide), len(self._wants)))
+            num_rows = max(len(which), min(2 * len(self._wide), len(self._features)))
             self._wide = torch.empty((num_rows, self._vocab_size), device=logits.device)
         if len(which) < len(logits):
             logits = logits[to_device(which, logits.device)]

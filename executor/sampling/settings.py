@@ -1,7 +1,4 @@
-"""What each slot's tenant draws with: one record per slot, which the reference and the host kernels read alike.
-
-Knows how requests spell "none", and nothing of how a filter works.
-"""
+"""Sampling settings: one record per slot, read by the reference and the host kernels."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ Settings: TypeAlias = NDArray[np.void]
 
 RECORD = np.dtype(
     [
-        ("temperature", np.float32),  # 0: the most likely token, and nothing below counts
+        ("temperature", np.float32),  # 0: greedy, the other fields are unused
         ("log_min_p", np.float32),  # -inf: none
         ("top_k", np.int64),  # 0: none
         ("top_p", np.float64),  # 1: none
         ("seed", np.uint64),
     ]
 )
-"""As csrc/cpu/sampling.hpp lays it out."""
+"""The layout in csrc/cpu/sampling.hpp."""
 
 SEED_MASK = (1 << 64) - 1
 
 
 def settings_table(num_slots: int) -> Settings:
-    """Return records of so many slots, all greedy."""
+    """Return records of ``num_slots`` slots, all greedy."""
     return np.zeros(num_slots, RECORD)
 
 

@@ -1,10 +1,10 @@
-"""``thinking_token_budget``: after so many tokens of reasoning, what ends it is drawn.
+"""``thinking_token_budget``: force the end of reasoning after a number of tokens.
 
     output    <think> r0 r1 ...                    </think> answer
-                      ^ begin          begin + budget ^  ^ the forced tokens, one a step
+                      ^ begin          begin + budget ^  ^ the forced tokens, one per step
 
-Which token is forced is a function of the tokens in the table alone: nothing is kept that preemption or another executor would
-have to bring back. Only where a mark within the first ``begin + budget`` outputs says that reasoning has ended is nothing forced.
+The forced token is a function of the tokens in the table, so preemption and recovery need no extra state. No token is
+forced if an end marker occurs within the first ``begin + budget`` outputs.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from quintet.wire.thinking import ThinkingBound
 
 NEVER = 1 << 62
 NONE = -1
-"""In columns of tokens, of places and of ways: there is none. All that there are count from 0."""
+"""No value, in columns of tokens, positions and ways; valid values are not negative."""
 
 
 class ThinkingBudgets:
-    """A concern that is asked, for each step, which of its rows it may concern: most steps of a request it has nothing to say."""
+    """A logits processor that reports per step the rows it may change: it has no effect in most steps."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._budgets = np.zeros(max_num_seqs, np.int64)
         self._earliest = np.zeros(max_num_seqs, np.int64)
         self._ends = np.zeros(max_num_seqs, np.int64)
-        """From so many outputs on a token may be forced, and from so many on none is, as far as the host knows."""
+        """Numbers of outputs between which a token may be forced, as known to the host."""
         self._bounds: dict[int, ThinkingBound] = {}
 
     def admit(self, row: NewRow) -> bool:
-        """Remember a new tenant's bound; return whether it has one."""
+        """Store the budget of a slot's new request; return whether it has one."""
         bound, slot = row.params.thinking_bound, row.slot
         self._bounds.pop(slot, None)
         if bound is None:
@@ -49,19 +49,19 @@ class ThinkingBudgets:
         return True
 
     def due(self, slots: Int, num_outputs: Int) -> Int:
-        """Return the indexes of rows for which a token may be forced in this step. num_outputs: before it."""
+        """Return the indexes of rows for which this step may force a token. num_outputs: before the step."""
         return np.flatnonzero((num_outputs >= self._earliest[slots]) & (num_outputs < self._ends[slots]))
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """Leave nothing but the forced token in the rows ``which`` of ``logits [S, vocab]`` that have one."""
+        """Set all logits but the forced token's to -inf in the rows ``which`` of ``logits [S, vocab]`` with a forced token."""
         device = logits.device
         forced = to_device(np.full(len(which), NONE), device)
-        alike: dict[bytes, list[int]] = {}
+        groups: dict[bytes, list[int]] = {}
         for index, slot in enumerate(rows.slots[which].tolist()):
             bound = self._bounds[slot]
             key = msgspec.msgpack.encode((bound.ways, bound.closes))
-            alike.setdefault(key, []).append(index)
-        for members in alike.values():
+            groups.setdefault(key, []).append(index)
+        for members in groups.values():
             chosen = np.array(members)
             forced[to_device(chosen, device)] = self._forced(rows.take(which[chosen]))
         at = to_device(which, device)
@@ -72,21 +72,21 @@ class ThinkingBudgets:
         logits[at] = torch.where(is_forced, only, own)
 
     def _forced(self, rows: DrawRows) -> torch.Tensor:
-        """Return the token that each row must draw, or `NONE`. int64[n]. Their ways and closing marks are the same."""
+        """Return the forced token of each row, or `NONE`: int64[n]. All rows have the same ways and end markers."""
         device, slots = rows.tables.device, rows.slots
         bound = self._bounds[int(slots[0])]
         num_outputs = to_device(rows.lengths - rows.num_prompt, device)  # [n]
         tokens = _outputs(rows)  # [n, most outputs]
         budget = to_device(self._budgets[slots], device)
-        begin, way = self._beginnings(bound, rows, tokens)
+        begin, way = self._reasoning_starts(bound, rows, tokens)
         end = begin + budget
         is_over = begin < 0
         for close in bound.closes:
-            found = _found(tokens, close)  # [n, places]
+            found = _matches(tokens, close)  # [n, places]
             places = torch.arange(found.shape[1], device=device)
             is_within = (places >= begin.unsqueeze(1)) & (places + len(close) <= end.unsqueeze(1))
             is_over |= (found & is_within).any(dim=1)
-        if device.type == "cpu":  # elsewhere the host would have to wait
+        if device.type == "cpu":  # other devices would need a synchronization
             self._ends[slots] = np.where(begin >= 0, end + _most_forced(bound), NEVER)
         number = num_outputs - end
         forced = to_device(_padded([way.forced for way in bound.ways]), device)  # [ways, longest]
@@ -94,15 +94,17 @@ class ThinkingBudgets:
         is_due = ~is_over & (number >= 0) & (number < forced.shape[1])
         return torch.where(is_due, chosen, NONE)
 
-    def _beginnings(
+    def _reasoning_starts(
         self, bound: ThinkingBound, rows: DrawRows, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return how many outputs come before the reasoning, `NONE` where none has begun, and which way it is. int64[n]."""
+        """Return the number of outputs before the reasoning, `NONE` before its start, and the index of its way:
+        int64[n].
+        """
         none = tokens.shape[1] + 1
         first = torch.full((len(tokens),), none, dtype=torch.int64, device=tokens.device)
         begin, way = torch.full_like(first, NONE), torch.zeros_like(first)
         for index, each in enumerate(bound.ways):
-            found = _found(tokens, each.opens)
+            found = _matches(tokens, each.opens)
             if not found.shape[1]:
                 continue
             place = torch.where(found.any(dim=1), found.to(torch.uint8).argmax(dim=1), none)
@@ -113,7 +115,7 @@ class ThinkingBudgets:
         begun = [self._bounds[slot].begun for slot in rows.slots.tolist()]
         inside = to_device(np.array([NONE if each is None else each for each in begun]), tokens.device)
         is_inside = inside >= 0
-        begin = torch.where(is_inside & (first > 0), 0, begin)  # or it repeats the prompt's mark
+        begin = torch.where(is_inside & (first > 0), 0, begin)  # or the output repeats the prompt's marker
         return begin, torch.where(is_inside, inside, way)
 
 
@@ -122,17 +124,17 @@ def _most_forced(bound: ThinkingBound) -> int:
 
 
 def _outputs(rows: DrawRows) -> torch.Tensor:
-    """Return the rows' outputs, int64[n, most], `NONE` behind their ends."""
+    """Return the rows' outputs, int64[n, most], padded with `NONE`."""
     device, most = rows.tables.device, int((rows.lengths - rows.num_prompt).max())
     at = rows.num_prompt[:, None] + np.arange(most)
-    is_there = at < rows.lengths[:, None]
-    at = np.where(is_there, at, 0)
+    is_output = at < rows.lengths[:, None]
+    at = np.where(is_output, at, 0)
     tokens = rows.tables.token_ids[to_device(rows.slots[:, None], device), to_device(at, device)].long()
-    return torch.where(to_device(is_there, device), tokens, NONE)
+    return torch.where(to_device(is_output, device), tokens, NONE)
 
 
-def _found(tokens: torch.Tensor, mark: list[int]) -> torch.Tensor:
-    """Return where in ``tokens [n, L]`` a mark stands: bool[n, L - len(mark) + 1]."""
+def _matches(tokens: torch.Tensor, mark: list[int]) -> torch.Tensor:
+    """Return the matches of a marker in ``tokens [n, L]``: bool[n, L - len(mark) + 1]."""
     num_places = max(0, tokens.shape[1] - len(mark) + 1)
     found = torch.ones((len(tokens), num_places), dtype=torch.bool, device=tokens.device)
     for offset, token in enumerate(mark):
@@ -141,7 +143,7 @@ def _found(tokens: torch.Tensor, mark: list[int]) -> torch.Tensor:
 
 
 def _padded(lists: list[list[int]]) -> Int:
-    """Return the lists as rows, `NONE` behind their ends."""
+    """Return the lists as rows, padded with `NONE`."""
     table = np.full((len(lists), max(map(len, lists))), NONE, np.int64)
     for row, values in zip(table, lists, strict=True):
         row[: len(values)] = values

@@ -1,7 +1,7 @@
-"""The one way to drop tokens: everything below a row's threshold.
+"""Drop the logits below a row's threshold.
 
-Cutting by value makes a row's outcome independent of how a sort orders equals, and so of the batch: equals of the last
-token kept are all kept.
+A threshold by value makes a row's result independent of the sort order of equal logits, and so of the batch. All
+logits equal to the last kept one are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quintet.executor.ragged import Int
 
 
 def cut_below(logits: torch.Tensor, which: Int, threshold_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Set to -inf, in place, what is below ``threshold_of(chosen)``, ``[n]`` for the ``n`` rows ``which``."""
+    """Set logits below ``threshold_of(chosen)``, ``[n]`` for the ``n`` rows ``which``, to -inf in place."""
     if len(which) == len(logits):
         logits.masked_fill_(logits < threshold_of(logits).unsqueeze(1), -torch.inf)
         return

@@ -1,4 +1,4 @@
-"""``top_k``: keeps the k most likely tokens (Fan et al., "Hierarchical neural story generation", 2018)."""
+"""``top_k``: keep the k most likely tokens (Fan et al., "Hierarchical neural story generation", 2018)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quintet.executor.sampling.threshold import cut_below
 
 
 def cut_top_k(logits: torch.Tensor, settings: Settings) -> None:
-    """Set to -inf, in place, what is below the k-th largest of each row of ``logits [n, vocab]``."""
+    """Set logits below the k-th largest of each row of ``logits [n, vocab]`` to -inf, in place."""
     all_k = settings["top_k"]
     which = np.flatnonzero((all_k > 0) & (all_k < logits.shape[1]))
     if len(which):

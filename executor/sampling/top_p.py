@@ -1,5 +1,7 @@
-"""``top_p``: keeps the fewest most likely tokens whose probabilities reach p (Holtzman et al., "The curious case of neural
-text degeneration", 2020)."""
+"""``top_p``: keep the smallest set of most likely tokens with a total probability of at least p.
+
+Holtzman et al., "The curious case of neural text degeneration", 2020.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ NUM_CANDIDATES = 128
 
 
 def cut_top_p(logits: torch.Tensor, settings: Settings) -> None:
-    """Set to -inf, in place, what each row of ``logits [n, vocab]`` drops.
+    """Set dropped entries of each row of ``logits [n, vocab]`` to -inf, in place.
 
-    Looks at the largest few logits first, and sorts only rows whose mass is spread wider: a full sort of a vocabulary costs
-    more than the rest of a step. Both ways find the same threshold, so a row's outcome stays its own.
+    Checks the largest few logits first, and sorts only rows with a wider distribution. Sorting a whole vocabulary
+    costs more than the rest of a step. Both give the same threshold, so a row's result does not depend on the batch.
     """
     which = np.flatnonzero(settings["top_p"] < 1.0)
     if len(which):
@@ -40,8 +42,10 @@ def threshold(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 def _last_kept(
     largest: torch.Tensor, most_likely: torch.Tensor, p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last of ``largest [n, candidates]`` (descending) before which less than ``p`` had gathered, and whether
-    the candidates reach ``p`` at all. ``most_likely`` is the probability of the first."""
+    """Return the smallest kept logit of ``largest [n, candidates]`` (descending), and whether the candidates reach ``p``.
+
+    Logits are kept while the mass before them is less than ``p``. ``most_likely`` is the probability of the first.
+    """
     shares = (largest - largest[:, :1]).double().exp_().mul_(most_likely.unsqueeze(1))
     mass = shares.cumsum(dim=-1)
     num_before = (mass[:, :-1] < p.unsqueeze(1)).sum(dim=-1, keepdim=True)

@@ -178,4 +178,4 @@ def test_a_cut_link_is_a_pause(tmp_path: Path) -> None:
             subprocess.run(["ip", "link", "set", here, "up"], check=True)
 
         assert_same(both.server, calm, asyncio.run(play(both.server.url, asked, disturb)), asked)
-        assert any("host 1 has been silent for 2 s" in line for line in both.server.lines)
+        assert any("host 1 sent nothing for 2 s" in line for line in both.server.lines)

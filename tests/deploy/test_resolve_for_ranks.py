@@ -176,7 +176,7 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
         (2, {"intermediate_size": 129}, "has feed-forwards 129 wide, .*; valid sizes: none but 1"),
         (3, {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}, "2 KV heads, .*: 2"),
         (2, {"architectures": ["MixtralForCausalLM"], "intermediate_size": 129}, "has experts 129 wide"),
-        (2, {"architectures": ["GptOssForCausalLM"]}, "whole experts are: add --enable-expert-parallel"),
+        (2, {"architectures": ["GptOssForCausalLM"]}, "whole experts can: add --enable-expert-parallel"),
         (
             3,
             {"architectures": ["MambaForCausalLM"]},

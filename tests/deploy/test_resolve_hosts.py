@@ -13,7 +13,7 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import hosts_config
 from quintet.deploy.supervisor.commands import CommandError
 from quintet.deploy.supervisor.memory_check import check_memory
-from quintet.executor.distributed.hosts.topology import hearer_of, links_between, ranks_of, teller_of
+from quintet.executor.distributed.hosts.topology import links_between, ranks_of, receiver_host, sender_host
 from quintet.wire.config import ExecutorConfig, HostsConfig
 from quintet.wire.errors import ConfigError
 
@@ -40,9 +40,9 @@ def test_ranks_of_the_only_stage_are_divided_over_hosts(tmp_path: Path) -> None:
     assert any("executor ×1 of 4 ranks on 2 hosts" in line for line in plan_lines(make_plan(resolution)))
     executor = resolution.config.executor
     assert [list(ranks_of(executor, host)) for host in (0, 1)] == [[0, 1], [2, 3]]
-    assert [(teller_of(executor, link), hearer_of(executor, link)) for link in links_between(executor)] == [
-        (0, 1)
-    ]
+    assert [
+        (sender_host(executor, link), receiver_host(executor, link)) for link in links_between(executor)
+    ] == [(0, 1)]
 
 
 def test_memory_that_is_not_named_is_that_of_all_hosts(
@@ -121,7 +121,10 @@ def test_which_host_has_what() -> None:
     executor = ExecutorConfig(tensor_parallel_size=2, pipeline_parallel_size=4, hosts=hosts)
     assert [*ranks_of(executor, 0), *ranks_of(executor, 1)] == list(range(8))
     assert links_between(executor) == [1, 3]
-    assert [(teller_of(executor, link), hearer_of(executor, link)) for link in (1, 3)] == [(0, 1), (1, 0)]
+    assert [(sender_host(executor, link), receiver_host(executor, link)) for link in (1, 3)] == [
+        (0, 1),
+        (1, 0),
+    ]
 
 
 def test_no_engine_is_added_beside_one_on_several_hosts(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class House:
 
     def copy(self, copy: Copy) -> None:
         """Copy an expert, as orders of rank 0 have all ranks do it."""
-        for piece in self.copies[0].pieces_of(0, copy):
+        for piece in self.copies[0].chunks_of(0, copy):
             self.at_all(lambda rank, piece=piece: self.copies[rank]._move(piece))  # type: ignore[misc]
 
     def compute(self, x: torch.Tensor, scores: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ def test_every_rank_has_the_bits_of_one_process_wherever_experts_lie(name: str, 
         others = [expert for expert in range(experts) if homes[expert] != rank]
         for expert in others[: PLACES + 1]:
             place = expert % PLACES
-            pieces = list(house.copies[0].pieces_of(0, Copy(expert, homes[expert], rank, place)))
+            pieces = list(house.copies[0].chunks_of(0, Copy(expert, homes[expert], rank, place)))
             assert len(pieces) > 1
             for piece in pieces:
                 house.at_all(lambda one, piece=piece: house.copies[one]._move(piece))  # type: ignore[misc]

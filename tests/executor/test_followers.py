@@ -20,12 +20,12 @@ from .test_process import config_of
 RANK_0 = """
 import sys, threading
 import msgspec
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 
 config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-followers = Followers(WorkerId(Role.EXECUTOR, 3, 7), config)
+followers = FollowerProcesses(WorkerId(Role.EXECUTOR, 3, 7), config)
 print("started", flush=True)
 threading.Event().wait()
 """
@@ -52,7 +52,7 @@ def test_rank_0_ends_with_another(tmp_path: Path) -> None:
         ranks[2].kill()  # of the second stage
         assert first.wait(60) == 1
     words = error_file(tmp_path, WorkerId(Role.EXECUTOR, 3, 7)).read_text()
-    assert words in [f"rank {rank} was killed by SIGKILL; all ranks end with it" for rank in (1, 2, 3)]
+    assert words in [f"rank {rank} was killed by SIGKILL; all ranks exit" for rank in (1, 2, 3)]
     assert not psutil.wait_procs(ranks, 60)[1], "a rank outlives the first"
 
 

@@ -147,26 +147,26 @@ def test_a_host_is_told_what_is_computed_and_none_of_the_keys(config: EngineConf
         assert (told.executor.num_hosts, told.model.card) == (2, config.model.card)
         guest.say(Parts({}))
         refused = guest.hear()
-        assert refused.is_final and "weights" in refused.words and "kernels" in refused.words
+        assert refused.is_final and "weights" in refused.reason and "kernels" in refused.reason
         guest.say(Join(VERSION, 1, sources()))
         assert isinstance(guest.hear(), Welcome), "the place is free again"
         guest.say(Parts(door.parts | {"instruction_set": "other"}))
-        assert guest.hear().words.endswith("set QUINTET_ISA to one that all processors have")
+        assert guest.hear().reason.endswith("set QUINTET_ISA to an instruction set that all processors have")
 
 
 def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
     door.member()
     for join, words, is_final in (
-        (Join(VERSION + 1, 1, sources()), "another version of Quintet", True),
-        (Join(VERSION, 1, "other"), "another version of Quintet", True),
-        (Join(VERSION, 2, sources()), "--node-rank is 1 to 1", True),
-        (Join(VERSION, 0, sources()), "--node-rank is 1 to 1", True),
-        (Join(VERSION, 1, sources()), "another with this --node-rank is there", False),
+        (Join(VERSION + 1, 1, sources()), "its version of Quintet differs", True),
+        (Join(VERSION, 1, "other"), "its version of Quintet differs", True),
+        (Join(VERSION, 2, sources()), "--node-rank must be 1 to 1", True),
+        (Join(VERSION, 0, sources()), "--node-rank must be 1 to 1", True),
+        (Join(VERSION, 1, sources()), "another host uses this --node-rank", False),
     ):
         other = door.guest()
         other.say(join)
         answer = other.hear()
-        assert isinstance(answer, Refused) and words in answer.words and answer.is_final is is_final
+        assert isinstance(answer, Refused) and words in answer.reason and answer.is_final is is_final
     stranger = door.guest()
     stranger.say(HostHeartbeat())
     stranger.socket.send(b"\xc1")
@@ -177,14 +177,22 @@ def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
 @pytest.mark.parametrize(
     ("message", "frames", "words"),
     [
-        (LinkProgress(1, 0), (), "host 1 speaks of link 1"),  # which it tells, and does not hear
-        (LinkProgress(7, 0), (), "host 1 speaks of link 7"),
-        (LinkProgress(0, 3), (), "host 1 says that 3 orders of link 0 are done, of 0"),
-        (LinkOrder(0, (0,) * 7), (b"", b""), "host 1 speaks of link 0"),
-        (LinkOrder(1, (0, 0, 0, 0, 0, 1 << 40, 1 << 40)), (b"", b""), "host 1 tells an order on link 1"),
-        (LinkOrder(1, (9, 0, 0, 0, 0, 0, 0)), (b"", b""), "host 1 tells an order on link 1"),
-        (LinkOrder(1, (0,) * 7), (b"",), "host 1 says what makes no sense"),
-        (Join(VERSION, 1, ""), (), "host 1 says what makes no sense"),
+        (
+            LinkProgress(1, 0),
+            (),
+            "host 1 sent a message of foreign link 1",
+        ),  # which it tells, and does not hear
+        (LinkProgress(7, 0), (), "host 1 sent a message of unknown link 7"),
+        (LinkProgress(0, 3), (), "host 1 reports 3 finished orders of link 0, of 0 sent"),
+        (LinkOrder(0, (0,) * 7), (b"", b""), "host 1 sent a message of foreign link 0"),
+        (
+            LinkOrder(1, (0, 0, 0, 0, 0, 1 << 40, 1 << 40)),
+            (b"", b""),
+            "host 1 sent an invalid order on link 1",
+        ),
+        (LinkOrder(1, (9, 0, 0, 0, 0, 0, 0)), (b"", b""), "host 1 sent an invalid order on link 1"),
+        (LinkOrder(1, (0,) * 7), (b"",), "host 1 sent an invalid message"),
+        (Join(VERSION, 1, ""), (), "host 1 sent an invalid message"),
     ],
 )
 def test_who_takes_part_and_says_what_cannot_be_ends_the_group(
@@ -196,7 +204,7 @@ def test_who_takes_part_and_says_what_cannot_be_ends_the_group(
 
 def test_leaving_ends_the_group(door: Door) -> None:
     door.member().socket.close()
-    assert door.ending() == "host 1 has closed the connection"
+    assert door.ending() == "host 1 closed the connection"
 
 
 def test_who_leaves_before_it_begins_leaves_its_place(door: Door) -> None:
@@ -231,11 +239,11 @@ def test_who_speaks_for_another_host_ends_the_group(
 ) -> None:
     of_ranks = on(hosts, config_of(tmp_path, 2))
     for told, said, words in (
-        (of_ranks, CollectivesDone(0, 0, 1), "speaks for another host"),
-        (of_ranks, CollectivesDone(1, 2, 1), "speaks for another host"),
-        (of_ranks, CollectivesDone(1, 0, 2), "says that its ranks have come to meeting 2, behind 0"),
-        (of_ranks, LinkOrder(2, (0,) * 7), "speaks of link 2"),
-        (config, CollectivesDone(1, 0, 1), "speaks of meetings, and there are none"),
+        (of_ranks, CollectivesDone(0, 0, 1), "sent a message in the name of another host"),
+        (of_ranks, CollectivesDone(1, 2, 1), "sent a message in the name of another host"),
+        (of_ranks, CollectivesDone(1, 0, 2), "reports collective 2 after 0"),
+        (of_ranks, LinkOrder(2, (0,) * 7), "sent a message of unknown link 2"),
+        (config, CollectivesDone(1, 0, 1), "sent a collective, but there are no ranks on several hosts"),
     ):
         with closing(Door(told)) as door:
             door.member().say(said, *[b""] * (2 * isinstance(said, LinkOrder)))
@@ -246,7 +254,7 @@ def test_silence_ends_the_group(config: EngineConfig) -> None:
     processes = msgspec.structs.replace(config.processes, stall_s=0.6)
     with closing(Door(msgspec.structs.replace(config, processes=processes))) as door:
         door.member()
-        assert door.ending() == "host 1 has been silent for 0.6 s"
+        assert door.ending() == "host 1 sent nothing for 0.6 s"
 
 
 def test_a_member_says_in_a_line_why_it_cannot_take_part(door: Door, tmp_path: Path) -> None:
@@ -254,17 +262,17 @@ def test_a_member_says_in_a_line_why_it_cannot_take_part(door: Door, tmp_path: P
     other = tmp_path / "other"
     other.write_bytes(b"o" * 32)
     others = msgspec.structs.replace(door.hosts, key_file=str(other))
-    with asked(HostLost, "does not shake hands: it has another --group-key"):
+    with asked(HostLost, "failed: its --group-key differs"):
         run(msgspec.structs.replace(own, hosts=others))
-    with asked(ConfigError, "the first host refuses this one: this is a group of --nnodes 2"):
+    with asked(ConfigError, "the first host refused this host: --node-rank must be 1 to 1"):
         run(msgspec.structs.replace(own, host=2))
-    with asked(ConfigError, "this host has 0 MiB of memory, and its part takes"):
+    with asked(ConfigError, "this host has 0 MiB of memory, but its part needs"):
         run(msgspec.structs.replace(own, available_bytes=1))
 
 
 def test_a_member_is_told_that_its_place_is_taken_and_may_ask_again(door: Door, tmp_path: Path) -> None:
     door.member()
-    with asked(ExpectedEnd, "another with this --node-rank is there"):
+    with asked(ExpectedEnd, "another host uses this --node-rank"):
         run(place(door.hosts, tmp_path / "there"))
 
 
@@ -298,7 +306,7 @@ def test_a_group_that_was_there_waits_for_its_address(
     monkeypatch.setattr(socket, "getaddrinfo", lost_once)
     with closing(Door(config, epoch=2)) as door:
         door.member()
-    assert "Name or service not known; trying again" in caplog.text
+    assert "Name or service not known; retrying" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["::1", "localhost"])
@@ -311,7 +319,7 @@ def test_hosts_meet_at_a_name_and_at_an_address_of_ipv6(
     there = msgspec.structs.replace(config.executor.hosts, address=address)
     with closing(Door(on(there, config))) as door:
         door.member()
-        with asked(ExpectedEnd, "another with this --node-rank is there"):
+        with asked(ExpectedEnd, "another host uses this --node-rank"):
             run(place(there, tmp_path / "there"))
 
 
@@ -330,12 +338,12 @@ def test_a_member_says_that_nobody_is_there_and_finds_who_comes_later(
 
     seeking = threading.Thread(target=seek, daemon=True)
     seeking.start()
-    while "finds no first host" not in caplog.text:
+    while "cannot reach the first host" not in caplog.text:
         seeking.join(0.05)
         assert seeking.is_alive()
     with closing(Door(config)):
         seeking.join(PATIENCE_MS / 1000)
-    assert told == ["the first host refuses this one: this is a group of --nnodes 2: --node-rank is 1 to 1"]
+    assert told == ["the first host refused this host: --node-rank must be 1 to 1, since --nnodes is 2"]
 
 
 def test_an_address_where_somebody_is_silent_is_not_the_last_that_is_tried(
@@ -347,5 +355,5 @@ def test_an_address_where_somebody_is_silent_is_not_the_last_that_is_tried(
     with socket.create_server(("127.0.0.1", 0)) as silent, closing(Door(config)) as door:
         addresses = [f"tcp://127.0.0.1:{silent.getsockname()[1]}", f"tcp://{door.hosts.address}"]
         monkeypatch.setattr(member_module, "endpoints_of", lambda address: addresses)
-        with asked(ConfigError, "--node-rank is 1 to 1"):
+        with asked(ConfigError, "--node-rank must be 1 to 1"):
             run(own)

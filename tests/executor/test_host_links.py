@@ -15,7 +15,7 @@ from quintet.executor.backends.cpu.ops.host_library import open_library
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.distributed.hosts.link import LinkEnd, LinkReceiver, LinkSender
-from quintet.executor.distributed.hosts.messages import LinkOrder, Senseless
+from quintet.executor.distributed.hosts.messages import InvalidMessage, LinkOrder
 from quintet.executor.distributed.parallel.library import (
     CRanksShape,
     Note,
@@ -23,7 +23,7 @@ from quintet.executor.distributed.parallel.library import (
     StepPart,
     open_ranks_library,
 )
-from quintet.executor.distributed.parallel.links import HEARER, TELLER
+from quintet.executor.distributed.parallel.links import RECEIVER, SENDER
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.model_config.share import Share
 
@@ -49,22 +49,22 @@ class Bridge:
         def view(memory: int, share: Share) -> Ranks:
             return Ranks(memory, share, shape, spins=0)
 
-        self.teller, self.hearer = view(here, TELLER), view(there, HEARER)
+        self.sending_rank, self.receiving_rank = view(here, SENDER), view(there, RECEIVER)
         self.rung = threading.Event()
-        self.ear = LinkReceiver(LinkEnd(library, here, shape, 0, [1], is_last=is_last), self.rung.set)
-        self.mouth = LinkSender(LinkEnd(library, there, shape, 0, [0], is_last=is_last), self.rung.set)
+        self.receiver = LinkReceiver(LinkEnd(library, here, shape, 0, [1], is_last=is_last), self.rung.set)
+        self.sender = LinkSender(LinkEnd(library, there, shape, 0, [0], is_last=is_last), self.rung.set)
 
     def carry(self) -> tuple[LinkOrder, bytes, memoryview] | None:
         """Do what a `Carrier` and its network do, once there is something to do; return what was told, if that is it."""
         assert self.rung.wait(DEADLINE_S)
         self.rung.clear()
-        orders = self.mouth.newly_done()
+        orders = self.sender.newly_done()
         if orders is not None:
-            self.ear.done(orders)
-        taken = self.ear.take()
+            self.receiver.done(orders)
+        taken = self.receiver.take()
         if taken is not None:
             told, content, payload = taken
-            self.mouth.tell(told, memoryview(content), memoryview(bytes(payload)))
+            self.sender.send_order(told, memoryview(content), memoryview(bytes(payload)))
         return taken
 
 
@@ -107,12 +107,12 @@ def test_a_step_arrives_with_its_tables_and_its_hidden_states() -> None:
     bridge, programs = Bridge(), ProgramLibrary(host_library())
     told, heard = a_step(programs), Step(programs, MAX_TOKENS, 4)
     hidden = torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
-    bridge.teller.payload(WIDTH, torch.float32)[:4] = hidden
-    bridge.teller.tell_run(told.address, StepPart.LAYERS, StepPart.END, 8)
-    bridge.hearer.done()  # is there
+    bridge.sending_rank.payload(WIDTH, torch.float32)[:4] = hidden
+    bridge.sending_rank.tell_run(told.address, StepPart.LAYERS, StepPart.END, 8)
+    bridge.receiving_rank.done()  # is there
     while bridge.carry() is None:
         pass
-    order = bridge.hearer.hear(heard.address)
+    order = bridge.receiving_rank.hear(heard.address)
     assert (order.kind, order.begin, order.end, order.length) == (
         OrderKind.RUN,
         StepPart.LAYERS,
@@ -130,7 +130,7 @@ def test_a_step_arrives_with_its_tables_and_its_hidden_states() -> None:
     ).reshape(2, 4, 4)
     assert tables[:, 2, :2].tolist() == [[8, 9], [24, 25]]
     assert tables[:, 0, :2].tolist() == [[0, 1], [16, 17]]
-    assert torch.equal(bridge.hearer.payload(WIDTH, torch.float32)[:4], hidden)
+    assert torch.equal(bridge.receiving_rank.payload(WIDTH, torch.float32)[:4], hidden)
 
 
 def test_as_many_orders_are_under_way_as_between_stages_of_one_host() -> None:
@@ -139,25 +139,25 @@ def test_as_many_orders_are_under_way_as_between_stages_of_one_host() -> None:
     pairs = [np.array([[i, i + 1]], np.int32).tobytes() for i in range(3)]
 
     def tell() -> None:
-        bridge.teller.wait_for_all()
+        bridge.sending_rank.wait_for_all()
         for each in pairs:
-            bridge.teller.tell_mail(OrderKind.COPY_BLOCKS, each, 8)
-        bridge.teller.wait_for_all()
+            bridge.sending_rank.tell_mail(OrderKind.COPY_BLOCKS, each, 8)
+        bridge.sending_rank.wait_for_all()
 
-    teller = in_background(tell)
-    bridge.hearer.done()
+    sending_rank = in_background(tell)
+    bridge.receiving_rank.done()
     for count in range(2):
         while bridge.carry() is None:
             pass
-        order = bridge.hearer.hear(step.address)
-        assert bridge.hearer.mail(order) == pairs[count]
-    assert bridge.ear.take() is None, "a third, for which there is no room"
-    bridge.hearer.done()
+        order = bridge.receiving_rank.hear(step.address)
+        assert bridge.receiving_rank.mail(order) == pairs[count]
+    assert bridge.receiver.take() is None, "a third, for which there is no room"
+    bridge.receiving_rank.done()
     while bridge.carry() is None:
         pass
-    assert bridge.hearer.mail(bridge.hearer.hear(step.address)) == pairs[2]
-    bridge.hearer.done()
-    while teller.is_alive():
+    assert bridge.receiving_rank.mail(bridge.receiving_rank.hear(step.address)) == pairs[2]
+    bridge.receiving_rank.done()
+    while sending_rank.is_alive():
         bridge.rung.wait(0.05)
         bridge.rung.set()
         bridge.carry()
@@ -166,34 +166,34 @@ def test_as_many_orders_are_under_way_as_between_stages_of_one_host() -> None:
 def test_logits_come_back_as_many_as_there_are() -> None:
     bridge = Bridge(is_last=True)
     logits = torch.rand(3, VOCAB)
-    bridge.teller.payload(VOCAB, torch.float32)[:3] = logits
-    bridge.teller.tell_done(3)
-    bridge.hearer.done()
+    bridge.sending_rank.payload(VOCAB, torch.float32)[:3] = logits
+    bridge.sending_rank.send_done(3)
+    bridge.receiving_rank.done()
     taken = None
     while taken is None:
         taken = bridge.carry()
     assert len(taken[2]) == 3 * VOCAB * 4
-    order = bridge.hearer.hear(ctypes.create_string_buffer(4096))
+    order = bridge.receiving_rank.hear(ctypes.create_string_buffer(4096))
     assert (order.kind, order.num_outputs) == (OrderKind.RUN, 3)
-    assert torch.equal(bridge.hearer.payload(VOCAB, torch.float32)[:3], logits)
+    assert torch.equal(bridge.receiving_rank.payload(VOCAB, torch.float32)[:3], logits)
 
 
 def test_what_a_stage_says_of_itself_is_said_at_the_other_end() -> None:
     bridge = Bridge()
-    bridge.hearer.note(Note.PROGRESS, 7)
-    bridge.hearer.note(Note.CHORES, 1)
-    bridge.ear.note(*bridge.mouth.notes())
-    assert (bridge.teller.noted(Note.PROGRESS), bridge.teller.noted(Note.CHORES)) == (7, 1)
+    bridge.receiving_rank.note(Note.PROGRESS, 7)
+    bridge.receiving_rank.note(Note.IDLE_TASKS, 1)
+    bridge.receiver.note(*bridge.sender.notes())
+    assert (bridge.sending_rank.noted(Note.PROGRESS), bridge.sending_rank.noted(Note.IDLE_TASKS)) == (7, 1)
 
 
 def test_what_cannot_be_is_told_to_nobody() -> None:
     bridge = Bridge()
     step = a_step(ProgramLibrary(host_library()))
-    bridge.teller.tell_run(step.address, StepPart.LAYERS, StepPart.END, 8)
+    bridge.sending_rank.tell_run(step.address, StepPart.LAYERS, StepPart.END, 8)
     taken = None
     while taken is None:
         bridge.rung.wait(DEADLINE_S)
-        taken = bridge.ear.take()
+        taken = bridge.receiver.take()
     told, content, payload = taken[0], taken[1], bytes(taken[2])
     fields = told.order
     slots = 4 * 4 + 4 * 8  # behind token ids and positions
@@ -205,8 +205,8 @@ def test_what_cannot_be_is_told_to_nobody() -> None:
         names = ("kind", "begin", "end", "length", "num_tokens", "num_rows", "num_outputs")
         return LinkOrder(0, tuple(values.get(name, field) for name, field in zip(names, fields, strict=True)))
 
-    bridge.hearer.done()
-    while bridge.mouth.newly_done() is None:
+    bridge.receiving_rank.done()
+    while bridge.sender.newly_done() is None:
         bridge.rung.wait(0.05)
     for what, sent, arrays, states in (
         ("too short", told, content[:-4], payload),
@@ -225,19 +225,19 @@ def test_what_cannot_be_is_told_to_nobody() -> None:
         ("half a pair", order(kind=OrderKind.COPY_BLOCKS, end=4), b"\0" * 4, b""),
         ("more mail than it says", order(kind=OrderKind.COPY_BLOCKS, end=8), b"\0" * 16, b""),
     ):
-        with pytest.raises(Senseless, match="link 0"):
-            bridge.mouth.tell(sent, memoryview(arrays), memoryview(states))
+        with pytest.raises(InvalidMessage, match="link 0"):
+            bridge.sender.send_order(sent, memoryview(arrays), memoryview(states))
             pytest.fail(what)
-    bridge.mouth.take_piece(memoryview(payload)[:4])
-    with pytest.raises(Senseless, match=f"tells {len(payload) + 4} bytes on link 0"):
-        bridge.mouth.tell(told, memoryview(content), memoryview(payload))
-    with pytest.raises(Senseless, match="more bytes on link 0 than there is room for"):
-        bridge.mouth.take_piece(memoryview(bytes(4 * WIDTH * MAX_TOKENS)))
-    bridge.mouth.tell(told, memoryview(content), memoryview(payload)[4:])
-    bridge.mouth.tell(told, memoryview(content), memoryview(payload))
-    with pytest.raises(Senseless, match="more on link 0 than there is room for"):
-        bridge.mouth.take_piece(memoryview(payload))
-    with pytest.raises(Senseless, match="more on link 0 than there is room for"):
-        bridge.mouth.tell(told, memoryview(content), memoryview(payload))
-    with pytest.raises(Senseless, match="says that 2 orders of link 0 are done, of 1"):
-        bridge.ear.done(2)
+    bridge.sender.take_chunk(memoryview(payload)[:4])
+    with pytest.raises(InvalidMessage, match=f"sent {len(payload) + 4} bytes of payload on link 0"):
+        bridge.sender.send_order(told, memoryview(content), memoryview(payload))
+    with pytest.raises(InvalidMessage, match="more payload on link 0 than an order can have"):
+        bridge.sender.take_chunk(memoryview(bytes(4 * WIDTH * MAX_TOKENS)))
+    bridge.sender.send_order(told, memoryview(content), memoryview(payload)[4:])
+    bridge.sender.send_order(told, memoryview(content), memoryview(payload))
+    with pytest.raises(InvalidMessage, match="more orders on link 0 than its depth"):
+        bridge.sender.take_chunk(memoryview(payload))
+    with pytest.raises(InvalidMessage, match="more orders on link 0 than its depth"):
+        bridge.sender.send_order(told, memoryview(content), memoryview(payload))
+    with pytest.raises(InvalidMessage, match="reports 2 finished orders of link 0, of 1 sent"):
+        bridge.receiver.done(2)

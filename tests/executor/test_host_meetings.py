@@ -16,7 +16,12 @@ from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.distributed.hosts.host_collectives import HostCollectives
 from quintet.executor.distributed.hosts.link import LinkEnd, LinkReceiver, LinkSender
-from quintet.executor.distributed.hosts.messages import CollectiveRows, CollectivesDone, LinkOrder, Senseless
+from quintet.executor.distributed.hosts.messages import (
+    CollectiveRows,
+    CollectivesDone,
+    InvalidMessage,
+    LinkOrder,
+)
 from quintet.executor.distributed.parallel.library import CRanksShape, OrderKind, open_ranks_library
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.model_config.share import Share
@@ -59,13 +64,13 @@ class Group:
         self.rung.wait(0.05)
         self.rung.clear()
         for each in self.meetings:
-            for other, frames in each.newly_met():
+            for other, frames in each.newly_completed():
                 message = self._decoder.decode(frames[0])
                 self.carried.append((other, message))
                 if isinstance(message, CollectiveRows):
                     self.meetings[other].take_rows(message, memoryview(bytes(frames[1])))
                 else:
-                    self.meetings[other].take_met(message)
+                    self.meetings[other].take_done(message)
 
     def run(self, work: Callable[[Ranks], None]) -> None:
         """Have each rank do something, and carry until all have."""
@@ -170,7 +175,7 @@ def test_rows_that_cannot_be_are_put_nowhere(
     right = next(message for to, message in group.carried if to == 0 and isinstance(message, CollectiveRows))
     group.meetings[0].take_rows(right, memoryview(bytes(2 * right.row_bytes)))
     right = msgspec.structs.replace(right, row_bytes=16, stride=16)
-    with pytest.raises(Senseless, match="leaves rows"):
+    with pytest.raises(InvalidMessage, match="sent rows"):
         group.meetings[0].take_rows(msgspec.structs.replace(right, **changes), memoryview(bytes(size)))
 
 
@@ -179,13 +184,13 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
     shape, library = shape_of(4), open_ranks_library()
     here, there = os.memfd_create("here"), os.memfd_create("there")
     rung = threading.Event()
-    ear = LinkReceiver(LinkEnd(library, here, shape, 1, [2, 3], is_last=False, is_within=True), rung.set)
-    mouth = LinkSender(LinkEnd(library, there, shape, 1, [0, 1], is_last=False, is_within=True), rung.set)
+    receiver = LinkReceiver(LinkEnd(library, here, shape, 1, [2, 3], is_last=False, is_within=True), rung.set)
+    sender = LinkSender(LinkEnd(library, there, shape, 1, [0, 1], is_last=False, is_within=True), rung.set)
     first, *others = (Ranks(here if rank < 2 else there, Share(rank, 4), shape, spins=0) for rank in range(4))
     orders = [
         (OrderKind.EMBEDS, b"twelve bytes"),
         (OrderKind.COPY_BLOCKS, b"a pair's"),
-        (OrderKind.CHORE, b""),
+        (OrderKind.IDLE_TASK, b""),
     ] * 2
     heard: list[list[tuple[int, bytes]]] = [[], [], []]
     carried_out: list[list[int]] = []
@@ -196,7 +201,7 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
             if mail:
                 first.tell_mail(kind, mail, len(mail))
             else:
-                first.tell_chore()
+                first.send_idle_task()
             first.wait_for_all()
             carried_out.append([len(each) for each in heard])
 
@@ -205,7 +210,7 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
         mine.done()
         for kind, _ in orders:
             order = mine.hear(step)
-            heard[rank].append((order.kind, mine.mail(order) if kind is not OrderKind.CHORE else b""))
+            heard[rank].append((order.kind, mine.mail(order) if kind is not OrderKind.IDLE_TASK else b""))
             mine.done()
 
     threads = [threading.Thread(target=tell, daemon=True)]
@@ -215,23 +220,23 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
     while any(thread.is_alive() for thread in threads):
         rung.wait(0.05)
         rung.clear()
-        done = mouth.newly_done()
+        done = sender.newly_done()
         if done is not None:
-            ear.done(done)
-        taken = ear.take()
+            receiver.done(done)
+        taken = receiver.take()
         if taken is not None:
             told, content, payload = taken
-            mouth.tell(told, memoryview(content), memoryview(bytes(payload)))
+            sender.send_order(told, memoryview(content), memoryview(bytes(payload)))
     assert heard == [orders] * 3
     assert carried_out == [[count + 1] * 3 for count in range(len(orders))]
     unknown = LinkOrder(1, (OrderKind.MOVE_EXPERT, 0, 8, 0, 0, 0, 0))
-    with pytest.raises(Senseless, match="tells an order on link 1 that cannot be"):
-        mouth.tell(unknown, memoryview(bytes(8)), memoryview(b""))
+    with pytest.raises(InvalidMessage, match="sent an invalid order on link 1"):
+        sender.send_order(unknown, memoryview(bytes(8)), memoryview(b""))
 
 
 def test_no_meeting_is_left_out() -> None:
     group = Group(2, 2)
-    group.meetings[0].take_met(CollectivesDone(1, 0, 1))
+    group.meetings[0].take_done(CollectivesDone(1, 0, 1))
     for meetings in (1, 3, -1):
-        with pytest.raises(Senseless, match=f"have come to meeting {meetings}, behind 1"):
-            group.meetings[0].take_met(CollectivesDone(1, 0, meetings))
+        with pytest.raises(InvalidMessage, match=f"reports collective {meetings} after 1"):
+            group.meetings[0].take_done(CollectivesDone(1, 0, meetings))

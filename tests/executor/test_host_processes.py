@@ -76,8 +76,8 @@ def check_two_hosts(tmp_path: Path, hosts: HostsConfig, config: EngineConfig, al
         [rank] = psutil.Process(second.pid).children()
         rank.kill()
         assert second.wait(60) == 1 and first.wait(60) == 1
-    assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
-    assert error_file(tmp_path, ME).read_text() == "hub: host 1 has closed the connection"
+    assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
+    assert error_file(tmp_path, ME).read_text() == "hub: host 1 closed the connection"
 
 
 def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, hosts: HostsConfig) -> None:

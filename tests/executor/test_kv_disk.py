@@ -42,7 +42,7 @@ class Bench:
         while True:
             assert self._rung.wait(30.0)
             self._rung.clear()
-            answers = self.disk.take_answers()
+            answers = self.disk.take_results()
             if answers is not None:  # a ring may have been for tables that are gone
                 return answers
 
@@ -159,7 +159,7 @@ def test_a_mistake_in_the_thread_is_the_end_of_the_loop(
     bench = Bench(tmp_path)
     monkeypatch.setattr(bench.file, "write", lambda *_: 1 // 0)
     bench.disk.order(stores(0, 2, 5))
-    with pytest.raises(RuntimeError, match="thread that reads and writes"):
+    with pytest.raises(RuntimeError, match="KV disk thread failed"):
         bench.answers()
     bench.disk.close()
 
@@ -180,7 +180,7 @@ def test_nobody_waits_for_a_file_to_hear_what_is_kept(
 
 
 def test_what_was_read_is_told_before_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_disk, "MAX_FETCHES_UNTOLD", 1)
+    monkeypatch.setattr(kv_disk, "MAX_UNREPORTED_FETCHES", 1)
     bench = Bench(tmp_path)
     gate = Gate(bench.file, monkeypatch, "read", num_free=1)
     bench.disk.order(KvTierRequests(0, fetches=pack_i32([1, FIRST, 2, FIRST + 1]), fetch_keys=KEYS[:2]))

@@ -129,11 +129,11 @@ def test_a_transfer_that_fails_or_does_not_end_is_an_error(monkeypatch: pytest.M
     agent = StandIn()
     store = NixlStore(agent, "")
     agent.state = "ERR"
-    with pytest.raises(OSError, match="has failed"):
+    with pytest.raises(OSError, match="transfer failed"):
         store.put(NAMES[0], memoryview(b"a" * 1000))
     assert not agent.registered and not store._unreleased
     agent.state, agent.is_releasable = "PROC", False
-    monkeypatch.setattr(nixl, "MOST_S", 0.0)
+    monkeypatch.setattr(nixl, "TIMEOUT_S", 0.0)
     with pytest.raises(RuntimeError, match="it goes on"):
         store.put(NAMES[0], memoryview(b"a" * 1000))
     assert len(store._unreleased) == 1, "NIXL may still read what nobody else needs"
@@ -162,7 +162,7 @@ def test_a_url_says_which_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_connector(config("nixl+s3://bucket/some/prefix"))
     assert store.put(NAMES[0], memoryview(b"a")) and store.count(NAMES) == 1
     assert made[0][1] == [] and made[1] == ("OBJ", {"bucket": "bucket"})
-    with pytest.raises(ConfigError, match="plug-in OBJ says RuntimeError") as refused:
+    with pytest.raises(ConfigError, match="plug-in OBJ failed with RuntimeError") as refused:
         open_connector(config("nixl+s3://closed"))
     assert "hunter2" not in str(refused.value)
 

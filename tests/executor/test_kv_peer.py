@@ -55,7 +55,7 @@ class Side:
         while len(pulled) + len(lacking) < len(keys):
             assert self._rung.wait(30.0)
             self._rung.clear()
-            answers = self.peers.take_answers()
+            answers = self.peers.take_results()
             if answers is not None:
                 pulled += unpack_i32(answers.pulled)
                 lacking += unpack_i32(answers.lacking)
@@ -101,7 +101,7 @@ def test_who_asks_for_much_and_does_not_listen_costs_no_more_memory(
     monkeypatch.setattr(messages, "WINDOW_BYTES", 4 * LAYER_BYTES)  # two blocks
     gives, _ = sides(closed)
     gives.offer([0, 1, 2, 3], KEYS)
-    door = gives.peers._door
+    door = gives.peers._server
     assert door is not None and door.socket.get(zmq.SNDHWM) == 12
     with zmq.Context() as context, context.socket(zmq.DEALER) as somebody:
         somebody.linger = 0
@@ -127,25 +127,25 @@ def test_who_computes_other_bits_is_refused_by_name(
     gives, takes = sides(closed, whose=b"x" * 32)
     gives.offer([2], KEYS[:1])
     assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([], [FIRST])
-    assert "computes other bits: its weights differ from ours: 1 blocks of KV are computed" in caplog.text
+    assert "has another identity: its weights differ: 1 blocks will be computed instead" in caplog.text
 
 
 def test_nobody_who_does_not_listen_is_waited_for(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "SILENCE_S", 60.0)
+    monkeypatch.setattr(link, "REPLY_TIMEOUT_S", 60.0)
     _, takes = sides(closed)
     assert takes.pull(f"127.0.0.1:{free_port()}", [FIRST], KEYS[:1]) == ([], [FIRST])
     assert takes.pull("no address", [FIRST], KEYS[:1]) == ([], [FIRST])
 
 
 def test_nor_for_one_who_is_silent(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "SILENCE_S", 0.1)
+    monkeypatch.setattr(link, "REPLY_TIMEOUT_S", 0.1)
     _, takes = sides(closed)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         port = silent.bind_to_random_port("tcp://127.0.0.1")
         assert takes.pull(f"127.0.0.1:{port}", [FIRST], KEYS[:1]) == ([], [FIRST])
 
 
-@pytest.mark.parametrize("limit", ["SILENCE_S", "QUESTION_S"])
+@pytest.mark.parametrize("limit", ["REPLY_TIMEOUT_S", "REQUEST_TIMEOUT_S"])
 def test_nor_for_one_who_only_keeps_talking(
     closed: ExitStack, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
@@ -163,7 +163,7 @@ def test_nor_for_one_who_only_keeps_talking(
         while not is_over.wait(0.02):
             talker.send_multipart((who, encode(BlockReply(99, 0, b"")), b""))
 
-    thread = threading.Thread(target=messages)
+    thread = threading.Thread(target=talk)
     thread.start()
     assert takes.pull(f"127.0.0.1:{port}", [FIRST], KEYS[:1]) == ([], [FIRST])
     is_over.set()
@@ -204,15 +204,15 @@ def test_who_breaks_the_protocol_between_two_questions_is_lost(monkeypatch: pyte
         port = liar.bind_to_random_port("tcp://127.0.0.1")
         asks = Link(context, f"127.0.0.1:{port}", None, b"w" * 32, PARTS, staging, 0)
         with closing(asks):
-            asks.want(wanted, 0.0)
+            asks.request(wanted, 0.0)
             who, _ = liar.recv_multipart()
             liar.send_multipart((who, encode(BlocksMissing(1, [0]))))
             liar.send_multipart((who, b"0" * (messages.MAX_HEAD_BYTES + 1)))
             assert asks.monitor.poll(30_000)
             came: list[BlockArrival] = []
             with pytest.raises(PeerLost):
-                came += asks.hear(0.0)
-                asks.hear_connection()
+                came += asks.receive(0.0)
+                asks.receive_event()
             assert [each.wanted for each in came] + asks.left() == wanted
 
 
@@ -250,7 +250,7 @@ def test_fetches_that_were_forgotten_are_not_answered(closed: ExitStack) -> None
     takes.peers.reset()
     takes.peers.order(KvTierRequests(1, pulls=[Pull(gives.address, pack_i32([FIRST]), KEYS[:1])]))
     assert takes._rung.wait(30.0)
-    answers = takes.peers.take_answers()
+    answers = takes.peers.take_results()
     assert answers is not None and answers.tables == 1
     assert (answers.pulled, answers.lacking) == (pack_i32([FIRST]), b"")
 
@@ -275,7 +275,7 @@ def test_an_address_that_is_somebody_elses_is_waited_for(closed: ExitStack) -> N
     gives.peers.close()
     until_s = time.monotonic() + 30.0
     while takes.pull(gives.address, [FIRST], KEYS[:1]) != ([FIRST], []):
-        takes.peers._shunned.clear()
+        takes.peers._backoff_until.clear()
         assert time.monotonic() < until_s
 
 

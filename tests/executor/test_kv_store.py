@@ -16,7 +16,7 @@ from tests.executor.lmcache_server import StandIn, stand_in
 from quintet.executor.kv_transfer.block_bytes import BlockBytes
 from quintet.executor.kv_transfer.features import kv_store
 from quintet.executor.kv_transfer.features.kv_store import StoreBlocks
-from quintet.executor.kv_transfer.store.chunk_format import RunFormat
+from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
 from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
 from quintet.executor.kv_transfer.store.folder import FolderStore
 from quintet.executor.kv_transfer.store.objects import ObjectStore
@@ -46,7 +46,7 @@ class Bench:
         while True:
             assert self._rung.wait(30.0)
             self._rung.clear()
-            answers = self.store.take_answers()
+            answers = self.store.take_results()
             if answers is not None:  # a ring may have been for tables that are gone
                 return answers
 
@@ -180,7 +180,7 @@ def test_a_damaged_run_is_a_miss_and_put_anew(
     wanted = ((0, FIRST, KEYS[0]), (1, FIRST + 1, KEYS[1]))
     answers = bench.told(get(KEYS[1], 2, *wanted))
     assert (answers.fetched, answers.missed) == (pack_i32([FIRST]), pack_i32([FIRST + 1]))
-    assert "not what was put" in caplog.text and not path.exists()
+    assert "is damaged" in caplog.text and not path.exists()
     assert bench.put([2, 3], KEYS[:2])
     assert len(bench.told(get(KEYS[1], 2, *wanted)).fetched) == 8
     path.write_bytes(content[:-5])
@@ -209,7 +209,7 @@ def test_what_is_damaged_and_cannot_be_removed_is_not_there(
     def drop(name: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(kv_store, "SHUN_S", 0.1)
+    monkeypatch.setattr(kv_store, "BACKOFF_S", 0.1)
     connector = folder(tmp_path)
     monkeypatch.setattr(connector, "drop", drop)
     bench = Bench(connector)
@@ -229,7 +229,7 @@ def test_what_is_damaged_and_cannot_be_removed_is_not_there(
 def test_errors_are_misses_and_told_of_now_and_then_without_secrets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_store, "SHUN_S", 0.0)
+    monkeypatch.setattr(kv_store, "BACKOFF_S", 0.0)
     gate = Gate(folder(tmp_path), error=PermissionError(13, "hunter2 may not", "s3://hunter2@bucket"))
     bench = Bench(gate)
     assert not bench.put([2], KEYS[:1])
@@ -239,7 +239,7 @@ def test_errors_are_misses_and_told_of_now_and_then_without_secrets(
     assert (answers.num_searches, answers.search_ns) == (0, 0), "it says nothing of how long a search takes"
     assert bench.told(get(KEYS[0], 1, (0, FIRST, KEYS[0]))).missed == pack_i32([FIRST])
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "the store of KV had 1 errors, the last one PermissionError (Permission denied): what it does not have is computed"
+        "the KV store had 1 errors, the last one PermissionError (Permission denied): missing blocks are computed"
     ]
     gate.error = None
     assert bench.put([2], KEYS[:1])
@@ -262,7 +262,7 @@ def test_while_a_get_hangs_others_miss(tmp_path: Path, monkeypatch: pytest.Monke
     assert bench.put([2], KEYS[:1])
     bench.store.order(KvTierRequests(0, store=get(KEYS[0], 1, (0, FIRST, KEYS[0]))))
     assert gate.come.wait(30.0)
-    monkeypatch.setattr(kv_store, "SHUN_S", 0.0)
+    monkeypatch.setattr(kv_store, "BACKOFF_S", 0.0)
     (found,) = bench.told(StoreRequests(searches=[Search(7, [[KEYS[0]]])])).found
     assert [*unpack_i32(found.counts)] == [0] and "count" not in gate.asked
     gate.opened.set()
@@ -286,7 +286,7 @@ def test_what_comes_for_tables_that_are_gone_is_nobodys(tmp_path: Path) -> None:
     assert torch.equal(bench.layers[0][0], bench.layers[0][3]), (
         "nothing was written over what came for the new ones"
     )
-    assert bench.store.take_answers() is None
+    assert bench.store.take_results() is None
 
 
 def test_what_is_to_be_kept_is_kept_whatever_becomes_of_the_tables(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_of_what_cores_before_wanted_kept_no_more_waits_than_one_may_want(
 ) -> None:
     monkeypatch.setattr(kv_store, "NUM_PUTTERS", 1)
     gate = Gate(folder(tmp_path), held="put")
-    size = RunFormat(WHOSE, 2 * LAYER_BYTES).size(1)
+    size = ChunkFormat(WHOSE, 2 * LAYER_BYTES).size(1)
     bench = Bench(gate, waiting_bytes=size)
     for tables in range(3):
         puts = [Put(pack_i32([0]), [KEYS[2 * tables + number]]) for number in range(2)]
@@ -351,5 +351,5 @@ def test_a_mistake_in_a_thread_is_the_end_of_the_loop(
     bench = Bench(folder(tmp_path))
     monkeypatch.setattr(bench.store._format, "finish", lambda *_: 1 // 0)
     bench.store.order(KvTierRequests(0, store=StoreRequests([Put(pack_i32([2]), KEYS[:1])])))
-    with pytest.raises(RuntimeError, match="thread that talks with the store"):
+    with pytest.raises(RuntimeError, match="KV store thread failed"):
         bench.answers()

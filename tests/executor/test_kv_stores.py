@@ -18,8 +18,8 @@ import pytest
 
 from quintet.executor.kv_transfer.store import connector as connector_module
 from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
-from quintet.executor.kv_transfer.store.folder import INSIDE, FolderStore
-from quintet.executor.kv_transfer.store.objects import QUESTIONS, ObjectStore, count_first
+from quintet.executor.kv_transfer.store.folder import SUBFOLDER, FolderStore
+from quintet.executor.kv_transfer.store.objects import NUM_PARALLEL_LOOKUPS, ObjectStore, count_first
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -120,7 +120,7 @@ def test_what_was_being_written_by_who_was_killed_is_swept(tmp_path: Path) -> No
 def test_a_ledger_that_is_held_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = FolderStore(tmp_path, 10_000), FolderStore(tmp_path, 10_000)
     monkeypatch.setattr("quintet.executor.kv_transfer.store.folder.LOCK_S", 0.05)
-    with one._ledger_held():
+    with one._locked_ledger():
         for store in (one, other):
             with pytest.raises(TimeoutError):
                 put(store, 1)
@@ -132,7 +132,7 @@ def test_what_could_not_be_settled_is_swept(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch, contextlib.ExitStack() as held:
 
         def write(*_: object) -> bool:
-            held.enter_context(other._ledger_held())
+            held.enter_context(other._locked_ledger())
             return True
 
         patch.setattr("quintet.executor.kv_transfer.store.folder.LOCK_S", 0.05)
@@ -149,7 +149,7 @@ def test_what_could_not_be_settled_is_swept(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_full_of_what_is_being_written_takes_no_more(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, 2_000)
     assert put(store, 1)
-    with store._ledger_held():
+    with store._locked_ledger():
         (tmp_path / "ledger").write_bytes((3_000).to_bytes(8, "little"))
     with open((tmp_path / NAMES[1]).with_name(".other.1-0"), "wb") as unfinished:
         fcntl.flock(unfinished, fcntl.LOCK_EX)
@@ -174,7 +174,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_url_says_who_keeps_it(tmp_path: Path) -> None:
     opened = open_connector(config(f"file://{tmp_path}", 10_000))
     assert isinstance(opened, FolderStore) and put(opened, 1)
-    assert (tmp_path / INSIDE / NAMES[1]).exists()
+    assert (tmp_path / SUBFOLDER / NAMES[1]).exists()
     opened.close()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="Not a directory"):
@@ -240,7 +240,7 @@ def test_a_package_that_cannot_begin_is_named_without_its_words(monkeypatch: pyt
         raise RuntimeError("hunter2")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", begin)
-    with pytest.raises(ConfigError, match=r"the package for gs cannot begin \(RuntimeError\)") as refused:
+    with pytest.raises(ConfigError, match=r"the package for gs failed to start \(RuntimeError\)") as refused:
         open_connector(config("gs://bucket/prefix"))
     assert "hunter2" not in str(refused.value)
 
@@ -248,7 +248,7 @@ def test_a_package_that_cannot_begin_is_named_without_its_words(monkeypatch: pyt
 @pytest.mark.parametrize("url", ["s3://bucket/prefix", "nobody://knows/it"])
 def test_what_nothing_reaches_is_refused_in_words(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ConfigError, match="with the package of that storage"):
+    with pytest.raises(ConfigError, match="the package of that storage"):
         open_connector(config(url))
 
 
@@ -257,9 +257,9 @@ def test_a_chain_is_searched_in_few_rounds(number: int) -> None:
     for there in {0, min(1, number), number // 2, max(0, number - 1), number}:
         rounds: list[int] = []
 
-        def are_there(indexes: object, there: int = there, rounds: list[int] = rounds) -> list[bool]:
+        def exist(indexes: object, there: int = there, rounds: list[int] = rounds) -> list[bool]:
             rounds.append(len(indexes))  # type: ignore[arg-type]
             return [index < there for index in indexes]  # type: ignore[attr-defined]
 
-        assert count_first(number, are_there) == there
-        assert len(rounds) <= 5 and all(0 < count <= QUESTIONS for count in rounds)
+        assert count_first(number, exist) == there
+        assert len(rounds) <= 5 and all(0 < count <= NUM_PARALLEL_LOOKUPS for count in rounds)

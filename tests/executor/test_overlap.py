@@ -210,15 +210,15 @@ def test_a_plan_is_begun_while_the_one_before_it_is_computed(house: House) -> No
 def test_chores_are_done_while_nothing_is_in_flight_and_nobody_waits(house: House) -> None:
     house.device.chores = ["last", "second", "first"]
     while len(house.device.chores) == 3:  # the handshake may still be on its way
-        house.executor.turn()
+        house.executor.run_once()
     assert house.device.chores == ["last", "second"]
     house.send_plan(1)
     while not house.device.begun:  # a chore may come before the plan does
-        house.executor.turn()
+        house.executor.run_once()
     left = len(house.device.chores)
     house.send_plan(2)
     while len(house.device.begun) < 2:
-        house.executor.turn()
+        house.executor.run_once()
     assert len(house.device.chores) == left, "a step was in flight"
 
 
@@ -228,7 +228,7 @@ def test_a_chore_that_never_ends_is_work_pending_without_progress(house: House) 
     house.device.in_chore = lambda: accounts.append(house.executor.account())
     house.device.chores = ["second", "first"]
     while house.device.has_chores:
-        house.executor.turn()
+        house.executor.run_once()
     assert accounts == [(0, 1), (1, 1)]
     assert house.executor.account() == (2, 0)
 
@@ -372,13 +372,13 @@ def test_the_first_plan_of_a_new_core_may_be_dropped_whatever_the_last_one_plann
     house.cores.append(Inbox(house.bus, address, Capacity | StepResult))
     house.send_plan(7)  # of the first core, and heard of in the turn in which the second is
     house.send(Topology(2, [ProcessSlot(worker, address, 1, SlotState.READY)]))
-    turn: list[Any] = []
-    while len(turn) < 2:
-        turn += house.process.receive(DEADLINE_S)
-    house.executor.handle(turn)
+    run_once: list[Any] = []
+    while len(run_once) < 2:
+        run_once += house.process.receive(DEADLINE_S)
+    house.executor.handle(run_once)
     assert house.expect(Capacity).failure == ""
     house.executor.handle([Dropped("plan", step=1, tables=1)])
-    assert "could not be told" in house.expect(Capacity).failure
+    assert "rejected the step's plan" in house.expect(Capacity).failure
 
 
 def test_a_step_that_never_ends_is_work_pending_without_progress(house: House) -> None:

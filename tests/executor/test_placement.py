@@ -8,7 +8,7 @@ import random
 import pytest
 
 from quintet.executor.distributed.parallel.placement import (
-    LEAST_GAIN,
+    MIN_GAIN,
     Spares,
     busiest,
     copies_between,
@@ -53,7 +53,7 @@ def test_a_placement_is_lawful_no_worse_and_stays(seed: int) -> None:
         assert all(homes[expert] != rank for expert in there), "copied to where it is at home"
     mean = sum(loads) / len(spares)
     assert mean <= busiest(loads, homes, found) + 1e-6
-    assert busiest(loads, homes, found) <= busiest(loads, homes, spares) + LEAST_GAIN * mean + 1e-6
+    assert busiest(loads, homes, found) <= busiest(loads, homes, spares) + MIN_GAIN * mean + 1e-6
     assert placed(loads, homes, spares) == found, "drawn by nothing but the loads"
     soon = placed(loads, homes, found)
     assert placed(loads, homes, soon) == soon, "who is asked again moves nothing"
@@ -72,7 +72,7 @@ def test_no_placement_of_one_copy_is_better(seed: int) -> None:
         busiest(loads, homes, ((left,), (right,)))
         for left, right in itertools.product((None, 4, 5, 6, 7), (None, 0, 1, 2, 3))
     )
-    assert busiest(loads, homes, placed(loads, homes, no_copies(2, 1))) <= least + LEAST_GAIN * sum(loads) / 2
+    assert busiest(loads, homes, placed(loads, homes, no_copies(2, 1))) <= least + MIN_GAIN * sum(loads) / 2
 
 
 def test_the_load_of_one_hot_expert_is_divided_evenly() -> None:

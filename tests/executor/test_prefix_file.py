@@ -63,11 +63,11 @@ def link(path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cut": (cut, "it was cut, or something was added"),
+    "cut": (cut, "it was truncated or extended"),
     "another's": (lambda path: flip(path, 25), "is of another model, other weights"),
-    "another version": (lambda path: flip(path, 18), "is no file that `kv export` of this version wrote"),
-    "empty": (lambda path: os.truncate(path, 0), "is no file that"),
-    "a key": (lambda path: flip(path, HEAD.size + 5), "its table is not what was written"),
+    "another version": (lambda path: flip(path, 18), "was not written by this version's `kv export`"),
+    "empty": (lambda path: os.truncate(path, 0), "was not written by"),
+    "a key": (lambda path: flip(path, HEAD.size + 5), "the hash of its table does not match"),
     "gone": (lambda path: path.unlink(), "No such file"),
     "a link": (link, "is a symbolic link, which is not followed"),
 }
@@ -89,11 +89,11 @@ def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
     steps = write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED)
     next(steps)
     file.drop(*WANTED[1])
-    with pytest.raises(PrefixFileError, match="gave way to others meanwhile"):
+    with pytest.raises(PrefixFileError, match="were evicted during the export"):
         list(steps)
     assert os.listdir(tmp_path / "out") == []
-    with pytest.raises(PrefixFileError, match="gave way"):
+    with pytest.raises(PrefixFileError, match="were evicted"):
         list(write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED))
     list(write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED[:1]))
-    with pytest.raises(PrefixFileError, match="already: give another name"):
+    with pytest.raises(PrefixFileError, match="exists: use another name"):
         list(write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED[:1]))

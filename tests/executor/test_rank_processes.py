@@ -30,7 +30,7 @@ RANK_0 = """
 import sys, threading
 import msgspec
 from quintet.executor.main import make_worker
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.process.trace import no_span
 from quintet.wire.config import EngineConfig
@@ -39,7 +39,7 @@ from quintet.wire.step import StepPlan
 
 config = msgspec.json.decode(sys.stdin.readline(), type=EngineConfig)
 plan = msgspec.json.decode(sys.stdin.readline(), type=StepPlan)
-followers = Followers(WorkerId(Role.EXECUTOR, 0, 1), config)
+followers = FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)
 worker = make_worker(take_share(0, config), no_span, followers)
 print(msgspec.json.encode(worker.begin(plan).result()).decode(), flush=True)
 threading.Event().wait()
@@ -85,7 +85,7 @@ def test_two_processes_draw_what_one_does_and_end_together(tmp_path: Path) -> No
         [rank] = psutil.Process(first.pid).children()
         rank.kill()
         assert first.wait(60) == 1
-    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
+    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
 
 
 def test_two_stages_draw_what_one_process_does_and_end_together(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_two_stages_draw_what_one_process_does_and_end_together(tmp_path: Path) 
         [stage] = psutil.Process(first.pid).children()
         stage.kill()
         assert first.wait(60) == 1
-    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
+    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
 
 
 @pytest.mark.whole

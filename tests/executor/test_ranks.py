@@ -224,10 +224,10 @@ def test_orders_come_one_by_one_with_the_step_they_are_for() -> None:
         told.c.num_tokens = count
         told.columns["token_ids"][:count] = range(10 * count, 11 * count)
         first.tell_run(told.address, 0, count, 0)
-    first.tell_chore()
+    first.send_idle_task()
     thread.join()
     assert seen == [
         (OrderKind.RUN, 0, 1, [10]),
         (OrderKind.RUN, 0, 3, [30, 31, 32]),
-        (OrderKind.CHORE, 0, 0, []),
+        (OrderKind.IDLE_TASK, 0, 0, []),
     ]

@@ -250,7 +250,7 @@ def test_a_row_has_the_same_token_in_every_batch_and_on_any_number_of_threads() 
 
 
 def test_other_layouts_are_refused() -> None:
-    with pytest.raises(ValueError, match="neighbouring elements"):
+    with pytest.raises(ValueError, match="contiguous elements"):
         host_draw(noise(8, 4).t(), [SamplingParams()] * 4)
     with pytest.raises(ValueError, match="float64"):
         host_draw(noise(4, 8).double(), [SamplingParams()] * 4)

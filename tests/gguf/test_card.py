@@ -114,7 +114,7 @@ def test_every_architecture_that_gguf_names_is_read_or_told_why_not() -> None:
         ({"rope.freq_base": "high"}, "llama.rope.freq_base is 'high'; it must be a number"),
         (
             {"expert_count": 4, "expert_used_count": 5},
-            "llama.expert_used_count is 5; it must be a whole number",
+            "llama.expert_used_count is 5; it must be an integer",
         ),
     ],
 )

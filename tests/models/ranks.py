@@ -16,7 +16,7 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.platforms.platform import open_platform
 from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
-from quintet.executor.distributed.parallel.follower_loop import be_a_stage, follow
+from quintet.executor.distributed.parallel.follower_loop import follow, run_stage
 from quintet.executor.distributed.parallel.leader import make_pipeline_worker
 from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
@@ -94,7 +94,7 @@ def in_ranks(
         share = share_of_rank(config, rank)
         group = open_ranks(config, groups[share.stage], rank) if groups else None
         if share.rank == 0:
-            return be_a_stage(
+            return run_stage(
                 config, platform, share, group, open_links(config, links, share.stage), crossings
             )
         assert group is not None
@@ -102,7 +102,7 @@ def in_ranks(
 
     def be_a_rank(rank: int) -> None:
         for kind in orders(rank):
-            if kind is OrderKind.CHORE and is_over.is_set():  # the last: it has been told to all
+            if kind is OrderKind.IDLE_TASK and is_over.is_set():  # the last: it has been told to all
                 return
 
     others = range(1, size * stages)
@@ -112,9 +112,9 @@ def in_ranks(
     first = open_ranks(config, groups[0], 0) if groups else None
     worker: Worker | PipelineWorker
     if stages > 1:
-        worker = make_pipeline_worker(config, first, open_links(config, links, 0), crossings=crossings)
+        worker = make_pipeline_worker(config, first, open_links(config, links, 0), gather_fds=crossings)
     else:
-        worker = make_torch_worker(config, ranks=first, crossings=crossings)
+        worker = make_torch_worker(config, ranks=first, gather_fds=crossings)
         assert first is not None, "nobody else"
         first.wait_for_all()
     try:

@@ -118,7 +118,7 @@ class House:
         assert self._rung.wait(60.0), "nobody answers"
         self._rung.clear()
         for place in self._places():
-            answers = place.take_answers()
+            answers = place.take_results()
             if answers is not None:
                 answers.executor_epoch = 1
                 self.engine.kv_answers(answers)

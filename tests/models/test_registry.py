@@ -41,7 +41,9 @@ def test_an_unknown_architecture_is_told_the_nearest() -> None:
     assert nearest("Qwen1_5ForCausalLM") == "QWenLMHeadModel"
     assert nearest("Qwen9ForCausalLM") == "Qwen3_5ForCausalLM"
     assert nearest("Qwen9MoeForCausalLM") == "Qwen3_5MoeForCausalLM"
-    with pytest.raises(ConfigError, match=r"'LlamaForCausalLm' is none of .*nearest .* LlamaForCausalLM"):
+    with pytest.raises(
+        ConfigError, match=r"unsupported architecture 'LlamaForCausalLm'; the nearest .* LlamaForCausalLM"
+    ):
         build_model(
             "LlamaForCausalLm",
             card_of(""),

@@ -42,5 +42,5 @@ def test_with_inputs_of_8_bits_it_says_about_the_same_in_any_company(name: str, 
 @pytest.mark.parametrize("name", ["fp8", "bitsandbytes", "squeezellm"])
 def test_inputs_are_not_rounded_where_weights_are_floats(name: str, tmp_path: Path) -> None:
     ours, _ = write(tmp_path, (FORMATS | MORE_FORMATS)[name])
-    with pytest.raises(ConfigError, match="--activation-dtype int8 is for weights that are integers"):
+    with pytest.raises(ConfigError, match="--activation-dtype int8 needs integer weights"):
         load(ours, activation_dtype="int8", load_format="dummy")

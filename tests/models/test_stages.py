@@ -254,7 +254,7 @@ def test_steps_are_under_way_at_once_and_share_no_request(tmp_path: Path) -> Non
 
         def watched(pipeline: Pipeline, rows, tables, settings):  # type: ignore[no-untyped-def]
             flight = begin(pipeline, rows, tables, settings)
-            drawing = [step.rows.slots[step.rows.sampling].tolist() for step in worker._undrawn]
+            drawing = [step.rows.slots[step.rows.sampling].tolist() for step in worker._pending]
             drawing.append(rows.slots[rows.sampling].tolist())
             under_way.append(len(drawing))
             slots = [slot for each in drawing for slot in each]

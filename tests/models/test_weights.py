@@ -376,7 +376,7 @@ def test_dummy_weights_drawn_on_a_device_are_of_the_same_kind(dtype: torch.dtype
         ({"quantization_config": {"quant_method": "gtpq"}}, "'gtpq'.*nearest that loads is 'gptq'"),
         ({"num_hidden_layers": 3}, "3 layers"),
         ({"vocab_size": 99}, "99 tokens in the vocabulary"),
-        ({"hidden_size": None}, "hidden_size is missing; it must be a whole number from 1"),
+        ({"hidden_size": None}, "hidden_size is missing; it must be an integer from 1"),
     ],
 )
 def test_a_card_that_does_not_fit_is_refused(

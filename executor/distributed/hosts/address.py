@@ -1,4 +1,4 @@
-"""What the first host's address stands for: one name may be several addresses, of both kinds, and another tomorrow."""
+"""Resolve the first host's address: a name may have several addresses, IPv4 and IPv6, that change over time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import socket
 
 
 def endpoints_of(address: str) -> list[str]:
-    """Return the ZeroMQ endpoints of an address ``HOST:PORT``, those of IPv4 first. Raises `OSError` where the name is unknown.
+    """Return the ZeroMQ endpoints of an address ``HOST:PORT``, IPv4 first. Raises `OSError` for an unknown name.
 
-    Both sides try them in this order, so that they meet where there are several.
+    All hosts try them in this order, so that they use the same one.
     """
     name, _, port = address.rpartition(":")
     found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -21,5 +21,5 @@ def endpoints_of(address: str) -> list[str]:
 
 
 def is_ipv6(endpoint: str) -> bool:
-    """Return whether ZeroMQ must be told that an endpoint is of IPv6."""
+    """Return whether an endpoint needs ZeroMQ's IPv6 option."""
     return endpoint.startswith("tcp://[")

@@ -1,13 +1,11 @@
-"""HostCollectives of ranks that are on several hosts: what those of this one leave goes to the others, and what
-theirs leave comes here.
+"""Collectives of ranks on several hosts: each host sends its ranks' contributions to the other hosts.
 
-    host A   rank 0 ── sums, met ──▶ memory ──▶ HostCollectives ── rows, then met ──▶ HostCollectives ──▶ memory ──
-    met ──▶ rank 1   host B
+    host A                                                                          host B
+    rank 0 ── rows ──▶ memory ──▶ HostCollectives ── rows, CollectivesDone ──▶ HostCollectives ──▶ memory ──▶ rank 1
 
-Each host has the ranks' memory of its own, and in it the same place for each rank's sums. A rank on another host has come to a
-meeting here when what it left for it lies here. So what ranks may rely on is what it is on one host: who has met somebody finds
-there what he left, and what a rank writes over has been read by all who have met it since. The process that carries relies on the
-same: no rank is two meetings on before all hosts have heard of the first.
+Each host has its own memory with the same layout for all ranks' sums. A remote rank counts as arrived at a collective
+once its rows are in the local memory. So ranks have the same guarantees as on one host: after a collective, all
+contributions are readable, and overwritten rows have been read by all. No rank is two collectives ahead of a host.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from quintet.executor.distributed.hosts.messages import (
-    PIECE_BYTES,
+    CHUNK_BYTES,
     CollectiveRows,
     CollectivesDone,
-    Senseless,
+    InvalidMessage,
 )
 from quintet.executor.distributed.hosts.topology import ranks_of
 from quintet.executor.distributed.parallel.library import CLeft, CRanksShape, RanksLibrary, RanksMemory
@@ -31,7 +29,7 @@ from quintet.wire.config import ExecutorConfig
 
 
 class HostCollectives:
-    """One host's end. A thread waits for the ranks here; everything else is done by the loop that has the sockets."""
+    """One host's end. A thread waits for the local ranks; the socket loop does the rest."""
 
     def __init__(
         self,
@@ -42,7 +40,7 @@ class HostCollectives:
         host: int,
         ring: Callable[[], None],
     ) -> None:
-        """descriptor: of the ranks' memory. ring: called from another thread when there is something to send."""
+        """descriptor: the ranks' memory. ring: called by the thread when there is something to send."""
         self._library, self._executor, self._host, self._ring = library, executor, host, ring
         self._memory = RanksMemory(library, descriptor, shape)
         self._ranks = [
@@ -50,72 +48,82 @@ class HostCollectives:
             for rank in range(executor.num_ranks)
         ]
         self._begin = library.sums(self._ranks[0], 0, shape.sums_width) - self._memory.address
-        """Where what ranks leave begins in their memory."""
-        self._num_met = 0
-        """HostCollectives that all ranks here have come to; written by the thread."""
+        """Offset of the collectives' rows in the memory."""
+        self._num_completed = 0
+        """Collectives completed by all local ranks; written by the thread."""
         self._num_sent = 0
-        self._num_heard = dict.fromkeys(range(executor.num_hosts), 0)
-        threading.Thread(target=self._wait, name="meetings", daemon=True).start()
+        self._num_received = dict.fromkeys(range(executor.num_hosts), 0)
+        threading.Thread(target=self._wait, name="collectives", daemon=True).start()
 
     def _wait(self) -> None:
         own = ranks_of(self._executor, self._host)
         while True:
-            self._library.wait_for_met(self._ranks[own.start], own.start, own.stop, self._num_met + 1)
-            self._num_met += 1
+            self._library.wait_for_arrival(
+                self._ranks[own.start], own.start, own.stop, self._num_completed + 1
+            )
+            self._num_completed += 1
             self._ring()
 
-    def newly_met(self) -> Iterator[tuple[int, list[bytes | memoryview]]]:
-        """Yield for whom there is what to send, and the frames: they are as they are until it has met the ranks here."""
-        while self._num_sent < self._num_met:
+    def newly_completed(self) -> Iterator[tuple[int, list[bytes | memoryview]]]:
+        """Yield destination hosts and frames of new contributions; the frames are valid until the next collective."""
+        while self._num_sent < self._num_completed:
             self._num_sent += 1
-            left = [self._left_by(rank) for rank in ranks_of(self._executor, self._host)]
+            contributions = [self._contribution_of(rank) for rank in ranks_of(self._executor, self._host)]
             for other in range(self._executor.num_hosts):
                 if other == self._host:
                     continue
-                for each in left:
+                for each in contributions:
                     if other == 0 or not each.for_first:
                         yield from ((other, frames) for frames in self._rows(each, other))
                 yield other, [encode(CollectivesDone(self._host, other, self._num_sent))]
 
-    def _left_by(self, rank: int) -> CLeft:
-        left = CLeft()
-        self._library.left(self._ranks[rank], self._num_sent, ctypes.byref(left))
-        return left
+    def _contribution_of(self, rank: int) -> CLeft:
+        contribution = CLeft()
+        self._library.left(self._ranks[rank], self._num_sent, ctypes.byref(contribution))
+        return contribution
 
-    def _rows(self, left: CLeft, other: int) -> Iterator[list[bytes | memoryview]]:
-        """Yield messages with what was left, in pieces of whole rows."""
-        if left.row_bytes == 0:
+    def _rows(self, contribution: CLeft, other: int) -> Iterator[list[bytes | memoryview]]:
+        """Yield messages with a rank's contribution, in pieces of whole rows."""
+        if contribution.row_bytes == 0:
             return
-        most = max(1, PIECE_BYTES // left.row_bytes)
-        for first in range(0, left.rows, most):
-            offset, count = left.offset + first * left.stride, min(most, left.rows - first)
-            head = encode(CollectiveRows(self._host, other, offset, left.row_bytes, left.stride))
-            if left.row_bytes == left.stride:
-                yield [head, memoryview(self._memory.mapped)[offset : offset + count * left.stride]]
+        most = max(1, CHUNK_BYTES // contribution.row_bytes)
+        for first in range(0, contribution.rows, most):
+            offset, count = (
+                contribution.offset + first * contribution.stride,
+                min(most, contribution.rows - first),
+            )
+            head = encode(
+                CollectiveRows(self._host, other, offset, contribution.row_bytes, contribution.stride)
+            )
+            if contribution.row_bytes == contribution.stride:
+                yield [head, memoryview(self._memory.mapped)[offset : offset + count * contribution.stride]]
             else:
-                yield [head, self._place(offset, count, left.row_bytes, left.stride).tobytes()]
+                yield [
+                    head,
+                    self._place(offset, count, contribution.row_bytes, contribution.stride).tobytes(),
+                ]
 
     def _place(self, offset: int, rows: int, row_bytes: int, stride: int) -> np.ndarray:
         return np.ndarray((rows, row_bytes), np.uint8, self._memory.mapped, offset, (stride, 1))
 
     def take_rows(self, message: CollectiveRows, content: memoryview) -> None:
-        """Put what ranks of another host have left where those here read it. Raises `Senseless`."""
+        """Write rows of a remote rank into the local memory. Raises `InvalidMessage`."""
         row_bytes, stride = message.row_bytes, message.stride
         rows = len(content) // row_bytes if row_bytes > 0 else 0
         end = message.offset + (rows - 1) * stride + row_bytes
         if rows < 1 or rows * row_bytes != len(content) or stride < row_bytes:
-            raise Senseless("leaves rows that cannot be")
+            raise InvalidMessage("sent rows of an invalid shape")
         if not self._begin <= message.offset < end <= len(self._memory.mapped):
-            raise Senseless("leaves rows where ranks leave none")
-        place = self._place(message.offset, rows, row_bytes, stride)
-        place[:] = np.frombuffer(content, np.uint8).reshape(rows, row_bytes)
+            raise InvalidMessage("sent rows outside of the collectives' memory")
+        target = self._place(message.offset, rows, row_bytes, stride)
+        target[:] = np.frombuffer(content, np.uint8).reshape(rows, row_bytes)
 
-    def take_met(self, message: CollectivesDone) -> None:
-        """Have the ranks of another host come to a meeting here. Raises `Senseless`."""
-        if message.meetings != self._num_heard[message.host] + 1:
-            raise Senseless(
-                f"says that its ranks have come to meeting {message.meetings}, behind {self._num_heard[message.host]}"
+    def take_done(self, message: CollectivesDone) -> None:
+        """Mark the ranks of another host as arrived at a collective. Raises `InvalidMessage`."""
+        if message.collectives != self._num_received[message.host] + 1:
+            raise InvalidMessage(
+                f"reports collective {message.collectives} after {self._num_received[message.host]}"
             )
-        self._num_heard[message.host] = message.meetings
+        self._num_received[message.host] = message.collectives
         for rank in ranks_of(self._executor, message.host):
-            self._library.met(self._ranks[rank], message.meetings)
+            self._library.met(self._ranks[rank], message.collectives)

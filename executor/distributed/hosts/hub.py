@@ -1,8 +1,7 @@
-"""The process of the first host that the others talk with: ``python -m quintet.executor.distributed.hosts.hub``,
-started by rank 0.
+"""The first host's hub process: ``python -m quintet.executor.distributed.hosts.hub``, started by rank 0.
 
-Listens, admits each other host once, and carries what their stages and this host's tell each other: what one of the others tells
-another passes through here. Ends when one is lost, and with it all ranks. Imports no torch.
+It listens, admits each other host once, and carries orders between stages on different hosts; all traffic passes
+through the hub. It exits when a host is lost, and all ranks exit with it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from quintet.executor.distributed.hosts.messages import (
     FromMember,
     HostHeartbeat,
     HostLost,
+    InvalidMessage,
     Join,
+    LinkMessage,
     LinkNote,
     LinkOrder,
     LinkProgress,
-    OfLink,
     Parts,
     PayloadChunk,
     Refused,
-    Senseless,
     Welcome,
 )
-from quintet.executor.distributed.hosts.topology import hearer_of, links_between, teller_of
-from quintet.executor.distributed.parallel.child import ChildIdentity, be_child, numbers
+from quintet.executor.distributed.hosts.topology import links_between, receiver_host, sender_host
+from quintet.executor.distributed.parallel.child import ChildIdentity, parse_ints, run_child
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, read_key
 from quintet.wire.codec import encode
@@ -54,142 +53,144 @@ from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError
 
 BIND_S = 20.0
-"""So long the address may still be the one's who had it before, or its name be unknown, when a server starts."""
+"""Limit on the time to bind the address at start, while a previous process holds it or the name is unknown."""
 FIRST_EPOCH = 1
-"""Of an executor that has not been there before."""
-COMPLAINT_S = 60.0
-"""Between two lines of the log that say that somebody knocks who has no key."""
+"""Epoch of an executor's first start."""
+WARNING_INTERVAL_S = 60.0
+"""Minimum interval between log lines about connections without the key."""
 log = logging.getLogger("quintet")
 
 
 @dataclass(slots=True)
 class JoiningHost:
-    """A host that has asked to take part."""
+    """A host that sent `Join`."""
 
     host: int
     descriptor: int
-    """Of its connection."""
-    heard_s: float
+    """File descriptor of its connection."""
+    last_received_s: float
     has_begun: bool = False
 
 
 class Hub:
-    """Used in one thread."""
+    """The hub's sockets and members. Used by one thread."""
 
     def __init__(self, slot: ChildIdentity, config: EngineConfig, links: Sequence[int]) -> None:
-        """links: descriptors of the memory of links, or of ranks that are on several hosts. Raises `ConfigError`."""
+        """links: descriptors of the memory of links, or of ranks on several hosts. Raises `ConfigError`."""
         assert config.executor.hosts is not None
         hosts = config.executor.hosts
         self._config, self._epoch = config, slot.me.epoch
         self._sources, self._parts = sources(), parts_of(config, RUNNER)
-        self._guests: dict[bytes, JoiningHost] = {}
-        """By how ZeroMQ calls the connection."""
+        self._members: dict[bytes, JoiningHost] = {}
+        """Members by ZeroMQ routing id."""
         self._by_host: dict[int, bytes] = {}
-        self._held: dict[int, list[Frames]] = {}
-        """What hosts are to hear once they have begun: who is there already, and nothing that a step waits for."""
+        self._pending_frames: dict[int, list[Frames]] = {}
+        """Frames for hosts that have not begun; no step waits for these."""
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromMember)
         self._carrier = Carrier(config, 0, links, self._send_to)
-        self._told_s = self._quiet_until_s = 0.0
+        self._last_sent_s = self._quiet_until_s = 0.0
         self._context = context = Context()
         key = read_key(hosts.key_file, *GROUP_KEY)
-        self._doorman = PeerAuthenticator(context, key)
-        self._door = context.socket(zmq.ROUTER)
+        self._authenticator = PeerAuthenticator(context, key)
+        self._socket = context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.ROUTER_MANDATORY, 1),
-            (zmq.SNDHWM, 0),  # there is never more under way than links hold
+            (zmq.SNDHWM, 0),  # the links' capacity bounds the queue
             (zmq.MAXMSGSIZE, largest_frame(config)),
         ):
-            self._door.setsockopt(option, value)
-        key.protect(self._door, listens=True)
-        self._monitor: Any = self._door.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILED)
+            self._socket.setsockopt(option, value)
+        key.protect(self._socket, listens=True)
+        self._monitor: Any = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILED)
         try:
-            _bind(self._door, hosts.address, self._epoch)
+            _bind(self._socket, hosts.address, self._epoch)
         except ConfigError:
             self.close()
             raise
         log.info(
-            "waiting for %d other hosts at %s, of whom each runs: quintet serve MODEL --headless --node-rank N",
+            "waiting for %d other hosts at %s; run on each: quintet serve MODEL --headless --node-rank N",
             hosts.count - 1, hosts.address,
         )  # fmt: skip
 
     def close(self) -> None:
         """Close the sockets."""
-        self._door.disable_monitor()
+        self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
     def run(self) -> None:
-        """Carry for ever. Raises `HostLost`."""
+        """Carry messages until a host is lost. Raises `HostLost`."""
         poller = zmq.Poller()
-        for each in (self._door, self._monitor, self._doorman.socket, self._carrier.fileno()):
+        for each in (self._socket, self._monitor, self._authenticator.socket, self._carrier.fileno()):
             poller.register(each, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(int(BEAT_S * 1000)))
-            if self._doorman.socket in ready:
-                self._doorman.answer()
+            if self._authenticator.socket in ready:
+                self._authenticator.answer()
             if self._monitor in ready:
-                self._see_connection()
-            if self._door in ready:
-                self._hear()
+                self._handle_connection_event()
+            if self._socket in ready:
+                self._receive()
             if self._carrier.fileno() in ready:
                 self._carrier.send_all()
             now = time.monotonic()
-            if now - self._told_s >= BEAT_S:
-                self._told_s = now
+            if now - self._last_sent_s >= BEAT_S:
+                self._last_sent_s = now
                 self._carrier.send_notes()
-                for who in list(self._guests):
-                    self._send(who, [encode(HostHeartbeat())])
-                self._look_for_silence(now)
+                for routing_id in list(self._members):
+                    self._send(routing_id, [encode(HostHeartbeat())])
+                self._check_heartbeats(now)
 
-    def _hear(self) -> None:
-        """Read what is there."""
+    def _receive(self) -> None:
+        """Receive all waiting messages."""
         while True:
             try:
-                who, *frames = self._door.recv_multipart(zmq.NOBLOCK, copy=False)
+                routing_id, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            guest = self._guests.get(who.bytes)
+            member = self._members.get(routing_id.bytes)
             try:
                 message = read_head(self._decoder, frames)
-                if guest is None:
-                    self._admit(who, message)
+                if member is None:
+                    self._admit(routing_id, message)
                     continue
-                guest.heard_s = time.monotonic()
-                self._take(guest, who.bytes, message, frames)
-            except Senseless as error:
-                if guest is None:
-                    log.warning("somebody at the hosts' door %s", error)
+                member.last_received_s = time.monotonic()
+                self._take(member, routing_id.bytes, message, frames)
+            except InvalidMessage as error:
+                if member is None:
+                    log.warning("a connection to the hub %s", error)
                     continue
-                raise HostLost(f"host {guest.host} {error}") from None
+                raise HostLost(f"host {member.host} {error}") from None
 
-    def _admit(self, who: zmq.Frame, message: FromMember) -> None:
-        """Let a host take part that was not known."""
+    def _admit(self, routing_id: zmq.Frame, message: FromMember) -> None:
+        """Admit a host that sent `Join`, or refuse it."""
         hosts = self._config.executor.hosts
         assert hosts is not None
         if not isinstance(message, Join):
-            raise Senseless("says what makes no sense")
+            raise InvalidMessage("sent an invalid message")
         if not 0 < message.host < hosts.count:
-            words = f"this is a group of --nnodes {hosts.count}: --node-rank is 1 to {hosts.count - 1}"
-            self._refuse(who.bytes, message.host, words)
+            reason = f"--node-rank must be 1 to {hosts.count - 1}, since --nnodes is {hosts.count}"
+            self._refuse(routing_id.bytes, message.host, reason)
         elif message.version != VERSION or message.sources != self._sources:
-            self._refuse(who.bytes, message.host, "it is another version of Quintet; install the same")
+            self._refuse(
+                routing_id.bytes, message.host, "its version of Quintet differs; install the same version"
+            )
         elif message.host in self._by_host:
-            self._refuse(who.bytes, message.host, "another with this --node-rank is there", is_final=False)
+            self._refuse(routing_id.bytes, message.host, "another host uses this --node-rank", is_final=False)
         else:
-            descriptor: Any = who.get(zmq.SRCFD)
-            self._guests[who.bytes] = JoiningHost(message.host, int(descriptor), time.monotonic())
-            self._by_host[message.host] = who.bytes
+            descriptor: Any = routing_id.get(zmq.SRCFD)
+            self._members[routing_id.bytes] = JoiningHost(message.host, int(descriptor), time.monotonic())
+            self._by_host[message.host] = routing_id.bytes
             config = msgspec.json.encode(shown(self._config))
-            self._send(who.bytes, [encode(Welcome(self._epoch, config))])
+            self._send(routing_id.bytes, [encode(Welcome(self._epoch, config))])
 
-    def _refuse(self, who: bytes, host: int, words: str, *, is_final: bool = True) -> None:
-        log.warning("host %d is refused: %s", host, words)
-        self._send(who, [encode(Refused(words, is_final))])
+    def _refuse(self, routing_id: bytes, host: int, reason: str, *, is_final: bool = True) -> None:
+        log.warning("host %d is refused: %s", host, reason)
+        self._send(routing_id, [encode(Refused(reason, is_final))])
 
-    def _take(self, guest: JoiningHost, who: bytes, message: FromMember, frames: Frames) -> None:
+    def _take(self, member: JoiningHost, routing_id: bytes, message: FromMember, frames: Frames) -> None:
         match message:
-            case Parts() if not guest.has_begun:
-                self._compare(guest, who, message)
+            case Parts() if not member.has_begun:
+                self._compare(member, routing_id, message)
             case (
                 PayloadChunk()
                 | LinkOrder()
@@ -197,96 +198,96 @@ class Hub:
                 | LinkNote()
                 | CollectiveRows()
                 | CollectivesDone()
-            ) if guest.has_begun:
-                self._carry(guest, message, frames)
+            ) if member.has_begun:
+                self._forward(member, message, frames)
             case HostHeartbeat():
                 pass
             case _:
-                raise Senseless("says what makes no sense")
+                raise InvalidMessage("sent an invalid message")
 
-    def _compare(self, guest: JoiningHost, who: bytes, message: Parts) -> None:
-        """Have a host begin that would compute the same."""
+    def _compare(self, member: JoiningHost, routing_id: bytes, message: Parts) -> None:
+        """Let a host begin if its weights and kernels are those of the first host; refuse it otherwise."""
         differing = [name for name, part in self._parts.items() if message.parts.get(name) != part]
         if not differing:
-            self._send(who, [encode(Begin())])
-            if who not in self._guests:
+            self._send(routing_id, [encode(Begin())])
+            if routing_id not in self._members:
                 return
-            guest.has_begun = True
-            log.info("host %d is there", guest.host)
-            for frames in self._held.pop(guest.host, []):
-                self._send(who, frames)
+            member.has_begun = True
+            log.info("host %d joined", member.host)
+            for frames in self._pending_frames.pop(member.host, []):
+                self._send(routing_id, frames)
             return
-        words = f"its {' and '.join(sorted(differing))} differ from the first host's"
+        reason = f"its {' and '.join(sorted(differing))} differ from the first host's"
         if differing == ["instruction_set"]:
-            words += ": set QUINTET_ISA to one that all processors have"
-        del self._guests[who], self._by_host[guest.host]
-        self._refuse(who, guest.host, words)
+            reason += ": set QUINTET_ISA to an instruction set that all processors have"
+        del self._members[routing_id], self._by_host[member.host]
+        self._refuse(routing_id, member.host, reason)
 
-    def _carry(self, guest: JoiningHost, message: Carried, frames: Frames) -> None:
-        """Give something to whom it is for."""
+    def _forward(self, member: JoiningHost, message: Carried, frames: Frames) -> None:
+        """Deliver a message to its destination host."""
         executor = self._config.executor
-        if not isinstance(message, OfLink):
-            if message.host != guest.host or message.to not in range(executor.num_hosts):
-                raise Senseless("speaks for another host")
+        if not isinstance(message, LinkMessage):
+            if message.host != member.host or message.to not in range(executor.num_hosts):
+                raise InvalidMessage("sent a message in the name of another host")
             receiver = message.to
         else:
-            receiver = self._receiver(guest, message)
+            receiver = self._receiver(member, message)
         if receiver == 0:
             self._carrier.take(message, frames)
         else:
             self._send_to(receiver, frames)
 
-    def _receiver(self, guest: JoiningHost, message: OfLink) -> int:
+    def _receiver(self, member: JoiningHost, message: LinkMessage) -> int:
         """Return the host at the other end of a link."""
         executor = self._config.executor
         if message.link not in links_between(executor):
-            raise Senseless(f"speaks of link {message.link}")
-        ends = teller_of(executor, message.link), hearer_of(executor, message.link)
+            raise InvalidMessage(f"sent a message of unknown link {message.link}")
+        ends = sender_host(executor, message.link), receiver_host(executor, message.link)
         sender, receiver = ends if isinstance(message, PayloadChunk | LinkOrder) else ends[::-1]
-        if sender != guest.host:
-            raise Senseless(f"speaks of link {message.link}")
+        if sender != member.host:
+            raise InvalidMessage(f"sent a message of foreign link {message.link}")
         return receiver
 
     def _send_to(self, host: int, frames: Frames) -> None:
-        who = self._by_host.get(host)
-        if who is not None and self._guests[who].has_begun:
-            self._send(who, frames)
+        routing_id = self._by_host.get(host)
+        if routing_id is not None and self._members[routing_id].has_begun:
+            self._send(routing_id, frames)
         else:
-            self._held.setdefault(host, []).append(frames)
+            self._pending_frames.setdefault(host, []).append(frames)
 
-    def _send(self, who: bytes, frames: Frames) -> None:
+    def _send(self, routing_id: bytes, frames: Frames) -> None:
         try:
-            self._door.send_multipart([who, *frames], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([routing_id, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            if who in self._guests:
-                self._lose(who, self._guests[who], f"cannot be reached: {error.strerror}")
+            if routing_id in self._members:
+                self._drop_member(routing_id, self._members[routing_id], f"is unreachable: {error.strerror}")
 
-    def _see_connection(self) -> None:
+    def _handle_connection_event(self) -> None:
         event: Any = recv_monitor_message(self._monitor)
         if event["event"] == zmq.EVENT_DISCONNECTED:
-            for who, guest in list(self._guests.items()):
-                if guest.descriptor == event["value"]:
-                    self._lose(who, guest, "has closed the connection")
+            for routing_id, member in list(self._members.items()):
+                if member.descriptor == event["value"]:
+                    self._drop_member(routing_id, member, "closed the connection")
         elif time.monotonic() >= self._quiet_until_s:
-            self._quiet_until_s = time.monotonic() + COMPLAINT_S
-            log.warning("somebody at the hosts' door has another %s, or none", GROUP_KEY[0])
+            self._quiet_until_s = time.monotonic() + WARNING_INTERVAL_S
+            log.warning("rejected a connection to the hub: its %s is missing or differs", GROUP_KEY[0])
 
-    def _look_for_silence(self, now: float) -> None:
-        silent_s = self._config.processes.stall_s
-        for who, guest in list(self._guests.items()):
-            if now - guest.heard_s > silent_s:
-                self._lose(who, guest, f"has been silent for {silent_s:g} s")
+    def _check_heartbeats(self, now: float) -> None:
+        timeout_s = self._config.processes.stall_s
+        for routing_id, member in list(self._members.items()):
+            if now - member.last_received_s > timeout_s:
+                self._drop_member(routing_id, member, f"sent nothing for {timeout_s:g} s")
 
-    def _lose(self, who: bytes, guest: JoiningHost, words: str) -> None:
-        """End with a host that takes part; the place of another is free again."""
-        if guest.has_begun:
-            raise HostLost(f"host {guest.host} {words}")
-        log.warning("host %d, which had not begun, %s", guest.host, words)
-        del self._guests[who], self._by_host[guest.host]
+    def _drop_member(self, routing_id: bytes, member: JoiningHost, reason: str) -> None:
+        """Fail if the host takes part; otherwise free its node rank."""
+        if member.has_begun:
+            raise HostLost(f"host {member.host} {reason}")
+        log.warning("host %d left before it began: it %s", member.host, reason)
+        del self._members[routing_id], self._by_host[member.host]
 
 
 def shown(config: EngineConfig) -> EngineConfig:
-    """Return what other hosts are told of the configuration: no keys of clients, no paths of this machine."""
+    """Return the configuration for other hosts, without client keys and local paths."""
     replace, hosts = msgspec.structs.replace, config.executor.hosts
     assert hosts is not None
     return replace(
@@ -300,38 +301,38 @@ def shown(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _bind(door: zmq.Socket[bytes], address: str, epoch: int) -> None:
-    """Listen at the address, and no other. Raises `ConfigError`.
+def _bind(socket: zmq.Socket[bytes], address: str, epoch: int) -> None:
+    """Bind the address only. Raises `ConfigError`.
 
-    Where a group has been before, the address was right: what is missing comes back, and requests are kept until then.
+    After the first epoch the address is known to be valid, so retry without limit; requests stay queued meanwhile.
     """
     is_known = epoch > FIRST_EPOCH
-    until_s, said_s = time.monotonic() + BIND_S, 0.0
+    until_s, last_warning_s = time.monotonic() + BIND_S, 0.0
     while True:
         try:
-            _bind_to_first(door, address)
+            _bind_to_first(socket, address)
             return
         except (OSError, zmq.ZMQError) as error:
             now = time.monotonic()
             if not is_known and (error.errno == zmq.EADDRNOTAVAIL or now > until_s):
                 name, _, port = address.rpartition(":")
                 raise ConfigError(
-                    f"--master-addr {name} --master-port {port}: {error.strerror}; the first host listens there, so it must be"
-                    " an address of this machine, and a port that is free"
+                    f"--master-addr {name} --master-port {port}: {error.strerror}; the first host listens there, so use"
+                    " an address of this machine and a free port"
                 ) from None
-            if is_known and now - said_s > COMPLAINT_S:
-                said_s = now
-                log.warning("the hosts cannot meet at %s: %s; trying again", address, error.strerror)
+            if is_known and now - last_warning_s > WARNING_INTERVAL_S:
+                last_warning_s = now
+                log.warning("the hub cannot bind %s: %s; retrying", address, error.strerror)
         time.sleep(0.1)
 
 
-def _bind_to_first(door: zmq.Socket[bytes], address: str) -> None:
-    """Listen at the first of its addresses that this machine has. Raises `OSError` and `zmq.ZMQError`."""
+def _bind_to_first(socket: zmq.Socket[bytes], address: str) -> None:
+    """Bind the first of the address's endpoints that this machine has. Raises `OSError` and `zmq.ZMQError`."""
     *others, last = endpoints_of(address)
     for endpoint in (*others, last):
-        door.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
+        socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
         try:
-            door.bind(endpoint)
+            socket.bind(endpoint)
             return
         except zmq.ZMQError as error:
             if endpoint == last or error.errno != zmq.EADDRNOTAVAIL:
@@ -339,10 +340,10 @@ def _bind_to_first(door: zmq.Socket[bytes], address: str) -> None:
 
 
 def _run(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
-    memory = numbers(arguments.links or arguments.groups)
+    memory = parse_ints(arguments.links or arguments.groups)
     with contextlib.closing(Hub(slot, config, memory)) as hub:
         hub.run()
 
 
 if __name__ == "__main__":
-    be_child("hub", _run)
+    run_child("hub", _run)

@@ -1,15 +1,15 @@
-"""The two ends of a link between two hosts: memory that looks to a stage, or a rank, as if the other one were beside it.
+"""The two ends of a link between two hosts: each emulates the remote rank in the local memory of the link.
 
-    host A   stage k ── tells ──▶ memory ──▶ LinkReceiver ── order ──▶          LinkSender ──▶ memory ── hears ──▶
-    stage k + 1   host B
-                                             LinkReceiver ◀────────── done ──── LinkSender
+    host A                                                          host B
+    stage k ── order ──▶ memory ──▶ LinkReceiver ── LinkOrder ────▶ LinkSender ──▶ memory ── order ──▶ stage k + 1
+            ◀── done ─── memory ◀── LinkReceiver ◀─ LinkProgress ── LinkSender ◀── memory ◀── done ───
 
-The ear says that an order was carried out when the stage that heard it on the other host has said so. So as many orders are
-under way as between stages of one host, there is room for whatever comes, and a place in memory is written again only when it has
-been read on both. Waiting is done by a thread of each end, everything else by the loop that has the sockets.
+The receiver marks an order as done when the remote stage has finished it. So the limit on orders in flight is that of
+a local link. There is always space for a message, and memory is reused only after both hosts have read it. Each
+end has a waiting thread; the socket loop does the rest.
 
-Ranks on another host than rank 0 are told by such ends as well: one stands here for all of them, the other there for rank 0, and
-for those that are not there, who are never waited for.
+Ranks of one stage on several hosts use the same ends. On the leader's host, an end acts for the followers of one
+other host. On that host, an end acts for the leader and for all ranks of further hosts, which are never waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from quintet.executor.distributed.hosts.messages import LinkOrder, Senseless
+from quintet.executor.distributed.hosts.messages import InvalidMessage, LinkOrder
 from quintet.executor.distributed.parallel.library import (
     PAIR_BYTES,
     COrder,
@@ -37,7 +37,7 @@ _WITH_MAIL = (*_OF_PAIRS, OrderKind.EMBEDS)
 
 
 class LinkEnd:
-    """A view of a link's memory, as one of its two ranks; or of what ranks on several hosts share, as those that are not here."""
+    """A view of a link's memory in the role of its remote ranks."""
 
     def __init__(
         self,
@@ -50,30 +50,30 @@ class LinkEnd:
         is_last: bool,
         is_within: bool = False,
     ) -> None:
-        """ranks: whom it stands for. The first of them hears, or tells."""
+        """ranks: the emulated ranks; the first of them sends or receives."""
         self.link = link
         self.library, self.shape = library, shape
         self.memory = RanksMemory(library, descriptor, shape)
-        self.handle, *self._beside = (
+        self.handle, *self._other_handles = (
             library.new(ctypes.byref(shape), self.memory.address, rank, 0) for rank in ranks
         )
         self.is_within = is_within
-        """Whether the ranks of one stage are told by it, not the next stage."""
+        """True if the link connects ranks of one stage, instead of two stages."""
         self.is_last = is_last
-        """Whether the link carries logits, to the first stage."""
+        """True if the link carries logits, to the first stage."""
 
     def all_done(self, orders: int) -> None:
-        """Say that all whom it stands for have carried out so many."""
+        """Mark ``orders`` orders as done for all emulated ranks."""
         self.library.done_with(self.handle, orders)
         self.others_done(orders)
 
     def others_done(self, orders: int) -> None:
-        """Say that all but the first of them have: to a teller nobody but those here counts."""
-        for each in self._beside:
+        """Mark orders as done for all emulated ranks but the first; a sender counts local ranks only."""
+        for each in self._other_handles:
             self.library.done_with(each, orders)
 
     def payload_bytes(self, order: COrder) -> int:
-        """Return how much of the payload an order comes with."""
+        """Return the payload size of an order in bytes."""
         if order.kind != OrderKind.RUN:
             return 0
         shape, is_new = self.shape, order.begin == StepPart.LAYERS
@@ -83,37 +83,37 @@ class LinkEnd:
         return int(rows * (shape.payload_bytes // most)) if self.is_last or is_new else 0
 
     def at(self, address: int, size: int) -> memoryview:
-        """Return so many bytes of the memory."""
+        """Return a view of ``size`` bytes of the memory."""
         begin = address - self.memory.address
         return memoryview(self.memory.mapped)[begin : begin + size]
 
 
 class LinkReceiver:
-    """Hears what a stage of this host tells one on another."""
+    """Receives the orders that a local stage sends to a remote one."""
 
     def __init__(self, end: LinkEnd, ring: Callable[[], None]) -> None:
-        """ring: called from another thread when there is something to take."""
+        """ring: called by the thread when an order is available."""
         self._end, self._ring = end, ring
         self._order = COrder()
-        self._heard, self._taken = threading.Event(), threading.Semaphore(0)
-        self._num_heard = 0
+        self._has_order, self._taken = threading.Event(), threading.Semaphore(0)
+        self._num_received = 0
         self._least_done = 0
-        """What may be said to be done next: of no order, that who carries them out is there."""
-        threading.Thread(target=self._hear, name=f"link {end.link}", daemon=True).start()
+        """Minimum value of the next `done`: 0 means that the remote end is ready."""
+        threading.Thread(target=self._receive_orders, name=f"link {end.link}", daemon=True).start()
 
-    def _hear(self) -> None:
+    def _receive_orders(self) -> None:
         library, step = self._end.library, ctypes.create_string_buffer(self._end.library.step_bytes)
         while True:
-            library.hear(self._end.handle, ctypes.byref(self._order), step)
-            self._heard.set()
+            library.receive(self._end.handle, ctypes.byref(self._order), step)
+            self._has_order.set()
             self._ring()
             self._taken.acquire()
 
     def take(self) -> tuple[LinkOrder, bytes, memoryview] | None:
-        """Return the order that was heard, what comes with it, and its payload, which stays where it is until it is done with."""
-        if not self._heard.is_set():
+        """Return the received order, its content and its payload; the payload is valid until the order is done."""
+        if not self._has_order.is_set():
             return None
-        self._heard.clear()
+        self._has_order.clear()
         end, order = self._end, self._order
         library, handle = end.library, end.handle
         content = b""
@@ -125,38 +125,38 @@ class LinkReceiver:
             library.pack_step(handle, ctypes.byref(order), packed)
             content = packed.raw
         payload = end.at(library.payload(handle), end.payload_bytes(order))
-        told = LinkOrder(end.link, tuple(getattr(order, name) for name in _FIELDS))
-        self._num_heard += 1
+        message = LinkOrder(end.link, tuple(getattr(order, name) for name in _FIELDS))
+        self._num_received += 1
         self._taken.release()
-        return told, content, payload
+        return message, content, payload
 
     def done(self, orders: int) -> None:
-        """Say to the stage here that so many orders were carried out there."""
-        if not self._least_done <= orders <= self._num_heard:
-            raise Senseless(
-                f"says that {orders} orders of link {self._end.link} are done, of {self._num_heard}"
+        """Mark orders as done by the remote stage. Raises `InvalidMessage`."""
+        if not self._least_done <= orders <= self._num_received:
+            raise InvalidMessage(
+                f"reports {orders} finished orders of link {self._end.link}, of {self._num_received} sent"
             )
         self._least_done = orders + 1
         self._end.all_done(orders)
 
-    def note(self, progress: int, chores: int) -> None:
-        """Say to the stage here what those there say of themselves."""
+    def note(self, progress: int, idle_tasks: int) -> None:
+        """Store the remote ranks' notes for the local stage."""
         self._end.library.note(self._end.handle, Note.PROGRESS, progress)
-        self._end.library.note(self._end.handle, Note.CHORES, chores)
+        self._end.library.note(self._end.handle, Note.IDLE_TASKS, idle_tasks)
 
 
 class LinkSender:
-    """Tells a stage of this host what one on another has told."""
+    """Sends a remote stage's orders to the local one."""
 
     def __init__(self, end: LinkEnd, ring: Callable[[], None]) -> None:
-        """ring: called from another thread when an order was carried out."""
+        """ring: called by the thread when an order is done."""
         self._end, self._ring = end, ring
-        self._num_told = 0
+        self._num_sent = 0
         self._num_bytes = 0
-        """Of the next order's payload that are there."""
+        """Received bytes of the next order's payload."""
         self._num_done: int | None = None
-        """Written by the thread that waits; None: nobody is there yet."""
-        self._num_said: int | None = None
+        """Finished orders, written by the thread; None before the local rank is ready."""
+        self._num_reported: int | None = None
         end.others_done(0)
         threading.Thread(target=self._wait, name=f"link {end.link}", daemon=True).start()
 
@@ -166,51 +166,55 @@ class LinkSender:
             self._num_done = num_done
             self._ring()
 
-    def take_piece(self, piece: memoryview) -> None:
-        """Keep bytes of the next order's payload. Raises `Senseless` where there is no room for them."""
-        self._check_room()
+    def take_chunk(self, chunk: memoryview) -> None:
+        """Store a piece of the next order's payload. Raises `InvalidMessage` if it does not fit."""
+        self._check_depth()
         end = self._end
-        if not 0 < len(piece) <= end.shape.payload_bytes - self._num_bytes:
-            raise Senseless(f"tells more bytes on link {end.link} than there is room for")
-        self._put(piece)
-        self._num_bytes += len(piece)
+        if not 0 < len(chunk) <= end.shape.payload_bytes - self._num_bytes:
+            raise InvalidMessage(f"sent more payload on link {end.link} than an order can have")
+        self._put(chunk)
+        self._num_bytes += len(chunk)
 
-    def _put(self, piece: memoryview) -> None:
+    def _put(self, chunk: memoryview) -> None:
         end = self._end
-        end.at(end.library.payload(end.handle) + self._num_bytes, len(piece))[:] = piece
+        end.at(end.library.payload(end.handle) + self._num_bytes, len(chunk))[:] = chunk
 
-    def _check_room(self) -> None:
-        most_told = (
-            self._end.shape.depth - 1 if self._num_said is None else self._num_said + self._end.shape.depth
+    def _check_depth(self) -> None:
+        max_sent = (
+            self._end.shape.depth - 1
+            if self._num_reported is None
+            else self._num_reported + self._end.shape.depth
         )
-        if self._num_told >= most_told:
-            raise Senseless(f"tells more on link {self._end.link} than there is room for")
+        if self._num_sent >= max_sent:
+            raise InvalidMessage(f"sent more orders on link {self._end.link} than its depth")
 
-    def tell(self, told: LinkOrder, content: memoryview, payload: memoryview) -> None:
-        """Tell an order of which this is all of the payload, or what came behind its pieces. Raises `Senseless`."""
-        end, order = self._end, COrder(*told.order)
+    def send_order(self, message: LinkOrder, content: memoryview, payload: memoryview) -> None:
+        """Send an order with its payload, or with the last piece of it. Raises `InvalidMessage`."""
+        end, order = self._end, COrder(*message.order)
         library, handle = end.library, end.handle
-        self._check_room()
+        self._check_depth()
         self._check(order, len(content))
         is_step = order.kind == OrderKind.RUN and not end.is_last
         if is_step and not library.unpack_step(handle, ctypes.byref(order), bytes(content), len(content)):
-            raise Senseless(f"tells a step on link {end.link} that cannot be")
+            raise InvalidMessage(f"sent an invalid step on link {end.link}")
         size = self._num_bytes + len(payload)
         if size != end.payload_bytes(order):
-            raise Senseless(f"tells {size} bytes on link {end.link}, not {end.payload_bytes(order)}")
+            raise InvalidMessage(
+                f"sent {size} bytes of payload on link {end.link}, not {end.payload_bytes(order)}"
+            )
         self._put(payload)
         self._num_bytes = 0
         if order.kind in _WITH_MAIL:
             end.at(library.mail(handle), len(content))[:] = content
-        library.tell(handle, ctypes.byref(order), None)
-        self._num_told += 1
-        end.others_done(self._num_told)
+        library.send(handle, ctypes.byref(order), None)
+        self._num_sent += 1
+        end.others_done(self._num_sent)
 
     def _check(self, order: COrder, size: int) -> None:
         if order.kind in _OF_PAIRS or (order.kind == OrderKind.EMBEDS and self._end.is_within):
             item_bytes = PAIR_BYTES if order.kind in _OF_PAIRS else 1
             is_right = order.end == size <= 4 * self._end.library.mail_ints and size % item_bytes == 0
-        elif order.kind == OrderKind.CHORE or (order.kind == OrderKind.RUN and self._end.is_last):
+        elif order.kind == OrderKind.IDLE_TASK or (order.kind == OrderKind.RUN and self._end.is_last):
             is_right = size == 0 and 0 <= order.num_outputs <= self._end.shape.max_outputs
         elif self._end.is_within:
             is_right = order.kind == OrderKind.RUN and 0 <= order.begin <= order.end
@@ -219,16 +223,16 @@ class LinkSender:
                 order.kind == OrderKind.RUN and StepPart.LAYERS <= order.begin < order.end <= StepPart.END
             )
         if not is_right:
-            raise Senseless(f"tells an order on link {self._end.link} that cannot be")
+            raise InvalidMessage(f"sent an invalid order on link {self._end.link}")
 
     def newly_done(self) -> int | None:
-        """Return how many orders were carried out, if that is news."""
-        if self._num_done == self._num_said:
+        """Return the number of finished orders if it has changed, else None."""
+        if self._num_done == self._num_reported:
             return None
-        self._num_said = self._num_done
-        return self._num_said
+        self._num_reported = self._num_done
+        return self._num_reported
 
     def notes(self) -> tuple[int, int]:
-        """Return the progress of who hears, and whether there are chores."""
+        """Return the local receiver's progress and number of idle tasks."""
         end = self._end
-        return end.library.noted(end.handle, Note.PROGRESS), end.library.noted(end.handle, Note.CHORES)
+        return end.library.noted(end.handle, Note.PROGRESS), end.library.noted(end.handle, Note.IDLE_TASKS)

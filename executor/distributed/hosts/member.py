@@ -1,8 +1,8 @@
-"""The process of a host that is not the first: ``python -m quintet.executor.distributed.hosts.member``, which ``serve
---headless`` starts.
+"""The process of a host that is not the first: ``python -m quintet.executor.distributed.hosts.member``.
 
-Joins the first host, starts this host's ranks as it is told, and carries what their stages and the others tell each other. Lives
-as long as the connection: another is started for the next epoch of the executor. Imports no torch.
+``serve --headless`` starts it. It joins the hub, starts this host's ranks, and carries orders between local and
+remote stages. It lives as long as its connection; the next epoch of the executor needs a new process. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from quintet.executor.distributed.hosts.messages import (
     FromHub,
     HostHeartbeat,
     HostLost,
+    InvalidMessage,
     Join,
     LinkNote,
     LinkOrder,
@@ -42,7 +43,6 @@ from quintet.executor.distributed.hosts.messages import (
     Parts,
     PayloadChunk,
     Refused,
-    Senseless,
     Welcome,
 )
 from quintet.executor.distributed.parallel.child import ExpectedEnd, begin_child, end_child
@@ -58,19 +58,19 @@ from quintet.wire.ids import Role, WorkerId
 
 NAME = "member"
 JOIN_S = 20.0
-"""So long the first host may take to answer who asks."""
+"""Time limit for the hub's answer to `Join`."""
 TRY_S = 3.0
-"""So long one of its addresses is tried before the next."""
-COMPLAINT_S = 60.0
-"""Between two lines of the log that say that nobody is found."""
+"""Connect timeout per address."""
+WARNING_INTERVAL_S = 60.0
+"""Minimum interval between log lines about an unreachable hub."""
 log = logging.getLogger("quintet")
 
 
 class OwnPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host knows without the first one. Written as JSON to the member's standard input."""
+    """Local settings of a host, passed as JSON through the member's standard input."""
 
     host: int
-    """Which one this is, from 1."""
+    """Node rank, from 1."""
     hosts: HostsConfig
     run_dir: str
     model_path: str
@@ -78,19 +78,19 @@ class OwnPlace(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     log_level: str
     available_bytes: int
-    """Memory that its ranks may take."""
+    """Memory available for its ranks."""
 
 
 class Member:
-    """Used in one thread, the main one: ranks die with it."""
+    """Used by the main thread only, because ranks are killed when the thread that started them exits."""
 
     def __init__(self, own: OwnPlace) -> None:
-        """Raises `ConfigError` where there is no key."""
+        """Raises `ConfigError` without a key."""
         self._own = own
         self._config: EngineConfig | None = None
         self._carrier: Carrier | None = None
         self._epoch = 0
-        self._told_s, self._heard_s = 0.0, time.monotonic()
+        self._last_sent_s, self._last_received_s = 0.0, time.monotonic()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromHub)
         self._parts: Parts | None = None
         self._context = context = Context()
@@ -98,7 +98,7 @@ class Member:
         self._poller = zmq.Poller()
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.SNDHWM, 0),  # there is never more under way than links hold
+            (zmq.SNDHWM, 0),  # the links' capacity bounds the queue
             (zmq.RECONNECT_IVL, 100),
             (zmq.RECONNECT_IVL_MAX, 1000),
             (zmq.CONNECT_TIMEOUT, int(TRY_S * 1000)),
@@ -112,11 +112,11 @@ class Member:
         for each in (self._socket, self._monitor):
             self._poller.register(each, zmq.POLLIN)
         self._is_connected = False
-        """Whether hands are shaken."""
-        self._tried: str | None = None
-        """Where it is being asked, or was last."""
+        """True if the ZeroMQ handshake has succeeded."""
+        self._endpoint: str | None = None
+        """The endpoint in use, or the last one tried."""
         self._num_tries = 0
-        self._try_next_s, self._complained_s = 0.0, time.monotonic() - COMPLAINT_S + TRY_S
+        self._try_next_s, self._last_warning_s = 0.0, time.monotonic() - WARNING_INTERVAL_S + TRY_S
 
     def close(self) -> None:
         """Close the sockets."""
@@ -124,48 +124,50 @@ class Member:
         self._context.destroy(linger=0)
 
     def run(self) -> None:
-        """Join, compute and carry for ever. Raises `HostLost`, and `ConfigError` where this host can take no part."""
-        log.info("host %d asks at %s", self._own.host, self._own.hosts.address)
+        """Join, then compute and carry messages until the connection ends. Raises `HostLost`, or `ConfigError` if refused."""
+        log.info("host %d joins at %s", self._own.host, self._own.hosts.address)
         while True:
             if not self._is_connected:
-                self._seek(time.monotonic())
+                self._connect_next(time.monotonic())
             ready = dict(self._poller.poll(int(BEAT_S * 1000)))
             if self._monitor in ready:
-                self._see_connection()
+                self._handle_connection_event()
             if self._socket in ready:
-                self._hear()
+                self._receive()
             if self._carrier is not None and self._carrier.fileno() in ready:
                 self._carrier.send_all()
-            self._tell_and_judge(time.monotonic())
+            self._send_and_check(time.monotonic())
 
-    def _seek(self, now: float) -> None:
-        """Try the next of what the address stands for by now, if the last has had its time."""
+    def _connect_next(self, now: float) -> None:
+        """Connect to the next endpoint of the address, after the last one's timeout."""
         if now < self._try_next_s:
             return
         self._try_next_s = now + TRY_S
-        address, words = self._own.hosts.address, "nobody listens there"
-        if self._tried is not None:
-            self._socket.disconnect(self._tried)
-            self._tried = None
+        address, reason = self._own.hosts.address, "connection refused or timed out"
+        if self._endpoint is not None:
+            self._socket.disconnect(self._endpoint)
+            self._endpoint = None
         try:
             endpoints = endpoints_of(address)
-            self._tried = endpoints[self._num_tries % len(endpoints)]
+            self._endpoint = endpoints[self._num_tries % len(endpoints)]
             self._num_tries += 1
-            self._socket.setsockopt(zmq.IPV6, int(is_ipv6(self._tried)))
-            self._socket.connect(self._tried)
+            self._socket.setsockopt(zmq.IPV6, int(is_ipv6(self._endpoint)))
+            self._socket.connect(self._endpoint)
         except (OSError, zmq.ZMQError) as error:
-            words = error.strerror or str(error)
-        if now - self._complained_s >= COMPLAINT_S:
-            self._complained_s = now
-            log.warning("host %d finds no first host at %s: %s; trying on", self._own.host, address, words)
+            reason = error.strerror or str(error)
+        if now - self._last_warning_s >= WARNING_INTERVAL_S:
+            self._last_warning_s = now
+            log.warning(
+                "host %d cannot reach the first host at %s: %s; retrying", self._own.host, address, reason
+            )
 
-    def _tell_and_judge(self, now: float) -> None:
-        if not self._is_connected or now - self._told_s < BEAT_S:
+    def _send_and_check(self, now: float) -> None:
+        if not self._is_connected or now - self._last_sent_s < BEAT_S:
             return
-        self._told_s = now
-        silent_s = JOIN_S if self._config is None else self._config.processes.stall_s
-        if now - self._heard_s > silent_s:
-            raise HostLost(f"the first host has been silent for {silent_s:g} s")
+        self._last_sent_s = now
+        timeout_s = JOIN_S if self._config is None else self._config.processes.stall_s
+        if now - self._last_received_s > timeout_s:
+            raise HostLost(f"the first host sent nothing for {timeout_s:g} s")
         if self._config is None:
             return
         self._send(0, [encode(HostHeartbeat())])
@@ -175,43 +177,43 @@ class Member:
         if self._carrier is not None:
             self._carrier.send_notes()
 
-    def _see_connection(self) -> None:
+    def _handle_connection_event(self) -> None:
         event: Any = recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_CONNECTED:
-            self._try_next_s = time.monotonic() + JOIN_S  # it may be one that was given up a moment ago
+            self._try_next_s = time.monotonic() + JOIN_S  # the event may be of an earlier attempt
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._is_connected, self._heard_s = True, time.monotonic()
+            self._is_connected, self._last_received_s = True, time.monotonic()
             self._send(0, [encode(Join(VERSION, self._own.host, sources()))])
         elif event & FAILED or not self._is_connected:
             raise HostLost(
-                f"{self._own.hosts.address} does not shake hands: it has another {GROUP_KEY[0]}, or is no first host"
+                f"handshake with {self._own.hosts.address} failed: its {GROUP_KEY[0]} differs, or it is not the first host"
             )
         else:
-            raise HostLost("the first host has closed the connection")
+            raise HostLost("the first host closed the connection")
 
     def _send(self, host: int, frames: Frames) -> None:
-        """Send to the first host, whoever it is for."""
+        """Send to the hub, which delivers to every host."""
         self._socket.send_multipart(frames, copy=False)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._heard_s = time.monotonic()
+            self._last_received_s = time.monotonic()
             try:
                 self._take(read_head(self._decoder, frames), frames)
-            except Senseless as error:
+            except InvalidMessage as error:
                 raise HostLost(f"the first host {error}") from None
 
     def _take(self, message: FromHub, frames: Frames) -> None:
         match message:
-            case Refused(words=words, is_final=is_final):
-                words = f"the first host refuses this one: {words}"
-                raise ConfigError(words) if is_final else ExpectedEnd(words)
+            case Refused(reason=reason, is_final=is_final):
+                reason = f"the first host refused this host: {reason}"
+                raise ConfigError(reason) if is_final else ExpectedEnd(reason)
             case Welcome() if self._config is None:
-                self._be_welcome(message)
+                self._configure(message)
             case Begin() if self._config is not None and self._carrier is None:
                 self._begin(self._config)
             case (
@@ -226,22 +228,22 @@ class Member:
             case HostHeartbeat():
                 pass
             case _:
-                raise Senseless("says what makes no sense")
+                raise InvalidMessage("sent an invalid message")
 
-    def _be_welcome(self, message: Welcome) -> None:
-        """Learn what is computed, and say what it would be computed with: reading that takes a while."""
+    def _configure(self, message: Welcome) -> None:
+        """Take the configuration from the hub, then determine this host's identity parts in a thread, since reading is slow."""
         own = self._own
-        told = msgspec.json.decode(message.config, type=EngineConfig)
-        if told.executor.num_hosts != own.hosts.count:
-            raise Senseless("says what makes no sense")
+        shared = msgspec.json.decode(message.config, type=EngineConfig)
+        if shared.executor.num_hosts != own.hosts.count:
+            raise InvalidMessage("sent a configuration with another --nnodes")
         replace = msgspec.structs.replace
         config = replace(
-            told,
+            shared,
             run_dir=own.run_dir,
             log_level=own.log_level,
-            model=replace(told.model, path=own.model_path),
+            model=replace(shared.model, path=own.model_path),
             executor=replace(
-                told.executor, threads=own.threads, packed_cache=own.packed_cache, hosts=own.hosts
+                shared.executor, threads=own.threads, packed_cache=own.packed_cache, hosts=own.hosts
             ),
         )
         check_memory(config, own.available_bytes)
@@ -251,7 +253,7 @@ class Member:
     def _find_parts(self, config: EngineConfig) -> None:
         try:
             self._parts = Parts(parts_of(config, RUNNER))
-        except Exception as error:  # noqa: BLE001 - of a checkpoint that cannot be read; the loop waits for nothing else
+        except Exception as error:  # noqa: BLE001 - such as an unreadable checkpoint
             end_child(error, error_file(self._own.run_dir, NAME), f"host {self._own.host}", at_once=True)
 
     def _begin(self, config: EngineConfig) -> None:
@@ -260,27 +262,27 @@ class Member:
         followers = FollowerProcesses(me, config, own.host)
         self._carrier = Carrier(config, own.host, followers.links or followers.groups, self._send)
         self._poller.register(self._carrier.fileno(), zmq.POLLIN)
-        log.info("host %d takes part: %d ranks are being started", own.host, config.executor.ranks_per_host)
+        log.info("host %d begins: starting %d ranks", own.host, config.executor.ranks_per_host)
 
 
 def check_memory(config: EngineConfig, available_bytes: int) -> None:
-    """Reject a host whose memory does not hold its part: the first one has looked at its own alone."""
+    """Raise `ConfigError` if this host's memory is too small for its part; the first host checks only itself."""
     executor = config.executor
     weights = executor.weight_bytes * executor.ranks_per_host
     kv = config.cache.memory_bytes * executor.num_kv_memories // executor.num_hosts
     if weights + kv > available_bytes:
         raise ConfigError(
-            f"this host has {available_bytes >> 20} MiB of memory, and its part takes {weights >> 20} MiB of weights and"
-            f" {kv >> 20} MiB of KV: give the first host a smaller --kv-cache-memory, or more hosts"
+            f"this host has {available_bytes >> 20} MiB of memory, but its part needs {weights >> 20} MiB for weights and"
+            f" {kv >> 20} MiB for KV: lower --kv-cache-memory on the first host, or use more hosts"
         )
 
 
 def main() -> None:
-    """Be one, until the connection ends or this fails."""
+    """Run a member until its connection ends or it fails."""
     parser = argparse.ArgumentParser(
-        description="A host of a model on several; started by quintet serve --headless."
+        description="Run one host of a model on several hosts; started by quintet serve --headless."
     )
-    parser.add_argument("--parent", type=int, required=True, help="process id of who started it")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     begin_child(parser.parse_args().parent)
     own = msgspec.json.decode(sys.stdin.buffer.read(), type=OwnPlace)
     setproctitle.setproctitle(f"quintet-host-{own.host}")
@@ -288,7 +290,7 @@ def main() -> None:
     try:
         with contextlib.closing(Member(own)) as member:
             member.run()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the ranks here end with this process
+    except Exception as error:  # noqa: BLE001 - the local ranks exit with this process
         end_child(error, error_file(own.run_dir, NAME), f"host {own.host}")
 
 

@@ -1,17 +1,17 @@
-"""What the first host and the others tell each other, over one connection each.
+"""Protocol between the first host's hub and each other host's member, over one connection each.
 
-    member                                  hub, at the first host
-      Join ──────────────────────────────────▶ same protocol, same sources, a place that is free
-      ◀──────────────────────────── Welcome    the configuration
-      Parts ─────────────────────────────────▶ same weights, same kernels
-      ◀────────────────────────────── Begin    ranks are started; from here on LinkOrder, LinkProgress, LinkNote,
-      HostHeartbeat pass both ways
+    member                                hub, on the first host
+      Join ─────────────────────────────────▶  same protocol and sources, free node rank
+      ◀─────────────────────────── Welcome     the configuration
+      Parts ────────────────────────────────▶  same weights and kernels
+      ◀───────────────────────────── Begin     the member starts its ranks
+      ◀─ LinkOrder, LinkProgress, LinkNote, HostHeartbeat ─▶
 
-Ranks of one stage that are on several hosts say `CollectiveRows` and `CollectivesDone` besides, each with the host it is for.
+Ranks of one stage on several hosts also use `CollectiveRows` and `CollectivesDone`, each with a destination host.
 
-`LinkOrder` is followed by two frames: the step's arrays (``csrc/cpu/step_bytes.cpp``) or the order's mail, and its
-payload. Of a long payload all but the last bytes come before it, as `PayloadChunk`s of one frame each: what arrives
-says that somebody is there, however slow the network is.
+Two frames follow a `LinkOrder`: the step's arrays (``csrc/cpu/step_bytes.cpp``) or the order's mail, and its payload.
+A long payload is split: `PayloadChunk` messages of one frame each precede the order with all but the last piece. Each
+received chunk also counts as a heartbeat on a slow network.
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ from quintet.executor.model_config.fitting import MOST_RANKS
 
 VERSION = 2
 GROUP_KEY = ("--group-key", b"quintet hosts")
-"""The flag that names the key file, and what keys are made of it for."""
+"""The flag of the key file, and the context for key derivation."""
 RUNNER = "hosts"
-"""Instead of the one that identities name whose KV memory is stored: hosts have no such in common."""
+"""Identity of stored KV memory in `kv_identity`; hosts share none, so it is a constant."""
 BEAT_S = 0.25
-"""Between two words of a side that has nothing to say; whoever is silent for ``stall_s`` is lost."""
+"""Heartbeat interval in seconds; a host without messages for ``stall_s`` is lost."""
 FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-"""What ZeroMQ says of a connection whose other side has another key, or none."""
+"""ZeroMQ events of a failed handshake: the other side's key differs or is missing."""
 MAX_HEAD_BYTES = 16 << 20
-"""Of a message but for the frames behind it: the largest is the configuration, with the model's card and chat templates."""
-PIECE_BYTES = 1 << 20
-"""Of a payload in one message."""
+"""Maximum size of a message's first frame; the largest is the configuration with model card and chat templates."""
+CHUNK_BYTES = 1 << 20
+"""Payload bytes per message."""
 MOST_BYTES = (1 << 31) - 1
-"""Of any frame that the first host may send: how large they are is known from what it says first."""
+"""Maximum frame size from the hub, before the configuration determines it."""
 
 
 class Join(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """A host asks to take part."""
+    """A host requests to take part."""
 
     version: int
     host: int
-    """Which one it is, from 1."""
+    """Node rank, from 1."""
     sources: str
     """See `quintet.executor.kv_transfer.kv_identity.sources`."""
 
 
 class Welcome(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """What is computed."""
+    """The configuration for a host."""
 
     epoch: int
-    """Of the executor."""
+    """Epoch of the executor."""
     config: bytes
-    """JSON of an `EngineConfig`, without what is the first host's alone."""
+    """JSON of an `EngineConfig` without the first host's local settings."""
 
 
 class Parts(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """What a host would compute with; see `quintet.executor.kv_transfer.kv_identity.parts_of`."""
+    """A host's identity parts: weights and kernels; see `quintet.executor.kv_transfer.kv_identity.parts_of`."""
 
     parts: dict[str, str]
 
 
 class Begin(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """It may begin."""
+    """The host may start its ranks."""
 
 
 class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """It may not."""
+    """The host may not take part."""
 
-    words: str
+    reason: str
     is_final: bool
-    """Whether asking again changes nothing."""
+    """True if a retry cannot succeed."""
 
 
 class LinkOrder(msgspec.Struct, tag=5, array_like=True, frozen=True):
@@ -90,71 +90,71 @@ class LinkOrder(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
 
 class LinkProgress(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """So many orders of a link were carried out; 0: whoever hears them is there."""
+    """Number of finished orders of a link; 0: the receiving rank is ready."""
 
     link: int
     orders: int
 
 
 class LinkNote(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """What those who hear a link say of themselves; see `quintet.executor.distributed.parallel.library.Note`."""
+    """Notes of the receiving ranks of a link; see `quintet.executor.distributed.parallel.library.Note`."""
 
     link: int
     progress: int
-    chores: int
+    idle_tasks: int
 
 
 class HostHeartbeat(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """Somebody is there."""
+    """Sent at each heartbeat interval."""
 
 
 class PayloadChunk(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """Bytes of the payload of the order that a link is told next."""
+    """A piece of the payload of the link's next order."""
 
     link: int
 
 
 class CollectiveRows(msgspec.Struct, tag=10, array_like=True, frozen=True):
-    """What a rank has left for a meeting, or a piece of it: rows, which are the frame behind this one."""
+    """Rows that a rank contributes to a collective, or a piece of them; the rows are in the next frame."""
 
     host: int
-    """That of the rank."""
+    """Host of the rank."""
     to: int
-    """The host that they are for."""
+    """Destination host."""
     offset: int
-    """In the memory that ranks share."""
+    """Offset in the ranks' shared memory."""
     row_bytes: int
     stride: int
 
 
 class CollectivesDone(msgspec.Struct, tag=11, array_like=True, frozen=True):
-    """The ranks of a host have come to so many meetings; what they left for them has been told."""
+    """The ranks of a host have arrived at so many collectives; their contributions were sent before."""
 
     host: int
     to: int
-    meetings: int
+    collectives: int
 
 
-OfLink = PayloadChunk | LinkOrder | LinkProgress | LinkNote
-OfRanks = CollectiveRows | CollectivesDone
-Carried = OfLink | OfRanks
+LinkMessage = PayloadChunk | LinkOrder | LinkProgress | LinkNote
+CollectiveMessage = CollectiveRows | CollectivesDone
+Carried = LinkMessage | CollectiveMessage
 FromMember = Join | Parts | HostHeartbeat | Carried
 FromHub = Welcome | Begin | Refused | HostHeartbeat | Carried
 
 
 class HostLost(ExpectedEnd):
-    """The other side is gone, or has said what makes no sense; the message says which side."""
+    """The other side disconnected, or sent an invalid message; the message names the side."""
 
 
-class Senseless(Exception):
-    """What the other side says cannot be; the message goes on from who that is."""
+class InvalidMessage(Exception):
+    """An invalid message of another host; the text continues a sentence that starts with the host."""
 
 
 def most_bytes(shape: CRanksShape, library: RanksLibrary) -> int:
-    """Return the bytes of the largest frame on a link of this shape."""
+    """Return the maximum frame size on a link of this shape in bytes."""
     arrays = 12 * shape.max_tokens + 32 * shape.max_rows + 8 * shape.max_outputs
     tables = 4 * shape.tables * shape.max_rows * shape.table_stride
-    return int(max(arrays + tables, 4 * library.mail_ints, PIECE_BYTES, MAX_HEAD_BYTES))
+    return int(max(arrays + tables, 4 * library.mail_ints, CHUNK_BYTES, MAX_HEAD_BYTES))
 
 
-assert MOST_RANKS < 1 << 16, "hosts and links are numbered"
+assert MOST_RANKS < 1 << 16, "host and link numbers have 16 bits"

@@ -1,1 +1,1 @@
-"""One model computed by several processes of a machine, each with a share of its weights: ``docs/parallel.md``."""
+"""One model on several processes of a machine, each with a share of its weights: ``docs/parallel.md``."""

@@ -1,6 +1,6 @@
-"""When experts are copied, and which: rank 0 looks at what was asked of them, now and then, and has all ranks carry copies out.
+"""Expert load balancer: the leader reads expert loads periodically and makes all ranks copy busy experts.
 
-Nothing that is computed depends on it. Every look and every piece that is copied is a chore of its own, done between two steps.
+Results do not depend on it. Each layer's check and each copied piece is one idle task between two steps.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from quintet.executor.distributed.parallel.placement import Spares, copies_betwe
 from quintet.wire.config import EplbConfig
 
 READS_PER_WINDOW = 4
-"""How often loads are read in the time over which they are remembered."""
+"""Number of load readings per averaging window."""
 
 log = logging.getLogger(__name__)
 
 
 class Balancer:
-    """Rank 0 of a stage has one."""
+    """The load balancer of the leader of a stage."""
 
     def __init__(self, copies: ExpertCopies, config: EplbConfig) -> None:
         self._copies = copies
         self._interval = config.step_interval
         self._read_every = max(1, min(config.window_size // READS_PER_WINDOW, config.step_interval))
         self._kept = math.exp(-self._read_every / config.window_size)
-        """Of a load, from one reading to the next."""
+        """Decay factor of a load between two readings."""
         self._loads = [np.zeros(len(layer.asked) - 2) for layer in copies.layers]
         self._read = [np.zeros(len(layer.asked) - 2, np.int64) for layer in copies.layers]
-        """What had been asked of each layer's experts when that was read last."""
+        """Work counters of each layer's experts at the last reading."""
         self._num_steps = 0
-        self._chores: Iterator[str] | None = None
+        self._tasks: Iterator[str] | None = None
         self.num_copies = self.bytes_moved = 0
 
     def note_step(self) -> None:
-        """Count a step that begins."""
+        """Count a step at its start."""
         self._num_steps += 1
         if self._num_steps % self._read_every == 0:
             self._read_loads()
-        if self._num_steps % self._interval == 0 and self._chores is None:
-            self._chores = self._look_at_all()
+        if self._num_steps % self._interval == 0 and self._tasks is None:
+            self._tasks = self._look_at_all()
 
     @property
     def has_chores(self) -> bool:
-        """Whether there are layers to look at, or pieces to copy. From any thread."""
-        return self._chores is not None
+        """True if layers or pieces are left to process. Any thread may read it."""
+        return self._tasks is not None
 
     def do_chore(self) -> None:
-        """Look at a layer, or copy a piece of an expert; nothing where there is nothing to do."""
-        if self._chores is not None and next(self._chores, None) is None:
-            self._chores = None
+        """Check one layer or copy one piece of an expert; do nothing if none is left."""
+        if self._tasks is not None and next(self._tasks, None) is None:
+            self._tasks = None
 
     def _read_loads(self) -> None:
         for index, layer in enumerate(self._copies.layers):
-            asked = layer.asked[:-2]
-            self._loads[index] = self._kept * self._loads[index] + (asked - self._read[index])
-            self._read[index] = asked.copy()
+            work = layer.asked[:-2]
+            self._loads[index] = self._kept * self._loads[index] + (work - self._read[index])
+            self._read[index] = work.copy()
 
     def _look_at_all(self) -> Iterator[str]:
         before = self.num_copies
@@ -70,12 +70,12 @@ class Balancer:
             new = placed(self._loads[index].tolist(), homes, now)
             yield "looked"
             for copy in copies_between(now, new, homes):
-                for piece in self._copies.pieces_of(index, copy):
-                    self._copies.tell(piece)
-                    self.bytes_moved += piece.end - piece.begin
+                for chunk in self._copies.chunks_of(index, copy):
+                    self._copies.send(chunk)
+                    self.bytes_moved += chunk.end - chunk.begin
                     yield "copied"
                 self.num_copies += 1
-        log.debug("%d experts copied to other ranks, by what was asked of them", self.num_copies - before)
+        log.debug("copied %d experts to other ranks to balance load", self.num_copies - before)
 
 
 def _spares_of(copies: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Spares:

@@ -1,4 +1,4 @@
-"""What every process that an executor starts beside itself does first: find out who it is, and die with who started it."""
+"""Start-up of every child process of an executor: parse its identity, and exit with the parent."""
 
 from __future__ import annotations
 
@@ -27,28 +27,30 @@ from quintet.wire.ids import Role, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class ChildIdentity:
-    """Whose process this is."""
+    """Identity of a child process."""
 
     me: WorkerId
     rank: int
-    """Of the executor; 0 where the process is none."""
+    """Rank in the executor; 0 for a process that is no rank."""
 
 
 Work = Callable[[ChildIdentity, EngineConfig, argparse.Namespace], None]
 
 
-def be_child(kind: str, work: Work) -> None:
-    """Work until the parent ends, or this fails. kind: a word for titles. The configuration comes by standard input."""
-    parser = argparse.ArgumentParser(description="A process of an executor; started by its first one.")
+def run_child(kind: str, work: Work) -> None:
+    """Run ``work`` until the parent exits or ``work`` fails. kind: process title. Reads the configuration from stdin."""
+    parser = argparse.ArgumentParser(description="Run a child process of an executor; started by its leader.")
     parser.add_argument("--index", type=int, required=True, help="slot of the executor")
-    parser.add_argument("--epoch", type=int, required=True, help="how often that slot has been filled")
-    parser.add_argument("--rank", type=int, required=True, help="which rank, or 0")
+    parser.add_argument("--epoch", type=int, required=True, help="number of starts of that slot")
+    parser.add_argument("--rank", type=int, required=True, help="rank, or 0 for the hub")
     parser.add_argument("--groups", default="", help="descriptors of the memory of each stage's ranks")
     parser.add_argument(
         "--links", default="", help="descriptors of the memory between each stage and the next"
     )
-    parser.add_argument("--crossings", default="", help="descriptor of the memory where parts of blocks meet")
-    parser.add_argument("--parent", type=int, required=True, help="process id of who started it")
+    parser.add_argument(
+        "--gather-fds", default="", help="descriptor of the memory that gathers parts of blocks"
+    )
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     arguments = parser.parse_args()
     begin_child(arguments.parent)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
@@ -58,34 +60,34 @@ def be_child(kind: str, work: Work) -> None:
     configure_logging(f"{me}.{kind}{number}", config.log_level)
     try:
         work(ChildIdentity(me, arguments.rank), config, arguments)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others end with this one
+    except Exception as error:  # noqa: BLE001 - the other ranks exit with this process
         end_child(error, error_file(config.run_dir, me), f"{kind} {number}".strip())
 
 
 def begin_child(parent: int) -> None:
-    """Die with who started this process, by its id."""
+    """Make this process exit with its parent, given by id."""
     die_with_parent()
     if os.getppid() != parent:
-        raise SystemExit("who started this is gone")
+        raise SystemExit("the parent process has exited")
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the supervisor decides
-    signal.signal(WRITE_NOW, signal.SIG_IGN)  # sent to processes by their names: most of these record nothing
+    signal.signal(WRITE_NOW, signal.SIG_IGN)  # sent by process name; most child processes record no trace
 
 
-def end_child(error: Exception, last_words: Path, name: str, *, at_once: bool = False) -> NoReturn:
-    """End of an error: what it is goes into a file, and the log has the rest.
+def end_child(error: Exception, error_path: Path, name: str, *, at_once: bool = False) -> NoReturn:
+    """Exit after an error: write it to a file for the supervisor, and log it.
 
-    name: of this process, before the words. at_once: whatever other threads do.
+    name: of this process, a prefix of the text. at_once: exit without waiting for other threads.
     """
     is_config, is_expected = isinstance(error, ConfigError), isinstance(error, ExpectedEnd)
-    words = str(error) if is_config or is_expected else f"{type(error).__name__}: {error}"
+    reason = str(error) if is_config or is_expected else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
-        last_words.write_text(f"{name}: {words}")
+        error_path.write_text(f"{name}: {reason}")
     log = logging.getLogger("quintet")
     if is_expected:
-        log.error("%s", words)
+        log.error("%s", reason)
     elif not is_config:
-        log.critical("died of %s", type(error).__name__, exc_info=error)
+        log.critical("exits after %s", type(error).__name__, exc_info=error)
     status = EXIT_CONFIG if is_config else 1
     if at_once:
         os._exit(status)
@@ -93,9 +95,9 @@ def end_child(error: Exception, last_words: Path, name: str, *, at_once: bool = 
 
 
 class ExpectedEnd(Exception):
-    """Nothing is wrong with this process; the message says what is."""
+    """An exit with a cause outside this process; the message names it."""
 
 
-def numbers(words: str) -> tuple[int, ...]:
-    """Return what such an argument lists."""
-    return tuple(int(word) for word in words.split(",") if word)
+def parse_ints(reason: str) -> tuple[int, ...]:
+    """Parse a comma-separated list of integers."""
+    return tuple(int(word) for word in reason.split(",") if word)

@@ -1,7 +1,7 @@
-"""The process of a rank that is not the first: ``python -m quintet.executor.distributed.parallel.follower``, started by rank 0.
+"""The process of a follower: ``python -m quintet.executor.distributed.parallel.follower``, started by the leader.
 
-Has no slot, no sockets, and nothing to lose: between two orders it keeps weights and KV memory, and nobody's requests. Ends with
-rank 0 from its first line on, while torch is being imported too.
+It has no slot and no sockets. It keeps weights and KV memory but no request state. It exits with the leader from its
+start on, even while torch is being imported.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ import argparse
 import importlib
 
 from quintet.executor.backends.platforms.shares import take_share
-from quintet.executor.distributed.parallel.child import ChildIdentity, be_child, numbers
+from quintet.executor.distributed.parallel.child import ChildIdentity, parse_ints, run_child
 from quintet.process.trace import Span, Tracer, no_span
 from quintet.wire.config import EngineConfig
 
-FOLLOWING = {
+FOLLOWER_MODULES = {
     "cpu": "quintet.executor.distributed.parallel.follower_loop",
     "cuda": "quintet.executor.backends.cuda.follower",
 }
-"""Where the work is, by ``ExecutorConfig.device``: imported once this process has a name and a parent, since torch comes
-with it."""
+"""Module of the follower loop by ``ExecutorConfig.device``, imported after start-up because it imports torch."""
 
 
-def _follow(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
+def _run(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
     span = _span_of(slot, config)
     config = take_share(slot.me.index, config, slot.rank)
-    descriptors = (numbers(arguments.groups), numbers(arguments.links), numbers(arguments.crossings))
-    importlib.import_module(FOLLOWING[config.executor.device]).follow_for_ever(
+    descriptors = (
+        parse_ints(arguments.groups),
+        parse_ints(arguments.links),
+        parse_ints(arguments.gather_fds),
+    )
+    importlib.import_module(FOLLOWER_MODULES[config.executor.device]).follow_for_ever(
         config, *descriptors, slot.rank, span
     )
 
@@ -41,4 +44,4 @@ def _span_of(slot: ChildIdentity, config: EngineConfig) -> Span:
 
 
 if __name__ == "__main__":
-    be_child("rank", _follow)
+    run_child("rank", _run)

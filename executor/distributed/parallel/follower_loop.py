@@ -1,7 +1,7 @@
-"""What a rank that is not the first does all its life: whatever it is told, over the step that it is shown.
+"""The follower loop: receive orders and execute them over the current step.
 
-Those of the first stage, and all but the first rank of another, are told by the first rank of their stage; that of a later stage
-is told by the stage before.
+The leader of a stage sends orders to the stage's followers. The leader of a later stage receives orders from the
+previous stage.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
 from quintet.executor.loading import load_model
 from quintet.executor.model_config.share import Share
-from quintet.executor.worker import CHORE_S, make_stage
+from quintet.executor.worker import IDLE_TASK_S, make_stage
 from quintet.process.malloc_trim import give_back_memory
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 PROGRESS_EVERY_S = 0.2
-"""How often a stage says how far it has come."""
+"""Interval between progress notes of a stage."""
 
 
 def follow_for_ever(
     config: EngineConfig,
     groups: Sequence[int],
     links: Sequence[int],
-    crossings: Sequence[int],
+    gather_fds: Sequence[int],
     rank: int,
     span: Span,
 ) -> None:
-    """Be a rank whose process has taken its processors, until it is killed. groups, links, crossings: see `Followers`."""
+    """Run a rank with assigned processors until it is killed. groups, links, gather_fds: see `FollowerProcesses`."""
     platform, share = open_platform(config.executor), share_of_rank(config, rank)
     group = open_ranks(config, groups[share.stage], rank) if groups else None
     if share.rank == 0:
         opened = open_links(config, links, share.stage)
-        _live(be_a_stage(config, platform, share, group, opened, crossings, span))
+        _run_orders(run_stage(config, platform, share, group, opened, gather_fds, span))
     assert group is not None, "a rank that is not the first of its stage"
-    _live(follow(config, platform, group, crossings, span))
+    _run_orders(follow(config, platform, group, gather_fds, span))
 
 
-def _live(orders: Iterator[OrderKind | None]) -> None:
+def _run_orders(orders: Iterator[OrderKind | None]) -> None:
     for kind in orders:
         if kind is None:
-            gc.freeze()  # what is loaded stays to the end of the process
+            gc.freeze()  # loaded objects live until the process exits
 
 
 def follow(
     config: EngineConfig,
     platform: Platform,
     ranks: Ranks,
-    crossings: Sequence[int] = (),
+    gather_fds: Sequence[int] = (),
     span: Span = no_span,
 ) -> Iterator[OrderKind | None]:
-    """Load the rank's share, say so, and carry out orders for ever; yield None once, then what each was.
+    """Load the rank's share, report ready, and execute orders; yield None once, then each order's kind.
 
     config: with the rank's threads.
     """
@@ -72,8 +72,8 @@ def follow(
     stage = make_stage(model, config, platform, ranks.share, ranks)
     step = _step_of(stage, config)
     pages, host_blocks = model.weights.reservation, _host_blocks(stage, config)
-    parts = _open_parts(config, stage, crossings)
-    _settle(ranks, pages)
+    parts = _open_parts(config, stage, gather_fds)
+    _report_loaded(ranks, pages)
     yield None
     ranks.done()
     num_runs = 0
@@ -102,45 +102,45 @@ def follow(
                 stage.put_told(ranks.mail(order))
             case OrderKind.MOVE_EXPERT:
                 stage.move_told(ranks.mail(order))
-            case OrderKind.CHORE:
+            case OrderKind.IDLE_TASK:
                 pass
         ranks.done()
-        if kind is OrderKind.CHORE:
-            _do_chore(pages)  # behind it: rank 0 does its own meanwhile
-            ranks.note(Note.CHORES, _has_chores(pages))
+        if kind is OrderKind.IDLE_TASK:
+            _run_idle_task(pages)  # after `done`: the leader runs its task meanwhile
+            ranks.note(Note.IDLE_TASKS, _has_idle_tasks(pages))
         span("layers" if kind is OrderKind.RUN else "told")
         yield kind
 
 
-def be_a_stage(
+def run_stage(
     config: EngineConfig,
     platform: Platform,
     share: Share,
     group: Ranks | None,
     links: Links,
-    crossings: Sequence[int] = (),
+    gather_fds: Sequence[int] = (),
     span: Span = no_span,
 ) -> Iterator[OrderKind | None]:
-    """Be the first rank of a stage that is not the first, likewise. group: the stage's ranks, where there are others."""
+    """Run the leader of a stage that is not the first, like `follow`. group: the stage's ranks, if there are several."""
     model = load_model(config, platform, share=share)
     stage = make_stage(model, config, platform, share, group)
     step, pages, num_runs = _step_of(stage, config), model.weights.reservation, 0
-    before, behind = links.before, links.behind
-    tellers = [each for each in (group, None if share.is_last else behind) if each is not None]
-    moves = Moves(group, None if share.is_last else behind)
+    preceding, following = links.preceding, links.following
+    groups = [each for each in (group, None if share.is_last else following) if each is not None]
+    moves = Moves(group, None if share.is_last else following)
     host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), moves)
-    parts = _open_parts(config, stage, crossings)
-    for each in tellers:
+    parts = _open_parts(config, stage, gather_fds)
+    for each in groups:
         each.wait_for_all()
-    _settle(before, pages)
+    _report_loaded(preceding, pages)
     is_over = threading.Event()
-    noting = (before, tellers, stage, pages, is_over)
-    threading.Thread(target=_note_for_ever, args=noting, name="progress", daemon=True).start()
+    noting = (preceding, groups, stage, pages, is_over)
+    threading.Thread(target=_report_progress, args=noting, name="progress", daemon=True).start()
     yield None
-    before.done()
+    preceding.done()
     try:
         while True:
-            order = before.hear(step.address)
+            order = preceding.hear(step.address)
             kind = OrderKind(order.kind)
             num_runs += kind is OrderKind.RUN
             span("wait", num_runs)
@@ -149,25 +149,25 @@ def be_a_stage(
                     _run(stage, step, links, order.begin, order.end, order.length, span)
                 case OrderKind.COPY_BLOCKS:
                     if not share.is_last:
-                        behind.tell_mail(kind, before.mail(order), PAIR_BYTES)
-                    stage.copy_told(before.mail(order))
+                        following.tell_mail(kind, preceding.mail(order), PAIR_BYTES)
+                    stage.copy_told(preceding.mail(order))
                 case OrderKind.SWAP_OUT:
-                    host_blocks.copy_out(before.mail(order))
+                    host_blocks.copy_out(preceding.mail(order))
                 case OrderKind.SWAP_IN:
-                    host_blocks.copy_in(before.mail(order))
+                    host_blocks.copy_in(preceding.mail(order))
                 case OrderKind.CARRY_OUT | OrderKind.CARRY_IN:
                     assert parts is not None, kind
-                    moves.move(kind, before.mail(order), partial(parts.carry, kind))
+                    moves.move(kind, preceding.mail(order), partial(parts.carry, kind))
                     parts.done()
-                case OrderKind.CHORE:
+                case OrderKind.IDLE_TASK:
                     stage.do_chore()
-                    for each in tellers:
-                        each.tell_chore()
+                    for each in groups:
+                        each.send_idle_task()
                 case OrderKind.EMBEDS | OrderKind.MOVE_EXPERT:
-                    raise AssertionError(f"{kind.name}: told to ranks of a stage alone")
-            before.done()
-            if kind is OrderKind.CHORE:
-                _do_chore(pages)
+                    raise AssertionError(f"{kind.name}: only sent within a stage")
+            preceding.done()
+            if kind is OrderKind.IDLE_TASK:
+                _run_idle_task(pages)
             span("layers" if kind is OrderKind.RUN else "told")
             yield kind
     finally:
@@ -175,27 +175,32 @@ def be_a_stage(
 
 
 def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int, span: Span) -> None:
-    """Run parts of a step, and tell the next stage to."""
-    before, behind, width, count = links.before, links.behind, stage.handed_width, step.c.num_tokens
+    """Run parts of a step, and send it to the next stage."""
+    preceding, following, width, count = (
+        links.preceding,
+        links.following,
+        stage.handed_width,
+        step.c.num_tokens,
+    )
     is_new = begin == StepPart.LAYERS
     if is_new:
-        stage.take(before.payload(width, stage.dtype)[:count])
+        stage.take(preceding.payload(width, stage.dtype)[:count])
     first = 0 if is_new else stage.layers_end
     last = stage.end if end == StepPart.END else stage.layers_end
     if first < last:
         stage.rotations.reach(length)
         stage.run(step.address, first, last, length)
     span("layers")
-    behind.make_room()
+    following.make_room()
     span("bubble")
     if stage.logits is not None:
         outputs = step.c.num_outputs
-        behind.payload(stage.logits.shape[1], stage.logits_dtype)[:outputs].copy_(stage.logits[:outputs])
-        behind.tell_done(outputs)
+        following.payload(stage.logits.shape[1], stage.logits_dtype)[:outputs].copy_(stage.logits[:outputs])
+        following.send_done(outputs)
         return
     if is_new:
-        stage.hand_on(behind.payload(width, stage.dtype)[:count])
-    behind.tell_run(step.address, begin, end, length)
+        stage.hand_on(following.payload(width, stage.dtype)[:count])
+    following.tell_run(step.address, begin, end, length)
 
 
 def _step_of(stage: Stage, config: EngineConfig) -> Step:
@@ -208,32 +213,32 @@ def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
     return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.turn)
 
 
-def _open_parts(config: EngineConfig, stage: Stage, crossings: Sequence[int]) -> PartBlocks | None:
-    """Return the rank's part of blocks that go elsewhere; None where none do."""
+def _open_parts(config: EngineConfig, stage: Stage, gather_fds: Sequence[int]) -> PartBlocks | None:
+    """Return the rank's part of blocks for KV transfer; None if there is no KV transfer."""
     share = stage.share
     rank = share.stage * share.size + share.rank
-    return open_parts(config, crossings[0], rank, stage.blocks, share) if crossings else None
+    return open_parts(config, gather_fds[0], rank, stage.blocks, share) if gather_fds else None
 
 
-def _settle(ranks: Ranks, pages: HugePages | None) -> None:
+def _report_loaded(ranks: Ranks, pages: HugePages | None) -> None:
     give_back_memory()
-    ranks.note(Note.CHORES, _has_chores(pages))
+    ranks.note(Note.IDLE_TASKS, _has_idle_tasks(pages))
 
 
-def _has_chores(pages: HugePages | None) -> bool:
+def _has_idle_tasks(pages: HugePages | None) -> bool:
     return pages is not None and pages.is_scattered
 
 
-def _do_chore(pages: HugePages | None) -> None:
+def _run_idle_task(pages: HugePages | None) -> None:
     if pages is not None and pages.is_scattered:
-        pages.gather(CHORE_S)
+        pages.gather(IDLE_TASK_S)
 
 
-def _note_for_ever(
-    before: Ranks, tellers: list[Ranks], stage: Stage, pages: HugePages | None, is_over: threading.Event
+def _report_progress(
+    preceding: Ranks, groups: list[Ranks], stage: Stage, pages: HugePages | None, is_over: threading.Event
 ) -> None:
-    """Say what this stage and those behind it have done, and whether one of them has chores left."""
+    """Report progress and idle tasks of this stage and of the following ones."""
     while not is_over.wait(PROGRESS_EVERY_S):
-        before.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in tellers))
-        own = _has_chores(pages) or stage.has_chores
-        before.note(Note.CHORES, own + sum(each.noted(Note.CHORES) for each in tellers))
+        preceding.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in groups))
+        own = _has_idle_tasks(pages) or stage.has_chores
+        preceding.note(Note.IDLE_TASKS, own + sum(each.noted(Note.IDLE_TASKS) for each in groups))

@@ -1,15 +1,15 @@
-"""The other ranks' processes on a host, as who starts them sees them: before anything else, and it ends when one of them ends.
+"""Followers of an executor as processes, from the parent's side: start them first, and exit when one of them exits.
 
-For all others an executor is one process: rank 0 has the slot, the plans and the results. A group of ranks lives and dies as one.
+For other processes an executor is a single process: the leader has the slot, the plans and the results. All ranks
+exit together:
 
-    another rank dies    rank 0 ends at once, in the middle of a step or not; the supervisor fills the slot again
-    rank 0 dies          the kernel kills the others (PR_SET_PDEATHSIG)
-    a rank hangs         nothing is completed any more, which rank 0's heartbeats tell; the supervisor aborts it
+    a follower exits     the leader exits at once, even during a step; the supervisor restarts the executor
+    the leader exits     the kernel kills the followers (PR_SET_PDEATHSIG)
+    a rank hangs         steps stop, the leader's heartbeats show no progress, and the supervisor aborts it
 
-So nobody who waits for a rank has to look whether it lives. Where ranks are on several hosts
-(`quintet.executor.distributed.hosts`) rank 0 starts those of the first, and the process that the other hosts talk
-with; on each other host a process that has its place starts those there, and ends with the connection. Imports no
-torch.
+So no rank needs liveness checks while it waits for another. With several hosts
+(`quintet.executor.distributed.hosts`), the leader starts the first host's followers and the hub. On each other host a
+member process starts the local followers and exits with its connection. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from quintet.wire.ids import WorkerId
 RANK, HUB = "quintet.executor.distributed.parallel.follower", "quintet.executor.distributed.hosts.hub"
 
 WRITE_S = 1.5
-"""What a process that is traced has at its end for writing its file. Rank 0 writes its own behind that, while it may live."""
+"""Time for a traced follower to write its file at exit. The leader writes its own afterwards, within its exit timeout."""
 
 log = logging.getLogger("quintet")
 
 
 class FollowerProcesses:
-    """A host's ranks of one executor but rank 0. Made in the main thread: children die with the thread that made them."""
+    """A host's followers of one executor. Create it in the main thread: children are killed with the thread that made them."""
 
     def __init__(self, me: WorkerId, config: EngineConfig, host: int = 0) -> None:
         self._config = config
@@ -50,16 +50,12 @@ class FollowerProcesses:
         self._is_closing = False
         size, stages = config.executor.tensor_parallel_size, config.executor.pipeline_parallel_size
         self.groups = tuple(os.memfd_create("quintet-ranks") for _ in range(stages if size > 1 else 0))
-        """Descriptors of the memory that ranks of a stage share, of each stage; see
-        `quintet.executor.distributed.parallel.ranks`.
-        """
+        """Descriptors of the memory of each stage's ranks; see `quintet.executor.distributed.parallel.ranks`."""
         self.links = tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0))
-        """Of that between each stage and the next; see `quintet.executor.distributed.parallel.links`."""
-        self.crossings = tuple(os.memfd_create("quintet-crossing") for _ in range(config.cache.leaves))
-        """Of that in which parts of blocks come together that go elsewhere; see
-        `quintet.executor.distributed.parallel.kv_gather`.
-        """
-        self._memory = {"groups": self.groups, "links": self.links, "crossings": self.crossings}
+        """Descriptors of the links' memory between stages; see `quintet.executor.distributed.parallel.links`."""
+        self.gather_fds = tuple(os.memfd_create("quintet-gather") for _ in range(config.cache.leaves))
+        """Descriptors of the KV gather memory; see `quintet.executor.distributed.parallel.kv_gather`."""
+        self._memory = {"groups": self.groups, "links": self.links, "gather-fds": self.gather_fds}
         ranks = (rank for rank in ranks_of(config.executor, host) if rank != 0)
         self._processes = {f"rank {rank}": self._start(RANK, rank) for rank in ranks}
         if host == 0 and config.executor.hosts is not None:
@@ -73,7 +69,7 @@ class FollowerProcesses:
         parent = ["--parent", str(os.getpid())]
         with (
             tempfile.TemporaryFile() as written
-        ):  # not the run folder's, which a recording that is played has no more
+        ):  # not in the run folder, which a replayed recording does not have
             written.write(msgspec.json.encode(self._config))
             written.seek(0)
             return subprocess.Popen(
@@ -88,20 +84,20 @@ class FollowerProcesses:
         if self._is_closing:
             return
         try:
-            words = f"{name} {ending(status)}; all ranks end with it"
-            log.critical("%s", words)
+            reason = f"{name} {ending(status)}; all ranks exit"
+            log.critical("%s", reason)
             file = error_file(self._config.run_dir, self._me)
             with contextlib.suppress(OSError):
-                if not file.exists():  # else the rank has said why itself
-                    file.write_text(words)
-        finally:  # whatever the main thread waits for
+                if not file.exists():  # else the rank has written the cause
+                    file.write_text(reason)
+        finally:  # even if the main thread is blocked
             os._exit(EXIT_CONFIG if status == EXIT_CONFIG else 1)
 
     def close(self) -> None:
-        """End them; first have those that are traced write what they did."""
+        """Kill the processes; traced ones write their trace first."""
         self._is_closing = True
         if self._config.trace is not None:
-            self._have_written()
+            self._write_traces()
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
@@ -109,7 +105,7 @@ class FollowerProcesses:
         for descriptor in chain(*self._memory.values()):
             os.close(descriptor)
 
-    def _have_written(self) -> None:
+    def _write_traces(self) -> None:
         for process in self._processes.values():
             process.terminate()
         until = time.monotonic() + WRITE_S
@@ -119,7 +115,7 @@ class FollowerProcesses:
 
 
 def ending(status: int) -> str:
-    """Say how a process ended, by what `subprocess.Popen.wait` returned."""
+    """Describe the end of a process, from the status of `subprocess.Popen.wait`."""
     if status >= 0:
         return f"exited with status {status}"
     try:

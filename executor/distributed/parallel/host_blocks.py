@@ -1,4 +1,4 @@
-"""Host memory for blocks of all ranks: each has room for its own share of them."""
+"""Host memory for swapped blocks of all ranks; each rank holds its share of every block."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
 
 
 class Moves:
-    """Has blocks moved by all ranks at the same time: of this one's stage, and of those behind it."""
+    """Moves blocks on all ranks at the same time: on this stage and on the following ones."""
 
-    def __init__(self, group: Ranks | None, behind: Ranks | None = None) -> None:
-        """group: the ranks of this one's stage, where there are others; behind: what the next stage is told by."""
-        self._group, self._behind = group, behind
+    def __init__(self, group: Ranks | None, following: Ranks | None = None) -> None:
+        """group: the ranks of this stage, if there are several; behind: the link to the next stage."""
+        self._group, self._following = group, following
 
     def move(self, kind: OrderKind, pairs: bytes, own: Callable[[bytes], None]) -> None:
-        """Have the others do what the order says; ``own`` does this rank's."""
-        if self._behind is not None:
-            self._behind.tell_mail(kind, pairs, PAIR_BYTES)
+        """Send the order to the other ranks; ``own`` executes it on this rank."""
+        if self._following is not None:
+            self._following.tell_mail(kind, pairs, PAIR_BYTES)
         if self._group is None:
             own(pairs)
         else:
@@ -27,7 +27,7 @@ class Moves:
 
 
 class HostBlocksOfAllRanks:
-    """The `HostBlocks` of rank 0, which has the others copy theirs at the same time."""
+    """The `HostBlocks` of the leader; the followers copy their shares at the same time."""
 
     def __init__(self, own: HostBlocks, moves: Moves) -> None:
         self._own, self._moves = own, moves
@@ -42,5 +42,5 @@ class HostBlocksOfAllRanks:
         self._moves.move(OrderKind.SWAP_IN, pairs, self._own.copy_in)
 
     def measure(self) -> int:
-        """Return bytes per second, of rank 0's share alone."""
+        """Return the measured rate of the leader's share in bytes per second."""
         return self._own.measure()

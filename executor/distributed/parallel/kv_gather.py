@@ -1,13 +1,13 @@
-"""Where blocks of KV come together whose parts lie in several processes: memory that all ranks of all stages see.
+"""Gather the parts of KV blocks that lie in several processes, in memory shared by all ranks of all stages.
 
-    | part of stage 0, memory 0 | part of stage 0, memory 1 | part of stage 1, memory 0 | …     of row 0, of row 1, …
+    | part of stage 0, memory 0 | part of stage 0, memory 1 | part of stage 1, memory 0 | …     rows 0, 1, …
                 │                           │                           │
           its rank copies             its rank copies             its rank copies
 
-Each part lies in a table of its own, ``[rows, bytes]``. Rank 0 says which block goes to which row, or comes from there, by an
-order among all others: behind the step that wrote the block, before any that could write over it. Nobody waits for that: each
-rank says how many such orders it has carried out, and rank 0 looks before it reads the rows, or uses them anew
-(`quintet.executor.distributed.parallel.whole_blocks`).
+Each part has a table, ``[rows, bytes]``. The leader assigns blocks to rows by an order in sequence with all others.
+The order follows the step that wrote the block and precedes any step that may overwrite it. Transfers are
+asynchronous: each rank counts its finished orders, and the leader waits for these counts before it reads or reuses
+rows (`quintet.executor.distributed.parallel.whole_blocks`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.distributed.parallel.shapes import crossing_rows, crossing_shape, part_bytes
+from quintet.executor.distributed.parallel.shapes import gather_rows, gather_shape, part_bytes
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, Bytes, Int
 from quintet.executor.model_config.share import BlockStripe, Share
 from quintet.wire.config import EngineConfig
@@ -28,21 +28,21 @@ from quintet.wire.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class KvGather:
-    """The memory, as one rank sees it."""
+    """One rank's view of the gather memory."""
 
     ranks: Ranks
     parts: list[Bytes]
-    """``[rows, bytes]`` of each part, in the order in which they are a block."""
+    """``[rows, bytes]`` of each part, in the order of a whole block."""
 
     def part_of(self, share: Share, num_memories: int) -> Bytes:
-        """Return the table of a rank's part. num_memories: of each stage's ranks."""
+        """Return the table of a rank's part. num_memories: KV memories per stage."""
         return self.parts[share.stage * num_memories + share.kv_copy]
 
 
-def open_crossing(config: EngineConfig, descriptor: int, rank: int) -> KvGather:
-    """Return the view of a rank of all stages'. descriptor: of the memory; what it holds begins with zeros."""
-    ranks = Ranks(descriptor, Share(rank, config.executor.num_ranks), crossing_shape(config), spins=0)
-    memory, num_rows = ranks.staging().numpy(), crossing_rows(config)
+def open_gather(config: EngineConfig, descriptor: int, rank: int) -> KvGather:
+    """Return the view of a rank, numbered over all stages. descriptor: of the memory, initially zero."""
+    ranks = Ranks(descriptor, Share(rank, config.executor.num_ranks), gather_shape(config), spins=0)
+    memory, num_rows = ranks.staging().numpy(), gather_rows(config)
     widths = np.repeat(part_bytes(config), config.executor.num_kv_memories)
     ends = (num_rows * np.cumsum(widths)).tolist()
     tables = (memory[end - num_rows * width : end] for end, width in zip(ends, widths, strict=True))
@@ -50,16 +50,16 @@ def open_crossing(config: EngineConfig, descriptor: int, rank: int) -> KvGather:
 
 
 class PartBlocks:
-    """One rank's part of every block, and the table that it goes through."""
+    """One rank's part of every block, and its gather table."""
 
     def __init__(self, layers: Sequence[torch.Tensor], ranks: Ranks, table: Bytes, turn: BlockStripe) -> None:
-        """layers: KV memory. turn: of ranks that keep it together, which rows this one copies."""
+        """layers: KV memory. turn: this rank's stripe of rows, if several ranks share the KV memory."""
         self._blocks, self._ranks, self._table, self._turn = BlockBytes(layers), ranks, table, turn
         assert self._blocks.block_bytes == table.shape[1], (self._blocks.block_bytes, table.shape)
         self._num_carried = 0
 
     def carry(self, kind: OrderKind, pairs: bytes) -> None:
-        """Copy blocks to rows, or back: int32 pairs of them."""
+        """Copy blocks to rows, or back. pairs: int32 pairs of block and row."""
         columns = np.frombuffer(pairs, np.int32).reshape(-1, 2)
         blocks, rows = columns[columns[:, 1] % self._turn.size == self._turn.index].T
         if kind is OrderKind.CARRY_OUT:
@@ -68,7 +68,7 @@ class PartBlocks:
             self._blocks.put(blocks, self._table[rows])
 
     def done(self) -> None:
-        """Say that the order was carried out, by all ranks that keep the memory together."""
+        """Report the order as finished."""
         self._num_carried += 1
         self._ranks.done_with(self._num_carried)
 
@@ -76,12 +76,12 @@ class PartBlocks:
 def open_parts(
     config: EngineConfig, descriptor: int, rank: int, layers: Sequence[torch.Tensor], share: Share
 ) -> PartBlocks:
-    """Return the part of a rank that is told what to carry."""
-    crossing = open_crossing(config, descriptor, rank)
-    table = crossing.part_of(share, config.executor.num_kv_memories)
-    return PartBlocks(layers, crossing.ranks, table, share.turn)
+    """Return a follower's part of the blocks."""
+    gather = open_gather(config, descriptor, rank)
+    table = gather.part_of(share, config.executor.num_kv_memories)
+    return PartBlocks(layers, gather.ranks, table, share.turn)
 
 
 def pairs_of(blocks: Int, rows: Int) -> bytes:
-    """Return what an order to carry says."""
+    """Encode a transfer order: int32 pairs of block and row."""
     return np.stack((blocks, rows), 1).astype(np.int32).tobytes()

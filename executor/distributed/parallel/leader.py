@@ -1,4 +1,4 @@
-"""The worker of rank 0, which has the other ranks compute with it."""
+"""The worker of the leader (rank 0), which sends orders to the followers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from quintet.wire.config import EngineConfig
 
 
 def make_leading_worker(config: EngineConfig, span: Span, followers: FollowerProcesses) -> StepWorker:
-    """Load rank 0's share while the others load theirs; return when all are there."""
+    """Load the leader's share in parallel with the followers; return when all ranks are ready."""
     group = open_ranks(config, followers.groups[0], 0) if followers.groups else None
-    crossings = followers.crossings
+    gather_fds = followers.gather_fds
     if followers.links:
-        return make_pipeline_worker(config, group, open_links(config, followers.links, 0), span, crossings)
+        return make_pipeline_worker(config, group, open_links(config, followers.links, 0), span, gather_fds)
     assert group is not None, "one process has no followers"
-    worker = make_torch_worker(config, span, group, crossings)
+    worker = make_torch_worker(config, span, group, gather_fds)
     group.wait_for_all()
     hosts = config.executor.num_hosts
     worker.facts["ranks"] = str(config.executor.tensor_parallel_size) + f" on {hosts} hosts" * (hosts > 1)
@@ -38,17 +38,17 @@ def make_pipeline_worker(
     group: Ranks | None,
     links: Links,
     span: Span = no_span,
-    crossings: Sequence[int] = (),
+    gather_fds: Sequence[int] = (),
 ) -> PipelineWorker:
-    """Likewise, of a model whose layers are in stages. group: the ranks of the first one, where there are others."""
-    begun, platform = time.monotonic(), open_platform(config.executor)
+    """Load the first stage of a pipeline, like `make_leading_worker`. group: the stage's ranks, if there are several."""
+    started, platform = time.monotonic(), open_platform(config.executor)
     share = share_of_rank(config, 0)
     model = load_model(config, platform, share=share)
     stage = make_stage(model, config, platform, share, group)
     pipeline = Pipeline(stage, config, links, span)
-    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    facts = facts_of(config, platform, model.weights.num_bytes, started)
     num_blocks, pages = num_blocks_of(config), model.weights.reservation
-    worker = PipelineWorker(pipeline, links, group, config, num_blocks, facts, span, pages, crossings)
+    worker = PipelineWorker(pipeline, links, group, config, num_blocks, facts, span, pages, gather_fds)
     pipeline.wait_for_stages()
     hosts = config.executor.num_hosts
     worker.facts["ranks"] = f"{share.stages} stages of {share.size}" + f" on {hosts} hosts" * (hosts > 1)

@@ -1,4 +1,4 @@
-"""What ranks share, as the kernel library has it: ``csrc/cpu/ranks.hpp`` and ``rank_ops.cpp`` say what each argument is."""
+"""Bindings of the ranks' shared memory; ``csrc/cpu/ranks.hpp`` and ``rank_ops.cpp`` document the arguments."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from quintet.executor.backends.cpu.ops.host_library import check_layout, declare
 from quintet.wire.errors import ConfigError
 
 PAIR_BYTES = 8
-"""Of two block ids, int32."""
+"""Size of a pair of block ids, int32."""
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class OrderKind(IntEnum):
-    """What rank 0 has the others do."""
+    """Kinds of orders from the leader to the followers."""
 
     RUN = 0
-    """Operations of the program, over the step that comes with the order."""
+    """Run operations of the program over the step that the order contains."""
     COPY_BLOCKS = 1
-    """Of KV memory: int32 pairs, from and to."""
+    """Copy blocks of KV memory: int32 pairs of source and target."""
     SWAP_OUT = 2
-    """Blocks to host memory; see `quintet.wire.step.StepPlan.swaps_out`."""
+    """Copy blocks to host memory; see `quintet.wire.step.StepPlan.swaps_out`."""
     SWAP_IN = 3
-    """Blocks back from it."""
+    """Copy blocks back from host memory."""
     EMBEDS = 4
-    """Vectors of tokens are written over what the embedding made; see `vector_records`."""
-    CHORE = 5
-    """What a worker does while nobody waits."""
+    """Write input embeddings over the embedding layer's output; see `vector_records`."""
+    IDLE_TASK = 5
+    """Run an idle task."""
     MOVE_EXPERT = 6
-    """A piece of an expert is copied from one rank to another; see `quintet.executor.distributed.parallel.expert_copies`."""
+    """Copy a piece of an expert between ranks; see `quintet.executor.distributed.parallel.expert_copies`."""
     CARRY_OUT = 8
-    """Parts of blocks to where all ranks' come together: int32 pairs, of a block and a row; see
-    `quintet.executor.distributed.parallel.kv_gather`."""
+    """Copy parts of blocks to the gather memory: int32 pairs of block and row.
+
+    See `quintet.executor.distributed.parallel.kv_gather`.
+    """
     CARRY_IN = 9
-    """Parts of blocks back from there."""
+    """Copy parts of blocks back from the gather memory."""
     ON_DEVICE = 7
-    """Of ranks on GPUs: part of what `quintet.executor.backends.cuda.rank_broadcast` says."""
+    """Run a GPU operation of `quintet.executor.backends.cuda.rank_broadcast`."""
 
 
 class StepPart(IntEnum):
-    """Where the parts of a step begin that stages are told to run: layers, then logits of some tokens."""
+    """Boundaries of the parts of a step that a stage can run: layers, then logits of some tokens."""
 
     LAYERS = 0
     LOGITS = 1
@@ -50,16 +52,16 @@ class StepPart(IntEnum):
 
 
 class Note(IntEnum):
-    """What a rank says of itself; ``qt::Note``."""
+    """Kinds of notes about a rank; ``qt::Note``."""
 
     PROGRESS = 0
-    """Work that it has done so far: standing still means hanging."""
-    CHORES = 1
-    """Whether it has chores left."""
+    """Work done so far: no growth during a step means a hang."""
+    IDLE_TASKS = 1
+    """Number of idle tasks left."""
 
 
 class CRanksShape(ctypes.Structure):
-    """Field by field ``qt::RanksShape``; its comments say what each is."""
+    """The layout of ``qt::RanksShape``, which documents the fields."""
 
     _fields_ = (
         ("ranks", _SIZE),
@@ -86,7 +88,7 @@ class CRanksShape(ctypes.Structure):
 
 
 class COrder(ctypes.Structure):
-    """Field by field ``qt::Order``; its comments say what each is."""
+    """The layout of ``qt::Order``, which documents the fields."""
 
     _fields_ = (
         ("kind", _SIZE),
@@ -100,7 +102,7 @@ class COrder(ctypes.Structure):
 
 
 class CLeft(ctypes.Structure):
-    """Field by field ``qt::Left``; its comments say what each is."""
+    """The layout of ``qt::Left``, which documents the fields."""
 
     _fields_ = (
         ("offset", _SIZE),
@@ -112,7 +114,7 @@ class CLeft(ctypes.Structure):
 
 
 class RanksLibrary:
-    """The functions, with their C types."""
+    """The library's functions with their C types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layout(library, "qt_ranks_shape_bytes", ctypes.sizeof(CRanksShape))
@@ -121,8 +123,8 @@ class RanksLibrary:
         a, n, i = _ADDRESS, _SIZE, _INT
         self.num_bytes = declare(library, "qt_ranks_bytes", a, result=n)
         self.new = declare(library, "qt_ranks_new", a, a, n, i, result=a)
-        self.tell = declare(library, "qt_ranks_tell", a, a, a)
-        self.hear = declare(library, "qt_ranks_hear", a, a, a)
+        self.send = declare(library, "qt_ranks_tell", a, a, a)
+        self.receive = declare(library, "qt_ranks_hear", a, a, a)
         self.done = declare(library, "qt_ranks_done", a)
         self.done_with = declare(library, "qt_ranks_done_with", a, n)
         self.wait_for_done = declare(library, "qt_ranks_wait_for_done", a, n)
@@ -133,12 +135,12 @@ class RanksLibrary:
         self.logits = declare(library, "qt_ranks_logits", a, result=a)
         self.rotated = declare(library, "qt_ranks_rotated", a, result=a)
         self.make_room = declare(library, "qt_ranks_make_room", a)
-        self.wait_for_told = declare(library, "qt_ranks_wait_for_told", a, n)
+        self.wait_for_sent = declare(library, "qt_ranks_wait_for_told", a, n)
         self.note = declare(library, "qt_ranks_note", a, n, ctypes.c_uint64)
         self.noted = declare(library, "qt_ranks_noted", a, n, result=ctypes.c_uint64)
         self.payload = declare(library, "qt_ranks_payload", a, result=a)
-        self.meet_now = declare(library, "qt_ranks_meet", a)
-        self.wait_for_met = declare(library, "qt_ranks_wait_for_met", a, n, n, n)
+        self.barrier_now = declare(library, "qt_ranks_meet", a)
+        self.wait_for_arrival = declare(library, "qt_ranks_wait_for_met", a, n, n, n)
         self.met = declare(library, "qt_ranks_met", a, n)
         self.left = declare(library, "qt_ranks_left", a, n, a)
         self.staging = declare(library, "qt_ranks_staging", a, result=a)
@@ -157,21 +159,21 @@ class RanksLibrary:
 
 
 def open_ranks_library() -> RanksLibrary:
-    """Return it. Raises `ConfigError` where it was not built."""
+    """Return the library. Raises `ConfigError` if it is not built."""
     library = open_library()
     if library is None:
         raise ConfigError(
-            "--tensor-parallel-size and --pipeline-parallel-size need Quintet's host kernels, and they were not built:"
-            " install a C++ compiler (g++ or clang++) and Quintet again, or drop the flags"
+            "--tensor-parallel-size and --pipeline-parallel-size need Quintet's host kernels, and they are not built:"
+            " install a C++ compiler (g++ or clang++) and reinstall Quintet, or drop the flags"
         )
     return RanksLibrary(library)
 
 
 class RanksMemory:
-    """The memory that ranks share, as this process sees it."""
+    """The memory that ranks share, mapped into this process."""
 
     def __init__(self, library: RanksLibrary, descriptor: int, shape: CRanksShape) -> None:
-        """descriptor: of the memory, which is made as large as ``shape`` says; what it holds begins with zeros."""
+        """descriptor: of the memory, which is extended to the size of ``shape``; initially zero."""
         num_bytes = int(library.num_bytes(ctypes.byref(shape)))
         os.ftruncate(descriptor, num_bytes)
         self.mapped = mmap.mmap(descriptor, num_bytes)

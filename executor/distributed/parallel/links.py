@@ -1,14 +1,15 @@
-"""What a stage tells the next one, and the last one the first: memory of two ranks that never meet.
+"""Links between pipeline stages, from each stage to the next and from the last to the first.
 
     stage 0 ── link 0: steps, hidden states ──▶ stage 1 ── … ──▶ stage M - 1
        ▲                                                             │
        └───────────────── link M - 1: logits ────────────────────────┘
 
-An order's payload is what the next stage goes on with. Two orders may be under way to a stage, so that it finds the next one when
-it has done one; and to the first stage as many as there are stages, since it takes a step's logits when it wants to. It begins no
-step before it has taken those of the step as many before it, so nobody waits in a circle.
+A link is memory of two ranks without collectives. An order's payload is the input of the next stage. Two orders may
+be in flight to a stage, so that it never waits between steps. As many orders as there are stages may be in flight to
+the first stage, which takes logits when it needs them. It starts a step only after taking the logits of the step that
+many before, which excludes a deadlock.
 
-Between stages on two hosts each has memory of its own for the link (`quintet.executor.distributed.hosts`): no stage knows of it.
+A link between two hosts has memory on both (`quintet.executor.distributed.hosts`); the stages work the same way.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from dataclasses import dataclass
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.model_config.share import Share
 
-TELLER, HEARER = Share(0, 2), Share(1, 2)
+SENDER, RECEIVER = Share(0, 2), Share(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """One stage's two."""
+    """The two links of one stage."""
 
-    before: Ranks
-    """What it hears."""
-    behind: Ranks
-    """What it tells."""
+    preceding: Ranks
+    """Receives from the previous stage."""
+    following: Ranks
+    """Sends to the next stage."""

@@ -1,7 +1,7 @@
-"""The first stage's side of a pipeline: steps go in, logits come out, in the same order, several steps later.
+"""The first stage's side of a pipeline: sends steps and receives logits in the same order, several steps later.
 
-Owns the arrays of every step that is under way, and the draws, since it has the tables that they read and write. Knows no plan's
-deltas and no request.
+It owns the arrays of every step in flight, and draws tokens, because it has the tables. It does not handle requests
+or a plan's deltas.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from quintet.wire.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that was begun, or an order for more logits of one."""
+    """A step in flight, or an order for more logits of it."""
 
     step: Step
     length: int
     """The step's largest position plus 1."""
     number: int
-    """Of the order, from 1 on."""
+    """Number of the order, from 1."""
 
 
 class Pipeline:
@@ -44,10 +44,10 @@ class Pipeline:
     def __init__(self, stage: Stage, config: EngineConfig, links: Links, span: Span = no_span) -> None:
         self._stage, self._links, self._span = stage, links, span
         self.depth = config.executor.pipeline_parallel_size
-        """Steps whose logits may be still to come."""
+        """Maximum number of steps with outstanding logits."""
         self.max_outputs = stage.max_outputs
         self.expert_counts = stage.expert_counts
-        """Of the first stage's layers."""
+        """Expert counters of the first stage's layers."""
         self._steps = [
             Step(stage.library, stage.max_tokens, config.scheduler.max_num_seqs)
             for _ in range(self.depth + 1)
@@ -55,22 +55,22 @@ class Pipeline:
         for step in self._steps:
             step.c.rotations, step.c.marks = stage.rotations.address, None
         self._draws: dict[int, int] = {}
-        """By where logits lie, the program that draws from them."""
-        self._num_steps = self._num_told = self._num_taken = 0
-        self._is_lent = False
-        """Whether the place of the logits that were taken last is still being read."""
-        self._heard = ctypes.byref(CStep())  # what comes back has no step of its own
-        links.before.done()  # is there
+        """Draw programs by the address of the logits."""
+        self._num_steps = self._num_sent = self._num_taken = 0
+        self._is_taken = False
+        """True if the last taken logits are still being read."""
+        self._step_buffer = ctypes.byref(CStep())  # a result contains no step
+        links.preceding.done()  # ready
 
     def wait_for_stages(self) -> None:
         """Wait until all stages have loaded their weights."""
         self._stage.wait_for_ranks()
-        self._links.behind.wait_for_all()
+        self._links.following.wait_for_all()
 
     @property
     def work_done(self) -> int:
-        """Pieces of work that the compute threads of all stages have done, about."""
-        return self._stage.work_done + self._links.behind.noted(Note.PROGRESS) + self._num_told
+        """Approximate progress counter of all stages' compute threads."""
+        return self._stage.work_done + self._links.following.noted(Note.PROGRESS) + self._num_sent
 
     @property
     def seconds(self) -> float:
@@ -79,12 +79,12 @@ class Pipeline:
 
     @property
     def has_chores(self) -> bool:
-        """Whether one of the stages has experts to copy, or another one anything else to do."""
-        return self._stage.has_chores or self._links.behind.noted(Note.CHORES) > 0
+        """True if a stage has idle tasks left."""
+        return self._stage.has_chores or self._links.following.noted(Note.IDLE_TASKS) > 0
 
     @property
     def share(self) -> Share:
-        """That of the first rank of the first stage."""
+        """The share of the first stage's leader."""
         return self._stage.share
 
     @property
@@ -93,7 +93,7 @@ class Pipeline:
         return self._stage.blocks
 
     def begin(self, rows: Rows, tables: SlotTables, settings: Settings) -> InFlightStep:
-        """Compute the first stage of a step, and have the others compute theirs."""
+        """Compute the first stage of a step, and send it to the following stages."""
         stage = self._stage
         step = self._steps[self._num_steps % len(self._steps)]
         self._num_steps += 1
@@ -105,55 +105,55 @@ class Pipeline:
             begin = stage.embedding_end
         stage.run(step.address, begin, stage.end, length)
         self._span("layers")
-        behind, count = self._links.behind, step.c.num_tokens
-        behind.make_room()
+        following, count = self._links.following, step.c.num_tokens
+        following.make_room()
         self._span("bubble")
-        stage.hand_on(behind.payload(stage.handed_width, stage.dtype)[:count])
-        return self._tell(step, length, StepPart.LAYERS)
+        stage.hand_on(following.payload(stage.handed_width, stage.dtype)[:count])
+        return self._send(step, length, StepPart.LAYERS)
 
     def more_logits(self, flight: InFlightStep, tokens: Int) -> torch.Tensor:
-        """Return ``[len(tokens), vocab]`` of the step that was begun last and has been taken; overwritten by the next ones."""
+        """Return more logits ``[len(tokens), vocab]`` of the last step, which was already taken; valid until the next call."""
         with flight.step.asking_for(tokens):
-            asked = self._tell(flight.step, flight.length, StepPart.LOGITS)
-        self.wait(asked)
+            order = self._send(flight.step, flight.length, StepPart.LOGITS)
+        self.wait(order)
         logits = self.take(flight)
-        self.give_back()
+        self.release_logits()
         return logits[: len(tokens)]
 
-    def _tell(self, step: Step, length: int, first: StepPart) -> InFlightStep:
-        self._links.behind.tell_run(step.address, first, StepPart.END, length)
-        self._num_told += 1
-        return InFlightStep(step, length, self._num_told)
+    def _send(self, step: Step, length: int, first: StepPart) -> InFlightStep:
+        self._links.following.tell_run(step.address, first, StepPart.END, length)
+        self._num_sent += 1
+        return InFlightStep(step, length, self._num_sent)
 
     def wait(self, flight: InFlightStep) -> None:
-        """Wait until the logits are there. From any thread."""
-        self._links.before.wait_for_told(flight.number)
+        """Wait until the logits have arrived. Any thread may call it."""
+        self._links.preceding.wait_for_sent(flight.number)
 
     def take(self, flight: InFlightStep) -> torch.Tensor:
-        """Return the logits ``[max_outputs, vocab]`` of the oldest step whose were not taken; wait for them."""
-        assert not self._is_lent, self._num_taken
-        before = self._links.before
-        before.hear(self._heard)
+        """Wait for the oldest step with untaken logits and return them, ``[max_outputs, vocab]``."""
+        assert not self._is_taken, self._num_taken
+        preceding = self._links.preceding
+        preceding.hear(self._step_buffer)
         self._num_taken += 1
-        self._is_lent = True
-        return before.payload(self._stage.vocab_size, self._stage.logits_dtype)
+        self._is_taken = True
+        return preceding.payload(self._stage.vocab_size, self._stage.logits_dtype)
 
-    def give_back(self) -> None:
-        """Let the place of the logits that were taken be written again; once is enough."""
-        if self._is_lent:
-            self._is_lent = False
-            self._links.before.done()
+    def release_logits(self) -> None:
+        """Release the taken logits' memory for reuse; further calls have no effect."""
+        if self._is_taken:
+            self._is_taken = False
+            self._links.preceding.done()
 
     def drain(self) -> None:
-        """Wait for all that was begun, and drop what was not taken."""
-        self.give_back()
-        while self._num_taken < self._num_told:
-            self._links.before.hear(self._heard)
+        """Wait for all steps in flight, and discard their logits."""
+        self.release_logits()
+        while self._num_taken < self._num_sent:
+            self._links.preceding.hear(self._step_buffer)
             self._num_taken += 1
-            self._links.before.done()
+            self._links.preceding.done()
 
     def draw(self, flight: InFlightStep, logits: torch.Tensor, masks: Masks | None) -> bytes:
-        """Draw a step's tokens from what was taken; return them, int32, as they are in the token table as well."""
+        """Draw a step's tokens from its logits; return them as int32. The token table holds them too."""
         library, step, address = self._stage.library, flight.step, logits.data_ptr()
         program = self._draws.get(address)
         if program is None:
@@ -167,11 +167,11 @@ class Pipeline:
         return step.columns["drawn"][: step.c.num_outputs].tobytes()
 
     def copy_blocks(self, mail: bytes) -> None:
-        """Copy whole blocks of KV memory, in every layer; see `quintet.wire.step.StepPlan.copies`."""
-        self._links.behind.tell_mail(OrderKind.COPY_BLOCKS, mail, PAIR_BYTES)
+        """Copy whole blocks of KV memory in every layer; see `quintet.wire.step.StepPlan.copies`."""
+        self._links.following.tell_mail(OrderKind.COPY_BLOCKS, mail, PAIR_BYTES)
         self._stage.copy_told(mail)
 
     def do_chore(self) -> None:
-        """Copy a piece of an expert in the first stage, and have the other stages do their chores."""
+        """Run one idle task on the first stage, and send one to the other stages."""
         self._stage.do_chore()
-        self._links.behind.tell_chore()
+        self._links.following.send_idle_task()

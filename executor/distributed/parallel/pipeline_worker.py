@@ -1,11 +1,11 @@
-"""Executes plans over stages: a `quintet.executor.interface.StepWorker` of the first stage.
+"""Execute plans over pipeline stages: the `quintet.executor.interface.StepWorker` of the first stage.
 
-    begin      first stage's layers of step N + 1, while the others compute theirs of step N
+    begin      the first stage's layers of step N + 1, while later stages compute step N
     result     draw step N's tokens from its logits
 
-The tokens that a step draws are in the token table when it has ended, not before: `begin` sees to it that every step is drawn
-whose tokens its rows read, and none is drawn into a slot that another request has by then. `waits_for` says so beforehand, so
-that the loop sends those results first.
+A step's tokens are in the token table only after its end. So `begin` first finishes every step with tokens that the
+new rows read, and every step that draws into a slot with a new request. `waits_for` reports this in advance, so that the
+loop sends those results first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
-from quintet.executor.worker import CHORE_S, STEPS_PER_CHORE
+from quintet.executor.worker import IDLE_TASK_S, STEPS_PER_CHORE
 from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
@@ -44,7 +44,7 @@ from quintet.wire.step import StepPlan, StepResult
 
 @dataclass(slots=True, eq=False)
 class PipelinedStep:
-    """A step whose logits are still to come. A `quintet.executor.interface.Pending`."""
+    """A step with outstanding logits. Implements `quintet.executor.interface.Pending`."""
 
     plan: StepPlan
     rows: Rows
@@ -53,7 +53,7 @@ class PipelinedStep:
     _wait: Callable[[InFlightStep], None]
     _finish: Callable[[PipelinedStep], None]
     outcome: StepResult | Exception | None = None
-    """What came of it, once it was drawn."""
+    """Result or error, after the draw."""
 
     device_ms = None
     gap_ms = None
@@ -72,24 +72,24 @@ class PipelinedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsOf:
-    """More logits of the step that was begun last. A `quintet.executor.runner.GivesLogits`."""
+class StepLogits:
+    """More logits of the last step. Implements `quintet.executor.runner.LogitsSource`."""
 
     pipeline: Pipeline
     flight: InFlightStep
 
     @property
     def max_outputs(self) -> int:
-        """See `GivesLogits`."""
+        """See `LogitsSource`."""
         return self.pipeline.max_outputs
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """See `GivesLogits`."""
+        """See `LogitsSource`."""
         return self.pipeline.more_logits(self.flight, tokens)
 
 
 class PipelineWorker:
-    """The first stage with the tables and the sampler of all."""
+    """The first stage, with the tables and the sampler for all stages."""
 
     num_split = 0
 
@@ -103,34 +103,38 @@ class PipelineWorker:
         facts: Mapping[str, str],
         span: Span,
         weights: HugePages | None,
-        crossings: Sequence[int] = (),
+        gather_fds: Sequence[int] = (),
     ) -> None:
-        """group: the ranks of the first stage, where there are others. weights: what they lie in. crossings: see `Followers`."""
+        """Build the worker of the first stage.
+
+        group: the ranks of the first stage, if there are several. weights: the host memory of the weights. gather_fds:
+        see `FollowerProcesses`.
+        """
         self.num_blocks = num_blocks
         self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
         self._pipeline, self._group, self._weights, self._span = pipeline, group, weights, span
         self.experts = pipeline.expert_counts
-        self._num_begun = 0
-        self._undrawn: deque[PipelinedStep] = deque()
+        self._num_started = 0
+        self._pending: deque[PipelinedStep] = deque()
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, torch.device("cpu"))
         grammars = Grammars(max_num_seqs, model)
         ops = sampling_ops_of("cpu")
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.turn)
-        moves = Moves(group, links.behind)
+        moves = Moves(group, links.following)
         host_blocks = HostBlocksOfAllRanks(own, moves)
         self._host_blocks = host_blocks
         self.num_host_blocks = own.num_blocks
-        blocks = partial(open_whole_blocks, config, crossings, pipeline.blocks, pipeline.share, moves)
-        self._elsewhere = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
-        self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
-        self.kv_store = self._elsewhere.store
+        blocks = partial(open_whole_blocks, config, gather_fds, pipeline.blocks, pipeline.share, moves)
+        self._kv_tiers = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
+        self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
+        self.kv_store = self._kv_tiers.store
         self.swap_bytes_per_s = own.measure()
 
     @property
     def work_done(self) -> int:
-        """What all stages have computed so far, about."""
+        """Approximate progress counter of all stages."""
         return self._pipeline.work_done
 
     @property
@@ -140,53 +144,53 @@ class PipelineWorker:
 
     @property
     def num_tenants(self) -> int:
-        """Slots that have a tenant."""
+        """Slots in use."""
         return self.tables.num_tenants
 
     @property
     def has_chores(self) -> bool:
-        """Whether weights still lie on small pages, of any process, or on ranks that are too busy."""
+        """True if weights of any process remain on small pages, or experts on overloaded ranks."""
         is_scattered = self._weights is not None and self._weights.is_scattered
-        of_ranks = self._group is not None and self._group.noted(Note.CHORES) > 0
+        of_ranks = self._group is not None and self._group.noted(Note.IDLE_TASKS) > 0
         return is_scattered or of_ranks or self._pipeline.has_chores
 
     def do_chore(self) -> None:
-        """Move some of them, in every process, or an expert to another rank."""
+        """Move some weights to huge pages in every process, or copy an expert to another rank."""
         self._pipeline.do_chore()
         if self._group is not None:
-            self._group.tell_chore()
+            self._group.send_idle_task()
         if self._weights is not None and self._weights.is_scattered:
-            self._weights.gather(CHORE_S)
+            self._weights.gather(IDLE_TASK_S)
 
     def reset(self) -> None:
-        """Empty every table; what is under way is waited for, and drawn by nobody."""
-        self._undrawn.clear()
+        """Reset every table; wait for steps in flight and discard their logits."""
+        self._pending.clear()
         self._pipeline.drain()
         self.tables.reset()
 
     def is_broken(self, error: Exception) -> bool:
-        """Return whether the tables are not what the core believes."""
+        """Return whether the tables differ from the core's."""
         return isinstance(error, TablesDiffer)
 
     def waits_for(self, plan: StepPlan) -> bool:
-        """Return whether the oldest step that is not drawn has to be, before this plan is begun."""
-        if not self._undrawn:
+        """Return whether the oldest undrawn step must be drawn before this plan starts."""
+        if not self._pending:
             return False
-        if len(self._undrawn) >= self._pipeline.depth:
+        if len(self._pending) >= self._pipeline.depth:
             return True
         touched = set(np.frombuffer(plan.slots + plan.freed, np.int32).tolist())
         touched.update(row.slot for row in plan.new_rows)
-        drawing = (step.rows.slots[step.rows.sampling].tolist() for step in self._undrawn)
+        drawing = (step.rows.slots[step.rows.sampling].tolist() for step in self._pending)
         return any(not touched.isdisjoint(slots) for slots in drawing)
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:
         """See `StepWorker.begin`."""
-        self._num_begun += 1
-        if self._num_begun % STEPS_PER_CHORE == 0 and self.has_chores:
+        self._num_started += 1
+        if self._num_started % STEPS_PER_CHORE == 0 and self.has_chores:
             self.do_chore()
         while self.waits_for(plan):
-            self._finish(self._undrawn[0])
+            self._finish(self._pending[0])
         self.tables.apply(plan)
         check_tables(plan, self.tables)
         for row in plan.new_rows:
@@ -194,7 +198,7 @@ class PipelineWorker:
         if plan.swaps_out:
             self._host_blocks.copy_out(plan.swaps_out)
         if plan.swaps_in:
-            self._elsewhere.copy_in(plan.swaps_in)
+            self._kv_tiers.copy_in(plan.swaps_in)
         if plan.copies:
             self._pipeline.copy_blocks(plan.copies)
         self._span("tables", plan.step)
@@ -202,45 +206,45 @@ class PipelineWorker:
             return Finished(StepResult(plan.step, 0, b""))
         rows = Rows(plan)
         reports_prompt = self._sampler.reports_prompt(rows)
-        while reports_prompt and self._undrawn:
-            self._finish(self._undrawn[0])
+        while reports_prompt and self._pending:
+            self._finish(self._pending[0])
         masks = self._sampler.begin_masks(rows)
         self._span("tables", plan.step)
         flight = self._pipeline.begin(rows, self.tables, self._sampler.settings)
         self._span("layers")
         step = PipelinedStep(plan, rows, flight, masks, self._pipeline.wait, self._finish)
-        self._undrawn.append(step)
+        self._pending.append(step)
         if reports_prompt:
             self._finish(step)
         return step
 
     @torch.inference_mode()
     def _finish(self, last: PipelinedStep) -> None:
-        """Draw the steps up to this one, unless they were drawn. One whose draw raises says so when its result is asked for."""
+        """Draw all steps up to this one. If a draw raises, the step keeps the error for its `result`."""
         while last.outcome is None:
-            step = self._undrawn.popleft()
+            step = self._pending.popleft()
             logits = self._pipeline.take(step.flight)
             self._span("bubble", step.plan.step)
             try:
                 step.outcome = self._draw(step, logits)
-            except Exception as error:  # noqa: BLE001 - another step's beginning may be what has it drawn now
+            except Exception as error:  # noqa: BLE001 - raised later, by the `result` of the step itself
                 step.outcome = error
             finally:
-                self._pipeline.give_back()
+                self._pipeline.release_logits()
 
     def _draw(self, step: PipelinedStep, logits: torch.Tensor) -> StepResult:
         result, rows, sampler = StepResult(step.plan.step, 0, b""), step.rows, self._sampler
         masks = step.masks
-        made = None if masks is None else masks.wait()
+        allowed = None if masks is None else masks.wait()
         if sampler.reports_prompt(rows):
             logits = logits[: len(rows.sampling)].clone()
-            self._pipeline.give_back()
-            result.prompt_logprobs = sampler.prompt_logprobs(rows, LogitsOf(self._pipeline, step.flight))
-            self._draw_more(result, rows, logits, made)
+            self._pipeline.release_logits()
+            result.prompt_logprobs = sampler.prompt_logprobs(rows, StepLogits(self._pipeline, step.flight))
+            self._draw_more(result, rows, logits, allowed)
         elif sampler.wants_more(rows):
-            self._draw_more(result, rows, logits[: len(rows.sampling)], made)
+            self._draw_more(result, rows, logits[: len(rows.sampling)], allowed)
         else:
-            result.token_ids = self._pipeline.draw(step.flight, logits, made)
+            result.token_ids = self._pipeline.draw(step.flight, logits, allowed)
         if masks is not None:
             masks.note(np.frombuffer(result.token_ids, np.int32).tolist())
             result.failed = masks.failed(rows.sampling)

@@ -1,11 +1,12 @@
-"""Which experts ranks should have copies of: from what was asked of each expert to what lies in the spare places of each rank.
+"""Placement of redundant experts: choose the copies in each rank's spare slots from measured loads.
 
-    homes    rank 0: 0 1 2 3    rank 1: 4 5 6 7      never move: what a checkpoint is read into
-    spares   rank 0: 6 .        rank 1: 1 .          copies; rows of 1 and of 6 may be computed by either rank
+    homes    rank 0: 0 1 2 3    rank 1: 4 5 6 7      fixed: the checkpoint's experts
+    spares   rank 0: 6 .        rank 1: 1 .          copies; either rank may compute rows of experts 1 and 6
 
-Redundant experts that follow measured loads: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.4.1. There all experts
-are arranged anew; here only copies are, and each step divides an expert's rows among those who have it as its own counts say
-(``csrc/cpu/expert_shares.hpp``), so few copies level much. Pure: knows no memory and no clock. Equal inputs, equal placement.
+Redundant experts that follow measured loads: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.4.1. There
+all experts are rearranged; here only the copies are. Each step divides an expert's rows among its ranks by the step's
+own counts (``csrc/cpu/expert_shares.hpp``), so few copies balance much. Pure functions: equal inputs give equal
+placements.
 """
 
 from __future__ import annotations
@@ -16,44 +17,44 @@ from dataclasses import dataclass
 from quintet.executor.model_config.share import Share
 
 Spares = tuple[tuple[int | None, ...], ...]
-"""By rank and place: the expert that is copied there, or None."""
+"""Copied expert by rank and slot; None for an empty slot."""
 
-LEAST_MOVED = 0.01
-"""Of a rank's mean load: a copy that takes over less is not worth its place."""
-LEAST_GAIN = 0.03
-"""Of the same: if the busiest rank has not that much less to do, nothing is moved."""
-MUCH_MORE = 2.0
-"""Times: an expert that is worth so much more replaces one whose copy levels nothing."""
-KEPT_IF = 0.9
-"""A copy that is there is as good as one that would take over more, if it takes over this much of that."""
+MIN_MOVED = 0.01
+"""Minimum load that a copy must take over, as a fraction of a rank's mean load."""
+MIN_GAIN = 0.03
+"""Minimum reduction of the busiest rank's load, as a fraction of the mean, to change the placement."""
+MIN_REPLACEMENT_FACTOR = 2.0
+"""Factor by which an expert's value must exceed that of a copy without balancing effect to replace it."""
+KEEP_FRACTION = 0.9
+"""An existing copy is kept if it takes over at least this fraction of the best new copy's load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """An expert that is to be copied."""
+    """A copy of an expert to be made."""
 
     expert: int
     source: int
-    """The rank where it is at home."""
+    """The expert's home rank."""
     target: int
     place: int
-    """Which of the target's spare places; whatever is there goes."""
+    """Spare slot of the target rank; its content is replaced."""
 
 
 def homes_of(experts: int, ranks: int) -> list[int]:
-    """Return at which rank each expert is at home."""
+    """Return the home rank of each expert."""
     kept = (Share(rank, ranks).of(experts) for rank in range(ranks))
     return [rank for rank, its in enumerate(kept) for _ in range(its.count)]
 
 
 def no_copies(ranks: int, places: int) -> Spares:
-    """Return spare places without anything in them."""
+    """Return empty spare slots."""
     return ((None,) * places,) * ranks
 
 
 def busiest(loads: Sequence[float], homes: Sequence[int], spares: Spares) -> float:
-    """Return the load of the busiest rank, experts that several have divided as well as can be."""
-    levels = _Levels(loads, homes, len(spares))
+    """Return the busiest rank's load, with copied experts divided optimally."""
+    levels = _Balance(loads, homes, len(spares))
     for rank, experts in enumerate(spares):
         for expert in experts:
             if expert is not None:
@@ -64,47 +65,48 @@ def busiest(loads: Sequence[float], homes: Sequence[int], spares: Spares) -> flo
 
 
 def placed(loads: Sequence[float], homes: Sequence[int], spares: Spares) -> Spares:
-    """Return what should lie in the spare places; what lies there now, if nothing better by `LEAST_GAIN` was found.
+    """Return the new content of the spare slots; unchanged if no placement gains more than `MIN_GAIN`.
 
-    loads: of each expert, in whatever unit; homes: see `homes_of`.
+    loads: of each expert, in any unit; homes: see `homes_of`.
     """
     ranks, mean = len(spares), sum(loads) / len(spares)
-    levels = _Levels(loads, homes, ranks)
+    levels = _Balance(loads, homes, ranks)
     free = [len(places) for places in spares]
     wanted: list[list[int]] = [[] for _ in spares]
-    while (found := levels.best_copy(free, spares, LEAST_MOVED * mean)) is not None:
+    while (found := levels.best_copy(free, spares, MIN_MOVED * mean)) is not None:
         expert, rank = found
         levels.copy(expert, rank)
         levels.settle()
         wanted[rank].append(expert)
         free[rank] -= 1
-    level = tuple(_laid_out(its, there) for its, there in zip(wanted, spares, strict=True))
+    level = tuple(_laid_out(its, existing) for its, existing in zip(wanted, spares, strict=True))
     gain = busiest(loads, homes, spares) - busiest(loads, homes, level)
-    return _filled(loads, homes, level if gain > LEAST_GAIN * mean else spares, wanted)
+    return _filled(loads, homes, level if gain > MIN_GAIN * mean else spares, wanted)
 
 
 def _filled(
     loads: Sequence[float], homes: Sequence[int], spares: Spares, wanted: Sequence[Sequence[int]]
 ) -> Spares:
-    """Return the places with hot experts in those that level nothing: what a step asks for is not what steps ask for on average.
+    """Fill slots without balancing effect with hot experts, because a step's loads differ from the average.
 
-    An expert is worth its load over how many have it. What is wanted stays, and what is there if nothing is worth much more.
+    An expert's value is its load divided by its number of ranks. Chosen copies stay; other copies stay unless an
+    expert is worth `MIN_REPLACEMENT_FACTOR` times as much.
     """
     held = [{expert for expert in its if expert is not None} for its in spares]
     holders = [1 + sum(expert in its for its in held) for expert in range(len(loads))]
     filled = [list(its) for its in spares]
     for rank, its in enumerate(filled):
-        for place, there in enumerate(its):
-            if there is not None and there in wanted[rank]:
+        for place, existing in enumerate(its):
+            if existing is not None and existing in wanted[rank]:
                 continue
             others = (e for e in range(len(loads)) if homes[e] != rank and e not in held[rank])
             best = max(others, key=lambda e: (loads[e] / (holders[e] + 1), -e), default=None)
-            worth = 0.0 if there is None else loads[there] / holders[there]
-            if best is None or loads[best] / (holders[best] + 1) <= MUCH_MORE * worth:
+            worth = 0.0 if existing is None else loads[existing] / holders[existing]
+            if best is None or loads[best] / (holders[best] + 1) <= MIN_REPLACEMENT_FACTOR * worth:
                 continue
-            if there is not None:
-                held[rank].remove(there)
-                holders[there] -= 1
+            if existing is not None:
+                held[rank].remove(existing)
+                holders[existing] -= 1
             held[rank].add(best)
             holders[best] += 1
             its[place] = best
@@ -112,7 +114,7 @@ def _filled(
 
 
 def copies_between(before: Spares, after: Spares, homes: Sequence[int]) -> list[Copy]:
-    """Return what has to be copied where, rank by rank."""
+    """Return the copies to make, rank by rank."""
     return [
         Copy(expert, homes[expert], rank, place)
         for rank, (old, new) in enumerate(zip(before, after, strict=True))
@@ -121,45 +123,45 @@ def copies_between(before: Spares, after: Spares, homes: Sequence[int]) -> list[
     ]
 
 
-def _laid_out(wanted: Sequence[int], there: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Return a rank's places with what is wanted: what is there stays, the rest goes over what is not, empty places first."""
-    left = [expert for expert in wanted if expert not in there]
-    places = list(there)
-    for place in sorted(range(len(places)), key=lambda place: there[place] is not None):
+def _laid_out(wanted: Sequence[int], existing: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Return a rank's slots with the chosen experts: existing copies keep their slots; new ones fill empty slots first."""
+    left = [expert for expert in wanted if expert not in existing]
+    places = list(existing)
+    for place in sorted(range(len(places)), key=lambda place: existing[place] is not None):
         if left and places[place] not in wanted:
             places[place] = left.pop(0)
     return tuple(places)
 
 
-class _Levels:
-    """The load of each rank, and how much of each expert's every rank has that has it.
+class _Balance:
+    """Loads of ranks, and the division of each copied expert's load between its ranks.
 
-    Levels are found by pouring one expert's load after another over those who have it, the least busy first, again and again:
-    that makes the sum of squares less each time, and where it is least, so is the maximum.
+    Computed by water-filling: repeatedly divide one expert's load over its ranks, least loaded first. Each division
+    lowers the sum of squares, and its minimum also minimizes the maximum.
     """
 
     def __init__(self, loads: Sequence[float], homes: Sequence[int], ranks: int) -> None:
         self._loads = loads
         self._parts: list[dict[int, float]] = [{} for _ in range(ranks)]
-        """Of each rank: by expert, the load that it has of it."""
+        """Load per expert, for each rank."""
         self._holders: dict[int, list[int]] = {}
-        """By expert who has it, of those that several have."""
+        """Ranks of each copied expert."""
         self._homes = homes
         for expert, (load, home) in enumerate(zip(loads, homes, strict=True)):
             self._parts[home][expert] = load
         self.of_rank = [sum(parts.values()) for parts in self._parts]
 
     def copy(self, expert: int, rank: int) -> None:
-        """Let a rank have an expert besides those who have it."""
+        """Add a rank to an expert's ranks."""
         self._holders.setdefault(expert, [self._homes[expert]]).append(rank)
-        self._pour(expert)
+        self._divide(expert)
 
     def settle(self) -> None:
-        """Pour all that several have anew, the largest first."""
+        """Divide the loads of all copied experts again, largest first."""
         for expert in sorted(self._holders, key=lambda expert: (-self._loads[expert], expert)):
-            self._pour(expert)
+            self._divide(expert)
 
-    def _pour(self, expert: int) -> None:
+    def _divide(self, expert: int) -> None:
         holders, levels = self._holders[expert], self.of_rank
         for rank in holders:
             levels[rank] -= self._parts[rank].get(expert, 0.0)
@@ -177,24 +179,24 @@ class _Levels:
             levels[rank] += part
 
     def best_copy(self, free: Sequence[int], spares: Spares, least: float) -> tuple[int, int] | None:
-        """Return the expert whose copy takes most off the busiest rank, and where it goes: to the least busy rank that has room.
+        """Return the expert to copy from the busiest rank, and its target: the least loaded rank with a free slot.
 
-        None if no copy takes off ``least``. free: places of each rank.
+        None if no copy takes over more than ``least``. free: empty slots of each rank.
         """
         most = max(range(len(free)), key=lambda rank: (self.of_rank[rank], -rank))
         for rank in sorted(range(len(free)), key=lambda rank: (self.of_rank[rank], rank)):
-            room = (self.of_rank[most] - self.of_rank[rank]) / 2
-            if not free[rank] or room <= least:
+            spare_load = (self.of_rank[most] - self.of_rank[rank]) / 2
+            if not free[rank] or spare_load <= least:
                 continue
             moved = {
-                expert: min(part, room)
+                expert: min(part, spare_load)
                 for expert, part in self._parts[most].items()
                 if expert not in self._parts[rank]
             }
-            there = [expert for expert in spares[rank] if expert is not None and expert in moved]
+            existing = [expert for expert in spares[rank] if expert is not None and expert in moved]
             best = _largest(moved, moved, self._loads)
-            kept = _largest(there, moved, self._loads)
-            if best is not None and kept is not None and moved[kept] >= KEPT_IF * moved[best]:
+            kept = _largest(existing, moved, self._loads)
+            if best is not None and kept is not None and moved[kept] >= KEEP_FRACTION * moved[best]:
                 best = kept
             if best is not None and moved[best] > least:
                 return best, rank

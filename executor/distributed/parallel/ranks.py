@@ -1,6 +1,6 @@
-"""The memory that ranks share, seen from one of them: how orders pass, and where all ranks' logits lie.
+"""One rank's view of the shared memory: orders, notes, barriers, and the logits of all ranks.
 
-Knows no model. What the ranks do together in the middle of a step is in `quintet.executor.distributed.parallel.operations`.
+Independent of the model. `quintet.executor.distributed.parallel.operations` has the collectives within a step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from quintet.executor.memory import lazy_zeros
 from quintet.executor.model_config.share import Share
 
 SLOT_BYTES = 256
-"""Of what a rank says to all others at boot: up to so many less one. A unique id of NCCL's is 128."""
+"""Size of a rank's message in `Ranks.exchange`, length byte included. An NCCL unique id has 128 bytes."""
 SPINS = 4000
-"""Pauses of some 10 to 50 ns before a wait sleeps: about as long as one rank is behind another within a step."""
+"""Pauses of 10 to 50 ns before a waiting rank sleeps: about the typical skew of ranks within a step."""
 
 
 class Ranks:
-    """One rank's view. Rank 0 tells orders, the others hear them."""
+    """One rank's view. Rank 0, the leader, sends orders; the followers receive them."""
 
     def __init__(self, descriptor: int, share: Share, shape: CRanksShape, *, spins: int) -> None:
-        """descriptor: of the memory, which every rank makes as large as ``shape`` says; what it holds begins with zeros."""
+        """descriptor: of the memory, which every rank extends to the size of ``shape``; initially zero."""
         self.library = open_ranks_library()
         self.share = share
         self.shape = shape
@@ -47,73 +47,73 @@ class Ranks:
         return self._rows(self.library.logits(self.handle), self.shape.max_outputs, width, dtype)
 
     def rotated(self, first: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory ``[max_tokens, width]`` of rotations, behind so many numbers a token of others."""
+        """Return the memory of rotations ``[max_tokens, width]``, after ``first`` elements per token of other rotations."""
         begin = self.shape.max_tokens * first * dtype.itemsize
         return self._rows(self.library.rotated(self.handle) + begin, self.shape.max_tokens, width, dtype)
 
-    def gathered(self, turn: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory ``[max_tokens, width]`` of what ranks put together in this turn, 0 or 1."""
-        address = self.library.gathered(self.handle, turn, width * dtype.itemsize)
+    def gathered(self, buffer: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer of gathered columns ``[max_tokens, width]``. buffer: buffer index, 0 or 1."""
+        address = self.library.gathered(self.handle, buffer, width * dtype.itemsize)
         return self._rows(address, self.shape.max_tokens, width, dtype)
 
     def payload(self, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return rows of ``width`` numbers in what comes with the order that rank 0 tells next, or that another has heard."""
+        """Return the payload rows, of ``width`` elements, of the leader's next order or of the last received order."""
         rows = self.shape.payload_bytes // (width * dtype.itemsize)
         return self._rows(self.library.payload(self.handle), rows, width, dtype)
 
     def staging(self) -> torch.Tensor:
-        """Return the memory, uint8, of weights on their way from one rank to another."""
+        """Return the staging buffer, uint8, for weights copied between ranks."""
         return self._rows(self.library.staging(self.handle), 1, self.shape.staging_bytes, torch.uint8)[0]
 
     def kv_blocks(self, width: int) -> torch.Tensor:
-        """Return the KV memory, uint8 ``[blocks, width]``, that this rank keeps together with others."""
+        """Return the shared KV memory, uint8 ``[blocks, width]``."""
         address = self.library.kv(self.handle, self.share.kv_copy)
         return self._rows(address, self.shape.kv_bytes // width, width, torch.uint8)
 
     def queries(self, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory ``[max_tokens, width]`` of the queries of all ranks that keep KV together with this one."""
+        """Return the memory ``[max_tokens, width]`` of the queries of all ranks that share KV memory."""
         address = self.library.queries(self.handle, self.share.kv_copy, width * dtype.itemsize)
         return self._rows(address, self.shape.max_tokens, width, dtype)
 
     def exchange(self, own: bytes) -> list[bytes]:
-        """Return what every rank says here, in their order: all ranks, as often. Up to `SLOT_BYTES` less one; in ``staging``."""
+        """All-gather: return every rank's message by rank. Collective. Less than `SLOT_BYTES` bytes; uses ``staging``."""
         slots = self.staging().view(self.share.size, SLOT_BYTES)
         assert len(own) < SLOT_BYTES, own
         mine = bytes([len(own)]) + own
         slots[self.share.rank, : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self.meet()
-        told = [bytes(slot[1 : 1 + int(slot[0])].tolist()) for slot in slots]
-        self.meet()  # everybody has read them
-        return told
+        messages = [bytes(slot[1 : 1 + int(slot[0])].tolist()) for slot in slots]
+        self.meet()  # all ranks have read the messages
+        return messages
 
     def all_say(self, own: bool) -> bool:
-        """Return whether every rank says so here: all ranks, as often."""
+        """Return whether all ranks pass True. Collective."""
         return all(map(any, self.exchange(bytes([own]))))
 
     def as_first_says(self, own: bytes) -> bytes:
-        """Return what rank 0 says here, of any length: all ranks, as often. What others say is not looked at."""
+        """Broadcast: return the leader's message, of any length; the followers' arguments are ignored. Collective."""
         most = SLOT_BYTES - 1
         length = int.from_bytes(self.exchange(len(own).to_bytes(8, "little"))[0], "little")
         return b"".join(self.exchange(own[at : at + most])[0] for at in range(0, length, most))
 
     def meet(self) -> None:
-        """Wait until every rank is here: all of them, in the same order."""
-        self.library.meet_now(self.handle)
+        """Barrier: wait until all ranks have arrived. Collective."""
+        self.library.barrier_now(self.handle)
 
     def make_room(self) -> None:
-        """Rank 0: wait until there is room for another order, and so for its payload."""
+        """On the leader: wait until another order, with its payload, fits."""
         self.library.make_room(self.handle)
 
-    def wait_for_told(self, orders: int) -> None:
-        """Wait until so many orders were told, and take none. From any thread; others run meanwhile."""
-        self.library.wait_for_told(self.handle, orders)
+    def wait_for_sent(self, orders: int) -> None:
+        """Wait until ``orders`` orders were sent, without receiving one. Any thread may call it; others continue to run."""
+        self.library.wait_for_sent(self.handle, orders)
 
     def note(self, what: Note, value: int) -> None:
-        """Say something of this rank, for the others to look at. From any thread."""
+        """Set a note about this rank for the other ranks. Any thread may call it."""
         self.library.note(self.handle, what, value)
 
     def noted(self, what: Note) -> int:
-        """Return the sum of what the others say. From any thread."""
+        """Return the sum of the other ranks' notes. Any thread may call it."""
         return int(self.library.noted(self.handle, what))
 
     def _rows(self, address: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -122,27 +122,27 @@ class Ranks:
         return flat.view(rows, width)
 
     def tell_run(self, step: object, begin: int, end: int, length: int) -> None:
-        """Have the others run operations ``[begin, end)`` over a step; length: its largest position plus 1."""
+        """Send an order to run operations ``[begin, end)`` over a step. length: its largest position plus 1."""
         order = self._order
         order.kind, order.begin, order.end, order.length = OrderKind.RUN, begin, end, length
-        self.library.tell(self.handle, ctypes.byref(order), step)
+        self.library.send(self.handle, ctypes.byref(order), step)
 
     def tell_mail(self, kind: OrderKind, mail: bytes, item_bytes: int) -> None:
-        """Have the others do what the mail says: items of one size, as many at a time as there is room for."""
+        """Send an order with mail: items of one size, split into as many orders as needed."""
         for part in self._parts(mail, item_bytes):
-            self._tell_part(kind, part)
+            self._send_part(kind, part)
 
     def move_blocks(self, kind: OrderKind, pairs: bytes, move: Callable[[bytes], None]) -> None:
-        """Rank 0: have all ranks move blocks, this one by ``move``; see `wait_for_moved`."""
+        """On the leader: make all ranks move blocks; ``move`` does so on this rank. See `wait_for_moved`."""
         for part in self._parts(pairs, PAIR_BYTES):
-            self._tell_part(kind, part)
+            self._send_part(kind, part)
             try:
                 move(part)
-            finally:  # the others meet in any case: who does not would be one meeting behind them from then on
+            finally:  # the followers enter the barrier in any case
                 self.wait_for_moved()
 
     def wait_for_moved(self) -> None:
-        """Wait until all ranks have moved blocks, where some keep KV together: one may write what another was to copy."""
+        """Wait until all ranks have moved blocks if they share KV memory: a rank may overwrite the source of another."""
         if not self.share.turn.is_alone:
             self.meet()
 
@@ -151,58 +151,58 @@ class Ranks:
         assert most, item_bytes
         return (mail[begin : begin + most] for begin in range(0, len(mail), most))
 
-    def _tell_part(self, kind: OrderKind, part: bytes) -> None:
-        self.make_room()  # its place may still be read
+    def _send_part(self, kind: OrderKind, part: bytes) -> None:
+        self.make_room()  # the mail's memory may still be read
         ctypes.memmove(self.library.mail(self.handle), part, len(part))
-        self._tell(kind, len(part))
+        self._send(kind, len(part))
 
-    def tell_done(self, outputs: int) -> None:
-        """Say that a step is done: what it gave is the payload, so many rows of logits."""
+    def send_done(self, outputs: int) -> None:
+        """Report a step as finished; the payload contains ``outputs`` rows of logits."""
         self._order.num_outputs = outputs
-        self._tell(OrderKind.RUN, 0)
+        self._send(OrderKind.RUN, 0)
 
-    def tell_chore(self) -> None:
-        """Have the others do a chore."""
-        self._tell(OrderKind.CHORE, 0)
+    def send_idle_task(self) -> None:
+        """Send an order to run an idle task."""
+        self._send(OrderKind.IDLE_TASK, 0)
 
-    def _tell(self, kind: OrderKind, end: int) -> None:
+    def _send(self, kind: OrderKind, end: int) -> None:
         order = self._order
         order.kind, order.begin, order.end, order.length = kind, 0, end, 0
-        self.library.tell(self.handle, ctypes.byref(order), None)
+        self.library.send(self.handle, ctypes.byref(order), None)
 
     def wait_for_all(self) -> None:
-        """Wait until the others have done what they were told; the first time, until they are there."""
+        """Wait until all followers have finished their orders; at first, until they are ready."""
         self.library.wait_for_all(self.handle)
 
     def hear(self, step: object) -> COrder:
-        """Wait for the next order; a run's step is described in ``step``, a `CStep` of whoever hears of none."""
-        self.library.hear(self.handle, ctypes.byref(self._order), step)
+        """Wait for the next order and return it. step: a `CStep` that a run order's step is written to."""
+        self.library.receive(self.handle, ctypes.byref(self._order), step)
         return self._order
 
     def mail(self, order: COrder) -> bytes:
-        """Return what came with the order."""
+        """Return the mail of an order."""
         return ctypes.string_at(self.library.mail(self.handle), order.end)
 
     def done_with(self, orders: int) -> None:
-        """Say that so many orders were carried out."""
+        """Report ``orders`` orders as finished."""
         self.library.done_with(self.handle, orders)
 
     def wait_for_done(self, orders: int) -> None:
-        """Rank 0: wait until all others have said that of so many. From any thread; others run meanwhile."""
+        """On the leader: wait until all followers have finished ``orders`` orders. Any thread may call it."""
         self.library.wait_for_done(self.handle, orders)
 
     def done(self) -> None:
-        """Say that the order was carried out, or, the first time, that this rank is there."""
+        """Report the last order as finished; at first, report ready."""
         self.library.done(self.handle)
 
 
 def vector_records(width: int, dtype: torch.dtype) -> np.dtype[np.void]:
-    """Return what mail of `OrderKind.EMBEDS` is made of: which of the step's tokens, and its vector's bytes."""
+    """Return the record type of `OrderKind.EMBEDS` mail: index of a token in the step, and its vector's bytes."""
     return np.dtype([("token", np.int32), ("vector", np.uint8, (width * dtype.itemsize,))])
 
 
 def input_place(max_tokens: int, width: int, dtype: torch.dtype, ranks: Ranks | None) -> torch.Tensor:
-    """Return where a stage reads what the stage before has computed, ``[max_tokens, width]``: all its ranks read it there."""
+    """Return the memory of a stage's input ``[max_tokens, width]``, which all ranks of the stage read."""
     if ranks is not None:
         return ranks.payload(width, dtype)
     return lazy_zeros((max_tokens, width), dtype, torch.device("cpu"))

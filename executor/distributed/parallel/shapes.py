@@ -1,4 +1,4 @@
-"""How large the memory is that ranks share, for a configured model. Imports no torch."""
+"""Sizes of the memory that ranks share, for a configured model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from quintet.executor.model_config.share import (
 from quintet.executor.model_config.spec import DecoderSpec
 from quintet.wire.config import DTYPE_BYTES, EngineConfig, ModelConfig
 
-MOST_CROSSING = 4096
-"""Blocks, so that an order that names all fits."""
+MAX_GATHER_ROWS = 4096
+"""Limit on gathered blocks, so that a single order can name all."""
 
 
 def shape_of(config: EngineConfig) -> CRanksShape:
-    """Return what the ranks of a stage need room for."""
+    """Return the memory shape for the ranks of a stage."""
     scheduler, model = config.scheduler, config.model
     spec, item_bytes = spec_of(model), DTYPE_BYTES[model.dtype]
     max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
@@ -51,12 +51,12 @@ def shape_of(config: EngineConfig) -> CRanksShape:
         payload_bytes=max_tokens * spec.hidden_size * item_bytes
         if config.executor.pipeline_parallel_size > 1
         else 0,
-        **_kv_together(config, spec, item_bytes),
+        **_shared_kv_fields(config, spec, item_bytes),
     )
 
 
-def _kv_together(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> dict[str, int]:
-    """Return the room for keys and values that ranks keep together: of all places, though a stage has some of them only."""
+def _shared_kv_fields(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> dict[str, int]:
+    """Return the fields for shared KV memory; sized for all layers although a stage has only some."""
     executor, kv = config.executor, config.model.kv
     if executor.decode_context_parallel_size == 1:
         return {}
@@ -71,7 +71,7 @@ def _kv_together(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> di
 
 
 def link_shape(config: EngineConfig, link: int) -> CRanksShape:
-    """Return what a link needs room for: the hidden states of a step, with what rotates its tokens, or the logits."""
+    """Return the memory shape of a link: a step's hidden states with rotations, or its logits."""
     num_stages, shape = config.executor.pipeline_parallel_size, shape_of(config)
     shape.ranks, shape.depth = 2, LINK_DEPTH
     shape.payload_bytes += shape.max_tokens * shape.rotated_row_bytes
@@ -85,7 +85,7 @@ def link_shape(config: EngineConfig, link: int) -> CRanksShape:
 
 
 def places_of_stages(config: EngineConfig) -> list[list[int]]:
-    """Return which places of a block each stage has, in the order in which they lie there."""
+    """Return the layer positions of a block that each stage has, in memory order."""
     kv, executor = config.model.kv, config.executor
     if executor.pipeline_parallel_size == 1:
         return [sorted(kv.places_of(lambda layer: True))]
@@ -95,26 +95,26 @@ def places_of_stages(config: EngineConfig) -> list[list[int]]:
 
 
 def part_bytes(config: EngineConfig) -> list[int]:
-    """Return how much of a block a KV memory has, of each stage."""
+    """Return the bytes of a block in one KV memory of each stage."""
     return [len(places) * config.model.kv.layer_bytes for places in places_of_stages(config)]
 
 
-def crossing_rows(config: EngineConfig) -> int:
-    """Return how many blocks may be on their way through the memory in which all ranks' parts come together."""
+def gather_rows(config: EngineConfig) -> int:
+    """Return the number of rows of the gather memory, in blocks."""
     block_bytes = sum(part_bytes(config)) * config.executor.num_kv_memories
-    return min(MOST_CROSSING, max(1, CROSSING_BYTES // block_bytes))
+    return min(MAX_GATHER_ROWS, max(1, CROSSING_BYTES // block_bytes))
 
 
-def crossing_shape(config: EngineConfig) -> CRanksShape:
-    """Return what that needs room for, of all ranks of all stages."""
+def gather_shape(config: EngineConfig) -> CRanksShape:
+    """Return the memory shape of the gather memory, for all ranks of all stages."""
     block_bytes = sum(part_bytes(config)) * config.executor.num_kv_memories
     return CRanksShape(
-        ranks=config.executor.num_ranks, depth=1, staging_bytes=crossing_rows(config) * block_bytes
+        ranks=config.executor.num_ranks, depth=1, staging_bytes=gather_rows(config) * block_bytes
     )
 
 
 def spec_of(model: ModelConfig) -> DecoderSpec:
-    """Return what a model is made of that was found to be divisible."""
+    """Return the spec of a divisible model."""
     spec = FAMILIES[model.architecture].read(card_of(model))
     assert isinstance(spec, DecoderSpec), model.architecture
     return spec

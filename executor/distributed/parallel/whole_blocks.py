@@ -1,10 +1,10 @@
-"""Blocks of KV whose parts lie in several processes, as rank 0 sees them: whole. Whoever takes them elsewhere knows of no ranks.
+"""Whole KV blocks with parts in several processes, as the leader sees them. KV transfer uses them without regard to ranks.
 
-    loop        take_into: order to all ──▶ [ rows under way ]
-    any thread                                   wait ──▶ all have copied ──▶ rows, whole ──▶ memory; rows are free
+    loop        take_into: order to all ──▶ [ rows in flight ]
+    any thread                                   wait ──▶ all ranks have copied ──▶ whole rows ──▶ memory; rows are
+    free
 
-The loop waits only where all rows are under way. While it waits steps go on that were begun: whoever computes them needs nothing
-of it.
+The loop blocks only if all rows are in flight; started steps continue meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from quintet.executor.distributed.parallel.host_blocks import Moves
-from quintet.executor.distributed.parallel.kv_gather import KvGather, PartBlocks, open_crossing, pairs_of
+from quintet.executor.distributed.parallel.kv_gather import KvGather, PartBlocks, open_gather, pairs_of
 from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait
 from quintet.executor.model_config.share import Share
@@ -25,97 +25,101 @@ from quintet.wire.config import EngineConfig
 
 
 @dataclass(slots=True, eq=False)
-class _Under:
-    """Rows under way."""
+class _Transfer:
+    """Rows in flight."""
 
     number: int
-    """Of the order, from 1 on."""
+    """Number of the order, from 1."""
     rows: Int
-    arrive: Callable[[], None]
-    """What is to be done with them once all ranks have done theirs."""
+    complete: Callable[[], None]
+    """Completion, called after all ranks have copied."""
 
 
 class BlocksOfAllRanks:
     """See `quintet.executor.kv_transfer.block_bytes.WholeBlocks`."""
 
-    def __init__(self, crossing: KvGather, own: PartBlocks, moves: Moves) -> None:
-        """own: rank 0's part."""
-        self._ranks, self._parts, self._own, self._moves = crossing.ranks, crossing.parts, own, moves
+    def __init__(self, gather: KvGather, own: PartBlocks, moves: Moves) -> None:
+        """own: the leader's part."""
+        self._ranks, self._parts, self._own, self._moves = gather.ranks, gather.parts, own, moves
         ends: list[int] = np.cumsum([part.shape[1] for part in self._parts]).tolist()
         self._columns = [slice(end - part.shape[1], end) for part, end in zip(self._parts, ends, strict=True)]
         self.block_bytes = ends[-1]
         self._num_rows = len(self._parts[0])
-        self._num_told = 0
+        self._num_sent = 0
         self._lock = threading.Lock()
-        """Guards all below, and what arrives."""
+        """Guards the fields below, and completions."""
         self._free = list(range(self._num_rows))
-        self._under_way: dict[_Under, None] = {}
-        """Begun first, first."""
+        self._in_flight: dict[_Transfer, None] = {}
+        """Transfers in flight, oldest first."""
 
     def take_into(self, blocks: Int, memory: Bytes, rows: Int) -> Wait:
         """See `WholeBlocks`."""
-        begun = [
+        started = [
             self._take(blocks[at : at + self._num_rows], memory, rows[at : at + self._num_rows])
             for at in range(0, len(blocks), self._num_rows)
         ]
 
         def wait() -> None:
-            for each in begun:
+            for each in started:
                 self._end(each)
 
         return wait
 
-    def _take(self, blocks: Int, memory: Bytes, into: Int) -> _Under:
+    def _take(self, blocks: Int, memory: Bytes, into: Int) -> _Transfer:
         own = self._reserve(len(blocks))
 
-        def arrive() -> None:
+        def complete() -> None:
             for part, columns in zip(self._parts, self._columns, strict=True):
                 memory[into, columns] = part[own]
 
-        return self._tell(OrderKind.CARRY_OUT, blocks, own, arrive)
+        return self._send(OrderKind.CARRY_OUT, blocks, own, complete)
 
-    def put(self, blocks: Int, taken: Bytes) -> None:
+    def put(self, blocks: Int, contents: Bytes) -> None:
         """See `WholeBlocks`."""
         for at in range(0, len(blocks), self._num_rows):
             some = blocks[at : at + self._num_rows]
             own = self._reserve(len(some))
             for part, columns in zip(self._parts, self._columns, strict=True):
-                part[own] = taken[at : at + self._num_rows, columns]
-            self._tell(OrderKind.CARRY_IN, some, own, lambda: None)
+                part[own] = contents[at : at + self._num_rows, columns]
+            self._send(OrderKind.CARRY_IN, some, own, lambda: None)
 
     def _reserve(self, count: int) -> Int:
-        """Take rows that nobody copies to or from any more."""
+        """Take rows without a transfer in flight, waiting for the oldest one if needed."""
         while True:
             with self._lock:
                 if len(self._free) >= count:
-                    taken, self._free = self._free[:count], self._free[count:]
-                    return np.array(taken, np.int32)
-                first = next(iter(self._under_way))
+                    contents, self._free = self._free[:count], self._free[count:]
+                    return np.array(contents, np.int32)
+                first = next(iter(self._in_flight))
             self._end(first)
 
-    def _tell(self, kind: OrderKind, blocks: Int, rows: Int, arrive: Callable[[], None]) -> _Under:
-        self._num_told += 1
-        under = _Under(self._num_told, rows, arrive)
+    def _send(self, kind: OrderKind, blocks: Int, rows: Int, complete: Callable[[], None]) -> _Transfer:
+        self._num_sent += 1
+        transfer = _Transfer(self._num_sent, rows, complete)
         with self._lock:
-            self._under_way[under] = None
+            self._in_flight[transfer] = None
         self._moves.move(kind, pairs_of(blocks, rows), lambda pairs: self._own.carry(kind, pairs))
-        return under
+        return transfer
 
-    def _end(self, under: _Under) -> None:
-        """Wait until all ranks have copied; have what arrives read, and the rows used anew, unless that was done."""
-        self._ranks.wait_for_done(under.number)
+    def _end(self, transfer: _Transfer) -> None:
+        """Wait until all ranks have copied; then complete the transfer and free its rows, unless already done."""
+        self._ranks.wait_for_done(transfer.number)
         with self._lock:
-            if under in self._under_way:
-                under.arrive()
-                del self._under_way[under]
-                self._free += under.rows.tolist()
+            if transfer in self._in_flight:
+                transfer.complete()
+                del self._in_flight[transfer]
+                self._free += transfer.rows.tolist()
 
 
 def open_whole_blocks(
-    config: EngineConfig, crossings: Sequence[int], layers: Sequence[torch.Tensor], share: Share, moves: Moves
+    config: EngineConfig,
+    gather_fds: Sequence[int],
+    layers: Sequence[torch.Tensor],
+    share: Share,
+    moves: Moves,
 ) -> BlocksOfAllRanks:
-    """Return the blocks of all ranks. crossings: see `Followers`; layers, share: rank 0's."""
-    assert len(crossings) == 1, crossings
-    crossing = open_crossing(config, crossings[0], 0)
-    table = crossing.part_of(share, config.executor.num_kv_memories)
-    return BlocksOfAllRanks(crossing, PartBlocks(layers, crossing.ranks, table, share.turn), moves)
+    """Return the blocks of all ranks. gather_fds: see `FollowerProcesses`; layers, share: the leader's."""
+    assert len(gather_fds) == 1, gather_fds
+    gather = open_gather(config, gather_fds[0], 0)
+    table = gather.part_of(share, config.executor.num_kv_memories)
+    return BlocksOfAllRanks(gather, PartBlocks(layers, gather.ranks, table, share.turn), moves)

@@ -1,1 +1,1 @@
-"""Blocks of KV memory in files: what they look like, and whose they are."""
+"""KV blocks on disk: file formats."""

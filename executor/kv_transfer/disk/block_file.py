@@ -1,15 +1,15 @@
-"""The two files that hold an engine's blocks, and survive whoever writes them.
+"""The two files of an engine's KV blocks on disk, which outlive the process.
 
-    blocks.kv         | block of place 0 | block of place 1 | …          as they lie in KV memory, layer by layer
+    blocks.kv         | block of place 0 | block of place 1 | …          as in KV memory, layer by layer
     blocks.index      | head | entry of place 0 | entry of place 1 | …
 
-An entry has a block's key, when it was written or last read, and the SHA-256 of *whose* the files are
-(`quintet.executor.kv_transfer.kv_identity`), of the key and of the block's bytes. Nothing is believed that does not
-have this hash. So whatever became of the bytes (a writer was killed, the power went, the disk rotted, somebody cut
-the file), a read returns the block or nothing, and no order of writing has to be kept: nothing is flushed.
+An entry has a block's key, a use counter, and a SHA-256 over the identity
+(`quintet.executor.kv_transfer.kv_identity`), the key and the block's bytes. A read verifies this hash, so it returns
+the block or nothing after any failure: a killed writer, a power loss, corruption, a truncated file. So no write order
+is needed and nothing is flushed.
 
-Files of another model, layout or version are emptied when they are opened. A file is one process's at a time; who owns the folder
-is the supervisor's to say.
+Files with another identity or version are cleared on opening. One process at a time uses a file; the supervisor
+ensures that.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ log = logging.getLogger(__name__)
 MAGIC = b"quintet KV blocks 2\n"
 HEAD_BYTES = 4096
 ENTRY = struct.Struct("<B34sQ32sI")
-"""Length of the key, key, a number that grows with every write and read, hash of the block, CRC-32 of all these."""
+"""Length of the key, key, use counter, hash of the block, CRC-32 of all these."""
 NOTHING = bytes(ENTRY.size)
 MAX_KEY_BYTES = 34
-SILENCE_S = 60.0
-"""Between two lines of the log that say that blocks could not be written."""
+LOG_INTERVAL_S = 60.0
+"""Minimum interval between log lines about failed writes."""
 
 
 class BlockFile:
-    """Blocks by place and key. For one thread at a time."""
+    """Blocks by place and key. Used by one thread at a time."""
 
-    def __init__(self, folder: Path, whose: bytes, block_bytes: int, num_places: int) -> None:
-        """Open the files, or make them. Raises `ConfigError` where that cannot be done."""
+    def __init__(self, folder: Path, identity: bytes, block_bytes: int, num_places: int) -> None:
+        """Open or create the files. Raises `ConfigError` on failure."""
         self.block_bytes = block_bytes
         self.num_places = num_places
-        self._whose = whose
+        self._identity = identity
         self._newest = 0
         self._digests: dict[int, tuple[bytes, bytes]] = {}
-        """Place -> key and hash of what it holds."""
+        """Place -> key and hash of its block."""
         self._num_unwritten = 0
-        """Since that was last said."""
-        self._silent_until = 0.0
-        head = (MAGIC + whose + block_bytes.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
+        """Failed writes since the last log line."""
+        self._quiet_until = 0.0
+        head = (MAGIC + identity + block_bytes.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._index, self._blocks = _open(folder, "blocks.index", "blocks.kv")
             if os.pread(self._index, HEAD_BYTES, 0) != head:
                 if os.fstat(self._index).st_size:
-                    log.warning("%s is of another model or version: it begins anew, empty", folder)
+                    log.warning("cleared %s: it is of another model or version", folder)
                 os.ftruncate(self._index, 0)
                 os.ftruncate(self._blocks, 0)
                 os.pwrite(self._index, head, 0)
@@ -70,61 +70,61 @@ class BlockFile:
         self._kept = self._read_index()
 
     def kept(self) -> list[tuple[int, bytes]]:
-        """Return place and key of everything there is, what was written or read longest ago first."""
+        """Return place and key of all blocks, least recently used first."""
         return [(place, self._digests[place][0]) for place in self._kept if place in self._digests]
 
     def holds(self, place: int, key: bytes) -> bool:
-        """Return whether a place holds this block, as far as is known."""
+        """Return whether a place holds this block, according to the index."""
         return self._digests.get(place, (b"",))[0] == key
 
     def write(self, place: int, key: bytes, block: memoryview) -> bool:
-        """Have a place hold a block; return whether it does. Where it does not it holds nothing."""
-        digest = digest_of(self._whose, key, block)
+        """Write a block to a place; return whether it succeeded. After a failure the place is empty."""
+        digest = digest_of(self._identity, key, block)
         try:
             self._forget(place)
             if write_whole(self._blocks, block, place * self.block_bytes):
                 self._enter(place, key, digest)
                 return True
-            why = "no more of it could be written"
+            reason = "short write"
         except OSError as error:
-            why = str(error.strerror)
-        self._complain(why)
+            reason = str(error.strerror)
+        self._log_error(reason)
         return False
 
-    def _complain(self, why: str) -> None:
-        """Say that a block could not be written; not of each, since a disk that is full stays full."""
+    def _log_error(self, reason: str) -> None:
+        """Log a failed write, rate-limited: a full disk stays full."""
         self._num_unwritten += 1
-        if time.monotonic() >= self._silent_until:
-            log.warning("%d blocks of KV could not be written to disk: %s", self._num_unwritten, why)
+        if time.monotonic() >= self._quiet_until:
+            log.warning("%d KV blocks could not be written to disk: %s", self._num_unwritten, reason)
             self._num_unwritten = 0
-            self._silent_until = time.monotonic() + SILENCE_S
+            self._quiet_until = time.monotonic() + LOG_INTERVAL_S
 
     def read(self, place: int, key: bytes, into: memoryview) -> bool:
-        """Read the block of a place, if it holds this one, whole; return whether. Otherwise anything may be in ``into``."""
+        """Read a block from its place; return whether it is intact. If not, the content of ``into`` is undefined."""
         known, digest = self._digests.get(place, (b"", b""))
         if known != key:
             return False
         try:
             is_whole = read_whole(self._blocks, into, place * self.block_bytes)
         except OSError as error:
-            log.warning("a block of KV could not be read from disk: %s", error.strerror)
+            log.warning("a KV block could not be read from disk: %s", error.strerror)
             is_whole = False
-        if is_whole and digest_of(self._whose, key, into) == digest:
-            with contextlib.suppress(OSError):  # then a later start does not know of this use
+        if is_whole and digest_of(self._identity, key, into) == digest:
+            with contextlib.suppress(OSError):  # only the use counter is lost
                 self._enter(place, key, digest)
             return True
-        log.warning("a block of KV on disk is not what was written: it is computed again")
+        log.warning("a KV block on disk is corrupt and will be recomputed")
         with contextlib.suppress(OSError):
             self._forget(place)
         return False
 
     def drop(self, place: int, key: bytes) -> None:
-        """Have a place hold nothing, if it holds this block. Its bytes stay until others are written over them."""
+        """Clear a place if it holds this block. Its bytes stay until overwritten."""
         if self.holds(place, key):
             try:
                 self._forget(place)
             except OSError as error:
-                log.warning("a block of KV on disk could not be forgotten: %s", error.strerror)
+                log.warning("a KV block on disk could not be cleared: %s", error.strerror)
 
     def close(self) -> None:
         """Close the files."""
@@ -132,7 +132,7 @@ class BlockFile:
         os.close(self._blocks)
 
     def _enter(self, place: int, key: bytes, digest: bytes) -> None:
-        """Note what a place holds, as what was used last."""
+        """Record a place's block as the most recently used."""
         self._newest += 1
         entry = ENTRY.pack(len(key), key, self._newest, digest, 0)[:-4]
         os.pwrite(self._index, entry + crc32(entry).to_bytes(4, "little"), self._entry_at(place))
@@ -149,7 +149,7 @@ class BlockFile:
         return HEAD_BYTES + place * ENTRY.size
 
     def _read_index(self) -> dict[int, None]:
-        """Note what the entries say that are whole; return their places, what was used longest ago first."""
+        """Load the valid entries; return their places, least recently used first."""
         found: list[tuple[int, int]] = []
         entries = _read_from(self._index, HEAD_BYTES)
         seen: set[bytes] = set()
@@ -166,7 +166,7 @@ class BlockFile:
 
 
 def _open(folder: Path, *names: str) -> list[int]:
-    """Open files of a folder, all of them ours: otherwise somebody else chose what we read, or what we write over."""
+    """Open files of a folder, all of which must belong to this user."""
     inside = open_own(str(folder), os.O_RDONLY | os.O_DIRECTORY)
     try:
         return [open_own(name, os.O_RDWR | os.O_CREAT, inside) for name in names]
@@ -175,7 +175,7 @@ def _open(folder: Path, *names: str) -> list[int]:
 
 
 def write_whole(file: int, block: memoryview, offset: int) -> bool:
-    """Write all of a block; return whether that was possible."""
+    """Write all of a block; return whether it succeeded."""
     while len(block):
         written = os.pwrite(file, block, offset)
         if not written:
@@ -185,7 +185,7 @@ def write_whole(file: int, block: memoryview, offset: int) -> bool:
 
 
 def read_whole(file: int, into: memoryview, offset: int) -> bool:
-    """Fill ``into``; return whether the file had so much."""
+    """Fill ``into`` from the file; return whether the file was long enough."""
     while len(into):
         num_read = os.preadv(file, [into], offset)
         if not num_read:

@@ -1,4 +1,4 @@
-"""Opens an engine's blocks on disk, as configured."""
+"""Open an engine's KV disk tier from its configuration."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 
 def open_kv_disk(blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int) -> DiskBlocks:
-    """Return the blocks on disk of a KV memory. runner: who computes.
+    """Return the disk tier of a KV memory. runner: name of the model runner.
 
-    first_host_block: the number of the first block that is read into. Raises `ConfigError` where the files cannot be opened.
+    first_host_block: number of the first staging block. Raises `ConfigError` if the files cannot be opened.
     """
     disk = config.cache.disk
-    assert disk is not None, "nothing is kept on disk"
+    assert disk is not None, "no disk tier is configured"
     num_blocks = config.model.kv.num_blocks
     folder = Path(disk.folder)
     file = BlockFile(folder, identity_of(config, runner), blocks.block_bytes, num_blocks(disk.size_bytes))

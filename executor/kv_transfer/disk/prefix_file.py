@@ -1,11 +1,11 @@
-"""A prefix in a file of its own: blocks as they lie on disk, to be carried to another server that computes the same bits.
+"""Export format of a prefix: one file with KV blocks, to import on another server that computes the same bits.
 
     head | table: an entry for each block | SHA-256 of all before | block | block | …
 
-The head says whose the blocks are, as servers on other machines can compare it
-(`quintet.executor.kv_transfer.kv_identity.whole_of`), and how many of which size; an entry has a block's key and the
-hash of all three. So what is read is the block or an error. A file that is not finished has another name. Checksums
-tell accidents, not intent: who imports a file trusts who made it.
+The head has the portable identity (`quintet.executor.kv_transfer.kv_identity.whole_of`), the block size and the
+number of blocks. An entry has a block's key, and a hash over identity, key and bytes, so a read returns the block or
+an error. An unfinished file has a temporary name. Hashes detect accidents, not attacks: an importer must trust the
+file's author.
 """
 
 from __future__ import annotations
@@ -23,43 +23,39 @@ from quintet.process.own_files import open_own
 
 MAGIC = b"quintet KV prefix 1\n"
 HEAD = struct.Struct("<20s32sQI")
-"""Magic, whose, bytes of a block, number of blocks."""
+"""Magic, identity, bytes of a block, number of blocks."""
 ENTRY = struct.Struct("<B34s32s")
 """Length of the key, key, hash of the block."""
 HASH_BYTES = 32
 
 
 class PrefixFileError(Exception):
-    """The file cannot be written or read; the message says why."""
+    """The file cannot be written or read; the message gives the cause."""
 
 
 def write_prefix(
-    folder: Path, name: str, whose: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
+    folder: Path, name: str, identity: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
 ) -> Iterator[int]:
-    """Write the blocks of these places, with these keys, one at a time; yield the bytes written so far after each.
+    """Write the blocks of these places and keys one at a time; yield the total bytes written after each.
 
-    Raises `PrefixFileError` where there is such a file, a block is gone, or the disk has an error.
+    Raises `PrefixFileError` if the file exists, a block was evicted, or the disk has an error.
     """
     unfinished = f".{name}.part"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         with contextlib.closing(_Folder(folder)) as held:
             if held.has(name):
-                raise PrefixFileError(
-                    f"there is a file {folder / name} already: give another name, or remove it"
-                )
+                raise PrefixFileError(f"{folder / name} exists: use another name, or remove the file")
             target = held.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
-                table = bytearray(HEAD.pack(MAGIC, whose, file.block_bytes, len(wanted)))
+                table = bytearray(HEAD.pack(MAGIC, identity, file.block_bytes, len(wanted)))
                 end, block = _first_block(len(wanted)), memoryview(bytearray(file.block_bytes))
                 for place, key in wanted:
                     if not file.read(place, key, block):
-                        raise PrefixFileError(
-                            "some of its blocks gave way to others meanwhile: export it again"
-                        )
+                        raise PrefixFileError("some blocks were evicted during the export: export it again")
                     if not write_whole(target, block, end):
-                        raise PrefixFileError("no more of it could be written")
-                    table += ENTRY.pack(len(key), key, digest_of(whose, key, block))
+                        raise PrefixFileError("short write: is the disk full?")
+                    table += ENTRY.pack(len(key), key, digest_of(identity, key, block))
                     end += file.block_bytes
                     yield end
                 os.pwrite(target, table + hashlib.sha256(table).digest(), 0)
@@ -67,30 +63,30 @@ def write_prefix(
                 held.rename(unfinished, name)
             finally:
                 os.close(target)
-                held.remove(unfinished)  # unless it has its name by now
+                held.remove(unfinished)  # no effect after the rename
     except OSError as error:
         raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
 
 
-def read_keys(folder: Path, name: str, whose: bytes, file: BlockFile) -> list[bytes]:
-    """Return the keys of a file's blocks. Raises `PrefixFileError` for one that is not whole, or not for these blocks."""
+def read_keys(folder: Path, name: str, identity: bytes, file: BlockFile) -> list[bytes]:
+    """Return the keys of a file's blocks. Raises `PrefixFileError` for a damaged file, or one of another identity."""
     source = _open_prefix(folder, name)
     try:
-        return [key for key, _ in _entries(folder / name, source, whose, file)]
+        return [key for key, _ in _entries(folder / name, source, identity, file)]
     finally:
         os.close(source)
 
 
 def read_prefix(
-    folder: Path, name: str, whose: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
+    folder: Path, name: str, identity: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
 ) -> Iterator[tuple[int, bytes, bool]]:
-    """Have these places hold these of its blocks, one at a time; yield place and key of each, and whether it does now.
+    """Copy blocks of the file to these places one at a time; yield place, key and success of each.
 
     Raises `PrefixFileError` as `read_keys` does.
     """
     source = _open_prefix(folder, name)
     try:
-        entries = _entries(folder / name, source, whose, file)
+        entries = _entries(folder / name, source, identity, file)
         begin = _first_block(len(entries))
         found = {
             key: (begin + index * file.block_bytes, digest) for index, (key, digest) in enumerate(entries)
@@ -99,7 +95,9 @@ def read_prefix(
         for place, key in wanted:
             offset, digest = found.get(key, (0, b""))
             is_whole = (
-                bool(digest) and read_whole(source, block, offset) and digest_of(whose, key, block) == digest
+                bool(digest)
+                and read_whole(source, block, offset)
+                and digest_of(identity, key, block) == digest
             )
             yield place, key, is_whole and file.write(place, key, block)
     except OSError as error:
@@ -109,7 +107,7 @@ def read_prefix(
 
 
 class _Folder:
-    """An open folder of ours."""
+    """An open folder that belongs to this user."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_own(str(path), os.O_RDONLY | os.O_DIRECTORY)
@@ -136,7 +134,7 @@ class _Folder:
 
 
 def _first_block(num_blocks: int) -> int:
-    """Return the byte at which the blocks begin."""
+    """Return the offset of the first block in bytes."""
     return HEAD.size + num_blocks * ENTRY.size + HASH_BYTES
 
 
@@ -148,26 +146,24 @@ def _open_prefix(folder: Path, name: str) -> int:
         raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
 
 
-def _entries(path: Path, source: int, whose: bytes, file: BlockFile) -> list[tuple[bytes, bytes]]:
-    """Return key and hash of each block, if the file is whole as far as that shows, and of the same identity."""
+def _entries(path: Path, source: int, identity: bytes, file: BlockFile) -> list[tuple[bytes, bytes]]:
+    """Return key and hash of each block, after checks of identity, size and table."""
     size, head = os.fstat(source).st_size, os.pread(source, HEAD.size, 0)
     if len(head) < HEAD.size or not head.startswith(MAGIC):
-        raise PrefixFileError(f"{path} is no file that `kv export` of this version wrote")
+        raise PrefixFileError(f"{path} was not written by this version's `kv export`")
     _, theirs, block_bytes, num_blocks = HEAD.unpack(head)
-    if theirs != whose or block_bytes != file.block_bytes:
+    if theirs != identity or block_bytes != file.block_bytes:
         raise PrefixFileError(
-            f"{path} is of another model, other weights, another format or version, or another kind of processor: its bits might "
-            "differ"
+            f"{path} is of another model, other weights, another format or version, or another kind of processor, so its"
+            " bits may differ"
         )
     table_bytes = num_blocks * ENTRY.size
     expected = _first_block(num_blocks) + num_blocks * block_bytes
     if size != expected:
-        raise PrefixFileError(
-            f"{path} has {size} bytes and should have {expected}: it was cut, or something was added"
-        )
+        raise PrefixFileError(f"{path} has {size} bytes instead of {expected}: it was truncated or extended")
     table = os.pread(source, table_bytes + HASH_BYTES, HEAD.size)
     if hashlib.sha256(head + table[:table_bytes]).digest() != table[table_bytes:]:
-        raise PrefixFileError(f"{path} is damaged: its table is not what was written")
+        raise PrefixFileError(f"{path} is damaged: the hash of its table does not match")
     found: dict[bytes, bytes] = {}
     for length, key, digest in ENTRY.iter_unpack(table[:table_bytes]):
         if not 0 < length <= MAX_KEY_BYTES:

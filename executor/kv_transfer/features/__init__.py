@@ -1,1 +1,1 @@
-"""Device halves of scheduling features, each named like its half in ``core/features``."""
+"""Executor halves of scheduling features, each named like its half in ``core/features``."""

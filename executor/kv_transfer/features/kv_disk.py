@@ -1,11 +1,11 @@
-"""KV on disk, the device's half: takes blocks out of KV memory, and brings them to host memory, from where plans copy them.
+"""KV disk tier, the executor's half: stores blocks from KV memory, and fetches them to host staging blocks.
 
-    loop        order: copies blocks out ──▶ [ stores ]                  [ answers ] ──▶ core
-    I/O thread                               [ fetches ] ──▶ files ──▶ staging ─┘ rings
+    loop        order: copies blocks out ──▶ [ stores ]                  [ results ] ──▶ core
+    I/O thread                               [ fetches ] ──▶ files ──▶ staging ─┘ wakes the loop
 
-The loop does nothing with the files, so a step waits for no disk. Fetches are done first: a request waits for them. They do not
-overtake what matters to them, since the core fetches only what it has heard to be stored. What the disk cannot keep up with is
-not stored. Which block is where is the core's to know (`quintet.core.kv.disk_pool`).
+Only the thread accesses the files, so no step waits for a disk. Fetches have priority, because requests wait for
+them; this is safe, because the core fetches only blocks that are reported as stored. Stores beyond the queue limit
+are dropped. The core decides on the placement of blocks (`quintet.core.kv.disk_pool`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults
 
 MAX_WAITING_BYTES = 256 << 20
-"""Copies of blocks that may wait for the disk."""
-MAX_UNTOLD = 64
-"""Blocks stored before the core hears of them, while more are to be."""
-MAX_FETCHES_UNTOLD = 16
-TELL_AFTER_NS = 50_000_000
-"""Blocks read, and time spent on them, before the core hears of them while more are to be: who waits for the first begins."""
-FAREWELL_S = 2.0
+"""Limit on block copies that wait for the disk."""
+MAX_UNREPORTED = 64
+"""Number of stored blocks before a report, while more are queued."""
+MAX_UNREPORTED_FETCHES = 16
+REPORT_AFTER_NS = 50_000_000
+"""Number of fetched blocks, and fetch time, before a report while more are queued, so that requests can start early."""
+CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,7 +50,7 @@ class _Store:
     key: bytes
     block: Bytes
     wait: Wait
-    """Until the block is there."""
+    """Waits until the block is copied."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,12 +69,12 @@ class _Fetch:
 
 @dataclass(slots=True)
 class _Job:
-    """Something with a file that takes long: done a block at a time, where nothing else is to be done."""
+    """A long file operation, executed one block at a time when no other work is queued."""
 
     tables: int
     task_id: int
     steps: Iterator[int | bytes | tuple[int, bytes, bool]]
-    """Yields how long the file is by now, a key that it has, or which place was to hold which block, and whether it does."""
+    """Yields the file's size so far, a key of the file, or place, key and success of an imported block."""
     answer: FileResult
 
 
@@ -88,13 +88,13 @@ class DiskBlocks:
         num_staging_blocks: int,
         first_host_block: int,
         exchange: Path,
-        whose: Callable[[], bytes],
+        identity: Callable[[], bytes],
     ) -> None:
-        """first_host_block: the number of the first one of staging.
+        """first_host_block: number of the first staging block.
 
-        exchange: the folder of prefixes in files of their own. whose: returns whose their blocks are, for other machines.
+        exchange: folder for exported prefixes. identity: returns the portable identity of the blocks.
         """
-        self._exchange, self._whose = exchange, whose
+        self._exchange, self._identity = exchange, identity
         self._jobs: deque[_Job] = deque()
         self._blocks = blocks
         self._file = file
@@ -107,34 +107,34 @@ class DiskBlocks:
         self._stores: deque[_Store | _Drop] = deque()
         self._fetches: deque[_Fetch] = deque()
         self._changed = threading.Condition()
-        """Guards all below; held for no longer than a look takes, never while a file is read or written."""
+        """Guards the fields below; never held during file access."""
         self._kept = dict(file.kept())
-        """Place -> content, written longest ago first, but for a place that is being written. The files are the thread's."""
+        """Place -> key, oldest write first, without places that are being written. The thread owns the files."""
         self._failure: Exception | None = None
-        """What ended the thread."""
+        """Error that ended the thread."""
         self._tables = 0
-        self._answers = KvTierResults(0, 0)
-        self._has_answers = False
+        self._results = KvTierResults(0, 0)
+        self._has_results = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name="kv-disk", daemon=True)
 
     # --- the loop's side ---
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """See `KvElsewhere.begin`."""
+        """See `KvTierWorker.begin`."""
         self._ring = ring
         self._thread.start()
 
     def order(self, orders: KvTierRequests) -> None:
-        """See `KvElsewhere.order`."""
+        """See `KvTierWorker.order`."""
         tables = orders.tables
         stores = np.frombuffer(orders.stores, np.int32).reshape(-1, 2)
-        room = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
-        taken, wait = take(self._blocks, stores[: max(0, room), 0])
+        num_free = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
+        taken, wait = take(self._blocks, stores[: max(0, num_free), 0])
         fetches = np.frombuffer(orders.fetches, np.int32).reshape(-1, 2).tolist()
         with self._changed:
             if tables != self._tables:
-                self._tables, self._answers, self._has_answers = tables, KvTierResults(0, tables), False
+                self._tables, self._results, self._has_results = tables, KvTierResults(0, tables), False
             for place, key in zip(
                 np.frombuffer(orders.drops, np.int32).tolist(), orders.drop_keys, strict=True
             ):
@@ -144,8 +144,8 @@ class DiskBlocks:
                 self._stores.append(_Store(tables, place, key, block, wait))
             left = orders.store_keys[len(taken) :]
             if left:
-                self._answers.unstored.extend(left)
-                self._tell()
+                self._results.unstored.extend(left)
+                self._report()
             for (place, block), key in zip(fetches, orders.fetch_keys, strict=True):
                 self._fetches.append(_Fetch(tables, place, key, block))
             for each in orders.files:
@@ -156,21 +156,19 @@ class DiskBlocks:
             self._changed.notify()
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
-        """Copy what was fetched into blocks of KV memory."""
+        """See `KvTierWorker.copy_in`."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
-    def take_answers(self) -> KvTierResults | None:
-        """See `KvElsewhere.take_answers`."""
+    def take_results(self) -> KvTierResults | None:
+        """See `KvTierWorker.take_results`."""
         with self._changed:
             if self._failure is not None:
-                raise RuntimeError(
-                    "the thread that reads and writes KV on disk has failed"
-                ) from self._failure
-            if not self._has_answers:
+                raise RuntimeError("the KV disk thread failed") from self._failure
+            if not self._has_results:
                 return None
-            answers, self._answers = self._answers, KvTierResults(0, self._tables)
-            self._has_answers = False
-        return answers
+            results, self._results = self._results, KvTierResults(0, self._tables)
+            self._has_results = False
+        return results
 
     def kept(self) -> list[tuple[int, bytes]]:
         """See `KvDisk.kept`."""
@@ -178,26 +176,26 @@ class DiskBlocks:
             return list(self._kept.items())
 
     def reset(self) -> None:
-        """See `KvElsewhere.reset`."""
+        """See `KvTierWorker.reset`."""
         with self._changed:
             self._stores = deque(task for task in self._stores if isinstance(task, _Drop))
             self._fetches.clear()
-            self._answers, self._has_answers = KvTierResults(0, self._tables), False
+            self._results, self._has_results = KvTierResults(0, self._tables), False
 
     def close(self) -> None:
-        """See `KvElsewhere.close`."""
+        """See `KvTierWorker.close`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         if self._thread.is_alive():
-            self._thread.join(FAREWELL_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._file.close()
 
     # --- the thread's side ---
 
     def _work(self) -> None:
-        """Do what is ordered. A disk's errors are answers; anything else is our mistake, and the loop's end too."""
+        """Execute queued tasks. Disk errors are reported as results; any other error is a bug and ends the loop too."""
         let_others_finish()
         try:
             while (task := self._next()) is not None:
@@ -206,7 +204,7 @@ class DiskBlocks:
                 elif isinstance(task, _Drop):
                     self._file.drop(task.place, task.key)
                 elif isinstance(task, _Job):
-                    self._go_on(task)
+                    self._step_job(task)
                 else:
                     self._fetch(task)
         except Exception as failure:  # noqa: BLE001 -- the loop raises it
@@ -215,7 +213,7 @@ class DiskBlocks:
             self._ring()
 
     def _next(self) -> _Store | _Drop | _Fetch | _Job | None:
-        """Return what is to be done next, when there is something; None when all is done and nobody orders any more."""
+        """Block until a task is available and return it; None at close when all stores are done."""
         with self._changed:
             self._changed.wait_for(lambda: self._fetches or self._stores or self._jobs or self._is_closing)
             if self._fetches:
@@ -225,17 +223,17 @@ class DiskBlocks:
             return self._jobs[0] if self._jobs and not self._is_closing else None
 
     def _steps(self, order: FileRequest) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
-        folder, name, whose = self._exchange, order.name, self._whose()
+        folder, name, identity = self._exchange, order.name, self._identity()
         wanted = list(zip(unpack_i32(order.places), order.keys, strict=True))
         if order.verb == "export":
-            yield from write_prefix(folder, name, whose, self._file, wanted)
+            yield from write_prefix(folder, name, identity, self._file, wanted)
         elif order.verb == "import":
-            yield from read_prefix(folder, name, whose, self._file, wanted)
+            yield from read_prefix(folder, name, identity, self._file, wanted)
         else:
-            yield from read_keys(folder, name, whose, self._file)
+            yield from read_keys(folder, name, identity, self._file)
 
-    def _go_on(self, job: _Job) -> None:
-        """Do the next step of a job; behind the last one tell of its end. Of tables that are gone nobody waits for it."""
+    def _step_job(self, job: _Job) -> None:
+        """Execute the next step of a job and report its end. A job of earlier tables is dropped."""
         answer, step = job.answer, None
         if job.tables == self._tables:
             try:
@@ -243,12 +241,12 @@ class DiskBlocks:
             except PrefixFileError as error:
                 answer.error = str(error)
         with self._changed:
-            answers = self._answers
+            results = self._results
             if step is None:
                 self._jobs.popleft()
                 if job.tables == self._tables:
-                    answers.files.append(answer)
-                    self._tell()
+                    results.files.append(answer)
+                    self._report()
             elif isinstance(step, int):
                 answer.num_bytes = step
             elif isinstance(step, bytes):
@@ -262,10 +260,10 @@ class DiskBlocks:
         else:
             job.answer.keys.append(key)
         if job.tables == self._tables:
-            answers = self._answers
-            (answers.stored if is_stored else answers.unstored).append(key)
-            if len(answers.stored) + len(answers.unstored) >= MAX_UNTOLD:
-                self._tell()
+            results = self._results
+            (results.stored if is_stored else results.unstored).append(key)
+            if len(results.stored) + len(results.unstored) >= MAX_UNREPORTED:
+                self._report()
 
     def _store(self, task: _Store) -> None:
         with self._changed:
@@ -275,32 +273,36 @@ class DiskBlocks:
         with self._changed:
             if is_stored:
                 self._kept[task.place] = task.key
-            answers = self._answers
+            results = self._results
             if task.tables == self._tables:
-                (answers.stored if is_stored else answers.unstored).append(task.key)
-            if not self._stores or len(answers.stored) + len(answers.unstored) >= MAX_UNTOLD:
-                self._tell()
+                (results.stored if is_stored else results.unstored).append(task.key)
+            if not self._stores or len(results.stored) + len(results.unstored) >= MAX_UNREPORTED:
+                self._report()
 
     def _fetch(self, task: _Fetch) -> None:
-        begun = time.monotonic_ns()
+        started = time.monotonic_ns()
         into = self._staging[task.host_block - self._first].data
-        is_there = self._file.read(task.place, task.key, into)
-        took_ns = time.monotonic_ns() - begun
+        is_found = self._file.read(task.place, task.key, into)
+        took_ns = time.monotonic_ns() - started
         with self._changed:
-            answers, block = self._answers, pack_i32([task.host_block])
+            results, block = self._results, pack_i32([task.host_block])
             if self._kept.get(task.place) == task.key and not self._file.holds(task.place, task.key):
                 del self._kept[task.place]
             if task.tables == self._tables:
-                answers.fetch_ns += took_ns
-                if is_there:
-                    answers.fetched += block
+                results.fetch_ns += took_ns
+                if is_found:
+                    results.fetched += block
                 else:
-                    answers.missed += block
-            num_untold = (len(answers.fetched) + len(answers.missed)) // 4
-            if not self._fetches or num_untold >= MAX_FETCHES_UNTOLD or answers.fetch_ns >= TELL_AFTER_NS:
-                self._tell()
+                    results.missed += block
+            num_unreported = (len(results.fetched) + len(results.missed)) // 4
+            if (
+                not self._fetches
+                or num_unreported >= MAX_UNREPORTED_FETCHES
+                or results.fetch_ns >= REPORT_AFTER_NS
+            ):
+                self._report()
 
-    def _tell(self) -> None:
-        if not self._has_answers:
-            self._has_answers = True
+    def _report(self) -> None:
+        if not self._has_results:
+            self._has_results = True
             self._ring()

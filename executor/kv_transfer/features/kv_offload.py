@@ -1,6 +1,6 @@
-"""KV offload, the device's half: host memory for blocks, and the copies that plans ask for. With torch, on any device.
+"""KV offload (swap space), the executor's half: host memory for blocks, and the copies that plans request.
 
-Which block holds what is the core's to know (`quintet.core.kv.host_pool`); here is memory.
+Uses torch on any device. The core decides on the content of host blocks (`quintet.core.kv.host_pool`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from quintet.executor.memory import lazy_zeros
 from quintet.executor.model_config.share import ALONE, BlockStripe
 
 TRIAL_BYTES = 64 << 20
-"""What is copied to and fro to see how fast that is: enough that beginning it costs nothing beside it."""
+"""Bytes copied to measure the rate: enough to make the start-up cost of a copy negligible."""
 
 NUM_TRIALS = 3
-"""The best one counts: whoever else uses the machine while a server boots will not always."""
+"""Number of measurements; the best counts, to exclude temporary load of the machine at start."""
 
 
 class HostBlocks:
-    """Room for blocks of a runner's KV memory."""
+    """Host memory for blocks of a runner's KV memory."""
 
     def __init__(self, layers: Sequence[torch.Tensor], num_blocks: int, turn: BlockStripe = ALONE) -> None:
-        """``layers``: KV memory of each, ``[blocks, ...]``, of any format; views will do.
+        """``layers``: KV memory of each layer, ``[blocks, ...]``, of any format; views are allowed.
 
-        turn: of processes that keep the KV memory together, which of the host's blocks are here.
+        turn: this process's stripe of blocks, if several processes share the KV memory.
         """
         self.num_blocks = num_blocks
         self._turn = turn
@@ -48,7 +48,7 @@ class HostBlocks:
             layer[on_device.to(layer.device)] = host[on_host].to(layer.device)
 
     def measure(self) -> int:
-        """Return bytes per second of copies, the slower way; 0 without host blocks. Leaves KV memory as it is."""
+        """Return the copy rate in bytes per second, the slower direction; 0 without host blocks. KV memory is unchanged."""
         if not self._layers:
             return 0
         block_bytes = sum(layer[0].numel() for layer in self._layers)
@@ -64,7 +64,7 @@ class HostBlocks:
         return max(1, int(num * block_bytes / seconds))
 
     def _columns(self, pairs: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the device's blocks and where they are here, of those that are."""
+        """Return the device blocks and local host rows of the pairs in this process's stripe."""
         turn, columns = self._turn, np.frombuffer(pairs, np.int32).reshape(-1, 2).T.astype(np.int64)
         on_device, on_host = columns[:, columns[1] % turn.size == turn.index]
         return torch.from_numpy(on_device), torch.from_numpy(on_host // turn.size)

@@ -1,10 +1,10 @@
-"""KV of other servers, the device's half: gives them copies of blocks, and brings theirs to host memory.
+"""KV of peer servers, the executor's half: offers copies of blocks, and fetches peers' blocks to host staging blocks.
 
-    loop       order: copies blocks out ──▶ ( offered )      [ pulls ]          [ answers ] ──▶ core
-    thread                 others ask ──▶ door ─┘               └─▶ links ──▶ staging ─┘ rings
+    loop       order: copies blocks out ──▶ ( offered )          [ pulls ]           [ results ] ──▶ core
+    thread             peers' requests ──▶ KvServer ─┘               └─▶ links ──▶ staging ─┘ wakes the loop
 
-The loop does nothing with the sockets, so a step waits for no other server. Which server has what is the core's to know
-(`quintet.core.kv.peer_pool`), and that of whoever sent the request.
+Only the thread uses the sockets, so no step waits for another server. The core and the sender of a request decide
+which peer to fetch from (`quintet.core.kv.peer_pool`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 
 log = logging.getLogger(__name__)
 
-LOOK_MS = 200
-"""Between two looks at who is silent, while something is to come, and at an address that somebody else has."""
+POLL_MS = 200
+"""Interval between checks of silent peers and of an occupied listen address."""
 MAX_LINKS = 64
-FAREWELL_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
 
 
 class PeerBlocks:
@@ -46,46 +46,46 @@ class PeerBlocks:
         self,
         blocks: WholeBlocks,
         parts: Mapping[str, str],
-        whose: bytes,
+        identity: bytes,
         listen: str,
         key: PeerKey | None,
         num_offered: int,
         num_staging_blocks: int,
         first_host_block: int,
     ) -> None:
-        """parts, whose: see `quintet.executor.kv_transfer.kv_identity`.
+        """parts, identity: see `quintet.executor.kv_transfer.kv_identity`.
 
-        listen: ``host:port``, "" for nowhere. num_offered: blocks that are kept for others. Raises `ConfigError`.
+        listen: ``host:port``, "" for none. num_offered: capacity for offered blocks. Raises `ConfigError`.
         """
         self._blocks = blocks
         self._offered = OfferedBlocks(self._blocks, num_offered)
-        self._parts, self._whose, self._key = parts, whose, key
+        self._parts, self._identity, self._key = parts, identity, key
         self.num_staging_blocks = num_staging_blocks
         self._first = first_host_block
         shape = (num_staging_blocks, self._blocks.block_bytes)
         self._staging: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
         self._ring: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        """Guards all below, up to the sockets."""
+        """Guards the fields below, up to the sockets."""
         self._pulls: deque[tuple[str, list[WantedBlock]] | None] = deque()
-        """Peer and what is wanted there; None: forget all before."""
+        """Peer and wanted blocks; None: cancel all earlier pulls."""
         self._failure: Exception | None = None
-        """What ended the thread."""
+        """Error that ended the thread."""
         self._tables = 0
-        self._answers = KvTierResults(0, 0)
-        self._has_answers = False
+        self._results = KvTierResults(0, 0)
+        self._has_results = False
         self._is_closing = False
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context: Context = zmq.Context()
-        self._doorman = None if key is None else PeerAuthenticator(self._context, key)
-        self._door: KvServer | None = None
+        self._authenticator = None if key is None else PeerAuthenticator(self._context, key)
+        self._server: KvServer | None = None
         self._links: dict[str, Link] = {}
-        self._shunned: dict[str, float] = {}
-        """Peer that was lost -> until when it is not asked."""
+        self._backoff_until: dict[str, float] = {}
+        """Lost peer -> time until which it is not used."""
         self._thread = threading.Thread(target=self._work, name="kv-peers", daemon=True)
         try:
             if listen:
-                self._door = KvServer(self._context, listen, key, self._offered, whose, parts)
+                self._server = KvServer(self._context, listen, key, self._offered, identity, parts)
         except ConfigError:
             self._close_sockets()
             raise
@@ -93,18 +93,18 @@ class PeerBlocks:
     # --- the loop's side ---
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """See `KvElsewhere.begin`."""
+        """See `KvTierWorker.begin`."""
         self._ring = ring
         self._thread.start()
 
     def order(self, orders: KvTierRequests) -> None:
-        """See `KvElsewhere.order`."""
+        """See `KvTierWorker.order`."""
         if orders.offer_keys:
             self._offered.put(orders.offer_keys, np.frombuffer(orders.offers, np.int32))
         tables = orders.tables
         with self._lock:
             if tables != self._tables:
-                self._tables, self._answers, self._has_answers = tables, KvTierResults(0, tables), False
+                self._tables, self._results, self._has_results = tables, KvTierResults(0, tables), False
             for pull in orders.pulls:
                 pairs = zip(unpack_i32(pull.host_blocks), pull.keys, strict=True)
                 self._pulls.append((pull.peer, [WantedBlock(tables, block, key) for block, key in pairs]))
@@ -112,129 +112,131 @@ class PeerBlocks:
             self._wake()
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
-        """Copy what was fetched into blocks of KV memory."""
+        """See `KvTierWorker.copy_in`."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
-    def take_answers(self) -> KvTierResults | None:
-        """See `KvElsewhere.take_answers`."""
+    def take_results(self) -> KvTierResults | None:
+        """See `KvTierWorker.take_results`."""
         with self._lock:
             if self._failure is not None:
-                raise RuntimeError("the thread that talks with other servers has failed") from self._failure
-            if not self._has_answers:
+                raise RuntimeError("the KV peer thread failed") from self._failure
+            if not self._has_results:
                 return None
-            answers, self._answers = self._answers, KvTierResults(0, self._tables)
-            self._has_answers = False
-        return answers
+            results, self._results = self._results, KvTierResults(0, self._tables)
+            self._has_results = False
+        return results
 
     def reset(self) -> None:
-        """See `KvElsewhere.reset`."""
+        """See `KvTierWorker.reset`."""
         with self._lock:
             self._pulls.clear()
             self._pulls.append(None)
-            self._answers, self._has_answers = KvTierResults(0, self._tables), False
+            self._results, self._has_results = KvTierResults(0, self._tables), False
         self._wake()
 
     def close(self) -> None:
-        """See `KvElsewhere.close`."""
+        """See `KvTierWorker.close`."""
         with self._lock:
             self._is_closing = True
         self._wake()
         if self._thread.is_alive():
-            self._thread.join(FAREWELL_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     def _wake(self) -> None:
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup_fd, 1)
 
     # --- the thread's side ---
 
     def _work(self) -> None:
-        """Talk. What others do wrong is an answer; anything else is our mistake, and the loop's end too."""
+        """Serve and fetch until closed. Errors of peers are results; any other error is a bug and ends the loop too."""
         let_others_finish()
         try:
-            if self._door is not None and not self._door.is_open:
+            if self._server is not None and not self._server.is_open:
                 log.warning(
-                    "%s is somebody else's: KV is offered there once it is free, and computed by others until then",
-                    self._door.address,
+                    "%s is in use: KV will be offered there once it is free; until then peers compute",
+                    self._server.address,
                 )
             while not self._is_closing:
-                self._turn()
+                self._run_once()
             self._close_sockets()
         except Exception as failure:  # noqa: BLE001 -- the loop raises it
             with self._lock:
                 self._failure = failure
             self._ring()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._bell, zmq.POLLIN)
-        for each in (self._door, self._doorman):
+        poller.register(self._wakeup_fd, zmq.POLLIN)
+        for each in (self._server, self._authenticator):
             if each is not None:
                 poller.register(each.socket, zmq.POLLIN)
         for link in self._links.values():
             poller.register(link.socket, zmq.POLLIN)
             poller.register(link.monitor, zmq.POLLIN)
         is_awaiting = any(not link.is_idle for link in self._links.values())
-        if self._door is not None and not self._door.is_open:
-            self._door.open()
+        if self._server is not None and not self._server.is_open:
+            self._server.open()
             is_awaiting = True
-        ready = {source for source, _ in poller.poll(LOOK_MS if is_awaiting else None)}
-        if self._doorman is not None and self._doorman.socket in ready:
-            self._doorman.answer()
-        if self._door is not None and self._door.socket in ready:
-            self._door.answer()
+        ready = {source for source, _ in poller.poll(POLL_MS if is_awaiting else None)}
+        if self._authenticator is not None and self._authenticator.socket in ready:
+            self._authenticator.answer()
+        if self._server is not None and self._server.socket in ready:
+            self._server.answer()
         now_s = time.monotonic()
         for link in [*self._links.values()]:
-            self._attend(link, ready, now_s)
-        if self._bell in ready:
-            os.eventfd_read(self._bell)
+            self._service_link(link, ready, now_s)
+        if self._wakeup_fd in ready:
+            os.eventfd_read(self._wakeup_fd)
             self._pull(now_s)
 
-    def _attend(self, link: Link, ready: set[object], now_s: float) -> None:
-        """Hear what a peer says; give it up where it is lost."""
-        came: list[BlockArrival] = []
+    def _service_link(self, link: Link, ready: set[object], now_s: float) -> None:
+        """Receive a peer's messages; drop the link if the peer is lost."""
+        arrivals: list[BlockArrival] = []
         try:
             if link.socket in ready:
-                for each in link.hear(now_s):
-                    came.append(each)
+                for each in link.receive(now_s):
+                    arrivals.append(each)
             if link.monitor in ready:
-                link.hear_connection()
+                link.receive_event()
             link.check(now_s)
         except PeerLost as lost:
-            came += self._give_up(link, lost, now_s)
-        self._tell(came)
+            arrivals += self._drop_link(link, lost, now_s)
+        self._report(arrivals)
 
-    def _give_up(self, link: Link, lost: PeerLost, now_s: float) -> list[BlockArrival]:
+    def _drop_link(self, link: Link, lost: PeerLost, now_s: float) -> list[BlockArrival]:
         left = link.left()
         if left:
-            log.warning("%s %s: %d blocks of KV are computed", link.peer, lost, len(left))
-            self._shunned[link.peer] = now_s + lost.shunned_s
+            log.warning("KV peer %s %s: %d blocks will be computed instead", link.peer, lost, len(left))
+            self._backoff_until[link.peer] = now_s + lost.backoff_s
         link.close()
         del self._links[link.peer]
         return [BlockArrival(wanted, is_there=False) for wanted in left]
 
     def _pull(self, now_s: float) -> None:
-        """Ask for what was ordered."""
+        """Request the queued pulls."""
         with self._lock:
             pulls = [*self._pulls]
             self._pulls.clear()
-        self._shunned = {peer: until_s for peer, until_s in self._shunned.items() if until_s > now_s}
+        self._backoff_until = {
+            peer: until_s for peer, until_s in self._backoff_until.items() if until_s > now_s
+        }
         for pull in pulls:
             if pull is None:
                 for link in self._links.values():
                     link.forget()
                 continue
             peer, wanted = pull
-            found = None if peer in self._shunned else self._link_to(peer)
-            if found is None:
-                self._tell([BlockArrival(each, is_there=False) for each in wanted])
+            peer_link = None if peer in self._backoff_until else self._link_to(peer)
+            if peer_link is None:
+                self._report([BlockArrival(each, is_there=False) for each in wanted])
             else:
                 try:
-                    found.want(wanted, now_s)
+                    peer_link.request(wanted, now_s)
                 except PeerLost as lost:
-                    self._tell(self._give_up(found, lost, now_s))
+                    self._report(self._drop_link(peer_link, lost, now_s))
 
     def _link_to(self, peer: str) -> Link | None:
-        """Return the way to a peer; None where that is no address, or there are too many."""
+        """Return the link to a peer; None for an invalid address, or if there are too many busy links."""
         link = self._links.get(peer)
         if link is not None:
             return link
@@ -245,30 +247,32 @@ class PeerBlocks:
             idle.close()
             del self._links[idle.peer]
         try:
-            link = Link(self._context, peer, self._key, self._whose, self._parts, self._staging, self._first)
+            link = Link(
+                self._context, peer, self._key, self._identity, self._parts, self._staging, self._first
+            )
         except zmq.ZMQError as error:
-            log.warning("%s is no address that blocks of KV could be fetched from: %s", peer, error.strerror)
+            log.warning("invalid KV peer address %s: %s", peer, error.strerror)
             return None
         self._links[peer] = link
         return link
 
-    def _tell(self, came: Sequence[BlockArrival]) -> None:
-        """Have the core told what became of fetches."""
+    def _report(self, arrivals: Sequence[BlockArrival]) -> None:
+        """Report results of fetches to the core."""
         with self._lock:
-            current = [each for each in came if each.wanted.tables == self._tables]
+            current = [each for each in arrivals if each.wanted.tables == self._tables]
             if not current:
                 return
-            self._answers.pulled += pack_i32(each.wanted.host_block for each in current if each.is_there)
-            self._answers.lacking += pack_i32(each.wanted.host_block for each in current if not each.is_there)
-            if self._has_answers:
+            self._results.pulled += pack_i32(each.wanted.host_block for each in current if each.is_there)
+            self._results.lacking += pack_i32(each.wanted.host_block for each in current if not each.is_there)
+            if self._has_results:
                 return
-            self._has_answers = True
+            self._has_results = True
         self._ring()
 
     def _close_sockets(self) -> None:
         for link in self._links.values():
             link.close()
-        for each in (self._door, self._doorman):
+        for each in (self._server, self._authenticator):
             if each is not None:
                 each.socket.close(linger=0)
         self._context.term()

@@ -1,1 +1,1 @@
-"""Blocks of KV memory that servers fetch from one another: who offers them, who asks, and what they say."""
+"""KV blocks exchanged between servers: server, client and protocol."""

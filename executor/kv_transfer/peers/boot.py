@@ -1,4 +1,4 @@
-"""Opens the talk with other servers, as configured."""
+"""Open the peer tier from its configuration."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 def open_kv_peers(
     blocks: WholeBlocks, peers: KvPeersConfig, config: EngineConfig, runner: str, first_host_block: int
 ) -> PeerBlocks:
-    """Return who talks with other servers of a KV memory. runner: who computes.
+    """Return the peer tier of a KV memory. runner: name of the model runner.
 
-    first_host_block: the number of the first block that theirs come to. Raises `ConfigError` where nobody can listen.
+    first_host_block: number of the first staging block. Raises `ConfigError` if the listen address is invalid.
     """
     num_blocks = config.model.kv.num_blocks
     parts = parts_of(config, runner)

@@ -1,6 +1,6 @@
-"""Who may talk: all that have the key file, by CURVE (CurveZMQ, ZeroMQ RFC 26).
+"""Authentication by a shared key file, with CURVE (CurveZMQ, ZeroMQ RFC 26).
 
-All have the same pair of keys, made from the file's content: who cannot say so in the handshake neither asks nor answers.
+All servers derive the same key pair from the file's content. A connection without this key fails in the handshake.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from quintet.wire.errors import ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
 LEAST_BYTES = 32
-_ASKED = "inproc://zeromq.zap.01"
-"""Where ZeroMQ asks who may talk (RFC 27)."""
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+"""Address of ZeroMQ's authentication requests (ZAP, RFC 27)."""
 
 
 @dataclass(slots=True, frozen=True)
 class PeerKey:
-    """The pair of keys that all have."""
+    """The key pair that all servers share."""
 
     public: bytes
     secret: bytes
 
     def protect(self, socket: zmq.Socket[bytes], *, listens: bool) -> None:
-        """Have a socket talk to those alone that have the key."""
+        """Restrict a socket to peers with the same key."""
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         if listens:
@@ -38,14 +38,14 @@ class PeerKey:
 
 
 def read_key(path: str, flag: str, purpose: bytes) -> PeerKey:
-    """Return the keys that a file's content makes for a purpose: others for another. Raises `ConfigError`, naming the flag."""
+    """Derive the key pair for a purpose from a file's content. Raises `ConfigError` that names the flag."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     if len(content) < LEAST_BYTES:
         raise ConfigError(
-            f"{flag} {path} holds {len(content)} bytes; it must hold at least {LEAST_BYTES} that nobody can guess:"
+            f"{flag} {path} has {len(content)} bytes; it must have at least {LEAST_BYTES} random bytes:"
             f" head -c 32 /dev/urandom > {path}"
         )
     secret = z85.encode(hashlib.sha256(purpose + b"\0" + content).digest())
@@ -53,15 +53,15 @@ def read_key(path: str, flag: str, purpose: bytes) -> PeerKey:
 
 
 class PeerAuthenticator:
-    """Answers ZeroMQ's question who may talk: who has our own key."""
+    """Answers ZeroMQ's authentication requests: accepts only our own public key."""
 
     def __init__(self, context: Context, key: PeerKey) -> None:
         self._public = z85.decode(key.public)
         self.socket = context.socket(zmq.REP)
-        self.socket.bind(_ASKED)
+        self.socket.bind(_ZAP_ENDPOINT)
 
     def answer(self) -> None:
-        """Answer one question, which is there."""
+        """Answer one waiting request."""
         version, number, _, _, _, _, *credentials = self.socket.recv_multipart()
         code = b"200" if credentials == [self._public] else b"400"
         self.socket.send_multipart([version, number, code, b"", b"", b""])

@@ -1,4 +1,4 @@
-"""Where other servers ask for blocks: answers a question at a time, in the thread that has the sockets."""
+"""Server for peers' block requests: answers one request at a time in the socket thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quintet.executor.kv_transfer.peers.messages import (
     BlockReply,
     BlocksMissing,
     IdentityMismatch,
-    most_unread,
+    max_unread_replies,
     window_of,
 )
 from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
@@ -27,13 +27,13 @@ from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 60.0
-"""Between two lines of the log that say that somebody asks who is no server of ours."""
+LOG_INTERVAL_S = 60.0
+"""Minimum interval between log lines about invalid requests."""
 _decoder = msgspec.msgpack.Decoder(Ask)
 
 
 class KvServer:
-    """The socket that answers."""
+    """The listening socket and its request handler."""
 
     def __init__(
         self,
@@ -41,25 +41,25 @@ class KvServer:
         address: str,
         key: PeerKey | None,
         offered: OfferedBlocks,
-        whose: bytes,
+        identity: bytes,
         parts: Mapping[str, str],
     ) -> None:
-        """address: ``host:port``. whose, parts: see `quintet.executor.kv_transfer.kv_identity`.
+        """address: ``host:port``. identity, parts: see `quintet.executor.kv_transfer.kv_identity`.
 
-        Raises `ConfigError` for an address that is none of this machine's. One that somebody else has is waited for (`open`).
+        Raises `ConfigError` for an address of another machine. An occupied address is retried with `open`.
         """
         self.address = address
         self.is_open = False
         self._offered = offered
-        self._whose = whose
+        self._identity = identity
         self._parts = dict(parts)
         self._window = window_of(offered.block_bytes)
-        self._silent_until = 0.0
+        self._quiet_until = 0.0
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        # Who asks and does not listen loses the rest. Twice: ZeroMQ learns late, by halves, of what was read.
-        self.socket.setsockopt(zmq.SNDHWM, 2 * most_unread(offered.block_bytes))
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # machines vanish, too
+        # A peer that does not read loses replies. Twice the window: ZeroMQ updates its read count late, in halves.
+        self.socket.setsockopt(zmq.SNDHWM, 2 * max_unread_replies(offered.block_bytes))
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # detects vanished machines
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEAD_BYTES)
         if address.startswith("["):
             self.socket.setsockopt(zmq.IPV6, 1)
@@ -72,42 +72,42 @@ class KvServer:
             raise
 
     def open(self) -> None:
-        """Listen, unless the address is somebody else's now: of who had it before, or of who took it meanwhile."""
+        """Listen, unless the address is in use by another process."""
         try:
             self.socket.bind(f"tcp://{self.address}")
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE:
                 raise ConfigError(
-                    f"--kv-peer-listen {self.address}: {error.strerror}; give one of this machine's"
+                    f"--kv-peer-listen {self.address}: {error.strerror}; use an address of this machine"
                 ) from None
         else:
             self.is_open = True
 
     def answer(self) -> None:
-        """Answer one question, which is there. What makes no sense is not answered; of too many blocks, the first are given."""
-        who, *frames = self.socket.recv_multipart()
+        """Answer one waiting request. Ignores an invalid one; of too many blocks, sends the first ones."""
+        routing_id, *frames = self.socket.recv_multipart()
         try:
             ask = _decoder.decode(frames[0]) if len(frames) == 1 else None
         except UNREADABLE:
             ask = None
-        if ask is None or not ask.makes_sense:
-            self._complain()
+        if ask is None or not ask.is_valid:
+            self._log_error()
             return
-        if ask.whose != self._whose or ask.version != VERSION:
-            self.socket.send_multipart((who, encode(IdentityMismatch(ask.number, self._parts))))
+        if ask.identity != self._identity or ask.version != VERSION:
+            self.socket.send_multipart((routing_id, encode(IdentityMismatch(ask.number, self._parts))))
             return
-        lacking: list[int] = []
+        missing: list[int] = []
         for index, key in enumerate(ask.keys):
-            block = self._offered.get(key) if index - len(lacking) < self._window else None
+            block = self._offered.get(key) if index - len(missing) < self._window else None
             if block is None:
-                lacking.append(index)
+                missing.append(index)
                 continue
-            head = encode(BlockReply(ask.number, index, digest_of(self._whose, key, memoryview(block))))
-            self.socket.send_multipart((who, head, block), copy=False)
-        self.socket.send_multipart((who, encode(BlocksMissing(ask.number, lacking))))
+            head = encode(BlockReply(ask.number, index, digest_of(self._identity, key, memoryview(block))))
+            self.socket.send_multipart((routing_id, head, block), copy=False)
+        self.socket.send_multipart((routing_id, encode(BlocksMissing(ask.number, missing))))
 
-    def _complain(self) -> None:
-        """Say that somebody asks who is no server of ours; not of each question."""
-        if time.monotonic() >= self._silent_until:
-            log.warning("somebody who is no server of ours asks for blocks of KV")
-            self._silent_until = time.monotonic() + SILENCE_S
+    def _log_error(self) -> None:
+        """Log an invalid request, rate-limited."""
+        if time.monotonic() >= self._quiet_until:
+            log.warning("ignored an invalid request for KV blocks from an unknown client")
+            self._quiet_until = time.monotonic() + LOG_INTERVAL_S

@@ -1,4 +1,4 @@
-"""The way to one other server: what is wanted there, what was asked for, and what came of it."""
+"""Client connection to one peer server: queued, requested and received blocks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from quintet.executor.kv_transfer.kv_identity import digest_of
 from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
 from quintet.executor.kv_transfer.peers.messages import (
     MAX_HEAD_BYTES,
-    MAX_QUESTIONS,
+    MAX_REQUESTS,
     VERSION,
     Answer,
     Ask,
     BlockReply,
     BlocksMissing,
     IdentityMismatch,
-    most_unread,
+    max_unread_replies,
     window_of,
 )
 from quintet.wire.codec import UNREADABLE, encode
@@ -32,14 +32,14 @@ from quintet.wire.codec import UNREADABLE, encode
 log = logging.getLogger(__name__)
 
 MAX_FRAMES = 64
-"""Read before others have their turn."""
-SILENCE_S = 5.0
-"""A peer that has been asked, and brings nothing of that for so long, is given up."""
-QUESTION_S = 20.0
-"""So long a question may take, however much comes meanwhile."""
-FOREIGN_S = 60.0
-"""So long nobody asks who computes other bits, or lies."""
-_LOST = (
+"""Maximum frames per call, for fairness between links."""
+REPLY_TIMEOUT_S = 5.0
+"""Timeout in seconds without any reply to outstanding requests."""
+REQUEST_TIMEOUT_S = 20.0
+"""Timeout in seconds of a single request."""
+MISMATCH_BACKOFF_S = 60.0
+"""Time in seconds without requests to a peer with another identity or with wrong data."""
+_LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -50,19 +50,19 @@ _decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class PeerLost(Exception):
-    """Nothing more comes from this peer; the message says why.
+    """The connection to this peer failed; the message gives the cause.
 
-    For some time it is not asked: what is wanted there is computed.
+    The peer is not used for some time, and its blocks are computed locally.
     """
 
-    def __init__(self, why: str, shunned_s: float = 2.0) -> None:
-        super().__init__(why)
-        self.shunned_s = shunned_s
+    def __init__(self, reason: str, backoff_s: float = 2.0) -> None:
+        super().__init__(reason)
+        self.backoff_s = backoff_s
 
 
 @dataclass(slots=True, frozen=True)
 class WantedBlock:
-    """A block that is to come."""
+    """A block to fetch."""
 
     tables: int
     host_block: int
@@ -71,49 +71,49 @@ class WantedBlock:
 
 @dataclass(slots=True, frozen=True)
 class BlockArrival:
-    """What became of one."""
+    """The result of a fetch."""
 
     wanted: WantedBlock
     is_there: bool
 
 
 class Link:
-    """Used in one thread. Methods that ask or hear may raise `PeerLost`, after which `left` is what did not come."""
+    """Used by one thread. Sending and receiving methods may raise `PeerLost`; `left` then returns the missing blocks."""
 
     def __init__(
         self,
         context: Context,
         peer: str,
         key: PeerKey | None,
-        whose: bytes,
+        identity: bytes,
         parts: Mapping[str, str],
         staging: Bytes,
         first_host_block: int,
     ) -> None:
-        """staging: host blocks that contents come to, ``[blocks, bytes]``, numbered from ``first_host_block`` on.
+        """staging: host blocks for contents, ``[blocks, bytes]``, numbered from ``first_host_block``.
 
-        Raises `zmq.ZMQError` where ``peer`` is no address.
+        Raises `zmq.ZMQError` if ``peer`` is not a valid address.
         """
         self.peer = peer
-        self._whose, self._parts = whose, parts
+        self._identity, self._parts = identity, parts
         self._staging, self._first = staging, first_host_block
         self._window = window_of(staging.shape[1])
         self._waiting: deque[WantedBlock] = deque()
-        self._asked: dict[int, dict[int, WantedBlock]] = {}
-        """Question -> what it asks for and has not come, by place."""
+        self._outstanding: dict[int, dict[int, WantedBlock]] = {}
+        """Outstanding blocks by request number and index."""
         self._until_s: dict[int, float] = {}
-        """Question -> when it must have been answered."""
-        self._number = 0
-        self._heard_s = 0.0
+        """Deadline by request number."""
+        self._last_number = 0
+        self._last_reply_s = 0.0
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, most_unread(staging.shape[1]))
+        self.socket.setsockopt(zmq.RCVHWM, max_unread_replies(staging.shape[1]))
         self.socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEAD_BYTES, staging.shape[1]))
         if peer.startswith("["):
             self.socket.setsockopt(zmq.IPV6, 1)
         if key is not None:
             key.protect(self.socket, listens=False)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_LOST)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_LOST_EVENTS)
         try:
             self.socket.connect(f"tcp://{peer}")
         except zmq.ZMQError:
@@ -122,25 +122,27 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to come."""
-        return not (self._waiting or self._asked)
+        """True if no block is outstanding."""
+        return not (self._waiting or self._outstanding)
 
-    def want(self, wanted: Iterable[WantedBlock], now_s: float) -> None:
-        """Ask for these, as soon as that makes sense."""
+    def request(self, wanted: Iterable[WantedBlock], now_s: float) -> None:
+        """Queue blocks, and request them as the window allows."""
         if self.is_idle:
-            self._heard_s = now_s
+            self._last_reply_s = now_s
         self._waiting.extend(wanted)
         self._ask(now_s)
 
     def forget(self) -> None:
-        """Want nothing any more. What still comes is nobody's."""
+        """Cancel all blocks; late replies are ignored."""
         self._waiting.clear()
-        self._asked.clear()
+        self._outstanding.clear()
         self._until_s.clear()
 
     def left(self) -> list[WantedBlock]:
-        """Return what has not come, and forget it."""
-        left = [wanted for asked in self._asked.values() for wanted in asked.values()] + [*self._waiting]
+        """Return the outstanding blocks and cancel them."""
+        left = [wanted for outstanding in self._outstanding.values() for wanted in outstanding.values()] + [
+            *self._waiting
+        ]
         self.forget()
         return left
 
@@ -151,23 +153,23 @@ class Link:
         self.socket.close(linger=0)
 
     def check(self, now_s: float) -> None:
-        """Find out whether the peer is silent for too long."""
-        if not self.is_idle and now_s - self._heard_s > SILENCE_S:
-            raise PeerLost(f"has brought nothing for {SILENCE_S:.0f} s")
+        """Raise `PeerLost` if a timeout has expired."""
+        if not self.is_idle and now_s - self._last_reply_s > REPLY_TIMEOUT_S:
+            raise PeerLost(f"sent nothing for {REPLY_TIMEOUT_S:.0f} s")
         if any(now_s > until_s for until_s in self._until_s.values()):
-            raise PeerLost(f"takes more than {QUESTION_S:.0f} s for a question")
+            raise PeerLost(f"took more than {REQUEST_TIMEOUT_S:.0f} s for a request")
 
-    def hear_connection(self) -> None:
-        """Read what ZeroMQ says of the connection: only what ends it is asked for."""
+    def receive_event(self) -> None:
+        """Read a connection event; all subscribed events end the connection. Raises `PeerLost`."""
         event: Any = recv_monitor_message(self.monitor)["event"]
         if event == zmq.EVENT_CONNECT_RETRIED:
             raise PeerLost("does not listen")
         if event == zmq.EVENT_DISCONNECTED:
-            raise PeerLost("has closed the connection")
-        raise PeerLost("does not shake hands: it has another --kv-peer-key, or none")
+            raise PeerLost("closed the connection")
+        raise PeerLost("failed the handshake: its --kv-peer-key is missing or differs")
 
-    def hear(self, now_s: float) -> Iterator[BlockArrival]:
-        """Read all answers that are there; yield what became of what."""
+    def receive(self, now_s: float) -> Iterator[BlockArrival]:
+        """Receive all waiting replies; yield the results of fetches."""
         for _ in range(MAX_FRAMES):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -176,50 +178,51 @@ class Link:
             try:
                 answer = _decoder.decode(frames[0].buffer)
             except UNREADABLE:
-                raise PeerLost("says what makes no sense") from None
+                raise PeerLost("sent an invalid message") from None
             yield from self._take(answer, frames[1:], now_s)
         self._ask(now_s)
 
     def _take(self, answer: Answer, frames: list[zmq.Frame], now_s: float) -> Iterator[BlockArrival]:
-        asked = self._asked.get(answer.number)
-        if asked is None:
-            return  # forgotten since
-        self._heard_s = now_s
+        outstanding = self._outstanding.get(answer.number)
+        if outstanding is None:
+            return  # cancelled
+        self._last_reply_s = now_s
         if isinstance(answer, IdentityMismatch):
-            raise PeerLost(f"computes other bits: its {self._differing(answer)} differ from ours", FOREIGN_S)
+            raise PeerLost(f"has another identity: its {self._differing(answer)} differ", MISMATCH_BACKOFF_S)
         if isinstance(answer, BlocksMissing):
-            del self._asked[answer.number], self._until_s[answer.number]
-            yield from (BlockArrival(wanted, is_there=False) for wanted in asked.values())
+            del self._outstanding[answer.number], self._until_s[answer.number]
+            yield from (BlockArrival(wanted, is_there=False) for wanted in outstanding.values())
             return
-        wanted = asked.get(answer.index)
+        wanted = outstanding.get(answer.index)
         if wanted is None or len(frames) != 1:
-            raise PeerLost("gives what was not asked for")
+            raise PeerLost("sent a block that was not requested")
         self._store(answer, wanted, memoryview(frames[0].buffer))
-        del asked[answer.index]
+        del outstanding[answer.index]
         yield BlockArrival(wanted, is_there=True)
 
-    def _store(self, given: BlockReply, wanted: WantedBlock, block: memoryview) -> None:
-        """Put a block to where it is to come, if it is whole."""
+    def _store(self, reply: BlockReply, wanted: WantedBlock, block: memoryview) -> None:
+        """Store a block in its staging block after verifying its hash."""
         row = self._staging[wanted.host_block - self._first]
-        if len(block) != len(row) or digest_of(self._whose, wanted.key, block) != given.digest:
-            raise PeerLost("gives a block that is not what its hash says", FOREIGN_S)
+        if len(block) != len(row) or digest_of(self._identity, wanted.key, block) != reply.digest:
+            raise PeerLost("sent a block with a wrong hash", MISMATCH_BACKOFF_S)
         row.data[:] = block
 
     def _differing(self, answer: IdentityMismatch) -> str:
-        """Return what differs by our names alone: theirs may be anything."""
+        """Return the differing parts by our own names; the peer's names are untrusted."""
         differing = sorted(name for name, part in self._parts.items() if part != answer.parts.get(name))
         return ", ".join(differing) or "version"
 
     def _ask(self, now_s: float) -> None:
-        while self._waiting and len(self._asked) < MAX_QUESTIONS:
+        while self._waiting and len(self._outstanding) < MAX_REQUESTS:
             count = min(self._window, len(self._waiting))
-            asked = {index: self._waiting.popleft() for index in range(count)}
-            self._number += 1
-            self._asked[self._number], self._until_s[self._number] = asked, now_s + QUESTION_S
-            keys = [wanted.key for wanted in asked.values()]
+            outstanding = {index: self._waiting.popleft() for index in range(count)}
+            self._last_number += 1
+            self._outstanding[self._last_number], self._until_s[self._last_number] = (
+                outstanding,
+                now_s + REQUEST_TIMEOUT_S,
+            )
+            keys = [wanted.key for wanted in outstanding.values()]
             try:
-                self.socket.send(encode(Ask(VERSION, self._number, self._whose, keys)), zmq.NOBLOCK)
-            except (
-                zmq.Again
-            ):  # of who broke the protocol there is no connection any more, and no word of that yet
-                raise PeerLost("has closed the connection") from None
+                self.socket.send(encode(Ask(VERSION, self._last_number, self._identity, keys)), zmq.NOBLOCK)
+            except zmq.Again:  # the connection is gone after a protocol error, before its event
+                raise PeerLost("closed the connection") from None

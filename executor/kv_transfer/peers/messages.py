@@ -1,15 +1,15 @@
-"""What two servers say to each other of blocks, over ZeroMQ: a DEALER asks, a ROUTER answers.
+"""Protocol for blocks between two servers over ZeroMQ: a DEALER sends requests, a ROUTER replies.
 
-    who wants                              who offers
+    client                                 server
     Ask 7: keys a, b, c          ──────▶
                                  ◀──────   BlockReply 7, of a   | block
                                  ◀──────   BlockReply 7, of c   | block
                                  ◀──────   BlocksMissing 7: b
-    Ask 8: keys, other whose     ──────▶
-                                 ◀──────   IdentityMismatch 8: what the blocks depend on here
+    Ask 8: keys, other identity  ──────▶
+                                 ◀──────   IdentityMismatch 8: the server's identity parts
 
-Every message is one frame; the block follows as another. A block's digest is over whose it is, its key and its bytes, as on
-disk: nothing is taken by accident for what it is not. Who speaks is a matter of `quintet.executor.kv_transfer.peers.keys`.
+Every message is one frame; a block is a second frame. A block's digest covers identity, key and bytes, as on disk, so
+no block is accepted by accident. `quintet.executor.kv_transfer.peers.keys` authenticates connections.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ import msgspec
 
 VERSION = 1
 MAX_KEYS = 256
-"""In one question."""
+"""Maximum keys per request."""
 KEY_BYTES = (32, 34)
 MAX_HEAD_BYTES = 64 << 10
 WINDOW_BYTES = 4 << 20
-"""Of blocks that one question asks for."""
-MAX_QUESTIONS = 2
-"""Of one who asks, that wait for answers: while one is answered the next is there."""
+"""Maximum bytes of blocks per request."""
+MAX_REQUESTS = 2
+"""Requests in flight per client, so that the server always has the next one."""
 
 
 def window_of(block_bytes: int) -> int:
-    """Return how many blocks one question asks for at most."""
+    """Return the maximum number of blocks per request."""
     return max(1, min(MAX_KEYS, WINDOW_BYTES // block_bytes))
 
 
-def most_unread(block_bytes: int) -> int:
-    """Return how many answers may wait for one who asks, and be unread by it: those of all its questions."""
-    return MAX_QUESTIONS * (window_of(block_bytes) + 1)
+def max_unread_replies(block_bytes: int) -> int:
+    """Return the maximum number of unread replies to a client: those of all its requests in flight."""
+    return MAX_REQUESTS * (window_of(block_bytes) + 1)
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
-    """May I have these?"""
+    """A request for blocks."""
 
     version: int
     number: int
-    whose: bytes
+    identity: bytes
     keys: list[bytes]
 
     @property
-    def makes_sense(self) -> bool:
-        """Whether somebody like us may have sent it."""
+    def is_valid(self) -> bool:
+        """True if the request is within the protocol's limits."""
         return len(self.keys) <= MAX_KEYS and all(len(key) in KEY_BYTES for key in self.keys)
 
 
 class BlockReply(msgspec.Struct, array_like=True, tag="given"):
-    """Here is one of those that you asked for, by its place among them."""
+    """A requested block, by its index in the request; the block is the next frame."""
 
     number: int
     index: int
@@ -60,14 +60,14 @@ class BlockReply(msgspec.Struct, array_like=True, tag="given"):
 
 
 class BlocksMissing(msgspec.Struct, array_like=True, tag="lacking"):
-    """These are not here (any more). The last answer to every question."""
+    """Indexes of blocks that the server does not have; the last reply to every request."""
 
     number: int
     indexes: list[int]
 
 
 class IdentityMismatch(msgspec.Struct, array_like=True, tag="foreign"):
-    """What is here might have other bits. By name, hashes of all that these depend on."""
+    """The server's identity differs; its parts by name, as hashes."""
 
     number: int
     parts: dict[str, str]

@@ -1,7 +1,4 @@
-"""What this server offers others: copies of blocks in host memory, by their keys.
-
-What was asked for, or offered, longest ago gives way.
-"""
+"""The blocks that this server offers to peers: copies in host memory by key, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -16,29 +13,31 @@ from quintet.executor.memory import lazy_zeros
 
 
 class OfferedBlocks:
-    """Used by the executor's loop, which copies, and by the thread that gives."""
+    """Used by the executor's loop, which copies blocks in, and by the serving thread."""
 
     def __init__(self, blocks: WholeBlocks, num_rows: int) -> None:
         self._blocks = blocks
         shape = (num_rows, blocks.block_bytes)
         self._memory: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
         self._lock = threading.Lock()
-        """Guards all below, and the memory."""
+        """Guards the fields below and the memory."""
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[bytes, int] = {}
-        """Used longest ago first."""
+        """Rows by key, least recently used first."""
 
     @property
     def block_bytes(self) -> int:
-        """Of each."""
+        """Size of a block."""
         return self._blocks.block_bytes
 
     def put(self, keys: Sequence[bytes], blocks: Int) -> None:
-        """Copy these blocks of KV memory, but for those that are here. Of more than there is room for, the first."""
+        """Copy blocks of KV memory that are not offered yet; if they exceed the capacity, the first ones."""
         with self._lock:
             new, rows = list[int](), list[int]()
             num_rows = len(self._memory)
-            for index in range(min(len(keys), num_rows) - 1, -1, -1):  # the beginning goes last
+            for index in range(
+                min(len(keys), num_rows) - 1, -1, -1
+            ):  # the first blocks become the most recent
                 key = keys[index]
                 row = self._row_of.pop(key, None)
                 if row is None:
@@ -48,7 +47,7 @@ class OfferedBlocks:
                 self._row_of[key] = row
             if new:
                 wait = self._blocks.take_into(blocks[new], self._memory, np.array(rows, np.int32))
-                wait()  # whoever asks finds them whole
+                wait()  # so the serving thread reads complete blocks
 
     def _take_row(self) -> int:
         if self._free:
@@ -56,7 +55,7 @@ class OfferedBlocks:
         return self._row_of.pop(next(iter(self._row_of)))
 
     def get(self, key: bytes) -> bytes | None:
-        """Return the block of this key, if it is here."""
+        """Return the block of this key, or None."""
         with self._lock:
             row = self._row_of.pop(key, None)
             if row is None:

@@ -1,1 +1,1 @@
-"""Stores of KV that several servers share: what is kept there, and who keeps it."""
+"""Shared KV stores: chunk format and connectors."""

@@ -1,4 +1,4 @@
-"""Opens the store of KV that other servers share, as configured."""
+"""Open the shared KV store from its configuration."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ log = logging.getLogger(__name__)
 def open_kv_store(
     blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
 ) -> StoreBlocks:
-    """Return the blocks in a store of a KV memory. runner: who computes.
+    """Return the store tier of a KV memory. runner: name of the model runner.
 
-    first_host_block: the number of the first block that is fetched into. Raises `ConfigError` where the store cannot be opened.
+    first_host_block: number of the first staging block. Raises `ConfigError` if the store cannot be opened.
     """
     store = config.cache.store
-    assert store is not None, "there is no store"
-    whose = whole_of(parts_of(config, runner))
-    log.info("KV in %s, as %s", store.url, whose.hex()[:32])
+    assert store is not None, "no store is configured"
+    identity = whole_of(parts_of(config, runner))
+    log.info("KV in %s, as %s", store.url, identity.hex()[:32])
     return StoreBlocks(
         blocks,
         open_connector(store),
-        whose,
+        identity,
         config.model.kv.num_blocks(store.staging_bytes),
         first_host_block,
         store.waiting_bytes,

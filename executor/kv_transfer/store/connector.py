@@ -1,8 +1,7 @@
-"""The seam to whoever keeps runs of blocks: objects of bytes, by their names. What they hold, and whether it is whole, it
-does not know.
+"""Interface of a KV store's connector: named objects of bytes. A connector does not interpret their content.
 
-A connector's methods are called from several threads at once, may take as long as they take, and raise what they like: an error
-is a miss, and whoever waits too long computes. None of them may leave half an object that looks like a whole one for good.
+Several threads call a connector at once. Its methods may block for any time and raise any exception: an error is a
+miss, and slow stores are bypassed. A failed write must not leave an incomplete object that looks complete.
 """
 
 from __future__ import annotations
@@ -15,42 +14,44 @@ from typing import Protocol
 from quintet.wire.config import KvStoreConfig
 
 PLUG_INS = "quintet.kv_connectors"
-"""Entry points of this group open a store each, by the scheme that they are named for: our own, which `pyproject.toml` lists, and
-those of other packages. Who is not asked for is not imported."""
+"""Entry point group for stores, named by URL scheme; only the configured one is imported.
+
+`pyproject.toml` lists our own stores; other packages can add theirs.
+"""
 FOLDER = "quintet.executor.kv_transfer.store.folder:open_folder"
 FSSPEC = "quintet.executor.kv_transfer.store.objects:open_objects"
 MAX_DAMAGED = 4096
-"""Of objects that were found damaged and could not be removed, so many are remembered; what is forgotten is found again."""
+"""Maximum number of remembered damaged objects that could not be removed; forgotten ones are detected again."""
 
 
 class KvConnector(Protocol):
     """A store of objects."""
 
     def count(self, names: Sequence[str]) -> int:
-        """Return how many of the first of these objects are there; who follows one that lacks need not be looked for."""
+        """Return the number of leading objects that exist; objects after the first missing one need no lookup."""
 
     def put(self, name: str, content: memoryview) -> bool:
-        """Keep an object, unless one of this name and size is there; return whether it is there now."""
+        """Store an object unless one of this name and size exists; return whether it exists now."""
 
     def get(self, name: str, into: memoryview) -> bool:
-        """Fill ``into`` with an object of just this size; return False, with anything in ``into``, where there is none."""
+        """Read an object of exactly this size into ``into``. If it is missing, return False; ``into`` is undefined then."""
 
     def drop(self, name: str) -> None:
-        """Forget an object, which was found damaged."""
+        """Remove a damaged object."""
 
     def close(self) -> None:
-        """Let go of connections and files."""
+        """Close connections and files."""
 
 
 def open_connector(config: KvStoreConfig) -> KvConnector:
-    """Return who keeps a store. Raises `ConfigError` where that cannot be told here; that nobody answers is no error."""
+    """Return the connector of a store. Raises `ConfigError` for an invalid configuration, not for an unreachable store."""
     module, _, name = connector_path(config.url).partition(":")
     opener: Callable[[KvStoreConfig], KvConnector] = getattr(importlib.import_module(module), name)
     return opener(config)
 
 
 def connector_path(url: str) -> str:
-    """Return the import string of what opens this store."""
+    """Return the import string of a store's opener."""
     scheme = url.partition(":")[0]
     if scheme == "file":
         return FOLDER
@@ -58,5 +59,5 @@ def connector_path(url: str) -> str:
 
 
 def known_schemes() -> list[str]:
-    """Return the schemes of all stores but fsspec's."""
+    """Return the schemes of all stores except fsspec's."""
     return ["file", *sorted({entry.name for entry in entry_points(group=PLUG_INS)})]

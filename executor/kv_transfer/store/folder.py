@@ -1,13 +1,13 @@
 """A store in a folder that several processes of one user share: in shared memory (``/dev/shm``), or on a disk.
 
-    quintet-kv/ledger                    how many bytes are kept, or promised; whoever changes that has it locked
-    quintet-kv/<whose>/<key>             an object, in one piece; its time says when it was last used
-    quintet-kv/<whose>/.<key>.<number>   one that is being written, and locked by who does
+    quintet-kv/ledger                         bytes stored or reserved; locked during a change
+    quintet-kv/<identity>/<key>               a complete object; its mtime is its last use
+    quintet-kv/<identity>/.<key>.<number>     an object being written, locked by its writer
 
-An object gets its name when it is whole, from who has the ledger. A lock is the kernel's: it ends with its process, so what was
-being written by somebody who was killed is told from what somebody writes, and swept. Room is promised before it is written to,
-so there is never more than may be, whoever dies when; promises of the dead are found out when the folder is next looked through,
-which is when it is full. Then what was used longest ago gives way, down to nine tenths.
+A writer renames a complete object while it holds the ledger. The kernel releases the lock of a killed process, so its
+unfinished file is recognized and removed. Space is reserved before writing, so the limit holds after any crash.
+Reservations of dead processes are corrected by the scan of a full folder, which also evicts the least recently used
+objects, down to 90% of the limit.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from quintet.process.own_files import open_own
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
-KEPT_WHEN_FULL = 0.9
-"""Of what there is room for: looking through the folder takes longer than to write an object."""
+FILL_AFTER_EVICTION = 0.9
+"""Fill level after an eviction: a scan of the folder takes longer than writing an object."""
 LOCK_S = 2.0
-"""Who has the ledger needs it for some milliseconds; one that was stopped meanwhile keeps nobody longer."""
-INSIDE = "quintet-kv"
+"""Timeout for the ledger's lock, which is normally held for milliseconds."""
+SUBFOLDER = "quintet-kv"
 
 
 def folder_of(url: str) -> Path:
-    """Return the folder that a URL names."""
-    return Path(url.removeprefix("file://").removeprefix("file:")) / INSIDE
+    """Return the folder of a store's URL."""
+    return Path(url.removeprefix("file://").removeprefix("file:")) / SUBFOLDER
 
 
 def open_folder(config: KvStoreConfig) -> FolderStore:
@@ -50,22 +50,22 @@ class FolderStore:
     """See `quintet.executor.kv_transfer.store.connector.KvConnector`."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
-        """Raises `OSError` where the folder is another user's, or cannot be written to."""
+        """Raises `OSError` if the folder belongs to another user, or is not writable."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._size_bytes = size_bytes
         self._folder = open_own(str(folder), os.O_RDONLY | os.O_DIRECTORY)
         self._path = folder
         self._ledger = open_own("ledger", os.O_RDWR | os.O_CREAT, self._folder)
         self._ledger_lock = threading.Lock()
-        """A lock on a file is this process's: threads need another one."""
+        """Guards the ledger between threads: a file lock is per process."""
         self._numbers = itertools.count()
 
     # --- the connector ---
 
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`."""
-        there = itertools.takewhile(lambda name: self._size_of(name) is not None, names)
-        return sum(1 for _ in there)
+        existing = itertools.takewhile(lambda name: self._size_of(name) is not None, names)
+        return sum(1 for _ in existing)
 
     def put(self, name: str, content: memoryview) -> bool:
         """See `KvConnector.put`. Raises `OSError`."""
@@ -76,7 +76,7 @@ class FolderStore:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700, dir_fd=self._folder)
         unfinished = f"{folder}/.{short}.{os.getpid()}-{next(self._numbers)}"
-        file = self._promise(unfinished, len(content))
+        file = self._reserve(unfinished, len(content))
         if file is None:
             return False
         is_whole = False
@@ -86,7 +86,7 @@ class FolderStore:
             try:
                 self._settle(unfinished, name if is_whole else None, len(content))
             finally:
-                os.close(file)  # its lock too: what could not be settled is swept
+                os.close(file)  # releases its lock: a later scan removes it if not renamed
         return is_whole
 
     def get(self, name: str, into: memoryview) -> bool:
@@ -121,35 +121,35 @@ class FolderStore:
             return None
 
     def _use(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # somebody else has removed it meanwhile
+        with contextlib.suppress(OSError):  # another process may have removed it
             os.utime(name, dir_fd=self._folder, follow_symlinks=False)
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._folder)
 
-    # --- room ---
+    # --- space ---
 
-    def _promise(self, unfinished: str, size: int) -> int | None:
-        """Return a new file, open and locked, with room for so much; None where there is none."""
+    def _reserve(self, unfinished: str, size: int) -> int | None:
+        """Reserve space and return a new file, open and locked; None if there is no space."""
         if size > self._size_bytes:
             return None
-        with self._ledger_held():
+        with self._locked_ledger():
             kept = int.from_bytes(os.pread(self._ledger, 8, 0), "little")
             if kept + size > self._size_bytes:
-                kept = self._make_room(size)
-            if kept + size > self._size_bytes:  # all else is being written
+                kept = self._evict(size)
+            if kept + size > self._size_bytes:  # all other space is being written
                 os.pwrite(self._ledger, kept.to_bytes(8, "little"), 0)
                 return None
             os.pwrite(self._ledger, (kept + size).to_bytes(8, "little"), 0)
             file = open_own(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(file, size)  # so whoever looks through the folder counts it
+            os.ftruncate(file, size)  # so that scans count it
             return file
 
     def _settle(self, unfinished: str, name: str | None, size: int) -> None:
-        """Give what was written its name, unless another has written the same, or it has none; and its room back then."""
-        with self._ledger_held():
+        """Rename a complete file, unless an equal object exists; otherwise remove it and release its space."""
+        with self._locked_ledger():
             if name is not None and self._size_of(name) != size:
                 os.rename(unfinished, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
                 return
@@ -158,8 +158,8 @@ class FolderStore:
             os.pwrite(self._ledger, max(0, kept - size).to_bytes(8, "little"), 0)
 
     @contextlib.contextmanager
-    def _ledger_held(self) -> Iterator[None]:
-        """Have the ledger to oneself. Raises `TimeoutError`."""
+    def _locked_ledger(self) -> Iterator[None]:
+        """Lock the ledger. Raises `TimeoutError`."""
         until_s = time.monotonic() + LOCK_S
         if not self._ledger_lock.acquire(timeout=LOCK_S):
             raise TimeoutError("the ledger is held by another thread")
@@ -178,21 +178,21 @@ class FolderStore:
         finally:
             self._ledger_lock.release()
 
-    def _make_room(self, size: int) -> int:
-        """Look through the folder; remove what the dead left, and what was used longest ago. Return the bytes that are left."""
+    def _evict(self, size: int) -> int:
+        """Scan the folder, remove files of dead writers and evict LRU objects. Return the bytes that are left."""
         found: list[tuple[int, int, str]] = []
         kept = 0
         for folder in os.scandir(self._folder):
             for entry in os.scandir(self._path / folder.name) if folder.is_dir(follow_symlinks=False) else ():
                 name = f"{folder.name}/{entry.name}"
                 if entry.name.startswith("."):
-                    kept += self._written_by_the_living(name)
+                    kept += self._live_writer_bytes(name)
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime_ns, status.st_size, name))
                     kept += status.st_size
-        most = max(0, int(self._size_bytes * KEPT_WHEN_FULL) - size)
+        most = max(0, int(self._size_bytes * FILL_AFTER_EVICTION) - size)
         for _, object_size, name in sorted(found):
             if kept <= most:
                 break
@@ -200,10 +200,10 @@ class FolderStore:
             kept -= object_size
         return kept
 
-    def _written_by_the_living(self, unfinished: str) -> int:
-        """Return the bytes of a file that somebody writes; remove it, and return 0, where nobody does."""
+    def _live_writer_bytes(self, unfinished: str) -> int:
+        """Return the size of a file with a live writer; otherwise remove the file and return 0."""
         try:
-            file = open_own(unfinished, os.O_RDWR, self._folder)  # NFS locks nothing that is only read
+            file = open_own(unfinished, os.O_RDWR, self._folder)  # NFS cannot lock a file opened read-only
         except FileNotFoundError:
             return 0
         try:

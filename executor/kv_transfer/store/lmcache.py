@@ -1,13 +1,13 @@
-"""A store in the memory of LMCache's server, which `lmcache_server` runs: ``lm://host:port``.
+"""A store in the memory of an LMCache server, started by `lmcache_server`: ``lm://host:port``.
 
-Its protocol is spoken here, so none of LMCache's packages is needed. Of one connection at a time:
+This module implements its protocol, so LMCache's packages are not needed. Each connection carries one request at a
+time:
 
-    ──▶ order, and behind a PUT its content     nine numbers of 32 bits, and a key of 150 characters
-    ◀── answer, and behind one to GET, where there is such an object, its content     nine numbers
+    ──▶ request, and the content after a PUT                          nine 32-bit numbers, and a key of 150 characters
+    ◀── reply, and the content of a found object after a GET's reply  nine 32-bit numbers
 
-PUT is not answered: it is over when the question behind it is, whether such an object is there. There is no order to remove one,
-so what is damaged is written over. A key has the five parts that the server wants to read: model, number of workers, worker, hash
-and dtype.
+PUT has no reply; the EXIST request after it confirms it. Objects cannot be removed, so damaged ones are overwritten.
+A key has the five parts that the server parses: model, number of workers, worker, hash and dtype.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
 ORDER = struct.Struct("<9i150s")
-"""Command, bytes of the content, format, dtype, place, four numbers of its shape; key, with blanks behind it."""
+"""Command, bytes of the content, format, dtype, location, four numbers of its shape; key padded with spaces."""
 ANSWER = struct.Struct("<9i")
-"""Code, bytes of the content; format, dtype, four numbers of its shape and place are as they were put."""
+"""Code, bytes of the content; format, dtype, four numbers of its shape and location are those of the PUT."""
 PUT, GET, EXIST = 1, 2, 3
-FOUND, LACKING = 200, 400
+FOUND, MISSING = 200, 400
 BYTES, UINT8 = 4, 6
-"""Format and dtype of what is no tensor."""
-QUESTIONS = 128
-"""Asked in one breath: their answers fit what any connection holds while nobody reads it."""
+"""Format and dtype of plain bytes."""
+LOOKUP_BATCH = 128
+"""EXIST requests per batch: their replies fit the socket buffers while unread."""
 CONNECT_S = 5.0
-MOST_S = 60.0
-"""Of one order, or as many questions as are asked in one breath, to the last byte of what is answered."""
+TIMEOUT_S = 60.0
+"""Timeout of a request, or of a batch of EXIST requests, to the last byte of the reply."""
 
 
-class NothingCame(ConnectionError):
-    """The server hung up before the first byte of what it was to send."""
+class ConnectionClosed(ConnectionError):
+    """The server closed the connection before the first byte of a reply or content."""
 
 
 def open_lmcache(config: KvStoreConfig) -> LmStore:
@@ -51,70 +51,70 @@ def open_lmcache(config: KvStoreConfig) -> LmStore:
     except ValueError:
         host, port = None, None
     if host is None or port is None or url.path.strip("/") or url.query or url.fragment:
-        raise ConfigError(
-            f"--kv-store {config.url}: write lm://host:port, where lmcache_server listens; it has nothing below that"
-        )
+        raise ConfigError(f"--kv-store {config.url}: use lm://host:port of an lmcache_server, without a path")
     return LmStore(host, port)
 
 
 @dataclass(frozen=True, slots=True)
-class _Talk:
-    """One order on a connection, and what is answered. Raises `OSError`, for one, when its time is over."""
+class _Exchange:
+    """One request on a connection, with a deadline. Raises `OSError`, also on timeout."""
 
     connection: socket.socket
     until_s: float
 
-    def say(self, content: bytes | memoryview) -> None:
-        """Send all of it."""
-        self._wait_no_longer()
+    def send(self, content: bytes | memoryview) -> None:
+        """Send all of ``content``."""
+        self._set_timeout()
         self.connection.sendall(content)
 
-    def hear(self, into: memoryview) -> None:
+    def receive(self, into: memoryview) -> None:
         """Fill ``into``."""
         done = 0
         while done < len(into):
-            self._wait_no_longer()
+            self._set_timeout()
             count = self.connection.recv_into(into[done:])
             if not count:
-                raise (ConnectionError if done else NothingCame)("LMCache's server hung up")
+                raise (ConnectionError if done else ConnectionClosed)(
+                    "LMCache's server closed the connection"
+                )
             done += count
 
-    def hear_answer(self) -> tuple[int, int]:
-        """Return an answer's code, and how many bytes follow."""
+    def receive_reply(self) -> tuple[int, int]:
+        """Return a reply's code, and the number of bytes that follow."""
         answer = bytearray(ANSWER.size)
-        self.hear(memoryview(answer))
+        self.receive(memoryview(answer))
         code, num_bytes, *_ = ANSWER.unpack(answer)
-        if code not in (FOUND, LACKING):
-            raise ConnectionError(f"LMCache's server answers with the code {code}")
+        if code not in (FOUND, MISSING):
+            raise ConnectionError(f"LMCache's server replied with unknown code {code}")
         return code, num_bytes
 
-    def _wait_no_longer(self) -> None:
-        """Have the next call wait as long as is left, in all."""
+    def _set_timeout(self) -> None:
+        """Set the socket timeout to the remaining time."""
         left_s = self.until_s - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("LMCache's server does not come to an end")
+            raise TimeoutError("LMCache's server did not finish in time")
         self.connection.settimeout(left_s)
 
 
 class LmStore:
     """See `quintet.executor.kv_transfer.store.connector.KvConnector`. Raises `OSError`."""
 
-    def __init__(self, host: str, port: int, most_s: float = MOST_S) -> None:
+    def __init__(self, host: str, port: int, timeout_s: float = TIMEOUT_S) -> None:
         self._address = host, port
-        self._most_s = most_s
+        self._timeout_s = timeout_s
         self._idle: list[socket.socket] = []
-        """Connections on which nothing is on its way."""
+        """Idle connections."""
         self._damaged: set[str] = set()
-        """Objects that are taken not to be there, until they are written over."""
+        """Damaged objects, treated as missing until overwritten."""
 
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`."""
-        for first in range(0, len(names), QUESTIONS):
-            asked = names[first : first + QUESTIONS]
-            with self._talk() as talk:
-                talk.say(b"".join(_order(EXIST, name) for name in asked))
-                there = [talk.hear_answer()[0] == FOUND for _ in asked]
-            for index, (name, is_there) in enumerate(zip(asked, there, strict=True), first):
+        for first in range(0, len(names), LOOKUP_BATCH):
+            batch = names[first : first + LOOKUP_BATCH]
+            with self._exchange() as exchange:
+                exchange.send(b"".join(_order(EXIST, name) for name in batch))
+                found = [exchange.receive_reply()[0] == FOUND for _ in batch]
+            for index, (name, is_there) in enumerate(zip(batch, found, strict=True), first):
                 if not is_there or name in self._damaged:
                     return index
         return len(names)
@@ -123,11 +123,11 @@ class LmStore:
         """See `KvConnector.put`."""
         if self.count([name]):
             return True
-        with self._talk() as talk:
-            talk.say(_order(PUT, name, len(content)))
-            talk.say(content)
-            talk.say(_order(EXIST, name))
-            is_there = talk.hear_answer()[0] == FOUND
+        with self._exchange() as exchange:
+            exchange.send(_order(PUT, name, len(content)))
+            exchange.send(content)
+            exchange.send(_order(EXIST, name))
+            is_there = exchange.receive_reply()[0] == FOUND
         if is_there:
             self._damaged.discard(name)
         return is_there
@@ -136,17 +136,18 @@ class LmStore:
         """See `KvConnector.get`."""
         if name in self._damaged:
             return False
-        with self._talk() as talk:
-            talk.say(_order(GET, name))
-            code, num_bytes = talk.hear_answer()
-            if code == LACKING:
+        with self._exchange() as exchange:
+            exchange.send(_order(GET, name))
+            code, num_bytes = exchange.receive_reply()
+            if code == MISSING:
                 return False
-            with contextlib.suppress(NothingCame):
+            with contextlib.suppress(ConnectionClosed):
                 if num_bytes == len(into):
-                    talk.hear(into)
+                    exchange.receive(into)
                     return True
-            # Of another size; or it lacks what its writer was killed before it had sent, and then the server hangs up.
-            talk.connection.close()
+            # The size differs, or a killed writer left an incomplete object, for which the server closes the
+            # connection.
+            exchange.connection.close()
             self.drop(name)
             return False
 
@@ -163,19 +164,19 @@ class LmStore:
 
     def _take_idle(self) -> socket.socket | None:
         try:
-            return self._idle.pop()  # one step, whoever else is at it
+            return self._idle.pop()  # atomic between threads
         except IndexError:
             return None
 
     @contextlib.contextmanager
-    def _talk(self) -> Iterator[_Talk]:
-        """Have a connection to oneself. After an error, those that are idle end too: their server may be another by now."""
+    def _exchange(self) -> Iterator[_Exchange]:
+        """Take or open a connection. After an error, close the idle ones too: the server may have restarted."""
         connection = self._take_idle()
         if connection is None:
             connection = socket.create_connection(self._address, CONNECT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            yield _Talk(connection, time.monotonic() + self._most_s)
+            yield _Exchange(connection, time.monotonic() + self._timeout_s)
         except BaseException:
             connection.close()
             self.close()
@@ -185,8 +186,8 @@ class LmStore:
 
 
 def _order(command: int, name: str, num_bytes: int = 0) -> bytes:
-    whose, _, key = name.partition("/")
-    # The key is read as a number; the 1 before it keeps the zeros that it begins with.
-    called = f"quintet-{whose}@1@0@1{key}@uint8"
-    assert len(called) <= 150, f"{called} is longer than a key may be"
-    return ORDER.pack(command, num_bytes, BYTES, UINT8, 0, num_bytes, 0, 0, 0, called.encode().ljust(150))
+    identity, _, key = name.partition("/")
+    # The server parses the key as a number; the 1 before it keeps leading zeros.
+    object_key = f"quintet-{identity}@1@0@1{key}@uint8"
+    assert len(object_key) <= 150, f"the key {object_key} has more than 150 characters"
+    return ORDER.pack(command, num_bytes, BYTES, UINT8, 0, num_bytes, 0, 0, 0, object_key.encode().ljust(150))

@@ -1,11 +1,11 @@
-"""A store in object storage by way of NIXL, NVIDIA's library of transfers: ``nixl+s3://bucket/prefix``.
+"""A store in object storage through NIXL, NVIDIA's transfer library: ``nixl+s3://bucket/prefix``.
 
-Beside what fsspec does, its plug-in ``OBJ`` speaks S3 from C++ with many connections, and over RDMA where a storage offers that.
-``pip install nixl`` is the user's to do; credentials, region and endpoint come from the environment, as the plug-in reads them
+Unlike fsspec, its plug-in ``OBJ`` uses S3 from C++ with many connections, and RDMA if the storage supports it. Users
+install it with ``pip install nixl``. The plug-in reads credentials, region and endpoint from the environment
 (``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ``AWS_ENDPOINT_OVERRIDE``).
 
-Of NIXL only its storage is used, which one agent alone reaches: no agent hears of another (``get_agent_metadata``,
-``add_remote_agent``), so nobody writes into this process's memory.
+Only NIXL's storage access is used, with a single agent. Agents never exchange metadata (``get_agent_metadata``,
+``add_remote_agent``), so no other process can write into this process's memory.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from quintet.wire.errors import ConfigError
 
 PLUGIN = "OBJ"
 MEMORY, OBJECTS = "DRAM", "OBJ"
-"""Kinds of memory, as agents call them."""
-LOOK_S = 0.001
-"""Between two looks at a transfer."""
-MOST_S = 60.0
-"""A transfer that takes longer is given up."""
+"""Names of memory kinds in NIXL."""
+POLL_S = 0.001
+"""Polling interval of a transfer."""
+TIMEOUT_S = 60.0
+"""Timeout of a transfer."""
 
 Descriptors = Any
-"""Lists of regions, in a form of NIXL's own."""
+"""Lists of regions in NIXL's own representation."""
 
 
 class Agent(Protocol):
-    """What is used of ``nixl._api.nixl_agent``."""
+    """The used part of ``nixl._api.nixl_agent``."""
 
     name: str
 
     def query_memory(self, reg_list: Descriptors, backend: str, mem_type: str) -> list[dict[str, str] | None]:
-        """Return what is known of each of these objects; None of one that is not there."""
+        """Return the properties of each object; None for a missing one."""
 
     def register_memory(self, reg_list: Descriptors, mem_type: str, backends: list[str]) -> Descriptors:
-        """Make regions, or objects, known: ``(address, size, number, name)``."""
+        """Register regions or objects: ``(address, size, number, name)``."""
 
     def deregister_memory(self, dereg_list: Descriptors, backends: list[str]) -> None:
-        """Forget them."""
+        """Unregister regions or objects."""
 
     def get_xfer_descs(self, descs: Descriptors, mem_type: str) -> Descriptors:
         """Return regions to transfer: ``(address, size, number)``."""
@@ -63,16 +63,16 @@ class Agent(Protocol):
         notif_msg: bytes,
         backends: list[str],
     ) -> Any:
-        """Return a transfer that is not begun."""
+        """Return a transfer that has not started."""
 
     def transfer(self, handle: Any) -> str:
-        """Begin it; return ``DONE``, ``PROC`` or ``ERR``."""
+        """Start a transfer; return ``DONE``, ``PROC`` or ``ERR``."""
 
     def check_xfer_state(self, handle: Any) -> str:
-        """Return how it is."""
+        """Return the state of a transfer."""
 
     def release_xfer_handle(self, handle: Any) -> None:
-        """Forget it; cancel it if it goes on."""
+        """Release a transfer; cancel it if it is in progress."""
 
 
 def open_nixl(config: KvStoreConfig) -> NixlStore:
@@ -81,43 +81,43 @@ def open_nixl(config: KvStoreConfig) -> NixlStore:
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:
-        raise ConfigError(f"--kv-store {config.url}: {error}. NIXL is needed: pip install nixl") from None
+        raise ConfigError(f"--kv-store {config.url}: {error}. Install NIXL: pip install nixl") from None
     agent = nixl_agent(f"quintet-{os.getpid()}-{time.monotonic_ns()}", nixl_agent_config(backends=[]))
     try:
         agent.create_backend(PLUGIN, {"bucket": url.netloc})
-    except Exception as error:  # noqa: BLE001 -- NIXL has many, of which none is documented
+    except Exception as error:  # noqa: BLE001 -- NIXL's exceptions are not documented
         raise ConfigError(
-            f"--kv-store {config.url}: NIXL's plug-in {PLUGIN} says {type(error).__name__}: is it part of this build of NIXL, and"
-            " is the environment what it needs (AWS_ENDPOINT_OVERRIDE, credentials)?"
+            f"--kv-store {config.url}: NIXL's plug-in {PLUGIN} failed with {type(error).__name__}: check that this build of NIXL"
+            " contains it, and the environment (AWS_ENDPOINT_OVERRIDE, credentials)"
         ) from None
     return NixlStore(agent, url.path.strip("/"))
 
 
 class NixlStore:
-    """See `quintet.executor.kv_transfer.store.connector.KvConnector`. Errors are NIXL's."""
+    """See `quintet.executor.kv_transfer.store.connector.KvConnector`. Raises NIXL's errors."""
 
     def __init__(self, agent: Agent, prefix: str) -> None:
-        """prefix: before the names of all objects."""
+        """prefix: path before the names of all objects."""
         self._agent = agent
         self._prefix = prefix
         self._lock = threading.Lock()
-        """An agent is for one thread at a time; it waits for nobody but in questions."""
+        """Guards the agent, which one thread at a time may use; only lookups block it."""
         self._numbers = itertools.count(1)
-        """An object has one while it is on its way."""
+        """Device ids for objects during their transfer."""
         self._unreleased: list[memoryview] = []
-        """Memory of transfers that could be neither ended nor cancelled: NIXL may still write to it."""
+        """Memory of transfers that could not be cancelled: NIXL may still write to it."""
         self._damaged: set[str] = set()
-        """NIXL cannot remove objects: these are written over."""
+        """Damaged objects, treated as missing until overwritten: NIXL cannot remove objects."""
 
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`."""
-        asked = [(0, 0, 0, self._path(name)) for name in names]
+        objects = [(0, 0, 0, self._path(name)) for name in names]
         with self._lock:
-            known = self._agent.query_memory(asked, PLUGIN, mem_type=OBJECTS)
-        there = itertools.takewhile(
+            known = self._agent.query_memory(objects, PLUGIN, mem_type=OBJECTS)
+        remote = itertools.takewhile(
             lambda pair: pair[1] is not None and pair[0] not in self._damaged, zip(names, known, strict=True)
         )
-        return sum(1 for _ in there)
+        return sum(1 for _ in remote)
 
     def put(self, name: str, content: memoryview) -> bool:
         """See `KvConnector.put`."""
@@ -127,7 +127,7 @@ class NixlStore:
         return True
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `KvConnector.get`. What is shorter leaves something else at the end of ``into``: its hashes tell."""
+        """See `KvConnector.get`. A shorter object leaves the end of ``into`` undefined; the block hashes detect that."""
         if not self.count([name]):
             return False
         self._move("READ", name, into)
@@ -140,13 +140,13 @@ class NixlStore:
         self._damaged.add(name)
 
     def close(self) -> None:
-        """See `KvConnector.close`: an agent ends with its last user."""
+        """See `KvConnector.close`: the agent is released with its last reference."""
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def _move(self, operation: str, name: str, content: memoryview) -> None:
-        """Have an object written from memory, or read into it. Raises `OSError`."""
+        """Write an object from memory, or read it into memory. Raises `OSError`."""
         agent, plugins = self._agent, [PLUGIN]
         address, size = np.frombuffer(content, np.uint8).ctypes.data, len(content)
         with self._lock, contextlib.ExitStack() as known:
@@ -160,18 +160,18 @@ class NixlStore:
                     agent.register_memory([region], kind, backends=plugins),
                     backends=plugins,
                 )
-            here = agent.get_xfer_descs([(address, size, 0)], MEMORY)
-            there = agent.get_xfer_descs([(0, size, number)], OBJECTS)
-            handle = agent.initialize_xfer(operation, here, there, agent.name, b"", backends=plugins)
-            registered = known.pop_all()  # until the transfer has ended
+            local = agent.get_xfer_descs([(address, size, 0)], MEMORY)
+            remote = agent.get_xfer_descs([(0, size, number)], OBJECTS)
+            handle = agent.initialize_xfer(operation, local, remote, agent.name, b"", backends=plugins)
+            registered = known.pop_all()  # until the end of the transfer
         try:
             with self._lock:
                 state = agent.transfer(handle)
-            until_s = time.monotonic() + MOST_S
+            until_s = time.monotonic() + TIMEOUT_S
             while state == "PROC":
                 if time.monotonic() > until_s:
-                    raise TimeoutError("a transfer of NIXL does not end")
-                time.sleep(LOOK_S)
+                    raise TimeoutError("a NIXL transfer timed out")
+                time.sleep(POLL_S)
                 with self._lock:
                     state = agent.check_xfer_state(handle)
         finally:
@@ -181,4 +181,4 @@ class NixlStore:
                 self._unreleased.pop()
                 registered.close()
         if state != "DONE":
-            raise OSError("a transfer of NIXL has failed")
+            raise OSError("a NIXL transfer failed")

@@ -1,10 +1,10 @@
-"""A store in object storage, or whatever else fsspec reaches: ``s3://bucket/prefix``, ``gs://…``, ``abfs://…``.
+"""A store in object storage, or in any other fsspec file system: ``s3://bucket/prefix``, ``gs://…``, ``abfs://…``.
 
-fsspec, and the package of the storage (s3fs, gcsfs, adlfs), are the user's to install; credentials are theirs to find, in the
-environment or in their own files. How much is kept, and how long, is the owner's to say, by the storage's lifecycle rules.
+Users install fsspec and the storage's package (s3fs, gcsfs, adlfs), which finds credentials in the environment or in
+its own files. The storage's lifecycle rules limit size and age.
 
-Object storage is far: a question takes tens of milliseconds. So what is there of a chain is searched like a word in a dictionary,
-several questions at a time.
+A lookup in object storage takes tens of milliseconds. So the length of an existing chain is found by a search with
+several lookups in parallel.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Protocol
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
-QUESTIONS = 8
-"""Asked at once, of one search."""
+NUM_PARALLEL_LOOKUPS = 8
+"""Parallel lookups of one search."""
 
 
 class FileSystem(Protocol):
-    """What is used of ``fsspec.AbstractFileSystem``."""
+    """The used part of ``fsspec.AbstractFileSystem``."""
 
     def info(self, path: str) -> dict[str, object]:
-        """Return what is known of a file, its ``size`` among it; raise `FileNotFoundError`."""
+        """Return a file's properties, including ``size``. Raises `FileNotFoundError`."""
 
     def cat_file(self, path: str) -> bytes:
         """Return a file's content."""
@@ -37,7 +37,7 @@ class FileSystem(Protocol):
         """Remove a file."""
 
     def mkdir(self, path: str, create_parents: bool) -> None:
-        """Make a folder, where there are folders."""
+        """Create a folder, if the storage has folders."""
 
 
 def open_objects(config: KvStoreConfig) -> ObjectStore:
@@ -49,37 +49,37 @@ def open_objects(config: KvStoreConfig) -> ObjectStore:
         files, path = url_to_fs(config.url, use_listings_cache=False, skip_instance_cache=True)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"--kv-store {config.url}: {error}. {scheme}: is reached by fsspec (pip install 'quintet[store]') with the package of"
+            f"--kv-store {config.url}: {error}. {scheme}: needs fsspec (pip install 'quintet[store]') and the package of"
             " that storage, such as s3fs, gcsfs or adlfs"
         ) from None
-    except Exception as error:  # noqa: BLE001 -- of packages that have their own; their words may hold secrets
+    except Exception as error:  # noqa: BLE001 -- storage packages raise their own errors, with possible secrets in the text
         raise ConfigError(
-            f"--kv-store {config.url}: the package for {scheme} cannot begin ({type(error).__name__}): does it find in the"
-            " environment, or in its own files, what it needs (account, credentials)?"
+            f"--kv-store {config.url}: the package for {scheme} failed to start ({type(error).__name__}): check the account and"
+            " credentials in the environment or in its files"
         ) from None
     return ObjectStore(files, path)
 
 
 class ObjectStore:
-    """See `quintet.executor.kv_transfer.store.connector.KvConnector`. Errors are fsspec's."""
+    """See `quintet.executor.kv_transfer.store.connector.KvConnector`. Raises fsspec's errors."""
 
     def __init__(self, files: FileSystem, path: str) -> None:
-        """path: below which all objects are."""
+        """path: prefix of all objects."""
         self._files = files
         self._path = path.rstrip("/")
 
     def count(self, names: Sequence[str]) -> int:
-        """See `KvConnector.count`. What lies behind an object that is there is taken to be preceded by others that are."""
-        return count_first(len(names), lambda indexes: self._are_there([names[each] for each in indexes]))
+        """See `KvConnector.count`. Assumes that all objects before an existing one exist."""
+        return count_first(len(names), lambda indexes: self._exist([names[each] for each in indexes]))
 
-    def _are_there(self, names: Sequence[str]) -> list[bool]:
-        """Ask about all at once, from threads that the end of the process does not wait for."""
+    def _exist(self, names: Sequence[str]) -> list[bool]:
+        """Look up all names in parallel, in daemon threads that do not delay the exit of the process."""
         found: list[bool | Exception] = [False] * len(names)
 
         def ask(index: int) -> None:
             try:
                 found[index] = self._size_of(names[index]) is not None
-            except Exception as error:  # noqa: BLE001 -- whoever asked for it raises it
+            except Exception as error:  # noqa: BLE001 -- raised below
                 found[index] = error
 
         threads = [threading.Thread(target=ask, args=(index,), daemon=True) for index in range(len(names))]
@@ -111,7 +111,7 @@ class ObjectStore:
         return True
 
     def _make_folders_of(self, name: str) -> None:
-        """Make what is missing between the place of all objects and one of them; where that place is missing, it is mistyped."""
+        """Create missing folders between the store's path and an object; the path itself must exist."""
         folders = name.split("/")[:-1]
         for depth in range(1, len(folders) + 1):
             with contextlib.suppress(FileExistsError):  # made before, or by another thread
@@ -134,22 +134,23 @@ class ObjectStore:
             self._files.rm_file(f"{self._path}/{name}")
 
     def close(self) -> None:
-        """See `KvConnector.close`: connections end with the process."""
+        """See `KvConnector.close`: connections close with the process."""
 
 
-def count_first(number: int, are_there: Callable[[Sequence[int]], Sequence[bool]]) -> int:
-    """Return how many of the first of so many things are there, where each that is is preceded by others that are.
+def count_first(number: int, exist: Callable[[Sequence[int]], Sequence[bool]]) -> int:
+    """Return the number of leading items that exist, if all items before an existing one exist.
 
-    Asks about `QUESTIONS` of them at once, at even distances, then between the last that is there and the first that is not.
+    Looks up `NUM_PARALLEL_LOOKUPS` evenly spaced items at once, then continues between the last existing and the first missing
+    one.
     """
-    there, lacking = 0, number + 1
-    """So many of the first are there; so many are not."""
-    while lacking - there > 1:
-        step = max(1, (lacking - there) // (QUESTIONS + 1))
-        counts = [*range(there + step, lacking, step)][:QUESTIONS]
-        for count, is_there in zip(counts, are_there([count - 1 for count in counts]), strict=True):
+    existing, missing = 0, number + 1
+    """Numbers of leading items: known to exist, and known not to exist."""
+    while missing - existing > 1:
+        step = max(1, (missing - existing) // (NUM_PARALLEL_LOOKUPS + 1))
+        counts = [*range(existing + step, missing, step)][:NUM_PARALLEL_LOOKUPS]
+        for count, is_there in zip(counts, exist([count - 1 for count in counts]), strict=True):
             if not is_there:
-                lacking = count
+                missing = count
                 break
-            there = count
-    return there
+            existing = count
+    return existing

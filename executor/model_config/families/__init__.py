@@ -1,3 +1,4 @@
-"""Readers: from the card of one lineage's models to their spec. What they share is in
-`quintet.executor.model_config.families.shape`.
+"""Card readers, one file per model lineage: from a model card to a spec.
+
+`quintet.executor.model_config.families.shape` has the common parts.
 """

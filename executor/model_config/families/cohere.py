@@ -1,4 +1,4 @@
-"""Command R and A: attention and feed-forward side by side behind one norm without a bias; neighbours rotated together."""
+"""Command R and A: parallel attention and feed-forward after one norm without bias, interleaved rotation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, QkNor
 
 
 def cohere(card: ModelCard) -> DecoderSpec:
-    """Command R; R+ norms queries and keys, each head with weights of its own."""
+    """Command R; R+ norms queries and keys with separate weights per head."""
     norm = layer_norm(card, biased=False)
     biased, normed = card.flag("attention_bias", False), card.flag("use_qk_norm", False)
     mixer = attention(
@@ -41,7 +41,7 @@ def cohere(card: ModelCard) -> DecoderSpec:
 
 
 def cohere2(card: ModelCard) -> DecoderSpec:
-    """Command R7B and A: three layers of four slide, and only they are rotated."""
+    """Command R7B and A: three of four layers have a sliding window and rotation; the others have neither."""
     biased = card.flag("attention_bias", False)
     mixer = attention(card, positions=8192, interleaved=True, qkv_bias=biased, output_bias=biased)
     sliding, full = replace(mixer, window=window(card, 4096)), replace(mixer, rope=None)
@@ -50,7 +50,7 @@ def cohere2(card: ModelCard) -> DecoderSpec:
 
 
 def _decoder(card: ModelCard, mixers: tuple[AttentionSpec, ...]) -> DecoderSpec:
-    """The card's ``model_max_length``, where it has one, is what the model was made for in the end."""
+    """Build the decoder; a card's ``model_max_length``, if present, is the final context length."""
     norm, mlp = layer_norm(card, biased=False), gated(card)
     reach = rotated_reach(card, [mixer.rope for mixer in mixers])
     return decoder(

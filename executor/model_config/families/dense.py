@@ -1,4 +1,4 @@
-"""Decoders that differ from Llama by a switch or two, and have its tensor names."""
+"""Decoders with Llama's tensor names that differ from Llama in one or two settings."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def granite(card: ModelCard) -> DecoderSpec:
 
 
 def hyperclovax(card: ModelCard) -> DecoderSpec:
-    """HyperCLOVA X: Granite's factors, and norms behind as well."""
-    norm, behind = rms(card), card.flag("use_post_norm", True)
+    """HyperCLOVA X: Granite's factors, and norms after the blocks as well."""
+    norm, has_post_norm = rms(card), card.flag("use_post_norm", True)
     norms, names = (
-        Norms(before=norm, behind=norm if behind else None),
+        Norms(before=norm, behind=norm if has_post_norm else None),
         Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2"),
     )
     mixer = _multiplied_attention(card, head_width(card) ** -0.5)
@@ -81,7 +81,7 @@ def _multiplied(card: ModelCard, mixer: AttentionSpec, norms: Norms, logit_scale
 
 
 def stablelm(card: ModelCard) -> DecoderSpec:
-    """StableLM: a quarter of a head rotated; 2-12B norms queries and keys, and has attention and feed-forward side by side."""
+    """StableLM: 1/4 of each head is rotated; 2-12B has norms of queries and keys, and parallel layers."""
     norm, normed = layer_norm(card), card.flag("qk_layernorm", False)
     mixer = attention(
         card,
@@ -98,7 +98,7 @@ def stablelm(card: ModelCard) -> DecoderSpec:
 
 
 def nemotron(card: ModelCard) -> DecoderSpec:
-    """Nemotron 3 and 4, Minitron: layer norms with weights added to one, squared ReLU without gates, half of a head rotated."""
+    """Nemotron 3 and 4, Minitron: layer norms with offset 1, squared ReLU without gates, half of each head rotated."""
     biased, norm = card.flag("attention_bias", False), layer_norm(card, offset=1.0)
     mixer = attention(card, positions=4096, share=0.5, qkv_bias=biased, output_bias=biased)
     mlp = plain(card, "relu2", biased=card.flag("mlp_bias", False))
@@ -106,7 +106,7 @@ def nemotron(card: ModelCard) -> DecoderSpec:
 
 
 def minicpm(card: ModelCard) -> DecoderSpec:
-    """MiniCPM 1, 2 and 4: factors as Granite's, derived from a smaller model's width."""
+    """MiniCPM 1, 2 and 4: Granite's factors, derived from a smaller model's width."""
     hidden, layers, norm = hidden_size(card), num_layers(card), rms(card, 1e-5)
     biased = card.flag("attention_bias", False)
     layer = pre_norm(
@@ -132,7 +132,7 @@ def orion(card: ModelCard) -> DecoderSpec:
 
 
 def jais2(card: ModelCard) -> DecoderSpec:
-    """Jais 2: layer norms and squared ReLU without gates, biases everywhere."""
+    """Jais 2: layer norms, squared ReLU without gates, biases."""
     biased, norm = card.flag("attention_bias", True), layer_norm(card)
     mixer = attention(card, positions=8192, qkv_bias=biased, output_bias=biased)
     mlp = plain(card, "relu2", biased=card.flag("mlp_bias", True))
@@ -140,7 +140,7 @@ def jais2(card: ModelCard) -> DecoderSpec:
 
 
 def cwm(card: ModelCard) -> DecoderSpec:
-    """Code World Model: three layers of four slide, from the second on."""
+    """Code World Model: sliding windows except in every fourth layer, starting with the first."""
     mixer = attention(card, positions=131072, kv_heads=8, head_dim=128, theta=1e6)
     width, norm = window(card, 8192), rms(card, 1e-5)
     kinds = layer_kinds(card, [SLIDING if i % 4 else FULL for i in range(num_layers(card))])
@@ -149,15 +149,15 @@ def cwm(card: ModelCard) -> DecoderSpec:
 
 
 def smollm3(card: ModelCard) -> DecoderSpec:
-    """SmolLM 3: every fourth layer is not rotated."""
+    """SmolLM 3: every fourth layer has no rotation."""
     biased, norm = card.flag("attention_bias", False), rms(card)
     mixer = attention(card, positions=32768, kv_heads=4, theta=2e6, qkv_bias=biased, output_bias=biased)
     rotated = rotated_layers(card)
     width = window(card) if card.flag("use_sliding_window", False) else None
-    kinds = layer_kinds(card, [FULL if turned or not width else SLIDING for turned in rotated])
+    kinds = layer_kinds(card, [FULL if has_rope or not width else SLIDING for has_rope in rotated])
     mixers = (
-        replace(mixer, rope=mixer.rope if turned else None, window=width if kind == SLIDING else None)
-        for turned, kind in zip(rotated, kinds, strict=True)
+        replace(mixer, rope=mixer.rope if has_rope else None, window=width if kind == SLIDING else None)
+        for has_rope, kind in zip(rotated, kinds, strict=True)
     )
     mlp = gated(card, biased=card.flag("mlp_bias", False))
     layers = tuple(pre_norm(norm, each, mlp) for each in mixers)
@@ -165,7 +165,7 @@ def smollm3(card: ModelCard) -> DecoderSpec:
 
 
 def ernie(card: ModelCard) -> DecoderSpec:
-    """ERNIE 4.5 without experts: neighbours are rotated together."""
+    """ERNIE 4.5, dense: interleaved rotation."""
     biased = card.flag("use_bias", False)
     mixer = attention(
         card,
@@ -182,7 +182,7 @@ def ernie(card: ModelCard) -> DecoderSpec:
 
 
 def ministral(card: ModelCard) -> DecoderSpec:
-    """Ministral: some layers slide."""
+    """Ministral: some layers have a sliding window."""
     width, norm = window(card, 4096), rms(card)
     mixer = attention(card, positions=131072, kv_heads=8)
     kinds = layer_kinds(card, [SLIDING if width else FULL] * num_layers(card))
@@ -193,7 +193,7 @@ def ministral(card: ModelCard) -> DecoderSpec:
 
 
 def ministral3(card: ModelCard) -> DecoderSpec:
-    """Ministral 3: beyond the context of its pretraining, queries grow with their position."""
+    """Ministral 3: queries are scaled beyond the context length of pretraining."""
     mixer = attention(card, positions=262144, kv_heads=8, head_dim=128, theta=1e6, window=window(card))
     growth = card.section("rope_parameters").real("llama_4_scaling_beta", 0.0, 1e3, 0.0)
     if growth and mixer.rope is not None:
@@ -227,7 +227,7 @@ def seed_oss(card: ModelCard) -> DecoderSpec:
 
 
 def helium(card: ModelCard) -> DecoderSpec:
-    """Helium: neighbours are rotated together."""
+    """Helium: interleaved rotation."""
     biased = card.flag("attention_bias", False)
     mixer = attention(card, positions=4096, head_dim=128, theta=100000.0, interleaved=True, qkv_bias=biased)
     return _llama(
@@ -244,7 +244,7 @@ def arcee(card: ModelCard) -> DecoderSpec:
 
 
 CURVES = "xielu_curves"
-"""Of a card that was made of a GGUF file: what in a checkpoint are tensors of the activation."""
+"""Key of cards converted from GGUF: activation parameters, which are tensors in other checkpoints."""
 _APERTUS_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12e6,
@@ -256,7 +256,7 @@ _APERTUS_ROPE = {
 
 
 def apertus(card: ModelCard) -> DecoderSpec:
-    """Apertus: normed queries and keys, an activation whose shape is learned."""
+    """Apertus: norms of queries and keys, a learned activation."""
     card.word(ACTIVATION, ("xielu",), "xielu")
     if not card.has("rope_parameters") and not card.has("rope_scaling"):
         card = replace(card, values={**card.values, "rope_parameters": _APERTUS_ROPE})
@@ -271,7 +271,7 @@ def apertus(card: ModelCard) -> DecoderSpec:
 
 
 def _curves(card: ModelCard) -> list[tuple[float, float, float, float] | None]:
-    """Return what a card says of each layer's activation: nothing, but for that of a GGUF file."""
+    """Return each layer's activation parameters from a converted GGUF card; None for other cards."""
     count = num_layers(card)
     if not card.has(CURVES):
         return [None] * count
@@ -299,7 +299,7 @@ FAMILIES = {
     "NemotronForCausalLM": Family(nemotron, "Nemotron 3 and 4, Minitron"),
     "SmolLM3ForCausalLM": Family(smollm3, "SmolLM 3"),
     "Ernie4_5ForCausalLM": Family(ernie, "ERNIE 4.5, dense"),
-    "Ernie4_5_ForCausalLM": Family(ernie, "ERNIE 4.5, dense, its first cards"),
+    "Ernie4_5_ForCausalLM": Family(ernie, "ERNIE 4.5, dense, first cards"),
     "MinistralForCausalLM": Family(ministral, "Ministral 8B"),
     "Ministral3ForCausalLM": Family(ministral3, "Ministral 3"),
     "InternLM3ForCausalLM": Family(internlm3, "InternLM 3"),

@@ -1,4 +1,4 @@
-"""BLOOM and Falcon: Megatron's tensor names, queries, keys and values in one tensor, head by head."""
+"""BLOOM and Falcon: Megatron's tensor names; queries, keys and values in one tensor, grouped by head."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NAMES: dict[str, Any] = {
 
 
 def bloom(card: ModelCard) -> DecoderSpec:
-    """BLOOM, BLOOMZ: ALiBi, a norm behind the embedding, biases everywhere."""
+    """BLOOM, BLOOMZ: ALiBi, a norm after the embedding, biases."""
     norm = layer_norm(card)
     mixer = attention(
         card,
@@ -65,7 +65,7 @@ def bloom(card: ModelCard) -> DecoderSpec:
 
 
 def falcon(card: ModelCard) -> DecoderSpec:
-    """Falcon: 7b side by side behind one norm, 40b and 180b behind two, rw one after the other with ALiBi."""
+    """Falcon: 7b has parallel layers with one norm, 40b and 180b with two; rw is sequential with ALiBi."""
     grouped, norm = card.flag("new_decoder_architecture", False), layer_norm(card)
     mixer, mlp = _falcon_attention(card, grouped), _falcon_mlp(card)
     names, layer = Names(**_NAMES), pre_norm(norm, mixer, mlp)
@@ -85,7 +85,7 @@ def _falcon_mlp(card: ModelCard) -> MlpSpec:
 
 
 def _falcon_attention(card: ModelCard, grouped: bool) -> AttentionSpec:
-    """ALiBi is added before the scores are scaled, and Falcon computes its slopes in bfloat16."""
+    """Return Falcon's attention: it adds ALiBi before scaling scores, and computes slopes in bfloat16."""
     biased, heads, scale = card.flag("bias", False), num_heads(card), head_width(card) ** -0.5
     single = not grouped and card.flag("multi_query", True)
     alibi = card.flag("alibi", False)
@@ -102,7 +102,7 @@ def _falcon_attention(card: ModelCard, grouped: bool) -> AttentionSpec:
 
 
 def _bfloat16(value: float) -> float:
-    """Round to the nearest number with eight significant bits, ties to the even one."""
+    """Round to bfloat16 (eight significant bits), ties to even."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     rounded: float = struct.unpack("<f", struct.pack("<I", bits))[0]
@@ -112,5 +112,5 @@ def _bfloat16(value: float) -> float:
 FAMILIES = {
     "BloomForCausalLM": Family(bloom, "BLOOM, BLOOMZ"),
     "FalconForCausalLM": Family(falcon, "Falcon 7b, 11b, 40b, 180b, rw"),
-    "RWForCausalLM": Family(falcon, "the first conversions of Falcon"),
+    "RWForCausalLM": Family(falcon, "first conversions of Falcon"),
 }

@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text): scaled embeddings, norm weights that are added to one, norms before and behind."""
+"""Gemma 1, 2 and 3 (text): scaled embeddings, norm weights with offset 1, norms before and after blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _GEMMA3 = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
 }
-"""Inside the card of a model that also sees, values that are these are left out."""
+"""Default values of the text part in a multimodal card."""
 
 
 def gemma(card: ModelCard) -> DecoderSpec:
@@ -54,7 +54,7 @@ def gemma(card: ModelCard) -> DecoderSpec:
 
 
 def gemma2(card: ModelCard) -> DecoderSpec:
-    """Gemma 2: soft caps of scores and logits; every other layer slides."""
+    """Gemma 2: soft caps of scores and logits; every other layer has a sliding window."""
     mixer, width = _capped(card, positions=8192), window(card, 4096)
     kinds = layer_kinds(card, every_full(card, 2))
     layers = (_layer(card, replace(mixer, window=width if kind == SLIDING else None)) for kind in kinds)
@@ -62,7 +62,7 @@ def gemma2(card: ModelCard) -> DecoderSpec:
 
 
 def vault_gemma(card: ModelCard) -> DecoderSpec:
-    """VaultGemma: Gemma 2 without the norms behind."""
+    """VaultGemma: Gemma 2 without the norms after blocks."""
     mixer, width, norm = _capped(card, positions=8192), window(card, 4096), rms(card, offset=1.0)
     kinds = layer_kinds(card, every_full(card, 2))
     layer = pre_norm(norm, mixer, _mlp(card))
@@ -71,7 +71,7 @@ def vault_gemma(card: ModelCard) -> DecoderSpec:
 
 
 def gemma3(card: ModelCard) -> DecoderSpec:
-    """Gemma 3, the text model: normed queries and keys; five layers of six slide, and have a rotation of their own."""
+    """Gemma 3, the text model: norms of queries and keys; five of six layers have a sliding window and another rotation."""
     card = replace(card, values={**_GEMMA3, **card.values})
     kinds = layer_kinds(card, every_full(card, card.whole("sliding_window_pattern", 1, 1024, 6)))
     dim = head_width(card, 256)
@@ -90,12 +90,12 @@ def _attention(card: ModelCard, **switches: Any) -> AttentionSpec:
 
 
 def _mlp(card: ModelCard) -> MlpSpec:
-    """Gemma's first cards say ``gelu`` and mean its approximation."""
+    """Return the feed-forward; Gemma's first cards write ``gelu`` for its tanh approximation."""
     return replace(gated(card, "gelu_pytorch_tanh"), activation=Activation.GELU_TANH)
 
 
 def _capped(card: ModelCard, default: float | None = 50.0, **switches: Any) -> AttentionSpec:
-    """``default``: of the cap, for cards that do not say."""
+    """``default``: the cap if the card has none."""
     return _attention(
         card,
         kv_heads=4,
@@ -114,7 +114,7 @@ def _layer(card: ModelCard, mixer: AttentionSpec) -> LayerSpec:
 def _decoder(
     card: ModelCard, layers: tuple[LayerSpec, ...], cap: float | None = None, **switches: Any
 ) -> DecoderSpec:
-    """``cap``: of logits, for cards that do not say."""
+    """``cap``: soft cap of logits if the card has none."""
     return decoder(
         card,
         layers,

@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-Edge: neighbours rotated together, half of a head; gates and ups in one tensor."""
+"""GLM-4 and GLM-Edge: interleaved rotation of half of each head; gates and ups in one tensor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _EPS = 1.5625e-7
 
 
 def glm(card: ModelCard) -> DecoderSpec:
-    """GLM-4-9B, GLM-Edge: norms before."""
+    """GLM-4-9B, GLM-Edge: norms before blocks."""
     return _decoder(card, Norms(before=rms(card, _EPS)), Names())
 
 
 def glm4(card: ModelCard) -> DecoderSpec:
-    """GLM-4-0414: norms before and behind."""
+    """GLM-4-0414: norms before and after blocks."""
     norm = rms(card, _EPS)
     names = Names(mixer_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
     return _decoder(card, Norms(before=norm, behind=norm), names)

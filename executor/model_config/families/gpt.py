@@ -1,4 +1,4 @@
-"""GPT-2 and what grew from it: StarCoder 1 and 2, GPT-J, CodeGen, GPT-NeoX and Pythia."""
+"""GPT-2 and its descendants: StarCoder 1 and 2, GPT-J, CodeGen, GPT-NeoX and Pythia."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _GPTJ = replace(
 
 
 def gpt2(card: ModelCard) -> DecoderSpec:
-    """GPT-2: learned positions; matrices are the other way round."""
+    """GPT-2: learned positions, transposed matrices."""
     layer = _gpt2_layer(card, "gelu_new", layout=QkvLayout.STACKED)
     layers, mixer = [layer] * num_layers(card), layer.attention
     if mixer is not None and card.flag("scale_attn_by_inverse_layer_idx", False):
@@ -69,7 +69,7 @@ def gpt2(card: ModelCard) -> DecoderSpec:
 
 
 def gpt_bigcode(card: ModelCard) -> DecoderSpec:
-    """StarCoder, SantaCoder: GPT-2 with one KV head, or as many as queries have, head by head."""
+    """StarCoder, SantaCoder: GPT-2 with one KV head, or with one per query head, grouped by head."""
     single = card.flag("multi_query", True)
     layer = _gpt2_layer(
         card,
@@ -81,7 +81,7 @@ def gpt_bigcode(card: ModelCard) -> DecoderSpec:
 
 
 def starcoder2(card: ModelCard) -> DecoderSpec:
-    """StarCoder 2: rotated, a window, biases everywhere."""
+    """StarCoder 2: rotation, a sliding window, biases."""
     biased, norm = card.flag("use_bias", True), layer_norm(card)
     mixer = attention(
         card, positions=4096, kv_heads=2, window=window(card), qkv_bias=biased, output_bias=biased
@@ -93,7 +93,7 @@ def starcoder2(card: ModelCard) -> DecoderSpec:
 
 
 def gpt_neo(card: ModelCard) -> DecoderSpec:
-    """GPT-Neo: learned positions, scores that are not scaled; local layers have a window."""
+    """GPT-Neo: learned positions, unscaled scores; local layers have a sliding window."""
     width, kinds = card.whole("window_size", 1, MAX_POSITIONS, 256), card.values.get("attention_layers")
     if (
         not isinstance(kinds, list)
@@ -116,7 +116,7 @@ def gpt_neo(card: ModelCard) -> DecoderSpec:
 
 
 def gptj(card: ModelCard, **switches: Any) -> DecoderSpec:
-    """GPT-J: attention and feed-forward side by side behind one norm; neighbours are rotated together."""
+    """GPT-J: parallel attention and feed-forward after one norm, interleaved rotation."""
     dim, norm = head_width(card), layer_norm(card)
     rope = rope_spec(card, dim, 2048, rotary_dim=rotated_numbers(card, dim, 64))
     mixer = attention(card, rope=rope, interleaved=True, **switches)
@@ -126,14 +126,14 @@ def gptj(card: ModelCard, **switches: Any) -> DecoderSpec:
 
 
 def codegen(card: ModelCard) -> DecoderSpec:
-    """CodeGen, CodeGen 2: GPT-J with queries, values and keys in four parts of one tensor, as if on four machines."""
+    """CodeGen, CodeGen 2: GPT-J with queries, values and keys in four parts of one tensor."""
     if num_heads(card) % 4:
         raise card.wrong(HEADS, "a multiple of 4")
     return gptj(card, layout=QkvLayout.QUARTERS)
 
 
 def persimmon(card: ModelCard) -> DecoderSpec:
-    """Persimmon: normed queries and keys, squared ReLU."""
+    """Persimmon: norms of queries and keys, squared ReLU."""
     norm, normed = layer_norm(card), card.flag("qk_layernorm", True)
     mixer = attention(
         card,
@@ -149,7 +149,7 @@ def persimmon(card: ModelCard) -> DecoderSpec:
 
 
 def gpt_neox(card: ModelCard) -> DecoderSpec:
-    """GPT-NeoX, Pythia: side by side, each behind a norm of its own, or one after the other."""
+    """GPT-NeoX, Pythia: parallel layers with two norms, or sequential ones."""
     norm, biased = layer_norm(card), card.flag("attention_bias", True)
     mixer = attention(
         card, positions=2048, share=0.25, qkv_bias=biased, output_bias=biased, layout=QkvLayout.GROUPED

@@ -1,4 +1,4 @@
-"""HunYuan V1: queries and keys normed behind their rotation, whose base may be stretched once and for all."""
+"""HunYuan V1: norms of queries and keys after rotation; its base may be scaled by a constant."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES = Names(
     shared_down="mlp.shared_mlp.down_proj",
 )
 _LISTED = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
-"""What cards give once for each layer, always the same."""
+"""Keys that cards may list per layer, with equal values."""
 
 
 def dense(card: ModelCard) -> DecoderSpec:
@@ -42,7 +42,7 @@ def dense(card: ModelCard) -> DecoderSpec:
 
 
 def routed(card: ModelCard) -> DecoderSpec:
-    """Hunyuan-A13B: a softmax over all experts, and a shared one."""
+    """Hunyuan-A13B: softmax over all experts, and a shared expert."""
     card, norm = _once(card), rms(card, 1e-5)
     width = expert_width(card, ("moe_intermediate_size", "intermediate_size"))
     experts = ExpertsSpec(
@@ -55,7 +55,7 @@ def routed(card: ModelCard) -> DecoderSpec:
 
 
 def _once(card: ModelCard) -> ModelCard:
-    """Return the card with one number where it has a list of equal ones."""
+    """Return the card with lists of equal numbers replaced by the number."""
     values = dict(card.values)
     for key in _LISTED:
         listed = values.get(key)
@@ -68,28 +68,28 @@ def _once(card: ModelCard) -> ModelCard:
 
 def _attention(card: ModelCard) -> AttentionSpec:
     if card.flag("use_cla", False):
-        raise card.wrong("use_cla", "false: keys and values that layers share are not known")
+        raise card.wrong("use_cla", "false: cross-layer KV sharing is not supported")
     biased, dim, norm = card.flag("attention_bias", False), head_width(card), rms(card, 1e-5)
     return attention(
         *(card,),
         head_dim=dim,
         rope=_rotation(card, dim),
         qk_norm=norm if card.flag("use_qk_norm", True) else None,
-        qk_norm_behind=True,
+        qk_norm_after_rope=True,
         qkv_bias=biased,
         output_bias=biased,
     )
 
 
 def _rotation(card: ModelCard, dim: int) -> RopeSpec:
-    """``alpha`` multiplies the base, however long a context is, though cards call it dynamic."""
+    """Read the rotation: ``alpha`` scales the base for every length, although cards call the type dynamic."""
     key = next((key for key in ("rope_parameters", "rope_scaling") if card.section(key).has("alpha")), None)
     if key is None:
         return rope_spec(card, dim, 2048)
     parameters = dict(card.section(key).values)
     kind = card.section(key).word(("rope_type", "type"), ("dynamic", "default"), "dynamic")
     if dim < 4:
-        raise card.wrong("head_dim", "at least 4, where rope_scaling has alpha")
+        raise card.wrong("head_dim", "at least 4 if rope_scaling has alpha")
     parameters |= {"rope_type": "default", "type": "default"}
     rope = rope_spec(replace(card, values={**card.values, key: parameters}), dim, 2048)
     alpha = card.section(key).real("alpha", 1.0, 1e6)

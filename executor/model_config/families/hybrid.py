@@ -8,11 +8,11 @@ from dataclasses import replace
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.model_config.families.mamba import (
+    check_silu,
     dt_rank,
     expanded,
     groups,
     heads,
-    silu_only,
     state_size,
     taps,
 )
@@ -45,7 +45,7 @@ from quintet.executor.model_config.spec import (
 from quintet.executor.model_config.state_specs import Mamba2Spec, MambaSpec
 
 _MOST = 1e6
-"""Of a factor."""
+"""Limit of a factor."""
 
 NAMES = Names(
     state_mixer="mamba",
@@ -60,9 +60,9 @@ NAMES = Names(
 
 
 def jamba(card: ModelCard) -> DecoderSpec:
-    """Jamba: every eighth layer attends, without positions; Mamba 1 between, step widths, inputs and outputs normed."""
+    """Jamba: attention without positions in every eighth layer; Mamba 1 with inner norms in the others."""
     norm = rms(card)
-    silu_only(card)
+    check_silu(card)
     mamba = MambaSpec(
         channels=expanded(card, "mamba_expand"),
         state_size=state_size(card, "mamba_d_state", 16),
@@ -72,11 +72,13 @@ def jamba(card: ModelCard) -> DecoderSpec:
         projection_bias=card.flag("mamba_proj_bias", False),
         inner_norm=norm,
     )
-    attends = attention(card, kv_heads=8, rotated=False)
+    attention_spec = attention(card, kv_heads=8, rotated=False)
     is_attention, is_routed = _every(card, "attn_layer", 8, 4), _every(card, "expert_layer", 2, 1)
     plain, routed = gated(card), _jamba_experts(card)
     layers = [
-        pre_norm(norm, attends if is_attention(layer) else mamba, routed if is_routed(layer) else plain)
+        pre_norm(
+            norm, attention_spec if is_attention(layer) else mamba, routed if is_routed(layer) else plain
+        )
         for layer in range(num_layers(card))
     ]
     names = replace(NAMES, final_norm="model.final_layernorm", router="feed_forward.router")
@@ -84,14 +86,14 @@ def jamba(card: ModelCard) -> DecoderSpec:
 
 
 def _every(card: ModelCard, key: str, period: int, offset: int) -> Callable[[int], bool]:
-    """Return which layers the card's period and offset mean; the family's, for cards that do not say."""
+    """Return a predicate for the layers of a period and offset; ``period`` and ``offset`` are the family's defaults."""
     period = card.whole(f"{key}_period", 1, MAX_LAYERS, period)
     offset = card.whole(f"{key}_offset", 0, period - 1, min(offset, period - 1))
     return lambda layer: layer % period == offset
 
 
 def _jamba_experts(card: ModelCard) -> FeedForwardSpec:
-    """Return what Jamba calls experts, which is a plain feed-forward where there is one."""
+    """Return Jamba's experts; a plain feed-forward if there is only one."""
     if card.whole(EXPERTS, 1, MAX_EXPERTS, 16) == 1:
         return gated(card)
     return ExpertsSpec(
@@ -100,8 +102,8 @@ def _jamba_experts(card: ModelCard) -> FeedForwardSpec:
 
 
 def _mamba2(card: ModelCard, norm: NormSpec | None, channels: int, default_groups: int = 1) -> Mamba2Spec:
-    """Return Mamba 2 as hybrids spell it."""
-    silu_only(card)
+    """Return Mamba 2 from the keys of hybrid models."""
+    check_silu(card)
     count = card.whole("mamba_n_heads", 1, MAX_WIDTH, 128)
     biased = card.flag("mamba_proj_bias", False)
     return Mamba2Spec(
@@ -116,11 +118,11 @@ def _mamba2(card: ModelCard, norm: NormSpec | None, channels: int, default_group
 
 
 def bamba(card: ModelCard) -> DecoderSpec:
-    """Bamba: Mamba 2, and attention in the layers that the card lists, half of each head rotated."""
+    """Bamba: Mamba 2, and attention in the listed layers with half of each head rotated."""
     norm = rms(card, 1e-5)
     mamba = _mamba2(card, norm, expanded(card, "mamba_expand"))
     biased = card.flag("attention_bias", False)
-    attends = pre_norm(
+    attention_spec = pre_norm(
         norm,
         attention(
             card,
@@ -136,14 +138,15 @@ def bamba(card: ModelCard) -> DecoderSpec:
     if not isinstance(listed, list):
         raise card.wrong("attn_layer_indices", "a list of layers")
     layers = [
-        attends if layer in listed else replace(attends, mixer=mamba) for layer in range(num_layers(card))
+        attention_spec if layer in listed else replace(attention_spec, mixer=mamba)
+        for layer in range(num_layers(card))
     ]
     names = replace(NAMES, final_norm="model.final_layernorm")
     return decoder(card, layers, norm, names=names)
 
 
 def _reals(card: ModelCard, key: str, count: int) -> tuple[float, ...]:
-    """Return a list of so many factors; ones where the card has none."""
+    """Return a list of ``count`` factors; ones if the card has none."""
     value = card.values.get(key)
     if value is None:
         return (1.0,) * count
@@ -157,7 +160,7 @@ def _reals(card: ModelCard, key: str, count: int) -> tuple[float, ...]:
 
 
 def falcon_h1(card: ModelCard) -> DecoderSpec:
-    """Falcon-H1: attention and Mamba 2 side by side in every layer, with factors everywhere."""
+    """Falcon-H1: attention and Mamba 2 in parallel in every layer, with factors."""
     norm = rms(card, 1e-5)
     by_factor = "mamba_d_ssm" in card.values and not card.has("mamba_d_ssm")
     channels = expanded(card, "mamba_expand") if by_factor else card.whole("mamba_d_ssm", 1, MAX_WIDTH, 1024)
@@ -170,14 +173,14 @@ def falcon_h1(card: ModelCard) -> DecoderSpec:
         multipliers=(gate, channel, inputs, outputs, dt),
     )
     biased = card.flag("attention_bias", False)
-    attends = attention(card, positions=8192, kv_heads=8, qkv_bias=biased, output_bias=biased)
-    # A factor of keys is one of scores, as long as keys have no bias.
-    attends = replace(attends, scale=attends.scale * factor(card, "key_multiplier"))
+    attention_spec = attention(card, positions=8192, kv_heads=8, qkv_bias=biased, output_bias=biased)
+    # A factor of keys is a factor of scores if keys have no bias.
+    attention_spec = replace(attention_spec, scale=attention_spec.scale * factor(card, "key_multiplier"))
     if biased and factor(card, "key_multiplier") != 1.0:
-        raise card.wrong("attention_bias", "false where key_multiplier is not 1")
+        raise card.wrong("attention_bias", "false if key_multiplier is not 1")
     both = BesideSpec(
         state=mamba,
-        attention=attends,
+        attention=attention_spec,
         state_factors=(factor(card, "ssm_in_multiplier"), factor(card, "ssm_out_multiplier")),
         attention_factors=(
             factor(card, "attention_in_multiplier"),
@@ -199,11 +202,11 @@ def falcon_h1(card: ModelCard) -> DecoderSpec:
 
 
 def granite_hybrid(card: ModelCard) -> DecoderSpec:
-    """Granite 4: Mamba 2, and attention in some layers, with or without positions."""
+    """Granite 4: Mamba 2, and attention in some layers, with or without rotation."""
     norm = rms(card)
     rotated = card.values.get("position_embedding_type") == "rope"
     biased = card.flag("attention_bias", False)
-    attends = attention(
+    attention_spec = attention(
         card,
         positions=2048,
         rotated=rotated,
@@ -212,7 +215,7 @@ def granite_hybrid(card: ModelCard) -> DecoderSpec:
         output_bias=biased,
     )
     layer = pre_norm(
-        norm, attends, _granite_mlp(card), residual_multiplier=factor(card, "residual_multiplier")
+        norm, attention_spec, _granite_mlp(card), residual_multiplier=factor(card, "residual_multiplier")
     )
     mamba = replace(layer, mixer=_mamba2(card, norm, expanded(card, "mamba_expand")))
     kinds = ["mamba"] * num_layers(card)
@@ -234,14 +237,14 @@ def granite_hybrid(card: ModelCard) -> DecoderSpec:
         [layer if kind in ("attention", "full_attention") else mamba for kind in kinds],
         norm,
         names=names,
-        reach=max_positions(card, 2048) if attends.rope is None else attends.rope.reach,
+        reach=max_positions(card, 2048) if attention_spec.rope is None else attention_spec.rope.reach,
         embedding_scale=factor(card, "embedding_multiplier"),
         logit_scale=1.0 / factor(card, "logits_scaling"),
     )
 
 
 def _granite_mlp(card: ModelCard) -> FeedForwardSpec:
-    """Return the feed-forward that every token goes through, with experts besides where there are some."""
+    """Return the shared feed-forward, combined with experts if the model has them."""
     shared = card.whole("shared_intermediate_size", 1, MAX_WIDTH, 1024)
     if card.whole("num_local_experts", 0, MAX_EXPERTS, 8) == 0:
         return MlpSpec(width=shared, activation=Activation.SILU, layout=MlpLayout.STACKED)

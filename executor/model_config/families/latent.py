@@ -1,4 +1,4 @@
-"""Models that attend over latents: DeepSeek V2 and V3, GLM-4.7-Flash, Youtu-LLM, MiniCPM 3."""
+"""Models with multi-head latent attention: DeepSeek V2 and V3, GLM-4.7-Flash, Youtu-LLM, MiniCPM 3."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quintet.executor.model_config.routing import MAX_EXPERTS, Scoring
 from quintet.executor.model_config.spec import DecoderSpec, LatentSpec, NormKind, NormSpec
 
 LATENT_EPS = 1e-6
-"""Of the latents' norms, whatever the card's is."""
+"""Epsilon of the latents' norms, for any card."""
 
 
 def latent(
@@ -43,14 +43,14 @@ def latent(
     width: int,
     interleaved: bool,
 ) -> LatentSpec:
-    """Return attention over latents; the family's numbers, of cards that do not say."""
+    """Return multi-head latent attention; the arguments are the family's defaults."""
     rope_dim = card.whole("qk_rope_head_dim", 2, MAX_HEAD_DIM, rope)
     plain_dim = card.whole("qk_nope_head_dim", 1, MAX_HEAD_DIM, plain)
     rotation = rope_spec(card, rope_dim, positions)
     at_once = "q_lora_rank" in card.values and not card.has("q_lora_rank")  # null
     biased = card.flag("attention_bias", False)
     if at_once and biased:
-        raise card.wrong("attention_bias", "false where q_lora_rank is null")
+        raise card.wrong("attention_bias", "false if q_lora_rank is null")
     return LatentSpec(
         num_heads=num_heads(card),
         plain_dim=plain_dim,
@@ -58,7 +58,7 @@ def latent(
         head_width=card.whole("v_head_dim", 1, MAX_HEAD_DIM, width),
         rank=card.whole("kv_lora_rank", 1, MAX_HEAD_DIM, rank),
         q_rank=None if at_once else card.whole("q_lora_rank", 1, MAX_WIDTH, q_rank),
-        scale=(plain_dim + rope_dim) ** -0.5 * _stretched(rotation) ** 2,
+        scale=(plain_dim + rope_dim) ** -0.5 * _yarn_scale(rotation) ** 2,
         rope=rotation,
         interleaved=interleaved,
         norm=NormSpec(kind=NormKind.RMS, eps=LATENT_EPS),
@@ -67,7 +67,7 @@ def latent(
 
 
 def deepseek_v2(card: ModelCard) -> DecoderSpec:
-    """DeepSeek V2 and V2-Lite: softmax over all experts, of some groups of them."""
+    """DeepSeek V2 and V2-Lite: softmax over all experts, limited to some groups."""
     norm, width = rms(card), expert_width(card, default=1407)
     limits = {}
     if card.word("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy":
@@ -84,7 +84,7 @@ def deepseek_v2(card: ModelCard) -> DecoderSpec:
 
 
 def deepseek_v3(card: ModelCard) -> DecoderSpec:
-    """DeepSeek V3, R1 and Kimi K2: logistic scores with a correction, groups judged by their two best."""
+    """DeepSeek V3, R1 and Kimi K2: sigmoid scores with a correction; a group counts by its two best experts."""
     norm = rms(card)
     mixer = latent(card, 4096, 512, 1536, 128, 64, 128, card.flag("rope_interleave", True))
     experts = sigmoid_experts(card, experts=256, chosen=8, groups=8, chosen_groups=4, scale=2.5, width=2048)
@@ -92,7 +92,7 @@ def deepseek_v3(card: ModelCard) -> DecoderSpec:
 
 
 def glm4_lite(card: ModelCard) -> DecoderSpec:
-    """GLM-4.7-Flash: DeepSeek V3's layers, wider heads, no groups."""
+    """GLM-4.7-Flash: DeepSeek V3's layers with wider heads and without groups."""
     norm = rms(card, 1e-5)
     mixer = latent(card, 202752, 512, 768, 192, 64, 256, card.flag("rope_interleave", True))
     experts = sigmoid_experts(card, experts=64, chosen=4, width=1536, scale=1.8)
@@ -111,7 +111,7 @@ def youtu(card: ModelCard) -> DecoderSpec:
 
 
 def minicpm3(card: ModelCard) -> DecoderSpec:
-    """MiniCPM 3: multipliers on the embedding, the residual and the logits."""
+    """MiniCPM 3: multipliers of embedding, residual and logits."""
     norm, hidden, layers = rms(card, 1e-5), hidden_size(card), num_layers(card)
     mixer = latent(card, 32768, 256, 768, 64, 32, hidden // num_heads(card), interleaved=False)
     depth = card.real("scale_depth", 1e-9, 1e9, 1.4) / math.sqrt(layers)
@@ -124,8 +124,8 @@ def minicpm3(card: ModelCard) -> DecoderSpec:
     )
 
 
-def _stretched(rope: RopeSpec) -> float:
-    """Return by how much scores are scaled up where yarn stretches a rotation, for each of query and key."""
+def _yarn_scale(rope: RopeSpec) -> float:
+    """Return the factor of queries and of keys for a YaRN-scaled rotation; 1 otherwise."""
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor is None or rope.factor <= 1.0:
         return 1.0
     return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0

@@ -46,7 +46,7 @@ NAMES = Names(
 
 
 def _width(card: ModelCard) -> int:
-    """Return the feed-forward's width: two thirds of the card's, times a factor, rounded up, unless the card says as it is."""
+    """Return the feed-forward's width: 2/3 of the card's times a factor, rounded up, unless adjustment is disabled."""
     width = card.whole(("block_ff_dim", WIDTH), 1, MAX_WIDTH, 12288)
     if not card.flag("block_auto_adjust_ff_dim", True):
         return width
@@ -58,20 +58,20 @@ def _width(card: ModelCard) -> int:
 
 def _lfm2(card: ModelCard, feed_forwards: Sequence[FeedForwardSpec]) -> DecoderSpec:
     norm, count = rms(card, 1e-5), num_layers(card)
-    attends = attention(card, positions=128000, theta=1e6, kv_heads=8, qk_norm=norm)
+    attention_spec = attention(card, positions=128000, theta=1e6, kv_heads=8, qk_norm=norm)
     conv = ShortConvSpec(
         channels=hidden_size(card),
         taps=taps(card, "conv_L_cache", 3),
         biased=card.flag("conv_bias", False),
     )
     if card.has("layer_types"):
-        attending = [kind == "full_attention" for kind in layer_types(card, ("conv", "full_attention"))]
+        has_attention = [kind == "full_attention" for kind in layer_types(card, ("conv", "full_attention"))]
     else:
         listed = card.values.get("full_attn_idxs")
-        attending = [listed is None or layer in listed for layer in range(count)]
+        has_attention = [listed is None or layer in listed for layer in range(count)]
     layers = [
-        pre_norm(norm, attends if each else conv, mlp)
-        for each, mlp in zip(attending, feed_forwards, strict=True)
+        pre_norm(norm, attention_spec if each else conv, mlp)
+        for each, mlp in zip(has_attention, feed_forwards, strict=True)
     ]
     tied = card.flag(("tie_embedding", "tie_word_embeddings"), True)
     return decoder(card, layers, norm, names=NAMES, tied=tied)
@@ -83,7 +83,7 @@ def lfm2(card: ModelCard) -> DecoderSpec:
 
 
 def lfm2_moe(card: ModelCard) -> DecoderSpec:
-    """LFM2 with experts in all but the first layers, chosen as DeepSeek V3's."""
+    """LFM2 MoE: experts in all but the first layers, selected as in DeepSeek V3."""
     dense = card.whole("num_dense_layers", 0, MAX_LAYERS, 2)
     plain = MlpSpec(width=card.whole(WIDTH, 1, MAX_WIDTH, 7168), activation=Activation.SILU)
     choice = routing(

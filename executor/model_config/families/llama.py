@@ -1,4 +1,4 @@
-"""Llama, and what differs from it by a switch: Mistral, Qwen 2 and 3."""
+"""Llama, and models that differ from it in one setting: Mistral, Qwen 2 and 3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quintet.executor.model_config.spec import DecoderSpec
 
 
 def llama(card: ModelCard) -> DecoderSpec:
-    """Llama 1, 2 and 3: biases on all of attention, and on the feed-forward, where the card says so."""
+    """Llama 1, 2 and 3, with optional biases of attention and feed-forward."""
     biased = card.flag("attention_bias", False)
     mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased)
     layer = pre_norm(rms(card), mixer, gated(card, biased=card.flag("mlp_bias", False)))
@@ -41,7 +41,7 @@ def qwen2(card: ModelCard) -> DecoderSpec:
 
 
 def qwen3(card: ModelCard) -> DecoderSpec:
-    """Qwen3: normalised queries and keys, explicit head width."""
+    """Qwen3: norms of queries and keys, explicit head width."""
     biased = card.flag("attention_bias", False)
     mixer = attention(
         card, positions=32768, head_dim=128, qk_norm=rms(card), qkv_bias=biased, output_bias=biased
@@ -51,7 +51,7 @@ def qwen3(card: ModelCard) -> DecoderSpec:
 
 
 def bitnet(card: ModelCard) -> DecoderSpec:
-    """BitNet b1.58: norms before what attention and the feed-forward end with (Ma et al., "BitNet b1.58 2B4T", 2025)."""
+    """BitNet b1.58: inner norms before the output projections (Ma et al., "BitNet b1.58 2B4T", 2025)."""
     norm, biased = rms(card, 1e-5), card.flag("attention_bias", False)
     mixer = attention(
         card,
@@ -66,14 +66,14 @@ def bitnet(card: ModelCard) -> DecoderSpec:
 
 
 def mimo(card: ModelCard) -> DecoderSpec:
-    """MiMo: Qwen2, with layers that predict further tokens behind, which are not read."""
+    """MiMo: Qwen2; its multi-token prediction layers are not loaded."""
     spec = qwen2(card)
     return replace(spec, names=replace(spec.names, ignored=("model.mtp_layers.*",)))
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(llama, "Llama 1, 2 and 3, CodeLlama, Vicuna"),
-    "LLaMAForCausalLM": Family(llama, "the first conversions of Llama 1"),
+    "LLaMAForCausalLM": Family(llama, "first conversions of Llama 1"),
     "MistralForCausalLM": Family(mistral, "Mistral 7B"),
     "Qwen2ForCausalLM": Family(qwen2, "Qwen 2 and 2.5"),
     "MiMoForCausalLM": Family(mimo, "MiMo 7B"),

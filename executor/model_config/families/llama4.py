@@ -1,4 +1,4 @@
-"""Llama 4, its text model: chunks, layers without rotation, one expert of many besides a shared one."""
+"""Llama 4, its text model: chunked attention, layers without rotation, one routed and one shared expert."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NAMES = Names(
 
 
 def llama4(card: ModelCard) -> DecoderSpec:
-    """Llama 4 Scout and Maverick. What chooses an expert multiplies what goes in."""
+    """Llama 4 Scout and Maverick. The routing weight multiplies the expert's input."""
     norm, count = rms(card, 1e-5), num_layers(card)
     width = expert_width(card, "intermediate_size", 8192)
     experts = ExpertsSpec(
@@ -85,4 +85,4 @@ def _attention(card: ModelCard, rotated: bool) -> AttentionSpec:
     )
 
 
-FAMILIES = {"Llama4ForCausalLM": Family(llama4, "Llama 4, its text model by itself")}
+FAMILIES = {"Llama4ForCausalLM": Family(llama4, "Llama 4, text model only")}

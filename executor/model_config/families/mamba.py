@@ -20,11 +20,11 @@ from quintet.wire.errors import ConfigError
 
 MAX_STATE_SIZE = 256
 MAX_TAPS = 16
-"""What kernels have room for: ``csrc/cpu/states.hpp``."""
-MOST_STEP = 3e38
-"""The largest bound of step widths: kernels have fp32."""
+"""Limits of the kernels: ``csrc/cpu/states.hpp``."""
+MAX_TIME_STEP = 3e38
+"""Largest bound of time steps: kernels use fp32."""
 REACH = 1 << 17
-"""Of models without positions: a state has no end, tables of tokens have."""
+"""Context length of models without positions: states have no limit, token tables do."""
 
 NAMES = Names(
     prefix="backbone.",
@@ -37,51 +37,51 @@ NAMES = Names(
 
 
 def norm(card: ModelCard) -> NormSpec:
-    """Return the norm before each mixer, which cards call a layer norm."""
+    """Return the norm before each mixer: an RMS norm, although cards call it a layer norm."""
     return NormSpec(kind=NormKind.RMS, eps=card.real(LAYER_EPS, 1e-12, 1.0, 1e-5))
 
 
 def state_size(card: ModelCard, key: Key, default: int) -> int:
-    """Return the numbers of the state behind each channel."""
+    """Return the state elements per channel."""
     return card.whole(key, 1, MAX_STATE_SIZE, default)
 
 
 def taps(card: ModelCard, key: Key, default: int = 4) -> int:
-    """Return how many inputs the convolution sees."""
+    """Return the kernel width of the convolution."""
     return card.whole(key, 2, MAX_TAPS, default)
 
 
-def silu_only(card: ModelCard) -> None:
-    """Refuse another activation of the convolution and the gate."""
+def check_silu(card: ModelCard) -> None:
+    """Reject activations of convolution and gate other than SiLU."""
     card.word("hidden_act", ("silu", "swish"), "silu")
 
 
 def expanded(card: ModelCard, key: Key = "expand") -> int:
-    """Return the numbers of all channels."""
+    """Return the number of channels."""
     channels = int(card.real(key, 0.1, 64.0, 2.0) * hidden_size(card))
     if not 1 <= channels <= MAX_WIDTH:
-        raise card.wrong(key, f"such that there are at most {MAX_WIDTH} channels")
+        raise card.wrong(key, f"a factor that gives 1 to {MAX_WIDTH} channels")
     return channels
 
 
 def dt_rank(card: ModelCard, key: str) -> int:
-    """Return the width of what step widths are projected from: a sixteenth of the model's where the card says auto."""
+    """Return the rank of the time-step projection; ``auto`` means 1/16 of the hidden size."""
     usual = -(-hidden_size(card) // 16)
     return usual if card.values.get(key) == "auto" else card.whole(key, 1, MAX_WIDTH, usual)
 
 
 def dt_limits(card: ModelCard) -> tuple[float, float]:
-    """Return what step widths are kept within. JSON has no infinity: cards write ``Infinity`` or an object."""
+    """Return the limits of time steps. JSON has no infinity, so cards write ``Infinity`` or an object."""
     value = card.values.get("time_step_limit")
     if value is None:
         return 0.0, float("inf")
     if isinstance(value, list) and len(value) == 2:
         least, most = (float("inf") if isinstance(each, dict) else each for each in value)
         if all(isinstance(each, int | float) for each in (least, most)) and 0 <= least <= min(
-            most, MOST_STEP
+            most, MAX_TIME_STEP
         ):
-            return float(least), float(most) if most <= MOST_STEP else float("inf")
-    raise card.wrong("time_step_limit", f"two numbers, the smaller one first and at most {MOST_STEP:g}")
+            return float(least), float(most) if most <= MAX_TIME_STEP else float("inf")
+    raise card.wrong("time_step_limit", f"two numbers, the smaller one first and at most {MAX_TIME_STEP:g}")
 
 
 def _layers(card: ModelCard, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> DecoderSpec:
@@ -91,7 +91,7 @@ def _layers(card: ModelCard, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> 
 
 
 def _mamba(card: ModelCard, inner_norm: NormSpec | None) -> DecoderSpec:
-    silu_only(card)
+    check_silu(card)
     mixer = MambaSpec(
         channels=card.whole("intermediate_size", 1, MAX_WIDTH, expanded(card)),
         state_size=state_size(card, "state_size", 16),
@@ -110,14 +110,14 @@ def mamba(card: ModelCard) -> DecoderSpec:
 
 
 def falcon_mamba(card: ModelCard) -> DecoderSpec:
-    """FalconMamba: step widths, inputs and outputs of the state are normed, without weights."""
+    """FalconMamba: time steps, inputs and outputs of the state are normed without weights."""
     eps = card.real("mixer_rms_eps", 1e-12, 1.0, 1e-6)
     return _mamba(card, NormSpec(kind=NormKind.RMS, eps=eps, weighted=False))
 
 
 def mamba2(card: ModelCard) -> DecoderSpec:
     """Mamba 2."""
-    silu_only(card)
+    check_silu(card)
     biased = card.flag("use_bias", False)
     mixer = heads(card, norm(card), card.whole("num_heads", 1, MAX_WIDTH, 128), "head_dim", expanded(card))
     spec = Mamba2Spec(
@@ -133,7 +133,7 @@ def mamba2(card: ModelCard) -> DecoderSpec:
 
 
 def groups(card: ModelCard, key: str, default: int, num_heads: int) -> int:
-    """Return the groups of heads that share inputs and outputs of the state."""
+    """Return the number of head groups that share inputs and outputs of the state."""
     count = card.whole(key, 1, num_heads, min(default, num_heads))
     if num_heads % count:
         raise card.wrong(key, f"a divisor of the number of heads, {num_heads}")
@@ -141,12 +141,12 @@ def groups(card: ModelCard, key: str, default: int, num_heads: int) -> int:
 
 
 def heads(card: ModelCard, norm: NormSpec | None, count: int, key: str, channels: int) -> dict[str, Any]:
-    """Return what Mamba 2 is made of by its heads: as many as make up all channels."""
+    """Return Mamba 2's head settings. Raises `ConfigError` unless the heads make up all channels."""
     dim = channels // count if card.values.get(key, "auto") == "auto" else card.whole(key, 1, MAX_WIDTH)
     if dim * count != channels:
         raise ConfigError(
-            f"{card.path}: {count} heads of {dim} channels ({key}) are not the {channels} channels there are; their"
-            " product must be that"
+            f"{card.path}: {count} heads of {dim} channels ({key}) are {count * dim} channels, but the model has"
+            f" {channels}"
         )
     return {"num_heads": count, "head_dim": dim, "norm": norm, "dt_limits": dt_limits(card)}
 

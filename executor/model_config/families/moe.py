@@ -1,4 +1,4 @@
-"""Models of experts, whose attention is as elsewhere: Mixtral, Qwen, OLMoE, Granite, Ernie, DeepSeek 1, Ling."""
+"""Mixture-of-experts models with usual attention: Mixtral, Qwen, OLMoE, Granite, Ernie, DeepSeek 1, Ling."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _GRANITE_NAMES = Names(
 
 
 def routing(card: ModelCard, scoring: Scoring, experts: int, chosen: int, **switches: Any) -> Routing:
-    """Return how tokens choose; ``experts`` and ``chosen`` of cards that do not say, ``switches`` are fields of `Routing`."""
+    """Return the routing; ``experts`` and ``chosen`` are the family's defaults, ``switches`` fields of `Routing`."""
     count = card.whole(EXPERTS, 1, MAX_EXPERTS, experts)
     taken = card.whole(CHOSEN, 1, min(count, MAX_CHOSEN), chosen)
     return Routing(experts=count, chosen=taken, scoring=scoring, **switches)
@@ -70,11 +70,11 @@ def routing(card: ModelCard, scoring: Scoring, experts: int, chosen: int, **swit
 def grouped(
     card: ModelCard, groups: int, chosen_groups: int, best: int, experts: int, chosen: int
 ) -> dict[str, Any]:
-    """Return the fields of `Routing` that limit a token to groups of experts; the family's, of cards that do not say."""
+    """Return the `Routing` fields of group-limited selection; the arguments are the family's defaults."""
     count = card.whole(EXPERTS, 1, MAX_EXPERTS, experts)
     groups = card.whole("n_group", 1, count, groups)
     if count % groups or count // groups < best:
-        raise card.wrong("n_group", f"such that {count} experts are groups of one size, at least {best}")
+        raise card.wrong("n_group", f"a number that divides {count} experts into groups of at least {best}")
     kept = card.whole("topk_group", 1, groups, chosen_groups)
     if card.whole("num_experts_per_tok", 1, MAX_CHOSEN, chosen) > kept * (count // groups):
         raise card.wrong(
@@ -84,14 +84,14 @@ def grouped(
 
 
 def expert_width(card: ModelCard, key: Key = "moe_intermediate_size", default: int | None = None) -> int:
-    """Return the width of an expert, whose activation must be silu."""
+    """Return the width of an expert. Raises `ConfigError` if its activation is not SiLU."""
     if activation(card, "silu") is not Activation.SILU:
         raise card.wrong("hidden_act", "silu")
     return card.whole(key, 1, MAX_WIDTH, default)
 
 
 def mixtral(card: ModelCard) -> DecoderSpec:
-    """Mixtral: two of eight."""
+    """Mixtral: two of eight experts."""
     slides = window(card) if card.has("sliding_window") else None
     mixer = attention(card, positions=131072, theta=1e6, kv_heads=8, window=slides)
     chosen = routing(card, Scoring.SOFTMAX, 8, 2, renormalise=True)
@@ -101,7 +101,7 @@ def mixtral(card: ModelCard) -> DecoderSpec:
 
 
 def qwen2(card: ModelCard) -> DecoderSpec:
-    """Qwen 1.5 and 2 MoE: many small experts, and a shared one whose output is gated."""
+    """Qwen 1.5 and 2 MoE: many small experts, and a gated shared expert."""
     mixer = attention(card, positions=32768, kv_heads=16, qkv_bias=card.flag("qkv_bias", True))
     chosen = routing(card, Scoring.SOFTMAX, 60, 4, renormalise=card.flag("norm_topk_prob", False))
     experts = ExpertsSpec(
@@ -114,7 +114,7 @@ def qwen2(card: ModelCard) -> DecoderSpec:
 
 
 def qwen3(card: ModelCard) -> DecoderSpec:
-    """Qwen 3 MoE: normalised queries and keys, no shared expert."""
+    """Qwen 3 MoE: norms of queries and keys, no shared expert."""
     biased = card.flag("attention_bias", False)
     mixer = attention(
         card, positions=32768, kv_heads=4, qk_norm=rms(card), qkv_bias=biased, output_bias=biased
@@ -124,7 +124,7 @@ def qwen3(card: ModelCard) -> DecoderSpec:
 
 
 def olmoe(card: ModelCard) -> DecoderSpec:
-    """OLMoE: queries and keys normalised over all heads."""
+    """OLMoE: queries and keys normed over all heads."""
     biased = card.flag("attention_bias", False)
     mixer = attention(
         *(card,),
@@ -141,7 +141,7 @@ def olmoe(card: ModelCard) -> DecoderSpec:
 
 
 def granite(card: ModelCard) -> DecoderSpec:
-    """Granite 3 MoE, with and without a shared expert: multipliers all along."""
+    """Granite 3 MoE, with and without a shared expert: Granite's multipliers."""
     biased = card.flag("attention_bias", False)
     mixer = attention(
         *(card,),
@@ -168,7 +168,7 @@ def granite(card: ModelCard) -> DecoderSpec:
 
 
 def softmax_experts(card: ModelCard, *, experts: int, chosen: int, shared: int, width: int) -> ExpertsSpec:
-    """Return experts chosen by a softmax, shared ones included; the family's numbers, for cards that do not say."""
+    """Return experts with softmax routing, shared ones included; the arguments are the family's defaults."""
     choice = routing(
         *(card, Scoring.SOFTMAX, experts, chosen),
         renormalise=card.flag("norm_topk_prob", False),
@@ -179,7 +179,7 @@ def softmax_experts(card: ModelCard, *, experts: int, chosen: int, shared: int, 
 
 
 def deepseek(card: ModelCard) -> DecoderSpec:
-    """DeepSeekMoE 16B, the first of them: Llama's attention, a softmax over many small experts, shared ones."""
+    """DeepSeekMoE 16B: Llama's attention, softmax over many small experts, shared experts."""
     norm, biased = rms(card), card.flag("attention_bias", False)
     mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased)
     experts = softmax_experts(card, experts=64, chosen=6, shared=2, width=1407)
@@ -187,7 +187,7 @@ def deepseek(card: ModelCard) -> DecoderSpec:
 
 
 def bailing(card: ModelCard) -> DecoderSpec:
-    """Ling and Ling-lite 1.5: the same with names of its own, queries, keys and values in one tensor."""
+    """Ling and Ling-lite 1.5: as DeepSeekMoE, with other tensor names and stacked queries, keys and values."""
     norm, biased = rms(card), card.flag("use_qkv_bias", False)
     mixer = attention(
         *(card,),
@@ -206,10 +206,10 @@ def bailing(card: ModelCard) -> DecoderSpec:
 
 
 def ernie(card: ModelCard) -> DecoderSpec:
-    """ERNIE 4.5 21B A3B and 300B A47B: experts in all but the first layer, a correction for choosing; neighbours rotated."""
+    """ERNIE 4.5 MoE: experts in all but the first layer, a routing correction, interleaved rotation."""
     norm, count, tied = rms(card, 1e-5), num_layers(card), card.flag("tie_word_embeddings", True)
     if card.flag("use_bias", False):
-        raise card.wrong("use_bias", "false: biases of experts are not known")
+        raise card.wrong("use_bias", "false: biases of experts are not supported")
     mixer = attention(card, positions=131072, kv_heads=4, theta=500000.0, interleaved=True)
     experts = softmax_experts(card, experts=64, chosen=6, shared=2, width=1536)
     experts = replace(experts, routing=replace(experts.routing, renormalise=True))
@@ -235,7 +235,7 @@ def sigmoid_experts(
     renormalise: bool = True,
     shared: int = 1,
 ) -> ExpertsSpec:
-    """Return experts as DeepSeek V3 has them, shared ones included; the family's numbers, for cards that do not say."""
+    """Return experts with DeepSeek V3's routing, shared ones included; the arguments are the family's defaults."""
     width = expert_width(card, default=width)
     choice = routing(
         *(card, Scoring.SIGMOID, experts, chosen),
@@ -248,13 +248,13 @@ def sigmoid_experts(
 
 
 def first_dense(card: ModelCard, norm: Any, mixer: Any, experts: ExpertsSpec, default: int) -> list[Any]:
-    """Return the layers of a model whose first ones have a plain feed-forward."""
+    """Return the layers of a model with plain feed-forwards in the first layers."""
     mlps = dense_then(card, experts, default)
     return [pre_norm(norm, mixer, mlp) for mlp in mlps]
 
 
 def dense_then(card: ModelCard, experts: ExpertsSpec, default: int) -> list[FeedForwardSpec]:
-    """Return each layer's feed-forward: plain in the first ones, as many as the card says, unless it lists each layer's kind."""
+    """Return each layer's feed-forward: plain in the first layers, unless the card lists the kinds."""
     count, kinds = num_layers(card), card.values.get("mlp_layer_types")
     if kinds is None:
         dense = card.whole("first_k_dense_replace", 0, MAX_LAYERS, default)
@@ -265,7 +265,7 @@ def dense_then(card: ModelCard, experts: ExpertsSpec, default: int) -> list[Feed
 
 
 def sparse(card: ModelCard, experts: ExpertsSpec) -> list[FeedForwardSpec]:
-    """Return each layer's feed-forward as Qwen has them: experts every so many layers, plain ones in others and where named."""
+    """Return each layer's feed-forward by Qwen's rule: experts every so many layers, except in listed ones."""
     step, plain = card.whole("decoder_sparse_step", 1, MAX_LAYERS, 1), named_layers(card, "mlp_only_layers")
     return [
         gated(card) if layer in plain or (layer + 1) % step else experts for layer in range(num_layers(card))
@@ -273,7 +273,7 @@ def sparse(card: ModelCard, experts: ExpertsSpec) -> list[FeedForwardSpec]:
 
 
 def _qwen(card: ModelCard, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:
-    """Return a model whose layers differ in their feed-forwards and windows."""
+    """Return a model with different feed-forwards and windows per layer."""
     norm = rms(card)
     layers = [pre_norm(norm, mixer, mlp) for mlp in sparse(card, experts)]
     slides = layered_windows(card)
@@ -282,7 +282,7 @@ def _qwen(card: ModelCard, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:
 
 
 def named_layers(card: ModelCard, key: str) -> Sequence[int]:
-    """Return a list of whole numbers; none where the card has none."""
+    """Return a list of layer indexes; empty if absent."""
     named = card.values.get(key) or []
     if not isinstance(named, list) or not all(type(each) is int for each in named):
         raise card.wrong(key, "a list of layer numbers")

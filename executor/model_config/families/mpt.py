@@ -47,7 +47,7 @@ _NAMES = Names(
 
 
 def mpt(card: ModelCard) -> DecoderSpec:
-    """MPT: ALiBi, or positions that are learned; usually no bias anywhere."""
+    """MPT: ALiBi or learned positions; usually without biases."""
     biased, settings = not card.flag("no_bias", True), card.section("attn_config")
     norm, count = layer_norm(card, biased=biased), max_positions(card, 2048)
     width = card.whole("expansion_ratio", 1, 64, 4) * hidden_size(card)

@@ -1,4 +1,4 @@
-"""Nemotrons whose layers are of several kinds: those of NAS, and the hybrids with Mamba 2. Nemotron 3 and 4 are in `dense`."""
+"""Nemotron models with different kinds of layers: NAS models, and hybrids with Mamba 2. `dense` has Nemotron 3 and 4."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, MlpSpec, 
 from quintet.executor.model_config.state_specs import Mamba2Spec
 
 _WIDTH_STEP = 256
-"""What widths that a factor gives are rounded up to a multiple of."""
+"""Widths computed from a factor are rounded up to a multiple of this."""
 _KINDS = {
     "M": "linear_attention",
     "mamba": "linear_attention",
@@ -55,17 +55,19 @@ _H_NAMES = Names(
 
 
 def nas(card: ModelCard) -> DecoderSpec:
-    """Llama-3.1-Nemotron 51B, Llama-3.3-Nemotron-Super 49B, Ultra 253B; DeciLM: Llama, of which a search has thinned each layer
-    in its own way, down to nothing."""
+    """Nemotron-NAS and DeciLM: Llama with attention and feed-forward of each layer reduced or removed by a search.
+
+    Llama-3.1-Nemotron 51B, Llama-3.3-Nemotron-Super 49B, Ultra 253B.
+    """
     count, norm = num_layers(card), rms(card)
     blocks = _listed(card, "block_configs", count, dict, {})
     kv_heads = _listed(card, "num_key_value_heads_per_layer", count, int, None)
     layers = []
     for index, (block, shared) in enumerate(zip(blocks, kv_heads, strict=True)):
         inner = ModelCard(block, card.path, f"block_configs[{index}].")
-        layers.append(_thinned(card, inner.section("attention"), inner.section("ffn"), shared))
+        layers.append(_reduced_layer(card, inner.section("attention"), inner.section("ffn"), shared))
     if not any(layer.mixer for layer in layers):
-        raise card.wrong("block_configs", "such that some layer attends")
+        raise card.wrong("block_configs", "a list with attention in at least one layer")
     layers = [
         LayerSpec(
             mixer=each.mixer, mlp=each.mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(before=norm)
@@ -76,7 +78,7 @@ def nas(card: ModelCard) -> DecoderSpec:
 
 
 def _listed(card: ModelCard, key: str, count: int, kind: type, default: Any) -> list[Any]:
-    """Return what a card lists for each layer."""
+    """Return a card's list with one item per layer."""
     values = card.values.get(key)
     if values is None:
         return [default] * count
@@ -85,11 +87,11 @@ def _listed(card: ModelCard, key: str, count: int, kind: type, default: Any) -> 
     return values
 
 
-def _thinned(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | None) -> LayerSpec:
-    """Return what is left of a layer."""
+def _reduced_layer(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | None) -> LayerSpec:
+    """Return a reduced layer."""
     for part in (mixer, mlp):
         if part.flag("replace_with_linear", False):
-            raise part.wrong("replace_with_linear", "false: such layers are not known")
+            raise part.wrong("replace_with_linear", "false: such layers are not supported")
     heads = num_heads(card)
     kv_heads = num_kv_heads(card) if shared is None else shared
     if mixer.has("n_heads_in_group"):
@@ -97,7 +99,9 @@ def _thinned(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | No
     if kv_heads < 1 or heads % kv_heads:
         raise card.wrong("num_attention_heads", "a multiple of each layer's key and value heads")
     biased = card.flag("attention_bias", False)
-    attends = attention(card, positions=2048, num_kv_heads=kv_heads, qkv_bias=biased, output_bias=biased)
+    attention_spec = attention(
+        card, positions=2048, num_kv_heads=kv_heads, qkv_bias=biased, output_bias=biased
+    )
     gates = None
     if not mlp.flag("no_op", False):
         wide = mlp if mlp.has("intermediate_size") else card
@@ -108,7 +112,7 @@ def _thinned(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | No
         )
         gates = MlpSpec(width=width, activation=activation(card, "silu"), biased=card.flag("mlp_bias", False))
     return LayerSpec(
-        mixer=None if mixer.flag("no_op", False) else attends,
+        mixer=None if mixer.flag("no_op", False) else attention_spec,
         mlp=gates,
         mixer_norms=Norms(),
         mlp_norms=Norms(),
@@ -116,16 +120,18 @@ def _thinned(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | No
 
 
 def hybrid(card: ModelCard) -> DecoderSpec:
-    """Nemotron-H 8B to 56B, Nemotron Nano 2: each layer is one block, Mamba 2, attention without positions, or squared ReLU."""
+    """Nemotron-H 8B to 56B, Nemotron Nano 2: a layer is Mamba 2, attention without positions, or squared ReLU."""
     kinds = _kinds(card)
     card = replace(card, values={**card.values, "num_hidden_layers": len(kinds)})
     norm, biased = rms(card, 1e-5, rounds_once=True), card.flag("attention_bias", False)
-    attends = attention(card, kv_heads=8, head_dim=128, rotated=False, qkv_bias=biased, output_bias=biased)
+    attention_spec = attention(
+        card, kv_heads=8, head_dim=128, rotated=False, qkv_bias=biased, output_bias=biased
+    )
     before, nothing = Norms(before=norm), Norms()
     wide = plain(card, "relu2", "mlp_hidden_act", biased=card.flag("mlp_bias", False))
     layers = {
         "linear_attention": LayerSpec(mixer=_mamba(card), mlp=None, mixer_norms=before, mlp_norms=nothing),
-        "full_attention": LayerSpec(mixer=attends, mlp=None, mixer_norms=before, mlp_norms=nothing),
+        "full_attention": LayerSpec(mixer=attention_spec, mlp=None, mixer_norms=before, mlp_norms=nothing),
         "mlp": LayerSpec(mixer=None, mlp=wide, mixer_norms=nothing, mlp_norms=before),
     }
     chosen = [layers[kind] for kind in kinds]
@@ -133,17 +139,18 @@ def hybrid(card: ModelCard) -> DecoderSpec:
 
 
 def _kinds(card: ModelCard) -> list[str]:
-    """Return each layer's kind: a letter of a word, or a word of a list."""
+    """Return each layer's kind, from a string of letters or a list of words."""
     key = card.spelling(("layer_types", "layers_block_type", "hybrid_override_pattern"))
     listed = card.values.get(key)
     kinds = [_KINDS.get(str(each), str(each)) for each in listed] if isinstance(listed, str | list) else []
     known = not set(kinds) - set(_KINDS.values()) and len(kinds) <= MAX_LAYERS
     if not known or not {"linear_attention", "full_attention"} & set(kinds):
         raise card.wrong(
-            key, "a letter for each layer: M (Mamba), * (attention), - (feed-forward), not all of these"
+            key,
+            "a letter for each layer: M (Mamba), * (attention), - (feed-forward), with at least one M or *",
         )
     if card.has(LAYERS) and num_layers(card) != len(kinds):
-        raise card.wrong(key, f"of {num_layers(card)} layers, as num_hidden_layers says")
+        raise card.wrong(key, f"a list of {num_layers(card)} layers, as num_hidden_layers")
     return kinds
 
 

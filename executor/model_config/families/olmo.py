@@ -1,4 +1,4 @@
-"""OLMo 1, 2 and 3, FlexOlmo; EXAONE 4, whose layer is the same."""
+"""OLMo 1, 2 and 3, FlexOlmo; EXAONE 4, which has the same layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from quintet.executor.model_config.spec import (
 
 
 def olmo(card: ModelCard) -> DecoderSpec:
-    """OLMo 1: norms without weights, queries, keys and values clipped."""
+    """OLMo 1: norms without weights; clipped queries, keys and values."""
     norm, biased = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=False), card.flag("attention_bias", False)
     clip = nullable(card, "clip_qkv", 1e-3, 1e6)
     mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased, clip_qkv=clip)
@@ -47,20 +47,22 @@ def olmo(card: ModelCard) -> DecoderSpec:
 
 
 def olmo2(card: ModelCard) -> DecoderSpec:
-    """OLMo 2: norms behind instead of before; queries and keys normed, all heads as one."""
+    """OLMo 2: norms after blocks instead of before; queries and keys normed over all heads."""
     norm = _norm(card)
-    return decoder(card, (_behind(card, _olmo2(card, positions=2048), norm),) * num_layers(card), norm)
+    return decoder(
+        card, (_post_norm_layer(card, _olmo2(card, positions=2048), norm),) * num_layers(card), norm
+    )
 
 
 def olmo3(card: ModelCard) -> DecoderSpec:
-    """OLMo 3: three layers of four slide; the others may have a rotation of their own."""
+    """OLMo 3: three of four layers have a sliding window; the others may have another rotation."""
     dim, mixers = head_width(card), {}
     for kind, width in ((FULL, None), (SLIDING, window(card, 4096))):
         rope = rope_spec(card, dim, 2048, theta=500000.0, layer_type=kind, scaled=kind == FULL)
         mixers[kind] = _olmo2(card, rope=rope, window=width)
     kinds = layer_kinds(card, every_full(card, 4))
     norm = _norm(card)
-    return decoder(card, tuple(_behind(card, mixers[kind], norm) for kind in kinds), norm)
+    return decoder(card, tuple(_post_norm_layer(card, mixers[kind], norm) for kind in kinds), norm)
 
 
 def flex_olmo(card: ModelCard) -> DecoderSpec:
@@ -69,17 +71,17 @@ def flex_olmo(card: ModelCard) -> DecoderSpec:
     choice = routing(card, Scoring.SOFTMAX, 7, 5, renormalise=card.flag("norm_topk_prob", False))
     experts = ExpertsSpec(routing=choice, width=expert_width(card, "intermediate_size"))
     norm = _norm(card)
-    return decoder(card, (_behind(card, mixer, norm, experts),) * num_layers(card), norm)
+    return decoder(card, (_post_norm_layer(card, mixer, norm, experts),) * num_layers(card), norm)
 
 
 def exaone4(card: ModelCard) -> DecoderSpec:
-    """EXAONE 4: queries and keys normed head by head, norms behind."""
+    """EXAONE 4: norms of queries and keys per head, norms after blocks."""
     norm = rms(card, 1e-5)
-    return decoder(card, tuple(_behind(card, mixer, norm) for mixer in exaone_mixers(card)), norm)
+    return decoder(card, tuple(_post_norm_layer(card, mixer, norm) for mixer in exaone_mixers(card)), norm)
 
 
 def exaone_mixers(card: ModelCard) -> list[AttentionSpec]:
-    """Return each layer's attention: where some layers slide, the others are not rotated."""
+    """Return each layer's attention: if some layers have a sliding window, the others have no rotation."""
     mixer, width = attention(card, positions=2048, qk_norm=rms(card, 1e-5)), window(card, 4096)
     kinds = [FULL] * num_layers(card) if width is None else layer_kinds(card, _pattern(card))
     sliding, full = replace(mixer, window=width), mixer if width is None else replace(mixer, rope=None)
@@ -87,7 +89,7 @@ def exaone_mixers(card: ModelCard) -> list[AttentionSpec]:
 
 
 def _pattern(card: ModelCard) -> list[str]:
-    """``sliding_window_pattern`` is the number of a group's layers, of which the last is full, or a letter for each of them."""
+    """Return layer kinds: ``sliding_window_pattern`` is a period that ends with a full layer, or a string of letters."""
     letters = card.values.get("sliding_window_pattern")
     if isinstance(letters, str) and letters and set(letters) <= {"L", "G"}:
         return [FULL if letters[i % len(letters)] == "G" else SLIDING for i in range(num_layers(card))]
@@ -110,7 +112,7 @@ def _norm(card: ModelCard) -> NormSpec:
     return rms(card, 1e-5, rounds_once=True)
 
 
-def _behind(
+def _post_norm_layer(
     card: ModelCard, mixer: AttentionSpec, norm: NormSpec, mlp: FeedForwardSpec | None = None
 ) -> LayerSpec:
     norms = Norms(behind=norm)

@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, every other layer a window, experts with biases and clamped gates, in microscaled 4 bits or as they are."""
+"""gpt-oss: attention sinks, sliding windows in every other layer, biased experts with clamped gates, MXFP4 or plain."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.spec import DecoderSpec
 
 MXFP4_GROUP = 32
-"""Numbers that share a scale."""
+"""Elements that share a scale."""
 
 
 def gpt_oss(card: ModelCard) -> DecoderSpec:
-    """gpt-oss 20b and 120b. Half of the numbers of a checkpoint's experts are read twice: as gates and as ups."""
+    """gpt-oss 20b and 120b. The experts' gates and ups are interleaved in the checkpoint."""
     norm, biased = rms(card, 1e-5, rounds_once=True), card.flag("attention_bias", True)
     mixer = attention(
         *(card,),
@@ -42,9 +42,7 @@ def gpt_oss(card: ModelCard) -> DecoderSpec:
     packed = card.section("quantization_config").values.get("quant_method") == "mxfp4"
     for key, size in (("intermediate_size", expert), ("hidden_size", hidden)):
         if packed and size % MXFP4_GROUP:
-            raise card.wrong(
-                key, f"one of the multiples of {MXFP4_GROUP}: so many numbers of MXFP4 share a scale"
-            )
+            raise card.wrong(key, f"a multiple of {MXFP4_GROUP}, the group size of MXFP4")
     experts = ExpertsSpec(
         routing=routing(card, Scoring.SOFTMAX_OF_CHOSEN, 128, 4),
         width=expert,

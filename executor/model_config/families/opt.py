@@ -1,4 +1,4 @@
-"""OPT and Galactica; BioGPT and XGLM, under the same names."""
+"""OPT and Galactica; BioGPT and XGLM, which have similar tensor names."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ _XGLM = replace(
 
 
 def opt(card: ModelCard) -> DecoderSpec:
-    """OPT: learned positions from the third row on; 350m has its norms behind the sums, and a narrower embedding."""
+    """OPT: learned positions with offset 2; 350m has norms after the residual sums and a narrower embedding."""
     biased, affine = card.flag("enable_bias", True), card.flag("layer_norm_elementwise_affine", True)
     norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=affine, biased=affine)
     mixer = attention(card, rotated=False, qkv_bias=biased, output_bias=biased)
     mlp = plain(card, "relu", width=plain_width(card, "ffn_dim"), biased=biased)
-    before, behind = card.flag("do_layer_norm_before", True), Norms(of_sum=norm)
+    before, post_norms = card.flag("do_layer_norm_before", True), Norms(of_sum=norm)
     layer = (
         pre_norm(norm, mixer, mlp)
         if before
-        else LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=behind, mlp_norms=behind)
+        else LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=post_norms, mlp_norms=post_norms)
     )
     hidden, count = hidden_size(card), max_positions(card, 2048)
     width = card.whole("word_embed_proj_dim", 1, MAX_WIDTH, hidden)
@@ -106,7 +106,7 @@ def biogpt(card: ModelCard) -> DecoderSpec:
 
 
 def xglm(card: ModelCard) -> DecoderSpec:
-    """XGLM: sines and cosines of positions, scaled embeddings."""
+    """XGLM: sinusoidal positions, scaled embeddings."""
     refuse(card, "add_cross_attention")
     norm, count, hidden = (
         NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True),
@@ -114,7 +114,7 @@ def xglm(card: ModelCard) -> DecoderSpec:
         hidden_size(card),
     )
     if hidden < 4:
-        raise card.wrong(HIDDEN, "at least 4, for sines and cosines of positions")
+        raise card.wrong(HIDDEN, "at least 4, for sinusoidal positions")
     mixer = attention(card, rotated=False, qkv_bias=True, output_bias=True)
     mlp = plain(card, "gelu", width=plain_width(card, "ffn_dim"), biased=True)
     return decoder(

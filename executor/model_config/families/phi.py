@@ -26,7 +26,7 @@ from quintet.executor.model_config.spec import DecoderSpec, MlpLayout, NormKind,
 
 
 def phi(card: ModelCard) -> DecoderSpec:
-    """Phi 1 and 2: attention and feed-forward side by side behind one norm, biases everywhere, half of a head rotated."""
+    """Phi 1 and 2: parallel attention and feed-forward after one norm, biases, half of each head rotated."""
     norm, normed = layer_norm(card), card.flag("qk_layernorm", False)
     mixer = attention(
         card, positions=2048, share=0.5, qkv_bias=True, output_bias=True, qk_norm=norm if normed else None
@@ -52,7 +52,7 @@ def phi3(card: ModelCard) -> DecoderSpec:
 
 
 def phi_moe(card: ModelCard) -> DecoderSpec:
-    """Phi 3.5 MoE: layer norms, biases on attention, two experts of sixteen, one chosen after the other."""
+    """Phi 3.5 MoE: layer norms, biases on attention, two of sixteen experts by sparse mixer routing."""
     norm = NormSpec(kind=NormKind.LAYER, eps=rms(card, 1e-5).eps, biased=True)
     biased = card.flag("attention_bias", False)
     mixer = attention(
@@ -73,14 +73,14 @@ def phi_moe(card: ModelCard) -> DecoderSpec:
 
 
 def _with_factor(card: ModelCard) -> ModelCard:
-    """Return the card with what it calls ``short_mscale`` and ``long_mscale`` by the usual name."""
+    """Return the card with ``short_mscale`` and ``long_mscale`` renamed to ``attention_factor``."""
     for key in ("rope_parameters", "rope_scaling"):
         parameters = card.section(key)
         if parameters.has("short_mscale") or parameters.has("long_mscale"):
             short, long = (parameters.real(f"{which}_mscale", 1e-6, 1e6) for which in ("short", "long"))
             if short != long:
                 raise parameters.wrong(
-                    "long_mscale", f"that of short contexts, {short:g}: others are not known"
+                    "long_mscale", f"equal to short_mscale, {short:g}: other values are not supported"
                 )
             values = {**parameters.values, "attention_factor": short}
             return replace(card, values={**card.values, key: values})

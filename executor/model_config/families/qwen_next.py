@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
-from quintet.executor.model_config.families.mamba import MAX_STATE_SIZE, silu_only, taps
+from quintet.executor.model_config.families.mamba import MAX_STATE_SIZE, check_silu, taps
 from quintet.executor.model_config.families.moe import QWEN_NAMES, expert_width, routing, sparse
 from quintet.executor.model_config.families.shape import (
     MAX_HEADS,
@@ -30,26 +30,26 @@ NAMES = replace(QWEN_NAMES, state_mixer="linear_attn", ignored=("mtp.*",))
 
 
 def qwen3_next(card: ModelCard) -> DecoderSpec:
-    """Qwen3-Next: experts beside a gated shared one, in some layers perhaps none."""
+    """Qwen3-Next: experts with a gated shared expert, optionally not in all layers."""
     return _hybrid(card, sparse(card, _experts(card, 512, 10, card.flag("norm_topk_prob", True))), kv_heads=2)
 
 
 def qwen3_5(card: ModelCard) -> DecoderSpec:
-    """Qwen 3.5: plain feed-forwards."""
+    """Qwen 3.5: dense feed-forwards."""
     return _hybrid(card, [gated(card)] * num_layers(card), kv_heads=4, by_head=False)
 
 
 def qwen3_5_moe(card: ModelCard) -> DecoderSpec:
-    """Qwen 3.5 of experts: in all layers."""
+    """Qwen 3.5 MoE: experts in all layers."""
     return _hybrid(card, [_experts(card, 256, 8, True)] * num_layers(card), kv_heads=2, by_head=False)
 
 
 def _hybrid(
     card: ModelCard, mlps: Sequence[FeedForwardSpec], kv_heads: int, by_head: bool = True
 ) -> DecoderSpec:
-    """A quarter of each head rotated, norms of weights less one."""
+    """Build the decoder: 1/4 of each head is rotated, norms have offset 1."""
     norm, biased, count = rms(card, offset=1.0), card.flag("attention_bias", False), num_layers(card)
-    attends = attention(
+    attention_spec = attention(
         *(card,),
         positions=32768,
         share=0.25,
@@ -66,7 +66,7 @@ def _hybrid(
         kinds = layer_types(card, ("linear_attention", "full_attention"))
     delta = _delta(card, by_head)
     layers = [
-        pre_norm(norm, attends if kind == "full_attention" else delta, mlp)
+        pre_norm(norm, attention_spec if kind == "full_attention" else delta, mlp)
         for kind, mlp in zip(kinds, mlps, strict=True)
     ]
     return decoder(card, layers, norm, names=NAMES)
@@ -82,7 +82,7 @@ def _experts(card: ModelCard, experts: int, chosen: int, renormalise: bool) -> E
 
 
 def _delta(card: ModelCard, by_head: bool) -> DeltaSpec:
-    silu_only(card)
+    check_silu(card)
     key_heads = card.whole("linear_num_key_heads", 1, MAX_HEADS, 16)
     heads = card.whole("linear_num_value_heads", 1, MAX_HEADS, 32)
     if heads % key_heads:
@@ -100,6 +100,6 @@ def _delta(card: ModelCard, by_head: bool) -> DeltaSpec:
 
 FAMILIES = {
     "Qwen3NextForCausalLM": Family(qwen3_next, "Qwen3-Next 80B A3B"),
-    "Qwen3_5ForCausalLM": Family(qwen3_5, "Qwen 3.5, its text model by itself"),
-    "Qwen3_5MoeForCausalLM": Family(qwen3_5_moe, "Qwen 3.5 of experts, its text model by itself"),
+    "Qwen3_5ForCausalLM": Family(qwen3_5, "Qwen 3.5, text model only"),
+    "Qwen3_5MoeForCausalLM": Family(qwen3_5_moe, "Qwen 3.5 MoE, text model only"),
 }

@@ -1,6 +1,4 @@
-"""Families whose classes transformers does not have, by their own cards and names: Baichuan, InternLM 1 and 2, Aquila, Qwen 1,
-EXAONE 3, ChatGLM, Tele-FLM.
-"""
+"""Families without classes in transformers: Baichuan, InternLM 1 and 2, Aquila, Qwen 1, EXAONE 3, ChatGLM, Tele-FLM."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ _CHATGLM = Names(
 
 
 def baichuan(card: ModelCard) -> DecoderSpec:
-    """Baichuan 1 and 2: 7B rotates; 13B has ALiBi, and ``model_max_length`` instead of ``max_position_embeddings``."""
+    """Baichuan 1 and 2: 7B has rotation; 13B has ALiBi, and ``model_max_length`` for ``max_position_embeddings``."""
     rotated, norm = card.has("max_position_embeddings"), rms(card)
     mixer = attention(
         card,
@@ -102,7 +100,7 @@ def baichuan(card: ModelCard) -> DecoderSpec:
 
 
 def internlm(card: ModelCard) -> DecoderSpec:
-    """InternLM 1: biases on all of attention."""
+    """InternLM 1: biases of all attention projections."""
     biased, norm = card.flag("bias", True), rms(card)
     base = card.section("rotary").real("base", 2.0, 1e15, 10000.0)
     mixer = attention(card, positions=2048, theta=base, qkv_bias=biased, output_bias=biased)
@@ -110,7 +108,7 @@ def internlm(card: ModelCard) -> DecoderSpec:
 
 
 def internlm2(card: ModelCard) -> DecoderSpec:
-    """InternLM 2: each KV head's queries, key and value side by side."""
+    """InternLM 2: queries, keys and values grouped by KV head."""
     biased, norm = card.flag("bias", True), rms(card)
     mixer = attention(card, positions=32768, qkv_bias=biased, output_bias=biased, layout=QkvLayout.GROUPED)
     names = Names(
@@ -128,7 +126,7 @@ def internlm2(card: ModelCard) -> DecoderSpec:
 
 
 def qwen1(card: ModelCard) -> DecoderSpec:
-    """Qwen 1. Beyond ``seq_length``, where its training ended, rotations are stretched and queries grow, if the card says so."""
+    """Qwen 1. Beyond ``seq_length``, the trained length, rotations and queries are scaled if the card enables it."""
     biased, norm = not card.flag("no_bias", True), rms(card)
     dim = card.whole("kv_channels", 1, MAX_HEAD_DIM, 128)
     mixer = attention(
@@ -144,8 +142,8 @@ def qwen1(card: ModelCard) -> DecoderSpec:
     if reach > trained and mixer.rope is not None and dim >= 4 and card.flag("use_dynamic_ntk", True):
         mixer = replace(mixer, rope=replace(mixer.rope, kind="stairs", original_positions=trained))
         if card.flag("use_logn_attn", True):
-            growing = Temperature(1 / math.log(trained), trained, 1 - trained, whole=False)
-            mixer = replace(mixer, temperature=growing)
+            temperature = Temperature(1 / math.log(trained), trained, 1 - trained, whole=False)
+            mixer = replace(mixer, temperature=temperature)
     else:
         reach = min(trained, reach)
     width = card.whole("intermediate_size", 2, MAX_WIDTH) // 2
@@ -155,14 +153,14 @@ def qwen1(card: ModelCard) -> DecoderSpec:
 
 
 def exaone(card: ModelCard) -> DecoderSpec:
-    """EXAONE 3 and 3.5: Llama under GPT-2's names."""
+    """EXAONE 3 and 3.5: Llama with GPT-2's tensor names."""
     norm = rms(card, 1e-5)
     layer = pre_norm(norm, attention(card, positions=2048), gated(card))
     return decoder(card, (layer,) * num_layers(card), norm, names=_EXAONE)
 
 
 def chatglm(card: ModelCard) -> DecoderSpec:
-    """ChatGLM 2 and 3, CodeGeeX 2, GLM-4-9B by its own code: neighbours rotated together, half of a head."""
+    """ChatGLM 2 and 3, CodeGeeX 2, GLM-4-9B by its own code: interleaved rotation of half of each head."""
     refuse(card, "position_encoding_2d")
     eps = card.real("layernorm_epsilon", 1e-12, 1.0, 1e-5)
     is_rms, biased = card.flag("rmsnorm", True), card.flag("add_bias_linear", False)
@@ -187,12 +185,12 @@ def chatglm(card: ModelCard) -> DecoderSpec:
 
 
 def tele_flm(card: ModelCard) -> DecoderSpec:
-    """Tele-FLM: Llama with factors of embeddings and logits, where it was trained as a wider one of a smaller."""
+    """Tele-FLM: Llama with muP factors of embeddings and logits."""
     spec = llama(card)
     if not card.flag("use_mup", False):
         return spec
-    shrunk = factor(card, "output_mult") / factor(card, "mup_scale_factor")
-    return replace(spec, embedding_scale=factor(card, "input_mult"), logit_scale=shrunk)
+    logit_scale = factor(card, "output_mult") / factor(card, "mup_scale_factor")
+    return replace(spec, embedding_scale=factor(card, "input_mult"), logit_scale=logit_scale)
 
 
 FAMILIES = {

@@ -1,7 +1,7 @@
-"""What readers share: how cards spell the sizes of a decoder, and its usual pieces.
+"""Common parts of card readers: keys of a decoder's sizes, and usual building blocks.
 
-Every function takes the defaults of its family: those of the family's configuration class in transformers, for cards that
-leave a value out.
+Every function takes the family's defaults, those of its configuration class in transformers, for values missing in a
+card.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
 MAX_WIDTH = 1 << 20
-"""Numbers in a row of activations: hidden, intermediate, all heads."""
+"""Elements in a row of activations: hidden, intermediate, or all heads."""
 MAX_VOCAB = 1 << 24
-"""Several times the largest of each that there is: beyond, a number is a mistake, and what is counted with it overflows."""
+"""Limits several times above any existing model: larger values are errors, and would overflow size computations."""
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 VOCAB = ("vocab_size", "padded_vocab_size")
@@ -48,7 +48,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "m
 WIDTH = "intermediate_size"
 RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 APART = "matrices_apart"
-"""Of cards that are made of a GGUF file."""
+"""Key of cards converted from GGUF: matrices are separate."""
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
 
@@ -64,31 +64,31 @@ _ACTIVATIONS = {
     "relu2": Activation.RELU2,
     "quick_gelu": Activation.QUICK_GELU,
 }
-"""What cards call them."""
+"""Activations by their names in cards."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""What ``layer_types`` calls layers that see everything, and those with a window."""
+"""Names in ``layer_types`` of layers with full attention and with a sliding window."""
 
 
 def hidden_size(card: ModelCard) -> int:
-    """Return the width of what goes from layer to layer."""
+    """Return the width of the residual stream."""
     return card.whole(HIDDEN, 1, MAX_WIDTH)
 
 
 def num_layers(card: ModelCard) -> int:
-    """Return how many layers there are."""
+    """Return the number of layers."""
     return card.whole(LAYERS, 1, MAX_LAYERS)
 
 
 def num_heads(card: ModelCard) -> int:
-    """Return how many query heads there are."""
+    """Return the number of query heads."""
     return card.whole(HEADS, 1, MAX_HEADS)
 
 
 def num_kv_heads(card: ModelCard, default: int | None = None) -> int:
-    """Return how many KV heads there are: as many as queries have where the card says null, or nothing and no ``default``."""
+    """Return the number of KV heads: as many as query heads for null, or if absent without ``default``."""
     heads = num_heads(card)
-    stated = card.spelling(KV_HEADS) in card.values  # null, there, means as many as queries have
+    stated = card.spelling(KV_HEADS) in card.values  # null means as many as query heads
     count = card.whole(KV_HEADS, 1, MAX_HEADS, heads if stated else default or heads)
     if heads % count:
         raise card.wrong(KV_HEADS, f"a divisor of {card.spelling(HEADS)}, {heads}")
@@ -96,24 +96,24 @@ def num_kv_heads(card: ModelCard, default: int | None = None) -> int:
 
 
 def head_width(card: ModelCard, default: int | None = None) -> int:
-    """Return the numbers of a head: those of the card, else ``default``, else the hidden size's share."""
+    """Return the head width: the card's, else ``default``, else hidden size divided by heads."""
     heads = num_heads(card)
     width = hidden_size(card)
     if default is None and not card.has("head_dim") and width > heads and width % heads:
-        raise card.wrong(HEADS, f"a divisor of {card.spelling(HIDDEN)}, {width}, where there is no head_dim")
+        raise card.wrong(HEADS, f"a divisor of {card.spelling(HIDDEN)}, {width}, if head_dim is absent")
     dim = card.whole("head_dim", 1, MAX_HEAD_DIM, default or width // heads)
     if heads * dim > MAX_WIDTH:
-        raise card.wrong("head_dim", f"such that {heads} heads have at most {MAX_WIDTH} numbers")
+        raise card.wrong("head_dim", f"a width with which {heads} heads have at most {MAX_WIDTH} elements")
     return dim
 
 
 def max_positions(card: ModelCard, default: int | None = None) -> int:
-    """Return the card's longest context, before any stretching of it."""
+    """Return the card's maximum context length before scaling."""
     return card.whole(POSITIONS, 1, MAX_POSITIONS, default)
 
 
 def rotated_numbers(card: ModelCard, head_dim: int, default: int | None = None) -> int | None:
-    """Return how many numbers of a head are rotated, for families that count them; None where nobody says."""
+    """Return the number of rotated elements of a head, for families that count them; None if absent without default."""
     if default is None and not card.has("rotary_dim"):
         return None
     count = card.whole("rotary_dim", 2, head_dim, default)
@@ -133,9 +133,9 @@ def attention(
     rotated: bool = True,
     **switches: Any,
 ) -> AttentionSpec:
-    """Return attention over all tokens with the card's rotation, if ``rotated``; ``switches`` are fields of `AttentionSpec`.
+    """Return full attention with the card's rotation, if ``rotated``; ``switches`` are fields of `AttentionSpec`.
 
-    ``positions``, ``theta`` and ``share`` (see `rope_spec`), ``kv_heads``, ``head_dim``: the family's, for cards that do not say.
+    ``positions``, ``theta`` and ``share`` (see `rope_spec`), ``kv_heads``, ``head_dim``: the family's defaults.
     """
     heads, dim = num_heads(card), head_width(card, head_dim)
     usual: dict[str, Any] = {
@@ -152,14 +152,14 @@ def attention(
 
 
 def activation(card: ModelCard, default: str, key: Key = ACTIVATION) -> Activation:
-    """Return the feed-forward's nonlinearity."""
+    """Return the feed-forward's activation."""
     return _ACTIVATIONS[card.word(key, tuple(_ACTIVATIONS), default)]
 
 
 def gated(
     card: ModelCard, default: str = "silu", key: Key = ACTIVATION, width: int | None = None, **switches: Any
 ) -> MlpSpec:
-    """Return a gated feed-forward; ``default`` and ``key`` are of its activation, ``switches`` fields of `MlpSpec`."""
+    """Return a gated feed-forward. ``default`` and ``key``: of its activation; ``switches``: fields of `MlpSpec`."""
     wide = card.whole(WIDTH, 1, MAX_WIDTH) if width is None else width
     return MlpSpec(width=wide, **({"activation": activation(card, default, key)} | switches))
 
@@ -167,15 +167,15 @@ def gated(
 def plain(
     card: ModelCard, default: str, key: Key = ACTIVATION, width: int | None = None, **switches: Any
 ) -> MlpSpec:
-    """Return a feed-forward without a gate: ``width``, else the `plain_width` that is told as most families tell it."""
+    """Return a feed-forward without a gate, of ``width`` or of the `plain_width` under the usual key."""
     wide = plain_width(card, WIDTH) if width is None else width
     return MlpSpec(width=wide, activation=activation(card, default, key), gated=False, **switches)
 
 
 def plain_width(card: ModelCard, key: Key) -> int:
-    """Return the width of a feed-forward without a gate: four times the model's where the card does not say.
+    """Return the width of a feed-forward without a gate: by default four times the hidden size.
 
-    ``key``: the family's own spelling. Cards have been seen with another family's beside it, or instead: nobody reads that.
+    ``key``: the family's own key. Some cards also have another family's key, which is ignored.
     """
     return card.whole(key, 1, MAX_WIDTH, 4 * hidden_size(card))
 
@@ -186,18 +186,18 @@ def rms(card: ModelCard, default: float = 1e-6, **switches: Any) -> NormSpec:
 
 
 def layer_norm(card: ModelCard, default: float = 1e-5, **switches: Any) -> NormSpec:
-    """Return a layer norm with the card's epsilon and, if nothing is said of it, a bias."""
+    """Return a layer norm with the card's epsilon and, by default, a bias."""
     eps = card.real(LAYER_EPS, 1e-12, 1.0, default)
     usual: dict[str, Any] = {"kind": NormKind.LAYER, "eps": eps, "biased": True}
     return NormSpec(**(usual | switches))
 
 
 def alibi_slopes(count: int, octaves: float = 8.0) -> tuple[float, ...]:
-    """Return the slopes of so many heads.
+    """Return the ALiBi slopes of ``count`` heads.
 
-    Press, Smith and Lewis, "Train short, test long: attention with linear biases enables input length extrapolation", 2022:
-    of a power of two heads they are a geometric series that ends at 2^-octaves; of another number, those of the power of two
-    below and then every other one of the power above.
+    Press, Smith and Lewis, "Train short, test long: attention with linear biases enables input length extrapolation",
+    2022. For a power of two, the slopes are a geometric series that ends at 2^-octaves. For other counts, the slopes
+    of the next lower power of two are followed by every other slope of the next higher one.
     """
     below = 1 << (count.bit_length() - 1)
 
@@ -208,56 +208,56 @@ def alibi_slopes(count: int, octaves: float = 8.0) -> tuple[float, ...]:
 
 
 def pre_norm(norm: NormSpec, mixer: MixerSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
-    """Return a layer with a norm before its mixer and one before its feed-forward; ``switches`` are of `LayerSpec`."""
+    """Return a layer with norms before its mixer and its feed-forward; ``switches`` are fields of `LayerSpec`."""
     return LayerSpec(
         mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(before=norm), **switches
     )
 
 
 def side_by_side(norm: NormSpec, mixer: AttentionSpec, mlp: MlpSpec) -> LayerSpec:
-    """Return a layer whose mixer and feed-forward read the same norm."""
+    """Return a parallel layer: mixer and feed-forward read the same norm."""
     return LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(), parallel=True)
 
 
 def factor(card: ModelCard, key: str, default: float = 1.0) -> float:
-    """Return what something is multiplied by, or divided."""
+    """Return a multiplier or divisor."""
     return card.real(key, 1e-6, 1e6, default)
 
 
 def refuse(card: ModelCard, key: str) -> None:
-    """Refuse a card with a switch on that makes another kind of model of it."""
+    """Reject a card with a switch that makes it another kind of model."""
     if card.flag(key, False):
-        raise card.wrong(key, "false: with it, this is no decoder of text alone")
+        raise card.wrong(key, "false: otherwise the model is not a text-only decoder")
 
 
 def nullable(
     card: ModelCard, key: str, least: float, most: float, default: float | None = None
 ) -> float | None:
-    """Return a number: None where the card says null, ``default`` where it does not say."""
+    """Return a number: None for null, ``default`` if absent."""
     if not card.has(key) and (key in card.values or default is None):
         return None
     return card.real(key, least, most, default)
 
 
 def window(card: ModelCard, default: int | None = None, key: str = "sliding_window") -> int | None:
-    """Return the card's sliding window, or chunk: None where it says null, ``default`` where it does not say."""
+    """Return the card's sliding window or chunk length: None for null, ``default`` if absent."""
     if not card.has(key) and (key in card.values or default is None):
         return None
     return card.whole(key, 1, MAX_POSITIONS, default)
 
 
 def every_full(card: ModelCard, period: int) -> list[str]:
-    """Return each layer's kind: the last of every ``period`` layers sees everything, the others slide."""
+    """Return each layer's kind: full attention in the last of every ``period`` layers, a sliding window in the others."""
     return [SLIDING if (i + 1) % period else FULL for i in range(num_layers(card))]
 
 
 def layer_kinds(card: ModelCard, usual: list[str]) -> list[str]:
-    """Return each layer's kind, `FULL` or `SLIDING`: ``usual`` where the card does not list them."""
+    """Return each layer's kind, `FULL` or `SLIDING`; ``usual`` if the card does not list them."""
     return layer_types(card, (FULL, SLIDING)) if card.has("layer_types") else usual
 
 
 def layer_types(card: ModelCard, known: Sequence[str]) -> list[str]:
-    """Return each layer's kind, one of those known, as the card lists it."""
+    """Return each layer's kind from the card's list. Raises `ConfigError` for kinds not in ``known``."""
     kinds, count = card.values.get("layer_types"), num_layers(card)
     if not isinstance(kinds, list) or len(kinds) != count or not all(kind in known for kind in kinds):
         raise card.wrong("layer_types", f"a list of {count} words, each {' or '.join(known)}")
@@ -265,8 +265,11 @@ def layer_types(card: ModelCard, known: Sequence[str]) -> list[str]:
 
 
 def rotated_layers(card: ModelCard) -> list[bool]:
-    """Return whether each layer is rotated: ``no_rope_layers`` has a 0 for each that is not; where the list is absent or empty,
-    the last of every ``no_rope_layer_interval`` is not."""
+    """Return whether each layer has rotation.
+
+    ``no_rope_layers`` has a 0 for each layer without. If the list is absent or empty, the last of every
+    ``no_rope_layer_interval`` layers has none.
+    """
     count, flags = num_layers(card), card.values.get("no_rope_layers")
     if flags is None or flags == []:
         interval = card.whole("no_rope_layer_interval", 1, MAX_LAYERS, 4)
@@ -277,8 +280,10 @@ def rotated_layers(card: ModelCard) -> list[bool]:
 
 
 def layered_windows(card: ModelCard) -> tuple[int | None, ...]:
-    """Return each layer's window by Qwen's rule: layers from ``max_window_layers`` on slide, if ``use_sliding_window``;
-    ``layer_types`` may say otherwise."""
+    """Return each layer's sliding window by Qwen's rule.
+
+    Layers from ``max_window_layers`` on have one if ``use_sliding_window``, unless ``layer_types`` lists them.
+    """
     width = window(card, 4096) if card.flag("use_sliding_window", False) else None
     if width is None:
         return (None,) * num_layers(card)
@@ -290,14 +295,14 @@ def layered_windows(card: ModelCard) -> tuple[int | None, ...]:
 
 
 def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
-    """Return the layer once for each window."""
+    """Return one copy of the layer for each window."""
     mixer = layer.mixer
     assert isinstance(mixer, AttentionSpec), mixer
     return tuple(replace(layer, mixer=replace(mixer, window=each)) for each in windows)
 
 
 def rotated_reach(card: ModelCard, ropes: Iterable[RopeSpec | None]) -> int:
-    """Return how far the rotation of any layer reaches; where none rotates, the card's number of positions."""
+    """Return the maximum context length of all rotations; without rotation, the card's number of positions."""
     reaches = [rope.reach for rope in ropes if rope is not None]
     return max(reaches) if reaches else max_positions(card)
 
@@ -309,11 +314,11 @@ def decoder(
     predictors: int = 0,
     **switches: Any,
 ) -> DecoderSpec:
-    """Return the whole; ``switches`` are fields of `DecoderSpec`. The card's ``tie_word_embeddings`` is false if absent.
+    """Return the decoder; ``switches`` are fields of `DecoderSpec`. ``tie_word_embeddings`` defaults to false.
 
-    It reaches as far as learned positions or the rotation of any layer do, unless ``reach`` says otherwise.
-    ``predictors``: how many layers behind the last one, which predict further tokens and are not read, a checkpoint may have,
-    whatever the card says; it may say more.
+    The context length follows from learned positions or rotations, unless ``reach`` is given. ``predictors``: number
+    of multi-token prediction layers after the last one that a checkpoint may have; they are not loaded. The card may
+    state more.
     """
     usual: dict[str, Any] = {
         "vocab_size": card.whole(VOCAB, 1, MAX_VOCAB),
@@ -334,7 +339,7 @@ def decoder(
 
 
 def _apart(spec: DecoderSpec) -> DecoderSpec:
-    """Return the same of a checkpoint that has each matrix by itself, ``[out, in]``, whatever the family's own stack."""
+    """Return the spec for a checkpoint with separate matrices, ``[out, in]``, instead of the family's stacked ones."""
     return replace(spec, transposed=False, layers=tuple(map(_with_matrices_apart, spec.layers)))
 
 

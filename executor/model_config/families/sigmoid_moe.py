@@ -1,4 +1,4 @@
-"""Models of experts that are chosen as DeepSeek V3's, by logistic scores with a correction, under attention as elsewhere."""
+"""Mixture-of-experts models with DeepSeek V3's routing (sigmoid scores with a correction) and usual attention."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from quintet.executor.model_config.spec import DecoderSpec, QkNormOver, QkvLayou
 
 
 def glm4(card: ModelCard) -> DecoderSpec:
-    """GLM-4.5 and 4.6: the first layers without experts, half of each head rotated."""
+    """GLM-4.5 and 4.6: no experts in the first layers, half of each head rotated."""
     norm = rms(card, 1e-5)
     mixer = attention(
         *(card,),
@@ -62,7 +62,7 @@ def solar_open(card: ModelCard) -> DecoderSpec:
 
 
 def dots1(card: ModelCard) -> DecoderSpec:
-    """dots.llm1: normed queries and keys; where layers slide, the last ones do."""
+    """dots.llm1: norms of queries and keys; sliding windows, if any, in the last layers."""
     norm, biased = rms(card), card.flag("attention_bias", False)
     mixer = attention(card, positions=2048, qk_norm=norm, qkv_bias=biased, output_bias=biased)
     experts = sigmoid_experts(card, experts=128, chosen=6, width=1408, renormalise=False, shared=0)
@@ -77,7 +77,7 @@ def dots1(card: ModelCard) -> DecoderSpec:
 
 
 def exaone(card: ModelCard) -> DecoderSpec:
-    """K-EXAONE: EXAONE 4's attention, norms before, experts in all but the first layer."""
+    """K-EXAONE: EXAONE 4's attention, norms before blocks, experts in all but the first layer."""
     norm = rms(card, 1e-5)
     experts = sigmoid_experts(card, experts=64, chosen=8, width=1024, scale=2.5)
     mlps = dense_then(card, experts, 1)
@@ -87,7 +87,7 @@ def exaone(card: ModelCard) -> DecoderSpec:
 
 
 def minimax_m2(card: ModelCard) -> DecoderSpec:
-    """MiniMax M2: queries and keys normed over all heads, some of a head rotated, experts under Mixtral's names."""
+    """MiniMax M2: queries and keys normed over all heads, partial rotation, Mixtral's expert names."""
     norm, dim = rms(card), head_width(card, 128)
     rope = rope_spec(card, dim, 196608, theta=5e6, rotary_dim=rotated_numbers(card, dim))
     mixer = attention(card, kv_heads=8, head_dim=dim, rope=rope, qk_norm=norm, qk_norm_over=QkNormOver.WHOLE)
@@ -100,7 +100,7 @@ def minimax_m2(card: ModelCard) -> DecoderSpec:
 
 
 def bailing2(card: ModelCard) -> DecoderSpec:
-    """Ling 2 and Ring 2: normed queries and keys, half of each head rotated, names of its own."""
+    """Ling 2 and Ring 2: norms of queries and keys, half of each head rotated, other tensor names."""
     norm, biased = rms(card), card.flag("use_qkv_bias", False)
     mixer = attention(
         *(card,),

@@ -1,4 +1,4 @@
-"""Text models inside architectures that also see or hear: the card's ``text_config``; the other parts' weights are not read."""
+"""Text models of multimodal architectures: reads the card's ``text_config``; other parts' weights are not loaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quintet.executor.model_config.spec import DecoderSpec
 
 
 def text_of(read: Callable[[ModelCard], DecoderSpec], inner: str = "") -> Callable[[ModelCard], DecoderSpec]:
-    """Return a reader of the ``text_config`` in the card of a larger model.
+    """Return a reader of the ``text_config`` in a multimodal card.
 
-    inner: what names of the text model below ``model`` begin with there, where they are not all behind ``language_model``.
+    inner: prefix of the text model's names instead of ``model.``, if they are not all below ``language_model``.
     """
 
     def reader(card: ModelCard) -> DecoderSpec:
@@ -42,7 +42,7 @@ def text_of(read: Callable[[ModelCard], DecoderSpec], inner: str = "") -> Callab
 
 
 def qwen2_vl(card: ModelCard) -> DecoderSpec:
-    """Qwen2-VL and 2.5-VL: the text model's values may be beside the eyes'."""
+    """Qwen2-VL and 2.5-VL: the text model's values may be at the top level of the card."""
     text = card.section("text_config") if card.has("text_config") else card
     spec = llama.qwen2(text)
     return replace(spec, names=replace(spec.names, ignored=("*visual.*",)))
@@ -56,18 +56,14 @@ def mistral3(card: ModelCard) -> DecoderSpec:
 
 FAMILIES = {
     "Qwen3_5ForConditionalGeneration": Family(
-        text_of(qwen_next.qwen3_5, "model.language_model."), "Qwen 3.5, what it does with text"
+        text_of(qwen_next.qwen3_5, "model.language_model."), "Qwen 3.5, text part"
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
-        text_of(qwen_next.qwen3_5_moe, "model.language_model."), "Qwen 3.5 of experts, what it does with text"
+        text_of(qwen_next.qwen3_5_moe, "model.language_model."), "Qwen 3.5 MoE, text part"
     ),
-    "Gemma3ForConditionalGeneration": Family(text_of(gemma.gemma3), "Gemma 3, what it does with text"),
-    "Qwen2VLForConditionalGeneration": Family(qwen2_vl, "Qwen2-VL, what it does with text"),
-    "Qwen2_5_VLForConditionalGeneration": Family(qwen2_vl, "Qwen2.5-VL, what it does with text"),
-    "Mistral3ForConditionalGeneration": Family(
-        text_of(mistral3), "Mistral Small 3, Ministral 3: what they do with text"
-    ),
-    "Llama4ForConditionalGeneration": Family(
-        text_of(llama4.llama4), "Llama 4 Scout and Maverick, what they do with text"
-    ),
+    "Gemma3ForConditionalGeneration": Family(text_of(gemma.gemma3), "Gemma 3, text part"),
+    "Qwen2VLForConditionalGeneration": Family(qwen2_vl, "Qwen2-VL, text part"),
+    "Qwen2_5_VLForConditionalGeneration": Family(qwen2_vl, "Qwen2.5-VL, text part"),
+    "Mistral3ForConditionalGeneration": Family(text_of(mistral3), "Mistral Small 3, Ministral 3: text part"),
+    "Llama4ForConditionalGeneration": Family(text_of(llama4.llama4), "Llama 4 Scout and Maverick, text part"),
 }

@@ -1,6 +1,6 @@
-"""Models that no row of the registry knows: another package brings them, or transformers computes them.
+"""Models without a registry entry: provided by another package, or run in transformers.
 
-As much as the usual spellings of a card tell; the executor compares it with what the model then asks for.
+Reads the usual keys of a card; the executor compares them with the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quintet.wire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class UnknownSpec:
-    """A `quintet.executor.model_config.spec.ModelSpec`."""
+    """Implements `quintet.executor.model_config.spec.ModelSpec`."""
 
     vocab_size: int
     kv_needs: tuple[KvNeed | None, ...]
@@ -37,9 +37,9 @@ class UnknownSpec:
 
 
 def unknown(card: ModelCard) -> UnknownSpec:
-    """Read what serving needs. A rotation that only the model's own package may know stretches nothing here.
+    """Read the values needed for serving. An unsupported rotation type does not extend the context.
 
-    Of a card for several kinds of input the section for text counts.
+    Of a multimodal card, read the section for text.
     """
     text = card.section("text_config")
     if text.values and not card.has(HIDDEN):
@@ -60,7 +60,7 @@ def unknown(card: ModelCard) -> UnknownSpec:
 
 
 def _kv_needs(card: ModelCard) -> tuple[KvNeed, ...]:
-    """Return every layer's keys and values: whole heads, where a card describes latent attention too."""
+    """Return every layer's keys and values: uncompressed heads, even for latent attention."""
     if card.has("qk_rope_head_dim") and card.has("v_head_dim"):
         parts = ("qk_nope_head_dim", "qk_rope_head_dim")
         key_dim = sum(card.whole(part, 0, MAX_HEAD_DIM) for part in parts)
@@ -75,6 +75,6 @@ def _kv_need(card: ModelCard) -> KvNeed:
 
 
 def _card_of_layer(card: ModelCard, index: int) -> ModelCard:
-    """Return the card as it is for one layer: some say what differs in ``per_layer_config``, by the layer's number."""
+    """Return the card for one layer, with overrides from ``per_layer_config`` by layer number."""
     own = card.section("per_layer_config").section(str(index))
     return replace(card, values={**card.values, **own.values}) if own.values else card

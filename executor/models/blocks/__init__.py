@@ -1,1 +1,1 @@
-"""What layers are made of: a file for each kind of mixer and of feed-forward. A block declares its tensors when it is made."""
+"""Blocks of a layer: one file per kind of mixer or feed-forward. A block declares its tensors in its constructor."""

@@ -1,6 +1,6 @@
-"""Attention with queries, keys and values of one linear layer (Vaswani et al., "Attention is all you need", 2017).
+"""Attention with one linear layer for queries, keys and values (Vaswani et al., "Attention is all you need", 2017).
 
-Behind those, where what is attended is gated, its gates (Qiu et al., "Gated attention for large language models", 2025).
+With gated attention, the gates follow the values (Qiu et al., "Gated attention for large language models", 2025).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Attention:
             sinks=_sinks(scope, spec, heads),
             q_norm=None if whole else q_norm,
             k_norm=None if whole else k_norm,
-            norms_behind=spec.qk_norm is not None and spec.qk_norm_behind,
+            norms_behind=spec.qk_norm is not None and spec.qk_norm_after_rope,
             temperature=spec.temperature,
             kept_kv_heads=kv_heads,
         )
@@ -91,7 +91,7 @@ class Attention:
 
 
 def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[RowRange]:
-    """Return queries, keys and values, in this order, wherever the checkpoint has them, and gates behind them."""
+    """Return the rows of queries, keys and values, in this order, then gates, for any checkpoint layout."""
     names, kv_heads = scope.names, spec.num_kv_heads
     q, k, v = spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.value_dim
     if spec.output_gate:
@@ -109,7 +109,7 @@ def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[RowRange]:
 
 
 def _kept_parts(scope: Scope, spec: AttentionSpec, parts: Sequence[RowRange]) -> list[RowRange]:
-    """Return the rows that a rank keeps of queries, keys and values, and of gates."""
+    """Return the rows that a rank keeps of queries, keys, values and gates."""
     heads, kv_heads = scope.share.of(spec.num_heads), scope.share.of_kv_heads(spec.num_kv_heads)
     queries, keys = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
     kept = (queries, keys, kv_heads.times(spec.value_dim), queries)
@@ -130,7 +130,7 @@ def _sinks(scope: Scope, spec: AttentionSpec, heads: KeptRange) -> torch.Tensor 
 
 
 def _head_norm(scope: Scope, spec: AttentionSpec, name: str, heads: KeptRange) -> Norm | None:
-    """Declare the norm of queries, or of keys, over whatever of them it is: over all as one, also where a rank has some."""
+    """Declare the norm of queries or keys. Over all heads, its weight is complete even on a rank with some heads."""
     norm, dim = spec.qk_norm, spec.head_dim
     if norm is None or spec.qk_norm_over is QkNormOver.HEAD:
         return scope.norm(norm, name, dim)
@@ -140,7 +140,7 @@ def _head_norm(scope: Scope, spec: AttentionSpec, name: str, heads: KeptRange) -
 
 
 def _own_weights(scope: Scope, norm: NormSpec, name: str, heads: KeptRange, dim: int) -> torch.Tensor | None:
-    """Declare a weight ``[heads * dim]`` that the checkpoint has as one tensor, or as one a head."""
+    """Declare a weight ``[heads * dim]`` that the checkpoint stores as one tensor, or as one per head."""
     name = scope.name(name)
     if "{head}" not in name:
         weight = scope.vector(f"{name}.weight", norm, heads.whole, dim)

@@ -1,4 +1,4 @@
-"""Attention and a scan side by side, as Falcon-H1 mixes tokens: the sum of what each makes of the layer's input."""
+"""Attention and a Mamba 2 scan in parallel (Falcon-H1): the sum of both outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 
 
-class Beside:
+class ParallelMixer:
     """A `quintet.executor.models.blocks.block.Block`."""
 
     def __init__(self, scope: Scope, spec: BesideSpec) -> None:

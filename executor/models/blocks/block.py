@@ -1,4 +1,4 @@
-"""The mixers and feed-forwards of layers, by their specs."""
+"""Build a layer's mixer and feed-forward from their specs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quintet.executor.model_config.spec import (
 )
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from quintet.executor.models.blocks.attention import Attention
-from quintet.executor.models.blocks.beside import Beside
+from quintet.executor.models.blocks.beside import ParallelMixer
 from quintet.executor.models.blocks.delta import Delta
 from quintet.executor.models.blocks.experts import ExpertsBlock
 from quintet.executor.models.blocks.feed_forward import FeedForward
@@ -28,14 +28,14 @@ from quintet.executor.models.forward import ForwardPass, ValueT
 
 
 class Block(Protocol):
-    """What a layer adds to the residual."""
+    """A block of a layer; its output is added to the residual."""
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """Return ``[rows, hidden]`` for x ``[rows, hidden]``."""
 
 
 def mixer(scope: Scope, spec: MixerSpec) -> Block:
-    """Declare what mixes tokens."""
+    """Declare the token mixer of a spec."""
     match spec:
         case AttentionSpec():
             return Attention(scope, spec)
@@ -48,13 +48,13 @@ def mixer(scope: Scope, spec: MixerSpec) -> Block:
         case DeltaSpec():
             return Delta(scope, spec)
         case BesideSpec():
-            return Beside(scope, spec)
+            return ParallelMixer(scope, spec)
         case LatentSpec():
             return Latent(scope, spec)
 
 
 def feed_forward(scope: Scope, spec: FeedForwardSpec) -> Block:
-    """Declare what each token goes through by itself."""
+    """Declare the feed-forward of a spec."""
     match spec:
         case MlpSpec():
             return FeedForward(scope, spec)

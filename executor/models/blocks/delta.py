@@ -1,4 +1,4 @@
-"""The gated delta rule between a short convolution and a gated norm, as Qwen3-Next mixes tokens.
+"""The gated delta rule with a short convolution before it and a gated norm after it (Qwen3-Next).
 
 Yang, Kautz and Hatamizadeh, "Gated delta networks" (2024), figure 1::
 
@@ -15,12 +15,12 @@ from quintet.executor.model_config.state_specs import DeltaSpec
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
     KeptRows,
-    below,
     convolution,
-    fading,
-    numbers,
+    decay,
     output,
+    parameter,
     scan_part,
+    tensor_name,
 )
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.linear import RowRange
@@ -40,10 +40,10 @@ class Delta:
         self._rule = DeltaRule(
             state=scan_part(scope, need),
             key_heads=own.key_heads,
-            a=fading(scope, KeptRows(heads)),
-            dt_bias=numbers(scope, "dt_bias", KeptRows(heads)),
+            a=decay(scope, KeptRows(heads)),
+            dt_bias=parameter(scope, "dt_bias", KeptRows(heads)),
         )
-        norm = scope.norm(spec.norm, below(scope, "norm"), spec.head_dim)
+        norm = scope.norm(spec.norm, tensor_name(scope, "norm"), spec.head_dim)
         assert norm is not None
         self._norm = norm
         self._out = output(scope, "out_proj", values, scope.hidden_size)
@@ -71,7 +71,7 @@ class Delta:
 def _parts(
     scope: Scope, spec: DeltaSpec, keys: KeptRange, values: KeptRange, heads: KeptRange
 ) -> list[RowRange]:
-    """Return queries, keys, values, gates, betas and alphas, in this order, wherever the checkpoint has them: those kept."""
+    """Return the kept rows of queries, keys, values, gates, betas and alphas, in this order, for any layout."""
     if not spec.by_head:
         named = {"qkv": (keys, keys, values), "z": (values,), "b": (heads,), "a": (heads,)}
         return [
@@ -80,12 +80,14 @@ def _parts(
     groups, whole = spec.key_heads, 2 * (keys.whole + values.whole)
     wide = ((keys, 0), (keys, keys.whole), (values, 2 * keys.whole), (values, 2 * keys.whole + values.whole))
     parts = [
-        scope.part(below(scope, "in_proj_qkvz"), kept.whole, whole, begin // groups, groups).keeping(kept)
+        scope.part(tensor_name(scope, "in_proj_qkvz"), kept.whole, whole, begin // groups, groups).keeping(
+            kept
+        )
         for kept, begin in wide
     ]
     return parts + [
-        scope.part(below(scope, "in_proj_ba"), heads.whole, 2 * heads.whole, begin // groups, groups).keeping(
-            heads
-        )
+        scope.part(
+            tensor_name(scope, "in_proj_ba"), heads.whole, 2 * heads.whole, begin // groups, groups
+        ).keeping(heads)
         for begin in (0, heads.whole)
     ]

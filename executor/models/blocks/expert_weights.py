@@ -1,4 +1,4 @@
-"""Where a checkpoint has the weights of experts: from the names of its tensors to the rows of each expert's matrices."""
+"""Map a checkpoint's tensors to the rows of each expert's matrices."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from quintet.executor.model_config.share import KeptRange
 from quintet.executor.models.blocks.scope import Scope
 
 _MX = Scheme(stored=(), codes=Packing(4), group=32, is_fp4=True)
-"""Microscaled 4 bits."""
+"""Microscaling FP4 (MXFP4)."""
 _SMALL_EXPONENTS = (118, 122)
-"""Of dummy weights."""
+"""Exponent range of dummy weights."""
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
-"""From one expert's tensor as the checkpoint has it to rows of its matrix."""
+"""Converts one expert's checkpoint tensor to rows of its matrix."""
 
 
 def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
-    """Return where each expert's gates and ups are: a matrix ``[2 width, hidden]``, gates first.
+    """Return the source of each expert's gates and ups: a matrix ``[2 width, hidden]``, gates first.
 
-    A rank has some experts, or some of both of each.
+    A rank has some whole experts, or some gates and ups of each.
     """
     names, hidden, wide = scope.names, scope.hidden_size, spec.width
-    here, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
-    name, each = scope.name(names.experts_gate_up), partial(_each, scope, here=here)
+    own, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
+    name, each = scope.name(names.experts_gate_up), partial(_each, scope, own=own)
     gates = partial(_columns, kept.begin, kept.end)
     ups = partial(_columns, wide + kept.begin, wide + kept.end)
     if spec.layout in {ExpertsLayout.ALTERNATING, ExpertsLayout.MXFP4}:
-        gates, ups = partial(_turns, 0, kept), partial(_turns, 1, kept)
+        gates, ups = partial(_interleaved, 0, kept), partial(_interleaved, 1, kept)
     both = ((0, gates), (kept.count, ups))
     match spec.layout:
         case ExpertsLayout.SEPARATE:
             weights = each(names.expert_gate, shape=(wide, hidden), begin=0, rows=_rows(kept))
             weights += each(names.expert_up, shape=(wide, hidden), begin=kept.count, rows=_rows(kept))
         case ExpertsLayout.STACKED:
-            weights = [_stacked(name, here, (2 * wide, hidden), begin, rows) for begin, rows in both]
+            weights = [_stacked(name, own, (2 * wide, hidden), begin, rows) for begin, rows in both]
         case ExpertsLayout.TRANSPOSED | ExpertsLayout.ALTERNATING:
             weights = [
-                _stacked(name, here, (hidden, 2 * wide), begin, _transposed(rows)) for begin, rows in both
+                _stacked(name, own, (hidden, 2 * wide), begin, _transposed(rows)) for begin, rows in both
             ]
         case ExpertsLayout.MXFP4:
-            weights = [_mx(name, here, 2 * wide, hidden, begin, rows) for begin, rows in both]
+            weights = [_mx(name, own, 2 * wide, hidden, begin, rows) for begin, rows in both]
     biases = []
     if spec.biased:
         name_of_bias = scope.name(names.experts_gate_up_bias)
-        biases = [_stacked(name_of_bias, here, (2 * wide,), begin, rows) for begin, rows in both]
+        biases = [_stacked(name_of_bias, own, (2 * wide,), begin, rows) for begin, rows in both]
     return StackShape(
-        label=f"{scope.name('experts')}: gates, ups, {spec.layout}{kept.label}{_label(here)}",
-        experts=here.count,
+        label=f"{scope.name('experts')}: gates, ups, {spec.layout}{kept.label}{_label(own)}",
+        experts=own.count,
         places=scope.share.places,
         columns=2 * kept.count,
         depth=hidden,
@@ -65,27 +65,27 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
 
 
 def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
-    """Return where each expert's last layer is: a matrix ``[hidden, width]``. A rank has some, or some columns of each."""
+    """Return the source of each expert's down projection ``[hidden, width]``; a rank has some, or some columns of each."""
     names, hidden, wide = scope.names, scope.hidden_size, spec.width
-    here, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
+    own, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
     name = scope.name(names.experts_down)
-    inputs = _as_they_are if kept.is_all else partial(_inputs, kept)
+    inputs = _unchanged if kept.is_all else partial(_inputs, kept)
     match spec.layout:
         case ExpertsLayout.SEPARATE:
-            weights = _each(scope, names.expert_down, here, (hidden, wide), 0, inputs)
+            weights = _each(scope, names.expert_down, own, (hidden, wide), 0, inputs)
         case ExpertsLayout.STACKED:
-            weights = [_stacked(name, here, (hidden, wide), 0, inputs)]
+            weights = [_stacked(name, own, (hidden, wide), 0, inputs)]
         case ExpertsLayout.TRANSPOSED | ExpertsLayout.ALTERNATING:
-            weights = [_stacked(name, here, (wide, hidden), 0, _transposed(inputs))]
+            weights = [_stacked(name, own, (wide, hidden), 0, _transposed(inputs))]
         case ExpertsLayout.MXFP4:
-            assert kept.is_all, "columns of coded experts are not divided"
-            weights = [_mx(name, here, hidden, wide, 0, _as_they_are)]
+            assert kept.is_all, "columns of quantized experts cannot be divided"
+            weights = [_mx(name, own, hidden, wide, 0, _unchanged)]
     biases = []
     if spec.biased:
-        biases = [_stacked(scope.name(names.experts_down_bias), here, (hidden,), 0, _as_they_are)]
+        biases = [_stacked(scope.name(names.experts_down_bias), own, (hidden,), 0, _unchanged)]
     return StackShape(
-        label=f"{scope.name('experts')}: downs, {spec.layout}{kept.label}{_label(here)}",
-        experts=here.count,
+        label=f"{scope.name('experts')}: downs, {spec.layout}{kept.label}{_label(own)}",
+        experts=own.count,
         places=scope.share.places,
         columns=hidden,
         depth=kept.count,
@@ -95,11 +95,11 @@ def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
     )
 
 
-def _label(here: KeptRange) -> str:
-    return "" if here.is_all else f" of experts{here.label}"
+def _label(own: KeptRange) -> str:
+    return "" if own.is_all else f" of experts{own.label}"
 
 
-def _as_they_are(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -107,7 +107,7 @@ def _columns(begin: int, end: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[begin:end]
 
 
-def _turns(first: int, kept: KeptRange, tensor: torch.Tensor) -> torch.Tensor:
+def _interleaved(first: int, kept: KeptRange, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[first::2][kept.begin : kept.end]
 
 
@@ -116,7 +116,7 @@ def _inputs(kept: KeptRange, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(kept: KeptRange) -> Rows:
-    return _as_they_are if kept.is_all else partial(_columns, kept.begin, kept.end)
+    return _unchanged if kept.is_all else partial(_columns, kept.begin, kept.end)
 
 
 def _transposed(rows: Rows) -> Rows:
@@ -124,11 +124,11 @@ def _transposed(rows: Rows) -> Rows:
 
 
 def _each(
-    scope: Scope, name: str, here: KeptRange, shape: tuple[int, int], begin: int, rows: Rows
+    scope: Scope, name: str, own: KeptRange, shape: tuple[int, int], begin: int, rows: Rows
 ) -> list[StackPiece]:
-    """Return the pieces of a tensor of each expert that is here."""
-    names = [scope.name(name).format(expert=expert) for expert in range(here.whole)]
-    scope.weights.elsewhere.update(names[: here.begin], names[here.end :])
+    """Return the pieces of a tensor per expert that this rank keeps."""
+    names = [scope.name(name).format(expert=expert) for expert in range(own.whole)]
+    scope.weights.elsewhere.update(names[: own.begin], names[own.end :])
     return [
         StackPiece(
             names=(f"{its}.weight",),
@@ -137,37 +137,37 @@ def _each(
             count=1,
             begin=begin,
             take=lambda tensors, _: rows(tensors[0]),
-            is_whole=rows is _as_they_are,
+            is_whole=rows is _unchanged,
         )
-        for place, its in enumerate(names[here.begin : here.end])
+        for place, its in enumerate(names[own.begin : own.end])
     ]
 
 
-def _stacked(name: str, here: KeptRange, shape: tuple[int, ...], begin: int, rows: Rows) -> StackPiece:
-    """Return a piece of one tensor of all experts. shape: of one."""
+def _stacked(name: str, own: KeptRange, shape: tuple[int, ...], begin: int, rows: Rows) -> StackPiece:
+    """Return a piece of one tensor of all experts. shape: of one expert."""
     return StackPiece(
         names=(name,),
-        shapes=((here.whole, *shape),),
+        shapes=((own.whole, *shape),),
         first=0,
-        count=here.count,
+        count=own.count,
         begin=begin,
-        take=lambda tensors, expert: rows(tensors[0][here.begin + expert]),
+        take=lambda tensors, expert: rows(tensors[0][own.begin + expert]),
     )
 
 
-def _mx(name: str, here: KeptRange, columns: int, depth: int, begin: int, rows: Rows) -> StackPiece:
-    """Return a piece of two tensors, 4-bit numbers and their exponents."""
+def _mx(name: str, own: KeptRange, columns: int, depth: int, begin: int, rows: Rows) -> StackPiece:
+    """Return a piece of two tensors: 4-bit values and their exponents."""
     blocks = depth // _MX.group
 
     def take(tensors: Sequence[torch.Tensor], expert: int) -> Coded:
-        place = here.begin + expert
+        place = own.begin + expert
         return mxfp4(rows(tensors[0][place]), rows(tensors[1][place]))
 
     return StackPiece(
         names=(f"{name}_blocks", f"{name}_scales"),
-        shapes=((here.whole, columns, blocks, _MX.group // 2), (here.whole, columns, blocks)),
+        shapes=((own.whole, columns, blocks, _MX.group // 2), (own.whole, columns, blocks)),
         first=0,
-        count=here.count,
+        count=own.count,
         begin=begin,
         take=take,
         bytes_between=((0, 255), _SMALL_EXPONENTS),

@@ -1,7 +1,7 @@
-"""Experts: a router scores them, each token goes through the best, and through a shared feed-forward where there is one.
+"""Mixture of experts: a router selects experts per token; a shared expert, if present, processes every token.
 
-Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer", 2017; shared experts: Dai et
-al., "DeepSeekMoE", 2024.
+Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer", 2017. Shared
+experts: Dai et al., "DeepSeekMoE", 2024.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _gate_of(spec: ExpertsSpec) -> Gate:
 
 
 def _names_of_shared(names: Names) -> Names:
-    """Return names under which a feed-forward finds the shared one's tensors."""
+    """Return ``names`` with the shared expert's tensors as those of a feed-forward."""
     return replace(
         names,
         gate=names.shared_gate,

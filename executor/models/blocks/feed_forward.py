@@ -1,4 +1,4 @@
-"""Feed-forwards: ``down(activation(gate x) * up x)`` (Shazeer, "GLU variants improve transformer", 2020), or without a gate."""
+"""Feed-forward with a gate, ``down(activation(gate x) * up x)`` (Shazeer, "GLU variants", 2020), or without."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FeedForward:
         return down if self._down_multiplier == 1.0 else ops.scale(down, self._down_multiplier)
 
     def _activated(self, ops: ForwardPass[ValueT], up: ValueT, activation: Activation) -> ValueT:
-        """Return what the linear layer does not compute itself: a plain activation, or one of gates with a factor."""
+        """Return the activation that the linear layer does not fuse: a plain one, or one of scaled gates."""
         width = self._gate_width
         if not width:
             return ops.activation(up, activation)
@@ -72,7 +72,7 @@ class FeedForward:
 
 
 def _learned(scope: Scope, spec: MlpSpec) -> torch.Tensor:
-    """Declare the numbers of xIELU, unless the spec has them; see `quintet.executor.backends.cpu.ops.activation.xielu`."""
+    """Declare xIELU's parameters unless the spec has them; see `quintet.executor.backends.cpu.ops.activation.xielu`."""
     if spec.curve is not None:
         numbers = torch.tensor(spec.curve)
         numbers[:2] = F.softplus(numbers[:2])

@@ -1,7 +1,7 @@
-"""Attention over latents (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1), with a token's latent and shared rotated key as its KV.
+"""Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1) with absorbed projections.
 
-Keys and values are never made: a head's query is put through what would make its keys, its result through what would make its
-values, so that all heads attend over the one vector that is kept::
+KV memory holds a token's latent and its shared rotated key. The key projection is absorbed into queries and the value
+projection into outputs, so all heads attend to the latent directly::
 
     x ─┬─ (q_a ─ norm ─) q_b ─ by head: [plain ─ key matrix, transposed | rotated] ─ queries ─┐
        └─ kv_a ─ [latent ─ norm | rotated] ─ key, which begins with the value ──────────── attention
@@ -90,7 +90,7 @@ def _norm(scope: Scope, spec: LatentSpec, name: str, width: int) -> Norm:
 
 
 def _keys(spec: LatentSpec, both: torch.Tensor) -> torch.Tensor:
-    """Return ``[rank + rope_dim, plain_dim + rope_dim]``: what makes keys, transposed, and beside it ones for what is rotated."""
+    """Return ``[rank + rope_dim, plain_dim + rope_dim]``: the key projection transposed, and an identity for the rotated part."""
     plain, rope = spec.plain_dim, spec.rope_dim
     matrix = torch.zeros(spec.rank + rope, plain + rope, dtype=both.dtype)
     matrix[: spec.rank, :plain] = both[:plain].t()
@@ -99,7 +99,7 @@ def _keys(spec: LatentSpec, both: torch.Tensor) -> torch.Tensor:
 
 
 def _values(spec: LatentSpec, both: torch.Tensor) -> torch.Tensor:
-    """Return ``[head_width, rank]``: what makes values."""
+    """Return ``[head_width, rank]``: the value projection."""
     return both[spec.plain_dim :]
 
 
@@ -111,7 +111,7 @@ def _head_linear(
     depth: int,
     take: Callable[[LatentSpec, torch.Tensor], torch.Tensor],
 ) -> HeadLinear:
-    """Declare a matrix of each head that is made of its rows of `Names.kv_b`: first those for keys, then those for values."""
+    """Declare a matrix per head from its rows of `Names.kv_b`: key rows first, then value rows."""
     name, heads = scope.name(scope.names.kv_b), scope.share.of(spec.num_heads)
 
     def matrix(tensors: Sequence[torch.Tensor], head: int) -> torch.Tensor:

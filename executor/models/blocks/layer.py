@@ -1,12 +1,12 @@
 """One layer of a decoder: a mixer, a feed-forward, and the norms around them.
 
-one after the other     x ── before ─ mixer ─ behind ── + ─ of sum ── before ─ feed-forward ─ behind ── + ─ of sum ── x
-                          └────────────────────────────┘            └────────────────────────────────────┘
+sequential    x ── before ─ mixer ─ behind ── + ─ of sum ── before ─ feed-forward ─ behind ── + ─ of sum ── x
+              └───────────────────────────────┘          └────────────────────────────────────┘
 
-side by side            x ─┬─ before ─┬─ mixer ─ behind ────────── + ── + ── x
-                           │          └──or: before──┐             │    │
-                           │                  feed-forward ─ behind ────┘
-                           └───────────────────────────────────────┘
+parallel      x ─┬─ before ─┬─ mixer ─ behind ────────── + ── + ── x
+                 │          └──or: before──┐             │    │
+                 │                  feed-forward ─ behind ────┘
+                 └───────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 
 
-class _Around:
-    """A block with the norms around it."""
+class _Residual:
+    """A block with its norms and residual."""
 
     def __init__(
-        self, scope: Scope, block: Block, norms: Norms, spec: LayerSpec, before: str, behind: str
+        self, scope: Scope, block: Block, norms: Norms, spec: LayerSpec, before: str, after: str
     ) -> None:
         self._block = block
         self._before = scope.norm(norms.before, before)
-        self._behind = scope.norm(norms.behind, behind)
+        self._after = scope.norm(norms.behind, after)
         self._of_sum = scope.norm(norms.of_sum, before)
         self._multiplier = spec.residual_multiplier
         self._residual_of_norm = spec.residual_of_norm
 
     def read(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """Return what the block reads of ``x``."""
+        """Return the block's input for ``x``."""
         return x if self._before is None else ops.norm(x, self._before)
 
     def added(self, ops: ForwardPass[ValueT], x: ValueT, read: ValueT) -> ValueT:
-        """Return ``x`` with what the block makes of ``read``."""
+        """Return ``x`` plus the block's output for the input ``read``."""
         made = self._block(ops, read)
-        if self._behind is not None:
-            made = ops.norm(made, self._behind)
+        if self._after is not None:
+            made = ops.norm(made, self._after)
         if self._multiplier != 1.0:
             made = ops.scale(made, self._multiplier)
         whole = ops.add(read if self._residual_of_norm else x, made)
@@ -46,17 +46,17 @@ class _Around:
 
 
 class Layer:
-    """See the head of the file."""
+    """A decoder layer, sequential or parallel, as in the module's diagram."""
 
     def __init__(self, scope: Scope, spec: LayerSpec) -> None:
         names = scope.names
         self._mixer = self._mlp = None
         if spec.mixer is not None:
             block, places = mixer(scope, spec.mixer), (names.mixer_norm, names.mixer_out_norm)
-            self._mixer = _Around(scope, block, spec.mixer_norms, spec, *places)
+            self._mixer = _Residual(scope, block, spec.mixer_norms, spec, *places)
         if spec.mlp is not None:
             block, places = feed_forward(scope, spec.mlp), (names.mlp_norm, names.mlp_out_norm)
-            self._mlp = _Around(scope, block, spec.mlp_norms, spec, *places)
+            self._mlp = _Residual(scope, block, spec.mlp_norms, spec, *places)
         self._parallel = spec.parallel
         self._shares_norm = spec.parallel and spec.mlp_norms.before is None
 
@@ -64,8 +64,8 @@ class Layer:
         """Return the next layer's input ``[rows, hidden]``."""
         if self._parallel and self._mixer is not None and self._mlp is not None:
             read = self._mixer.read(ops, x)
-            besides = read if self._shares_norm else self._mlp.read(ops, x)
-            return self._mlp.added(ops, self._mixer.added(ops, x, read), besides)
+            mlp_input = read if self._shares_norm else self._mlp.read(ops, x)
+            return self._mlp.added(ops, self._mixer.added(ops, x, read), mlp_input)
         for block in (self._mixer, self._mlp):
             x = x if block is None else block.added(ops, x, block.read(ops, x))
         return x

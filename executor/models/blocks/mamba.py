@@ -1,4 +1,4 @@
-"""Mamba: a gated short convolution, then a scan whose step widths, inputs and outputs are projected from what was convolved.
+"""Mamba: a gated short convolution, then a scan; time steps, inputs and outputs are projections of the convolution.
 
 Gu and Dao, "Mamba: linear-time sequence modeling with selective state spaces" (2023), figure 3::
 
@@ -13,12 +13,12 @@ from quintet.executor.model_config.state_specs import MambaSpec
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
     KeptRows,
-    below,
     convolution,
-    fading,
-    numbers,
+    decay,
     output,
+    parameter,
     scan_part,
+    tensor_name,
 )
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.norm import Norm
@@ -38,19 +38,19 @@ class Mamba:
             biased=spec.projection_bias,
         )
         self._conv = convolution(scope, need, "conv1d", rows, biased=spec.conv_bias, silu=True)
-        # What all channels choose together, every rank has.
-        self._choose = output(scope, "x_proj", channels, spec.chosen_width)
-        # Its bias is the scan's, which adds it in float32.
+        # Every rank has the complete selection, a projection of all channels.
+        self._selection = output(scope, "x_proj", channels, spec.chosen_width)
+        # The scan adds the bias of dt_proj in float32.
         self._widths = scope.linear(rows.parts(scope, "dt_proj"), spec.dt_rank)
         self._norms: list[Norm | None] = [
-            scope.norm(spec.inner_norm, below(scope, f"{name}_layernorm"), width)
+            scope.norm(spec.inner_norm, tensor_name(scope, f"{name}_layernorm"), width)
             for name, width in (("dt", spec.dt_rank), ("b", size), ("c", size))
         ]
         self._scan = SelectiveScan(
             state=scan_part(scope, need),
-            a=fading(scope, rows, size),
-            dt_bias=numbers(scope, "dt_proj.bias", rows),
-            skip=numbers(scope, "D", rows),
+            a=decay(scope, rows, size),
+            dt_bias=parameter(scope, "dt_proj.bias", rows),
+            skip=parameter(scope, "D", rows),
         )
         self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.projection_bias)
 
@@ -60,7 +60,7 @@ class Mamba:
         projected = ops.linear(self._in, x)
         gate = ops.columns(projected, spec.channels, spec.channels)
         x = ops.causal_conv(self._conv, ops.columns(projected, 0, spec.channels))
-        chosen, begin, parts = ops.linear(self._choose, x), 0, []
+        chosen, begin, parts = ops.linear(self._selection, x), 0, []
         for norm, width in zip(self._norms, (spec.dt_rank, spec.state_size, spec.state_size), strict=True):
             part = ops.columns(chosen, begin, width)
             parts.append(part if norm is None else ops.norm(part, norm))

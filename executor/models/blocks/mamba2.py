@@ -1,4 +1,4 @@
-"""Mamba 2: gate, channels, inputs, outputs and step widths are projected at once, the middle three convolved, then scanned.
+"""Mamba 2: one projection gives gate, channels, inputs, outputs and time steps; the middle three are convolved, then scanned.
 
 Dao and Gu, "Transformers are SSMs" (2024), figure 6::
 
@@ -18,12 +18,12 @@ from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
     KeptRows,
-    below,
     convolution,
-    fading,
-    numbers,
+    decay,
     output,
+    parameter,
     scan_part,
+    tensor_name,
 )
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.states import HeadScan
@@ -52,15 +52,15 @@ class Mamba2:
         self._scan = HeadScan(
             state=scan_part(scope, need),
             groups=own.groups,
-            a=fading(scope, KeptRows(heads)),
-            dt_bias=numbers(scope, "dt_bias", KeptRows(heads)),
-            skip=numbers(scope, "D", KeptRows(heads)),
+            a=decay(scope, KeptRows(heads)),
+            dt_bias=parameter(scope, "dt_bias", KeptRows(heads)),
+            skip=parameter(scope, "D", KeptRows(heads)),
             dt_limits=spec.dt_limits,
         )
         self._norm, self._normed = None, channels
         if spec.norm is not None:
-            weight = scope.vector(scope.name(below(scope, "norm.weight")), spec.norm, channels.whole)
-            if spec.groups % share.size == 0:  # whole ones, so that no other rank has any of what is normed
+            weight = scope.vector(scope.name(tensor_name(scope, "norm.weight")), spec.norm, channels.whole)
+            if spec.groups % share.size == 0:  # whole groups: the norm needs no values of other ranks
                 weight = None if weight is None else weight[channels.begin : channels.end]
                 self._normed = KeptRange(0, channels.count, channels.count)
             self._norm = scope.norm_of(spec.norm, channels.whole // spec.groups, weight)
@@ -89,12 +89,12 @@ class Mamba2:
 
 
 def scaled(ops: ForwardPass[ValueT], x: ValueT, factor: float) -> ValueT:
-    """Return ``x * factor``; ``x`` itself where that is the same."""
+    """Return ``x * factor``, or ``x`` itself for factor 1."""
     return x if factor == 1.0 else ops.scale(x, factor)
 
 
 def _conv_factors(spec: Mamba2Spec) -> torch.Tensor | None:
-    """Return the multipliers of what is convolved: part of the convolution's weights, which are multiplied in float32 anyway."""
+    """Return the multipliers of the convolution's inputs, folded into its float32 weights; None if all are 1."""
     _, channels, inputs, outputs, _ = spec.multipliers
     if channels == inputs == outputs == 1.0:
         return None

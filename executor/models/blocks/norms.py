@@ -1,4 +1,4 @@
-"""Norms over what ranks divide."""
+"""Norms over values that ranks divide."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quintet.executor.models.layers.norm import Norm
 
 
 def norm_of_all(ops: ForwardPass[ValueT], x: ValueT, norm: Norm, kept: KeptRange) -> ValueT:
-    """Return ``x``, which is ``kept`` of what the norm is over, normed with what the other ranks have of it."""
+    """Return ``x`` normed over all ranks' columns; ``x`` has the columns ``kept``."""
     if kept.is_all:
         return ops.norm(x, norm)
     return ops.columns(ops.norm(ops.of_all_ranks(x, kept), norm), kept.begin, kept.count)

@@ -1,4 +1,4 @@
-"""Where a block of a layer declares its tensors, and what the checkpoint calls them there."""
+"""Context in which a block declares its tensors: settings, weights, names and share."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from quintet.executor.models.model import Setting
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """One layer's, or that of the model around the layers."""
+    """The scope of one layer, or of the model outside its layers."""
 
     setting: Setting
     weights: WeightPlan
     names: Names
     hidden_size: int
-    """Width of what goes from layer to layer."""
+    """Width of the residual stream."""
     layer: int | None = None
-    """Which; None outside of layers, where names are whole."""
+    """Layer index; None outside of layers, where names are complete."""
     transposed: bool = False
     """See `quintet.executor.model_config.spec.DecoderSpec`."""
     ropes: tuple[RopeSpec, ...] = ()
-    """The model's rotations, in its order."""
+    """The model's rotations, in order."""
     attentions: list[AttentionLayer] = field(default_factory=list)
-    """Where blocks tell which attention they declared, for the model to know all of its."""
+    """The model's attention layers, appended by blocks."""
 
     @property
     def share(self) -> Share:
-        """What this process computes of each block: of one that divides what it has into shares."""
+        """The share of the model that this process computes."""
         return self.setting.share
 
     def name(self, name: str) -> str:
-        """Return the whole of a tensor's name."""
+        """Return the full name of a tensor."""
         return name if self.layer is None else self.names.in_layer(self.layer, name)
 
     def part(
@@ -75,7 +75,7 @@ class Scope:
         )
 
     def norm(self, spec: NormSpec | None, name: str, width: int | None = None) -> Norm | None:
-        """Declare a norm of so many numbers, of the hidden size if nothing is said; None where there is none."""
+        """Declare a norm of ``width`` elements, by default the hidden size; None without a spec."""
         if spec is None:
             return None
         width, name = width or self.hidden_size, self.name(name)
@@ -84,7 +84,7 @@ class Scope:
     def norm_of(
         self, spec: NormSpec, width: int, weight: torch.Tensor | None, name: str | None = None
     ) -> Norm:
-        """Return a norm with this weight; with a bias of ``width`` where it has one, whose tensor follows ``name``."""
+        """Return a norm with this weight, and a bias ``{name}.bias`` of ``width`` elements if the spec has one."""
         bias = self.weights.tensor(f"{name}.bias", width) if spec.biased else None
         offset = spec.offset if spec.kind is NormKind.RMS else 0.0
         return Norm(
@@ -98,9 +98,10 @@ class Scope:
         )
 
     def vector(self, name: str, spec: NormSpec, *shape: int) -> torch.Tensor | None:
-        """Declare the weight of a norm; None where it has none.
+        """Declare the weight of a norm; None if it has none.
 
-        A layer norm's offset is added here, rounded as whoever keeps the sum as a weight rounds it; an RMS norm adds its own.
+        A layer norm's offset is added to the loaded weight, rounded to its dtype. An RMS norm adds its offset when it
+        runs.
         """
         if not spec.weighted:
             return None

@@ -1,4 +1,4 @@
-"""A short convolution between two gates, as LFM2 mixes tokens: ``out(c * conv(b * x))``, all three projected at once."""
+"""Gated short convolution (LFM2): ``out(c * conv(b * x))``, with one projection for all three."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mixers with a state share: rows that ranks divide, parameters in float32, and the short convolution before the scan."""
+"""Common parts of mixers with a state: divided rows, float32 parameters, the short convolution before the scan."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quintet.executor.models.layers.linear import Linear, RowRange
 from quintet.executor.models.layers.states import CausalConv, StatePart
 
 
-def below(scope: Scope, name: str) -> str:
-    """Return the name of one of the mixer's tensors, within its layer."""
+def tensor_name(scope: Scope, name: str) -> str:
+    """Return the name of a mixer's tensor within its layer."""
     return f"{scope.names.state_mixer}.{name}"
 
 
 class KeptRows:
-    """Rows of a tensor, kinds of them one below the other, and which of each kind this rank keeps."""
+    """Consecutive kinds of rows in a tensor, and the range of each kind that this rank keeps."""
 
     def __init__(self, *kinds: KeptRange) -> None:
         self._kinds = kinds
@@ -29,35 +29,35 @@ class KeptRows:
 
     @property
     def whole(self) -> int:
-        """How many the tensor has."""
+        """Number of rows of the tensor."""
         return self._begins[-1]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return those that are kept: of a tensor that has all of them."""
+        """Return the kept rows of a complete tensor."""
         if self._is_all:
             return tensor
         kinds = zip(self._begins, self._kinds, strict=False)
         return torch.cat([tensor[begin + kept.begin : begin + kept.end] for begin, kept in kinds])
 
     def parts(self, scope: Scope, name: str) -> list[RowRange]:
-        """Return the same rows as parts of a linear layer, that is one of the mixer's."""
-        name = below(scope, name)
+        """Return the kept rows as parts of one of the mixer's linear layers."""
+        name = tensor_name(scope, name)
         if self._is_all:
             return [scope.part(name, self.whole)]
         kinds = zip(self._begins, self._kinds, strict=False)
         return [scope.part(name, kept.whole, self.whole, begin).keeping(kept) for begin, kept in kinds]
 
 
-def numbers(
+def parameter(
     scope: Scope,
     name: str,
     rows: KeptRows,
     *rest: int,
     take: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> torch.Tensor:
-    """Declare a parameter ``[rows, *rest]`` of the checkpoint; return what ``take`` makes of the rows that are kept, once loaded.
+    """Declare a checkpoint parameter ``[rows, *rest]``; return ``take`` of its kept rows, filled on loading.
 
-    In float32.
+    The result is float32.
     """
     shape = (rows.whole, *rest)
     whole = torch.empty(take(rows.take(torch.zeros(shape))).shape, device=scope.weights.device)
@@ -65,18 +65,18 @@ def numbers(
     def fill(tensor: torch.Tensor) -> None:
         whole.copy_(take(rows.take(tensor).float()))
 
-    scope.weights.expect(scope.name(below(scope, name)), shape, fill, num_bytes=4 * whole.numel())
+    scope.weights.expect(scope.name(tensor_name(scope, name)), shape, fill, num_bytes=4 * whole.numel())
     return whole
 
 
-def fading(scope: Scope, rows: KeptRows, *rest: int) -> torch.Tensor:
-    """Declare how fast states fade, ``A_log``; return ``-exp`` of it, of a matrix the transposed one."""
-    return numbers(scope, "A_log", rows, *rest, take=lambda tensor: -torch.exp(tensor).t())
+def decay(scope: Scope, rows: KeptRows, *rest: int) -> torch.Tensor:
+    """Declare the decay parameter ``A_log``; return ``-exp(A_log)``, transposed if it is a matrix."""
+    return parameter(scope, "A_log", rows, *rest, take=lambda tensor: -torch.exp(tensor).t())
 
 
 def output(scope: Scope, name: str, kept: KeptRange, rows: int, *, biased: bool = False) -> Linear:
-    """Declare a linear layer whose inputs ranks divide, ``kept`` being this one's."""
-    part = scope.part(below(scope, name), rows).of_inputs(kept, scope.share.own_leaves)
+    """Declare a linear layer with inputs divided over ranks; ``kept`` is this rank's range."""
+    part = scope.part(tensor_name(scope, name), rows).of_inputs(kept, scope.share.own_leaves)
     return scope.linear([part], kept.count, biased=biased)
 
 
@@ -104,7 +104,7 @@ def convolution(
     silu: bool,
     factors: torch.Tensor | None = None,
 ) -> CausalConv:
-    """Declare a convolution; ``factors [channels]``: of its inputs, which it sees as they are otherwise."""
+    """Declare a convolution. factors: ``[channels]``, multipliers of its inputs; None for 1."""
     taps = need.conv[0] + 1
 
     def by_tap(weight: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def convolution(
 
     return CausalConv(
         state=conv_part(scope, need),
-        weight=numbers(scope, f"{name}.weight", channels, 1, taps, take=by_tap),
-        bias=numbers(scope, f"{name}.bias", channels) if biased else None,
+        weight=parameter(scope, f"{name}.weight", channels, 1, taps, take=by_tap),
+        bias=parameter(scope, f"{name}.bias", channels) if biased else None,
         silu=silu,
     )

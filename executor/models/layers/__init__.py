@@ -1,1 +1,1 @@
-"""Parts of models that hold numbers of their own besides weights."""
+"""Layers: the parts of a model with weights or tables."""

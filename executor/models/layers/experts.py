@@ -1,4 +1,4 @@
-"""The experts of one layer: declared while a model is built, filled by a loader, then used."""
+"""The experts of one layer: declared with the model, filled by a loader."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Experts", "Gate"]
 
 
 class StackQuantization(Protocol):
-    """As much of a quantization as experts need."""
+    """The part of a quantization that experts need."""
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `quintet.executor.checkpoints.quant.method.Quantization`."""
 
 
 class Experts:
-    """``sum over chosen e of weight_e * down_e(gate(gate_up_e(x)))``; which are chosen, `Routing` makes of scores."""
+    """``sum over chosen e of weight_e * down_e(gate(gate_up_e(x)))``; `Routing` selects the experts from scores."""
 
     def __init__(
         self,
@@ -40,24 +40,24 @@ class Experts:
         *,
         share: Share = WHOLE,
     ) -> None:
-        """correction: name of the tensor that is added to scores for choosing; None for none. In a row: of a matrix.
+        """correction: name of a tensor added to scores for the selection; None for none. correction_in_row: it is a matrix.
 
-        share: which experts are here, or some columns of all.
+        share: the rank's experts, or its columns of all.
         """
         assert gate_up.columns == 2 * down.depth and gate_up.depth == down.columns, (gate_up, down)
         self.routing = routing
         self.gate = gate
         self.is_partial = not share.is_all
-        """Whether other ranks have other experts, or other columns of each."""
+        """True if other ranks have other experts, or other columns of each."""
         self.kept = share.of_experts(routing.experts)
         self.homes = Homes(share.rank, share.size, share.places) if share.by_experts else ALL_HERE
         self.hidden = gate_up.depth
         self.widest = max(gate_up.columns, gate_up.depth)
-        """Numbers of a chosen expert's row, at most."""
+        """Maximum row width of a chosen expert, in elements."""
         self.gate_up: StackMethod = quantization.stack(gate_up, plan)
         self.down: StackMethod = quantization.stack(down, plan)
         self.correction: torch.Tensor | None = None
-        """fp32 ``[experts]``, whatever the model's number format is: it decides between scores that are close."""
+        """fp32 ``[experts]`` for every model dtype, because it decides between close scores."""
         if correction is not None:
             self.correction = torch.empty(routing.experts, dtype=torch.float32, device=plan.device)
             shape = (1, routing.experts) if correction_in_row else (routing.experts,)
@@ -66,7 +66,7 @@ class Experts:
 
     @cached_property
     def host(self) -> HostExperts | None:
-        """What the host kernels are told, once the weights are there; None where torch computes."""
+        """Arguments of the host kernels, after loading; None if torch computes."""
         if self.gate_up.packed is None or self.down.packed is None:
             return None
         return HostExperts(
@@ -83,12 +83,15 @@ class Experts:
 
     @property
     def tables(self) -> ExpertTables:
-        """What torch multiplies, where there are no packed weights."""
+        """Weights for torch, if they are not packed."""
         assert self.gate_up.table is not None and self.down.table is not None, "the weights are packed"
         return ExpertTables(self.gate_up.table, self.down.table, self.gate_up.bias, self.down.bias)
 
     def __call__(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return each token's sum. x: ``[tokens, hidden]``; scores: ``[tokens, experts]``. May wait for a device."""
+        """Return each token's weighted sum; may synchronize with a device.
+
+        x: ``[tokens, hidden]``; scores: ``[tokens, experts]``.
+        """
         if self.host is not None:
             return self.host(x, scores)
         ids, weights = route(scores, self.routing, self.correction)

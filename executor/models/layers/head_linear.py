@@ -1,4 +1,4 @@
-"""A matrix for each head: declared while a model is built, filled by a loader, then used."""
+"""A matrix per head: declared with the model, filled by a loader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quintet.executor.models.layers.experts import StackQuantization
 
 
 class HeadLinear:
-    """``y[:, head] = x[:, head] @ weight[head].T``: of x ``[tokens, heads * depth]``, y ``[tokens, heads * columns]``."""
+    """``y[:, head] = x[:, head] @ weight[head].T`` for x ``[tokens, heads * depth]``, y ``[tokens, heads * columns]``."""
 
     def __init__(self, quantization: StackQuantization, plan: WeightPlan, shape: StackShape) -> None:
         assert shape.is_exact and not shape.paired and not shape.biases, shape
@@ -23,17 +23,17 @@ class HeadLinear:
 
     @property
     def depth(self) -> int:
-        """Width of the input, of all heads."""
+        """Input width over all heads."""
         return self.shape.experts * self.shape.depth
 
     @property
     def width(self) -> int:
-        """Width of the result, of all heads."""
+        """Output width over all heads."""
         return self.shape.experts * self.shape.columns
 
     @cached_property
     def handles(self) -> ctypes.Array[ctypes.c_void_p]:
-        """The packed weights, as the host kernels take them, once they are there."""
+        """Handles of the packed weights for the host kernels, after loading."""
         packed = self.method.packed
         assert packed is not None, "the weights are not packed"
         return (ctypes.c_void_p * len(packed))(*(each.handle for each in packed))

@@ -1,6 +1,6 @@
-"""Linear layers and the embedding of a model: declared while it is built, filled by a loader, then used.
+"""Linear layers and the embedding of a model: declared with the model, filled by a loader.
 
-Owns no number: the method object that the quantization made for the layer does.
+The quantization's method object owns the weights.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["Embedding", "GatedActivation", "Linear", "RowRange"]
 
 
 class LinearSetting(Protocol):
-    """As much of a model's setting as its linear layers need."""
+    """The part of a model's setting that linear layers need."""
 
     @property
     def quantization(self) -> Quantization:
-        """Who makes their methods."""
+        """The quantization that creates their methods."""
 
 
 class Linear:
-    """``activation(x @ weight.T + bias)``, the weights of several parts stacked."""
+    """``activation(x @ weight.T + bias)``, with the weights of several parts stacked."""
 
     __slots__ = ("method", "shape")
 
@@ -52,22 +52,22 @@ class Linear:
 
     @property
     def columns(self) -> int:
-        """Rows of all parts; the result is half as wide where the activation multiplies gates and ups."""
+        """Rows of all parts; a gated activation halves the output width."""
         return self.shape.columns
 
     @property
     def width(self) -> int:
-        """Width of the result."""
+        """Output width."""
         return self.columns // 2 if self.activation else self.columns
 
     @property
     def depth(self) -> int:
-        """Width of the input."""
+        """Input width."""
         return self.shape.depth
 
     @property
     def activation(self) -> GatedActivation:
-        """What the result goes through."""
+        """The fused gated activation."""
         return self.shape.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Linear:
 
 
 class Embedding:
-    """Rows by token id: of a table of its own, or of a linear layer's weight, mostly the output layer's it is tied to."""
+    """Rows by token id from a table, or from a linear layer's weight: usually the tied output layer."""
 
     __slots__ = ("_method", "_plan", "_table", "width")
 
@@ -89,7 +89,7 @@ class Embedding:
         width: int,
         tied_to: Linear | None = None,
     ) -> None:
-        """Expect ``name`` (without ``.weight``), unless ``tied_to`` holds the same numbers already."""
+        """Expect the tensor ``name`` (without ``.weight``), unless ``tied_to`` already holds unquantized weights."""
         self._plan = plan
         if tied_to is not None and not tied_to.method.is_quantized:
             self._method: LinearMethod | None = tied_to.method
@@ -103,12 +103,12 @@ class Embedding:
 
     @property
     def packed(self) -> PackedWeight | None:
-        """A weight whose columns are the rows; None where there is a table."""
+        """A packed weight, with the rows as its columns; None if there is a table."""
         return None if self._method is None else self._method.packed
 
     @property
     def table(self) -> torch.Tensor | None:
-        """``[rows, width]`` in the model's number format, row-major; None where there is a packed weight."""
+        """``[rows, width]`` in the model's dtype, row-major; None if there is a packed weight."""
         return self._table if self._method is None else self._method.table
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Embedding:
         return self.table.index_select(0, token_ids)
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        """Keep the view of the mapped file where it is in the right format: only rows that are asked for are ever read."""
+        """Keep the view of the mapped file if its dtype matches: then only rows in use are read."""
         self._table = tensor.to(device=self._plan.device, dtype=self._plan.dtype)
 
 

@@ -1,4 +1,4 @@
-"""A norm of a model: what is normed together, and the numbers that scale and shift the result.
+"""A norm of a model: group width, kind, scale and bias.
 
 RMS norm: Zhang and Sennrich, "Root mean square layer normalization", 2019. Layer norm: Ba, Kiros and Hinton, "Layer
 normalization", 2016.
@@ -17,28 +17,28 @@ from quintet.executor.model_config.spec import NormKind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Norm:
-    """``x / deviation * (offset + weight) + bias`` of each group of ``width`` numbers of a row."""
+    """``x / deviation * (offset + weight) + bias`` of each group of ``width`` elements of a row."""
 
     kind: NormKind
     width: int
-    """Numbers normed together. A wider value is normed group by group: a head by itself."""
+    """Elements normed together. A wider value is normed group by group, for example per head."""
     eps: float
     weight: torch.Tensor | None = None
-    """``[width]``, the same for all groups, or as long as the value; None for ones."""
+    """``[width]``, common to all groups, or as long as the value; None for ones."""
     bias: torch.Tensor | None = None
-    """As long as the weight; None for zeros. A layer norm's."""
+    """Layer norm only: as long as the weight; None for zeros."""
     offset: float = 0.0
     """Added to an RMS norm's weight (Gemma: 1)."""
     rounds_once: bool = False
-    """Of an RMS norm: whether the product with the weight alone is rounded, as it is where there is an offset; else the quotient
-    is rounded first."""
+    """RMS norm only: round the product with the weight, as with an offset, instead of the quotient.
+    """
 
     def __post_init__(self) -> None:
         allowed = self.bias is None if self.kind is NormKind.RMS else self.offset == 0.0
         assert allowed, "an RMS norm has no bias, a layer norm no offset"
 
     def groups(self, width: int) -> int:
-        """Return how many groups a value of so many numbers is, and see to it that the weights are as long as they must be."""
+        """Return the number of groups in a value of ``width`` elements; check the lengths of weight and bias."""
         count, rest = divmod(width, self.width)
         assert count > 0 and rest == 0, f"a norm of {self.width} numbers of a value of {width}"
         for vector in (self.weight, self.bias):
@@ -48,11 +48,11 @@ class Norm:
 
     @property
     def is_per_group(self) -> bool:
-        """Whether each group has weights of its own."""
+        """True if each group has separate weights."""
         return any(v is not None and v.numel() != self.width for v in (self.weight, self.bias))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x [..., width]`` normed, with torch: the reference."""
+        """Return ``x [..., width]`` normed, computed with torch: the reference."""
         grouped = x.unflatten(-1, (self.groups(x.shape[-1]), self.width))
         weight, bias = (None if v is None else v.view(-1, self.width) for v in (self.weight, self.bias))
         if self.kind is NormKind.RMS:

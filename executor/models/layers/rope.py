@@ -1,21 +1,23 @@
-"""Rotary position embedding: from a model card's settings to cosines and sines.
+"""Rotary position embedding: cosines and sines from a model card's settings.
 
-Every kind of scaling that transformers knows is here, written from its paper or its own description:
+Types of scaling, as in transformers:
 
 - ``linear``: position interpolation (Chen et al., "Extending context window via positional interpolation", 2023);
-- ``dynamic``: NTK-aware scaling by the length in use (bloc97 and emozilla, 2023);
+- ``dynamic``: NTK-aware scaling by sequence length (bloc97 and emozilla, 2023);
 - ``yarn``: Peng et al., "YaRN: efficient context window extension of large language models", 2023;
 - ``llama3``: the piecewise rule of Meta's Llama 3.1 release, 2024;
-- ``longrope``: Ding et al., "LongRoPE: extending LLM context window beyond 2 million tokens", 2024;
-- ``factors``: what each frequency is divided by, as GGUF files have the rule of Llama 3.1 worked out.
+- ``longrope``: Ding et al., "LongRoPE: extending LLM context window beyond 2 million tokens", 2024.
 
-And one that transformers does not know, ``stairs``: Qwen 1's (Bai et al., "Qwen technical report", 2023, section 2.3): NTK-aware
-scaling by 1, 3, 7, 15, … for prompts of up to one, two, four, eight times the trained length.
+Types that transformers does not have:
 
-``dynamic`` and ``longrope`` depend on "the length in use". transformers takes the longest of the batch at that step, so
-that a token's rotation would depend on its neighbours and on how a prompt was cut into chunks. Here the length of a
-token is the longer of its prompt and its own position plus one: what transformers does for a request alone, whatever
-the batch. ``stairs`` depends on the prompt alone, as its publisher's own code keeps the scale that it began with.
+- ``factors``: a divisor per frequency, as GGUF files store Llama 3.1's rule;
+- ``stairs``: Qwen 1 (Bai et al., "Qwen technical report", 2023, section 2.3). NTK-aware scaling by 1, 3, 7, 15, … for
+  prompts of up to 1, 2, 4, 8 times the trained length.
+
+``dynamic`` and ``longrope`` depend on the sequence length. transformers uses the longest sequence of the batch, so a
+token's rotation depends on the batch and on chunked prefill. Here a token's length is the maximum of its prompt
+length and its position plus one. This equals transformers for a single request. ``stairs`` depends on the prompt
+length only, as in Qwen's code.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from quintet.executor.model_config.rope import RopeSpec
 
 
 class Rope:
-    """Cosines and sines for the tokens of a step. One per model; computed once per step, used by every layer."""
+    """Cosines and sines for the tokens of a step; computed once per step for all layers."""
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self.spec = spec
@@ -43,7 +45,7 @@ class Rope:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines ``[num_tokens, 1, rotary_dim]``.
 
-        positions: ``[num_tokens]``; prompts: ``[num_tokens]``, the length of each token's prompt, needed where
+        positions: ``[num_tokens]``; prompts: ``[num_tokens]``, the length of each token's prompt, required if
         `RopeSpec.depends_on_length`.
         """
         frequencies = self._frequencies
@@ -66,7 +68,7 @@ class Rope:
         return self._stretched(lengths.clamp(min=most).double() * (factor / most) - (factor - 1))
 
     def _stretched(self, stretch: torch.Tensor) -> torch.Tensor:
-        """Return the frequencies of each token's own base, NTK-aware; stretch: float64 ``[num_tokens]``."""
+        """Return the NTK-aware frequencies of each token's base; stretch: float64 ``[num_tokens]``."""
         dim = self.spec.rotary_dim
         bases = self.spec.theta * stretch ** (dim / (dim - 2))
         return (1.0 / bases.unsqueeze(1) ** _exponents(dim, stretch.device).double()).float()
@@ -93,7 +95,7 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
-    """Keep short waves, stretch long ones by ``factor``, and blend in between."""
+    """Keep short wavelengths, divide the frequencies of long ones by ``factor``, and interpolate in between."""
     factor, low, high = _factor(spec), spec.low_freq_factor, spec.high_freq_factor
     assert low is not None and high is not None, spec
     wavelengths = 2 * math.pi / plain
@@ -106,14 +108,17 @@ def _llama3(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
 
 
 def _yarn(spec: RopeSpec) -> tuple[torch.Tensor, float]:
-    """Interpolate dimensions that turn less than ``beta_slow`` times in the original context, keep those that turn more
-    than ``beta_fast`` times, and ramp in between (section 3.2); scale attention by temperature (section 3.3)."""
+    """Interpolate dimensions by their number of turns in the original context.
+
+    Below ``beta_slow`` turns: interpolate; above ``beta_fast``: keep; between: ramp (section 3.2). Attention is
+    scaled by a temperature (section 3.3).
+    """
     dim, factor = spec.rotary_dim, _factor(spec)
 
-    def dimension_turning(times: float) -> float:
+    def dimension_of_turns(times: float) -> float:
         return dim * math.log(spec.original_positions / (times * 2 * math.pi)) / (2 * math.log(spec.theta))
 
-    low, high = dimension_turning(spec.beta_fast), dimension_turning(spec.beta_slow)
+    low, high = dimension_of_turns(spec.beta_fast), dimension_of_turns(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -134,12 +139,12 @@ def _yarn(spec: RopeSpec) -> tuple[torch.Tensor, float]:
 
 
 def _factor(spec: RopeSpec) -> float:
-    """Return the card's stretch, or what its two lengths say."""
+    """Return the card's scaling factor, or the quotient of its two lengths."""
     return spec.max_positions / spec.original_positions if spec.factor is None else spec.factor
 
 
 def _scaled_by(spec: RopeSpec, factors: tuple[float, ...]) -> torch.Tensor:
-    """Return the frequencies divided by the factor of each."""
+    """Return the frequencies, each divided by its factor."""
     return 1.0 / (torch.tensor(factors) * spec.theta ** _exponents(spec.rotary_dim))
 
 

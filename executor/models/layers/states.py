@@ -1,6 +1,6 @@
-"""Layers whose tokens leave a state of fixed size behind: what they are made of, and where in a layer's state theirs lies.
+"""Layers with a state of fixed size: their parameters, and the position of their part in a layer's state.
 
-Parameters are float32 whatever the model's number format, as checkpoints' are: they are few, and decide how a state fades.
+Parameters are float32 for every model dtype, as in checkpoints: they are few and determine the state's decay.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePart:
-    """Some numbers of a layer's state."""
+    """A part of a layer's state."""
 
     index: int
-    """Which layer's state."""
+    """Layer index."""
     offset: int
-    """Bytes before it in the state of a request."""
+    """Offset in bytes in a request's state."""
     shape: tuple[int, ...]
 
     def of(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -29,7 +29,7 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CausalConv:
-    """See `quintet.executor.backends.cpu.ops.causal_conv`. Its state has the model's number format."""
+    """See `quintet.executor.backends.cpu.ops.causal_conv`. Its state has the model's dtype."""
 
     state: StatePart
     """``[taps - 1, channels]``"""
@@ -60,7 +60,7 @@ class HeadScan:
     state: StatePart
     """``[heads, state_size, head_dim]``"""
     groups: int
-    """Heads of a group share what is read and written of the state."""
+    """Heads of a group share the state's inputs and outputs."""
     a: torch.Tensor
     """float32 ``[heads]``; ``dt_bias`` and ``skip`` too."""
     dt_bias: torch.Tensor
@@ -75,7 +75,7 @@ class DeltaRule:
     state: StatePart
     """``[heads, key_dim, head_dim]``"""
     key_heads: int
-    """Each serves ``heads / key_heads`` heads of values."""
+    """Each serves ``heads / key_heads`` value heads."""
     a: torch.Tensor
     """float32 ``[heads]``; ``dt_bias`` too."""
     dt_bias: torch.Tensor
