@@ -30,7 +30,7 @@ from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.distributed.parallel.balancer import Balancer
 from quintet.executor.distributed.parallel.expert_copies import CopyChunk
 from quintet.executor.distributed.parallel.placement import Copy, homes_of
-from quintet.executor.worker import STEPS_PER_CHORE
+from quintet.executor.worker import STEPS_PER_IDLE_TASK
 from quintet.wire.config import EplbConfig
 
 EXPERTS, CHOSEN = 128, 8
@@ -132,8 +132,8 @@ def play(
         if step == first:
             layer.asked[-2:], evenly, before = 0, 0.0, (balancer.num_copies, balancer.bytes_moved)
         balancer.note_step()
-        if places and step % STEPS_PER_CHORE == 0:
-            balancer.do_chore()
+        if places and step % STEPS_PER_IDLE_TASK == 0:
+            balancer.run_idle_task()
         divide(ctypes.addressof(described), counts.ctypes.data)
         evenly += _busiest_evenly(counts, homes, copies)
     busiest, everybody = layer.asked[-2:].tolist()

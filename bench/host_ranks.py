@@ -27,9 +27,9 @@ from bench.overhead.run import Machine, _commit, machine
 from bench.stages import run
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.backends.platforms.shares import take_share
-from quintet.executor.distributed.hosts.member import OwnPlace
+from quintet.executor.distributed.hosts.member import MemberSettings
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
-from quintet.executor.distributed.parallel.leader import make_leading_worker
+from quintet.executor.distributed.parallel.leader import make_leader_worker
 from quintet.executor.worker import Worker
 from quintet.process.trace import no_span
 from quintet.wire.config import EngineConfig, HostsConfig
@@ -67,7 +67,7 @@ def other_host(config: EngineConfig, folder: Path) -> Iterator[EngineConfig]:
     key.write_bytes(os.urandom(32))
     there.mkdir()
     hosts = HostsConfig(count=2, address=f"127.0.0.1:{free_port()}", key_file=str(key))
-    own = OwnPlace(
+    own = MemberSettings(
         host=1, hosts=hosts, run_dir=str(there), model_path=config.model.path, packed_cache=None,
         threads=config.executor.threads, log_level="WARNING", available_bytes=1 << 50,
     )  # fmt: skip
@@ -101,10 +101,10 @@ def measure(shape: str, hosts: int) -> list[Figure]:
         if hosts > 1:
             config = stack.enter_context(other_host(config, folder))
         followers = stack.enter_context(closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)))
-        worker = make_leading_worker(take_share(0, config), no_span, followers)
+        worker = make_leader_worker(take_share(0, config), no_span, followers)
         assert isinstance(worker, Worker)
-        while worker.has_chores:
-            worker.do_chore()
+        while worker.has_idle_tasks:
+            worker.run_idle_task()
         figures = []
         for requests, new, context, rounds in CASES:
             worker.reset()

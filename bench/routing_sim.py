@@ -20,7 +20,7 @@ from functools import partial
 from statistics import median, quantiles
 
 from bench.routing import NUM_ENGINES, OUTPUT_LEN, SHAPES, sizes
-from quintet.frontend.load_balancing.engine_load import USUAL_OVER
+from quintet.frontend.load_balancing.engine_load import MEAN_OVER
 from quintet.frontend.load_balancing.load_balancer import Candidate, choose
 from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS
 from quintet.wire.config import Routing
@@ -106,9 +106,9 @@ def play(counts: list[int], arrivals_s: list[float], choice: Choose, step_s: flo
         now_s, kind, at = heapq.heappop(events)
         if kind == 0:
             request, turn = requests[at], turn + 1
-            known = max(PIECE_TOKENS, usual) if turn > USUAL_OVER // 4 else 0.0
+            known = max(PIECE_TOKENS, usual) if turn > MEAN_OVER // 4 else 0.0
             index = choice(engines, request.size, turn, known)
-            usual += (request.size - usual) / min(turn, USUAL_OVER)
+            usual += (request.size - usual) / min(turn, MEAN_OVER)
             engines[index].waiting.append(request)
             engines[index].num_queued += request.size
             if not engines[index].is_busy:

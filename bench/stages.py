@@ -27,7 +27,7 @@ from bench.overhead.run import Machine, _commit, machine
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
-from quintet.executor.distributed.parallel.leader import make_leading_worker
+from quintet.executor.distributed.parallel.leader import make_leader_worker
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.interface import Pending, StepWorker
 from quintet.executor.worker import Worker, make_torch_worker
@@ -102,15 +102,15 @@ def measure(shape: str, stages: int, threads: int) -> list[Figure]:
                 make_torch_worker(config), stages, config.model.vocab_size, config.model.max_model_len
             )
         with closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
-            worker = make_leading_worker(take_share(0, config), no_span, followers)
+            worker = make_leader_worker(take_share(0, config), no_span, followers)
             figures = _figures(worker, stages, config.model.vocab_size, config.model.max_model_len)
     return figures
 
 
 def _figures(worker: StepWorker, stages: int, vocab_size: int, length: int) -> list[Figure]:
     assert isinstance(worker, Worker | PipelineWorker)
-    while worker.has_chores:  # what a server has behind it after its first idle seconds
-        worker.do_chore()
+    while worker.has_idle_tasks:  # what a server has behind it after its first idle seconds
+        worker.run_idle_task()
     figures = []
     for requests, new, context, rounds in CASES:
         worker.reset()

@@ -33,7 +33,7 @@ from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.batch import Rows
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
-from quintet.executor.distributed.parallel.leader import make_leading_worker
+from quintet.executor.distributed.parallel.leader import make_leader_worker
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.fitting import leaves_of
 from quintet.executor.model_config.registry import FAMILIES
@@ -281,7 +281,7 @@ def loaded(config: EngineConfig) -> Iterator[tuple[Worker, EngineConfig]]:
         return
     with closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
         config = take_share(0, config)
-        worker = make_leading_worker(config, no_span, followers)
+        worker = make_leader_worker(config, no_span, followers)
         assert isinstance(worker, Worker), "steps of a pipeline are not waited for one by one"
         yield worker, config
 
@@ -372,8 +372,8 @@ def main() -> None:
             )
         with loaded(config) as (worker, config):
             print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
-            while worker.has_chores:  # what a server has behind it after its first idle seconds
-                worker.do_chore()
+            while worker.has_idle_tasks:  # what a server has behind it after its first idle seconds
+                worker.run_idle_task()
             write_kv(worker)
             for num_rows in args.rows:
                 measure(worker, num_rows, args, config.model.vocab_size, config.model.max_model_len)

@@ -152,7 +152,7 @@ class Core:
             self.metrics.hop_result.observe(max(0, now - message.sent_ns) * S)
             flights = self.engine.state.in_flight if self.engine.state else ()
             if flights and flights[0].step == message.step:
-                self._compare_active_slots(message, flights[0].num_tenants)
+                self._compare_active_slots(message, flights[0].num_active_slots)
                 self.process.progress += 1
             effects = self._commit(message, now)
             self._span("commit", message.step, start_ns)
@@ -257,15 +257,18 @@ class Core:
             self._note_differences("awaited by a frontend, but not alive here", unknown)
             self._send_unknown(unknown)
 
-    def _compare_active_slots(self, result: StepResult, num_tenants: int) -> None:
-        if result.num_tenants is not None and result.num_tenants != num_tenants:
-            self.metrics.audit_differences.inc(abs(result.num_tenants - num_tenants))
+    def _compare_active_slots(self, result: StepResult, num_active_slots: int) -> None:
+        if result.num_active_slots is not None and result.num_active_slots != num_active_slots:
+            self.metrics.request_state_mismatches.inc(abs(result.num_active_slots - num_active_slots))
             self.process.log.warning(
-                "step %d: executor has %d active slots, core %d", result.step, result.num_tenants, num_tenants
+                "step %d: executor has %d active slots, core %d",
+                result.step,
+                result.num_active_slots,
+                num_active_slots,
             )
 
     def _note_differences(self, what: str, request_ids: Sequence[int]) -> None:
-        self.metrics.audit_differences.inc(len(request_ids))
+        self.metrics.request_state_mismatches.inc(len(request_ids))
         self.process.log.warning("%d requests are %s: %s", len(request_ids), what, list(request_ids[:8]))
 
     def _send_unknown(self, request_ids: Sequence[int]) -> None:

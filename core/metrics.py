@@ -98,7 +98,7 @@ class CoreMetrics:
             ("executor_losses", counter("executor_losses", "Executors that died, and steps that raised.")),
             (
                 "poison_requests",
-                counter("requests_convicted", "Poison requests: they made the executor fail."),
+                counter("poison_requests", "Poison requests: they made the executor fail."),
             ),
             (
                 "poison_rejections",
@@ -133,8 +133,8 @@ class CoreMetrics:
             "Generated tokens of a request's longest choice.",
             (0, *COUNT_BUCKETS),
         )
-        self.audit_differences = counter(
-            "audit_differences",
+        self.request_state_mismatches = counter(
+            "request_state_mismatches",
             "Requests alive in one process but not in the other, in two reports in a row.",
         )
         self._gauge = gauge

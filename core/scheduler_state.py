@@ -71,7 +71,7 @@ class InFlightPlan:
     """Per row: end of the computed positions (exclusive)."""
     samples: bytes
     num_tokens: int
-    num_tenants: int
+    num_active_slots: int
     """Occupied slots after the plan."""
     planned_ns: int
 

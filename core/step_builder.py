@@ -123,7 +123,7 @@ class StepBuilder:
             ends=[request.planned for request in rows],
             samples=samples,
             num_tokens=sum(counts),
-            num_tenants=len(state.running),
+            num_active_slots=len(state.running),
             planned_ns=now_ns,
         )
         swaps_out = state.pool.tiers.take_copies()

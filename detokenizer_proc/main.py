@@ -112,7 +112,7 @@ class Detokenizer:
         self._num_tokens = metrics.counter("detokenized_tokens", "Tokens turned into text.")
         self._num_stop_hits = metrics.counter("stop_string_hits", "Requests ended by a stop string.")
         self._num_differences = metrics.counter(
-            "audit_differences", "Requests open in only one of two processes, twice in a row."
+            "request_state_mismatches", "Requests open in only one of two processes, twice in a row."
         )
         self._num_open = metrics.gauge("detokenizer_open_requests", "Requests open in the detokenizer.")
 

@@ -104,7 +104,7 @@ class OutputParsers:
         prompt_ids = unpack_i32(opened.prompt_ids)[-PROMPT_TAIL:]
         prompt = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.flush()
         parser = registry.build(reading.reasoning, reading.tools, reading.schemas, prompt)
-        return OutputReader(parser, requires_calls=reading.insists)
+        return OutputReader(parser, requires_calls=reading.requires_calls)
 
 
 def _is_read(opened: Open) -> bool:

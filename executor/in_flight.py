@@ -34,7 +34,7 @@ class StartedStep:
 
     plan: StepPlan
     pending: Pending
-    num_tenants: int
+    num_active_slots: int
     """Slots in use after the plan."""
     free_ns: int
     """Time at which the result before it was sent."""

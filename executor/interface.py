@@ -128,7 +128,7 @@ class StepWorker(Protocol):
         """
 
     @property
-    def num_tenants(self) -> int:
+    def num_active_slots(self) -> int:
         """Slots in use after the last started plan."""
 
     @property
@@ -140,10 +140,10 @@ class StepWorker(Protocol):
         """Load counters of the model's experts; None if the model has none or they are not counted."""
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_tasks(self) -> bool:
         """True if idle tasks are left."""
 
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         """Run one short idle task. Called with no step in flight."""
 
     def waits_for(self, plan: StepPlan) -> bool:

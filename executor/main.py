@@ -41,8 +41,8 @@ WORKERS = {
 """``ExecutorConfig.kind`` to the function that makes the worker. Imported on selection: the mock needs no torch."""
 
 LEADERS = {
-    "cpu": "quintet.executor.distributed.parallel.leader:make_leading_worker",
-    "cuda": "quintet.executor.backends.cuda.leader:make_leading_worker",
+    "cpu": "quintet.executor.distributed.parallel.leader:make_leader_worker",
+    "cuda": "quintet.executor.backends.cuda.leader:make_leader_worker",
 }
 """``ExecutorConfig.device`` to the function that makes rank 0's worker; the function also takes the other ranks."""
 
@@ -154,7 +154,7 @@ class Executor:
 
     def run_once(self) -> None:
         """Wait for messages and handle them; run an idle task instead while no step is in flight."""
-        if self._in_flight or not self._worker.has_chores:
+        if self._in_flight or not self._worker.has_idle_tasks:
             self.handle(self._process.receive())
             return
         messages = self._process.receive(0.0)
@@ -166,7 +166,7 @@ class Executor:
     def _run_idle_task(self) -> None:
         """Run one idle task as pending work, so that heartbeats detect a hang: ranks wait for each other in it."""
         self._process.pending += 1
-        self._worker.do_chore()
+        self._worker.run_idle_task()
         self._process.progress += 1
         self._process.pending -= 1
 
@@ -245,7 +245,7 @@ class Executor:
             else:
                 self._process.pending -= 1
             return
-        started = StartedStep(plan, pending, self._worker.num_tenants, free_ns, started_ns)
+        started = StartedStep(plan, pending, self._worker.num_active_slots, free_ns, started_ns)
         # Not "has it ended?": replay of a recorded executor must settle each step in the same iteration.
         if isinstance(pending, Finished) and not self._in_flight:
             self._end(started)
@@ -278,7 +278,7 @@ class Executor:
         free_ns = max(started.started_ns, self._ended_ns)
         self._ended_ns = ended_ns = time.monotonic_ns()
         device_ms, gap_ms = pending.device_ms, pending.gap_ms
-        result.num_tenants = started.num_tenants
+        result.num_active_slots = started.num_active_slots
         result.wait_ns = started.started_ns - started.free_ns if gap_ms is None else round(gap_ms * 1e6)
         result.compute_ns = ended_ns - free_ns if device_ms is None else round(device_ms * 1e6)
         if device_ms is not None:
@@ -366,7 +366,7 @@ def error_text(error: Exception) -> str:
 
 def serve(process: Process[Message]) -> None:
     """Start the worker, then execute plans until the process is stopped."""
-    process.beat_from_a_thread()
+    process.start_heartbeat_thread()
     followers = None
     try:
         if process.config.executor.num_ranks > 1:

@@ -33,7 +33,7 @@ class MockWorker:
 
     num_split = num_host_blocks = swap_bytes_per_s = 0
     experts = None
-    has_chores = False
+    has_idle_tasks = False
     kv_disk = kv_peers = kv_store = None
 
     def __init__(
@@ -66,7 +66,7 @@ class MockWorker:
         return {"worker": f"mock, {self._step_s * 1e3:g} ms a step", "blocks": str(self.num_blocks)}
 
     @property
-    def num_tenants(self) -> int:
+    def num_active_slots(self) -> int:
         """Slots in use."""
         return len(self._used_slots)
 
@@ -81,7 +81,7 @@ class MockWorker:
         """Return False: there is no device."""
         return False
 
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         """Do nothing: there are no idle tasks."""
 
     def waits_for(self, plan: StepPlan) -> bool:

@@ -35,14 +35,16 @@ log = logging.getLogger(__name__)
 class OomSplit:
     """Computes steps, splits those that run out of memory, and counts the splits."""
 
-    def __init__(self, release: Callable[[], None], go_on: Callable[[int], bytes] | None = None) -> None:
+    def __init__(
+        self, release: Callable[[], None], continue_states: Callable[[int], bytes] | None = None
+    ) -> None:
         """``release`` returns an allocator's cached memory to the system.
 
-        go_on: for a model with states, makes a slot continue from its latest states. It returns the block entries
-        that pass this to a device (`quintet.executor.slots.SlotTables.go_on`).
+        continue_states: for a model with states, makes a slot continue from its latest states. It returns the block entries
+        that pass this to a device (`quintet.executor.slots.SlotTables.continue_states`).
         """
         self._release = release
-        self._continue_states = go_on
+        self._continue_states = continue_states
         self._max_tokens: int | None = None
         """Token limit of a step that cannot be repeated, once a larger one ran out of memory."""
         self.num_split = 0

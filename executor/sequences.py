@@ -11,7 +11,7 @@ from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.step import StepPlan
 
-Piece = tuple[int, int, int]
+SequencePart = tuple[int, int, int]
 """A row: slot, first position, tokens."""
 
 
@@ -24,7 +24,7 @@ def place(tables: SlotTables, slot: int, tokens: torch.Tensor, width: int) -> No
     tables.block_table[:, slot, :width] = blocks + slot * num_groups * width
 
 
-def plan_of_pieces(rows: Sequence[Piece], draws: bool) -> StepPlan:
+def plan_of_pieces(rows: Sequence[SequencePart], draws: bool) -> StepPlan:
     """Return a step of these rows; ``draws``: whether each row draws a token."""
     return StepPlan(
         step=0,

@@ -63,7 +63,7 @@ class SlotTables:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
             self.block_table[entries[:, 1], entries[:, 0], entries[:, 2]] = entries[:, 3]
 
-    def go_on(self, slot: int) -> bytes:
+    def continue_states(self, slot: int) -> bytes:
         """Make a slot's next tokens continue from its latest states; return the block entries in plan format."""
         entries = []
         for index, group in enumerate(self.kv.groups):
@@ -77,7 +77,7 @@ class SlotTables:
         return int(self.generations[slot]) if self.is_used[slot] else None
 
     @property
-    def num_tenants(self) -> int:
+    def num_active_slots(self) -> int:
         """Slots in use."""
         return int(np.count_nonzero(self.is_used))
 

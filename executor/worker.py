@@ -54,7 +54,7 @@ EAGER_KV_BYTES = 4 << 30
 
 IDLE_TASK_S = 0.003
 """Target duration of an idle task in seconds: about 1/20 of a step."""
-STEPS_PER_CHORE = 4
+STEPS_PER_IDLE_TASK = 4
 """Under load, one idle task runs every so many steps. Measured: a step is 10% shorter with the weights on huge pages."""
 
 
@@ -95,7 +95,7 @@ class Worker:
         grammars = Grammars(max_num_seqs, model)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         share, moves = WHOLE if ranks is None else ranks.share, Moves(ranks)
-        own = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes), share.turn)
+        own = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes), share.stripe)
         self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, moves)
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
@@ -109,7 +109,7 @@ class Worker:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._oom_split = OomSplit(
             torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
-            self.tables.go_on if model.kv.has_states else None,
+            self.tables.continue_states if model.kv.has_states else None,
         )
 
     @property
@@ -118,9 +118,9 @@ class Worker:
         return self.runner.work_done
 
     @property
-    def num_tenants(self) -> int:
+    def num_active_slots(self) -> int:
         """Slots in use."""
-        return self.tables.num_tenants
+        return self.tables.num_active_slots
 
     def reset(self) -> None:
         """Reset every table."""
@@ -137,20 +137,20 @@ class Worker:
         return isinstance(error, torch.AcceleratorError | TablesDiffer)
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_tasks(self) -> bool:
         """True if weights of any rank remain on small pages, or experts on overloaded ranks."""
-        if self._stage is not None and self._stage.has_chores:
+        if self._stage is not None and self._stage.has_idle_tasks:
             return True
-        is_scattered = self._weights is not None and self._weights.is_scattered
-        return is_scattered or (self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0)
+        is_fragmented = self._weights is not None and self._weights.is_fragmented
+        return is_fragmented or (self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0)
 
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         """Move some weights to huge pages on every rank, or copy an expert to another rank."""
         if self._stage is not None:
-            self._stage.do_chore()
+            self._stage.run_idle_task()
         if self._ranks is not None:
             self._ranks.send_idle_task()
-        if self._weights is not None and self._weights.is_scattered:
+        if self._weights is not None and self._weights.is_fragmented:
             self._weights.gather(IDLE_TASK_S)
 
     @property
@@ -165,8 +165,8 @@ class Worker:
     def begin(self, plan: StepPlan) -> Finished:
         """Execute the plan and wait for the device; the worker in `quintet.executor.backends.cuda` does not wait."""
         self._num_started += 1
-        if self._num_started % STEPS_PER_CHORE == 0 and self.has_chores:
-            self.do_chore()  # a busy server gains most
+        if self._num_started % STEPS_PER_IDLE_TASK == 0 and self.has_idle_tasks:
+            self.run_idle_task()  # a busy server gains most
             self._span("chores", plan.step)
         return Finished(self.execute(plan))
 
@@ -192,7 +192,7 @@ class Worker:
         rows = Rows(plan)
         masks = self._sampler.begin_masks(rows)
         result: StepResult | None = None
-        if not self._sampler.wants_more(rows):
+        if not self._sampler.needs_logits(rows):
             tokens = self.runner.forward_and_draw(rows, self.tables, self._sampler.settings, masks)
             if tokens is not None:
                 result = StepResult(plan.step, 0, tokens)

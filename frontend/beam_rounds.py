@@ -18,7 +18,7 @@ Ask = Callable[[Sequence[TokenPrompt], SamplingParams], Awaitable[Sequence[Posit
 """Samples one token after each prompt, and returns its log-probabilities with the most likely alternatives."""
 
 
-def fitting(num_prompt: int, max_tokens: int | None, max_model_len: int, field: str) -> int:
+def output_limit(num_prompt: int, max_tokens: int | None, max_model_len: int, field: str) -> int:
     """Return the output limit: ``max_tokens``, or the rest of the context. Raises `RequestError` if it does not fit."""
     num_left = max_model_len - num_prompt
     if num_left < (1 if max_tokens is None else max_tokens):

@@ -1,7 +1,7 @@
 """Message handlers of one frontend: its sessions and RPC calls.
 
 Shared by the HTTP frontend and the Python API, so that both recover from lost messages and workers in the same way. Has no
-HTTP, sockets or clocks: the owner of the event loop passes messages and calls `InboxHandlers.give_account` periodically.
+HTTP, sockets or clocks: the owner of the event loop passes messages and calls `InboxHandlers.send_reports` periodically.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenize
 from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import MetricsReport, Topology
 
-ForRequests = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | KvReport
+FrontendInbox = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | KvReport
 """Inbox messages of a frontend, in addition to those of every process."""
 
-Inbound = ForRequests | Topology | MetricsReport | Dropped
+Inbound = FrontendInbox | Topology | MetricsReport | Dropped
 
-ACCOUNT_S = 5.0
+REPORT_INTERVAL_S = 5.0
 """Seconds between two reconciliation reports."""
 
 
@@ -55,7 +55,7 @@ class InboxHandlers:
             case _:
                 self.queries.handle(message)
 
-    def give_account(self) -> None:
-        """Send the reconciliation reports. Call every `ACCOUNT_S`."""
+    def send_reports(self) -> None:
+        """Send the reconciliation reports. Call every `REPORT_INTERVAL_S`."""
         for role, index, report in self.sessions.in_flight_reports():
             self._send(role, index, report)

@@ -27,7 +27,7 @@ from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.app import App
 from quintet.frontend.http.auth import with_cors
 from quintet.frontend.http.connection import IDLE_S, Protocol, bound_send_buffer
-from quintet.frontend.inbox_handlers import ACCOUNT_S, ForRequests, Inbound
+from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox, Inbound
 from quintet.frontend.service import Service
 from quintet.process.runtime import Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig
@@ -110,7 +110,7 @@ class Frontend:
     """The frontend process: HTTP connections and process messages share one event loop."""
 
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
-        self._process: Process[Inbound | Drain] = Process(me, config, ForRequests)
+        self._process: Process[Inbound | Drain] = Process(me, config, FrontendInbox)
         self._service = Service(
             me, self._process.peers.send, config, self._process.metrics, self._process.span
         )
@@ -172,8 +172,8 @@ class Frontend:
         loop.call_at(now_s + LAG_INTERVAL_S, self._measure_lag, loop, now_s + LAG_INTERVAL_S)
 
     def _report_in_flight(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._service.inbox.give_account()
-        loop.call_later(ACCOUNT_S, self._report_in_flight, loop)
+        self._service.inbox.send_reports()
+        loop.call_later(REPORT_INTERVAL_S, self._report_in_flight, loop)
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve until the supervisor stops the process.
@@ -185,7 +185,7 @@ class Frontend:
         loop.set_exception_handler(self._on_loop_error)
         self._process.attach(loop, self._handle)
         self._measure_lag(loop, loop.time())
-        loop.call_later(ACCOUNT_S, self._report_in_flight, loop)
+        loop.call_later(REPORT_INTERVAL_S, self._report_in_flight, loop)
         bound = listener.getsockname()
         listening = bound if isinstance(bound, str) else f"{bound[0]} port {bound[1]}"
         self._process.ready(listening=listening)
@@ -226,7 +226,7 @@ def inherited_listener() -> socket.socket:
     return listener
 
 
-def allow_many_connections() -> None:
+def raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard limit: each connection takes one descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -234,7 +234,7 @@ def allow_many_connections() -> None:
 
 def run(me: WorkerId, config: EngineConfig) -> None:
     """Run the frontend until the supervisor stops it."""
-    allow_many_connections()
+    raise_file_limit()
     frontend = Frontend(me, config)
     try:
         uvloop.run(frontend.serve(inherited_listener()))

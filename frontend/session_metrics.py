@@ -53,8 +53,8 @@ class SessionMetrics:
         self.duplicate_endings = metrics.counter(
             "duplicate_endings", "Endings of choices that had already ended; ignored."
         )
-        self.late_rows = metrics.counter(
-            "late_rows", "Duplicate deltas, and deltas of choices that had ended; ignored."
+        self.stale_deltas = metrics.counter(
+            "stale_deltas", "Duplicate deltas, and deltas of choices that had ended; ignored."
         )
 
     def submitted(self, params: SamplingParams) -> None:

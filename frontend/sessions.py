@@ -110,7 +110,7 @@ class Sessions:
         are_checked: bool = False,
         claim: ResumeToken | None = None,
         deadline_ns: int = 0,
-        limit_gives_way: bool = False,
+        clamp_max_tokens: bool = False,
         reading: OutputParsing | None = None,
         replayed_ids: bytes = b"",
         session: str = "",
@@ -121,7 +121,7 @@ class Sessions:
 
         ``params`` are checked (`RequestError`) unless ``are_checked``; a missing seed is drawn. ``mailbox``: shared by streams
         of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every ``interval``
-        tokens, and end. ``deadline_ns``: monotonic time at which the request fails; 0 for none. ``limit_gives_way``,
+        tokens, and end. ``deadline_ns``: monotonic time at which the request fails; 0 for none. ``clamp_max_tokens``,
         ``session``: see `Submit`. ``reading``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to deliver
         again. ``received``: output of each choice received from another server. ``kv_transfer``: KV transfer with other servers.
         """
@@ -148,7 +148,7 @@ class Sessions:
             ),
             sent_ns=0,
             core=0,
-            limit_gives_way=limit_gives_way,
+            clamp_max_tokens=clamp_max_tokens,
             session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
@@ -247,7 +247,7 @@ class Sessions:
 
     def _apply_text(self, text: Text) -> None:
         if self._dispatcher.is_stale(text.sender):
-            self.metrics.late_rows.inc(len(text.request_ids))
+            self.metrics.stale_deltas.inc(len(text.request_ids))
             return
         now = time.monotonic_ns()
         self.metrics.hop.observe((now - text.sent_ns) * 1e-9)
@@ -288,7 +288,7 @@ class Sessions:
             begin, at = at, at + num_tokens
             choice = live.get(request_id)
             if choice is None:
-                self.metrics.late_rows.inc()
+                self.metrics.stale_deltas.inc()
                 continue
             stream, output_ids = choice.stream, choice.output_ids
             num_chars = offset if choice.num_chars is None else choice.num_chars
@@ -312,7 +312,7 @@ class Sessions:
                     self.metrics.first_token((now - stream.submit.spec.arrival_ns) * 1e-9)
                 choice.last_ns = now
             elif num_tokens and len(delta) <= seen_chars:
-                self.metrics.late_rows.inc()
+                self.metrics.stale_deltas.inc()
                 continue
             if len(delta) > seen_chars:
                 choice.texts.append(delta[seen_chars:] if seen_chars else delta)

@@ -220,7 +220,7 @@ class Stream:
         """Prompt tokens counted in its engine's queue."""
         self.num_tokens_ahead = 0
         """Tokens queued at its engine at dispatch."""
-        self.num_kept = 0
+        self.num_kv_tokens = 0
         """KV cache tokens counted for it at its engine."""
         self.started_attempt: int | None = None
         """Last attempt that finished prefill."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 
-LEFTOVER_BYTES = 1 << 20
+TRIM_MIN_BYTES = 1 << 20
 """Minimum size of a prompt, body or answer: processing it takes many times as much memory."""
 
 
-def give_back_memory() -> None:
+def trim_memory() -> None:
     """Return freed memory to the system (glibc only)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

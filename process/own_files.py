@@ -10,7 +10,7 @@ ROOT = 0
 """Accepted as an owner: container volumes are often created by root."""
 
 
-def complaint_about(status: os.stat_result) -> str | None:
+def ownership_error(status: os.stat_result) -> str | None:
     """Return the reason why a file is not safely owned by this process; None if it is."""
     if status.st_uid not in (os.geteuid(), ROOT):
         return (
@@ -33,7 +33,7 @@ def open_own(name: str, flags: int, folder: int | None = None) -> int:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.readlink(name, dir_fd=folder):
             raise PermissionError(0, "is a symbolic link, which is not followed: remove it", name) from None
         raise
-    complaint = complaint_about(os.fstat(file))
+    complaint = ownership_error(os.fstat(file))
     if complaint is None:
         return file
     os.close(file)

@@ -27,9 +27,9 @@ import msgspec
 import setproctitle
 
 from quintet.process.log import configure_logging
-from quintet.process.malloc_trim import give_back_memory
+from quintet.process.malloc_trim import trim_memory
 from quintet.process.record import Recorder
-from quintet.process.sched_batch import let_others_finish
+from quintet.process.sched_batch import set_batch_scheduling
 from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
 from quintet.process.trace import Span, Tracer, no_span
 from quintet.process.wakeup import Wakeup
@@ -143,7 +143,7 @@ class Process(Generic[MessageT]):
         self.peers = Peers(self._wires.bus, largest_frames(config))
         self.now_ns = 0  # until the first batch: a replay has no earlier time
         self._rejected = {
-            why: self.metrics.counter("rejected_frames", "Frames dropped by an inbox.", why=why.value)
+            why: self.metrics.counter("rejected_frames", "Frames dropped by an inbox.", reason=why.value)
             for why in Rejection
         }
         self._last_dropped: Dropped | None = None
@@ -165,7 +165,7 @@ class Process(Generic[MessageT]):
         """Report to the supervisor that this process is ready. Excludes objects allocated at start from garbage collection."""
         gc.collect()
         gc.freeze()
-        give_back_memory()
+        trim_memory()
         self.peers.send(Role.SUPERVISOR, 0, Ready(self.me, os.getpid(), facts))
         self.beat()
 
@@ -201,7 +201,7 @@ class Process(Generic[MessageT]):
         )
         self.peers.send(Role.SUPERVISOR, 0, heartbeat)
 
-    def beat_from_a_thread(self) -> None:
+    def start_heartbeat_thread(self) -> None:
         """Start a heartbeat thread, for loops that may compute for seconds between messages.
 
         It calls ``account``, which must report the progress of the computation.
@@ -210,7 +210,7 @@ class Process(Generic[MessageT]):
         self._heartbeat_thread.start()
 
     def _keep_beating(self) -> None:
-        let_others_finish()
+        set_batch_scheduling()
         peers = Peers(self._wires.bus, largest_frames(self.config))  # a socket belongs to one thread
         peers.connect(SUPERVISOR, address_of(self.config.run_dir, SUPERVISOR))
         while not self._closing.wait(self._beat_s):
@@ -350,7 +350,7 @@ def child_main(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal's Ctrl-C reaches all processes; the supervisor decides
     if role is not Role.EXECUTOR:
-        let_others_finish()
+        set_batch_scheduling()
     me = None if arguments.index is None else WorkerId(role, arguments.index, arguments.epoch or 1)
     if arguments.early:
         setproctitle.setproctitle(f"quintet-{role}-early")

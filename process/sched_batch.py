@@ -6,7 +6,7 @@ import contextlib
 import os
 
 
-def let_others_finish() -> None:
+def set_batch_scheduling() -> None:
     """Set `SCHED_BATCH`, so that waking this thread does not preempt a computing one.
 
     On a fully loaded machine a woken process otherwise preempts the sender, the executor in the middle of its step.

@@ -96,7 +96,7 @@ class Rejection(enum.Enum):
     """Without a valid HMAC of this server's key."""
     UNREADABLE = "unreadable"
     """Valid HMAC, but not a message that this process accepts."""
-    INVALID = "senseless"
+    INVALID = "invalid"
     """A message with invalid lengths or numbers (`quintet.wire.validate`)."""
 
 
@@ -121,7 +121,7 @@ class Inbox(Generic[MessageT]):
         address: str,
         accepts: type[MessageT],
         max_bytes: int = LEAST_BYTES,
-        makes_sense: Accepts | None = None,
+        is_valid: Accepts | None = None,
         tap: Tap | None = None,
     ) -> None:
         self._socket = bus.context.socket(zmq.PULL)
@@ -134,7 +134,7 @@ class Inbox(Generic[MessageT]):
         self._verify = bus.hmac.verify
         self._decode = msgspec.msgpack.Decoder(accepts).decode
         self._kinds = frozenset(get_args(accepts) or (accepts,))
-        self._makes_sense = makes_sense
+        self._makes_sense = is_valid
         self._tap = tap
         self._timeout_ms: int | None = None
         self._wakeups: list[Wakeup] = []

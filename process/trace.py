@@ -192,7 +192,7 @@ class Tracer:
         if threading.current_thread() is threading.main_thread():
             signal.signal(WRITE_NOW, lambda number, frame: self.try_to_write())
 
-    def write_beside(self) -> None:
+    def write_in_thread(self) -> None:
         """Start a thread that writes the file on `WRITE_NOW`, and on SIGTERM writes it and ends the process.
 
         Called by the main thread, if that then blocks where Python handles no signals. The interpreter's signal

@@ -22,7 +22,7 @@ from quintet.wire.embeds import EmbedsPrompt, first_not_finite
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.messages import PROMPT_TAIL, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, first_unknown
-from quintet.wire.request import room_for_output
+from quintet.wire.request import reserved_output_tokens
 
 LENGTH_KEEPING = frozenset({"NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
 """Normalizers that never shorten a text."""
@@ -53,17 +53,17 @@ class Encoder:
         return self._templates.names
 
     def prompt_ids(
-        self, prompt: Prompt, params: SamplingParams, *, limit_gives_way: bool = False
+        self, prompt: Prompt, params: SamplingParams, *, clamp_max_tokens: bool = False
     ) -> Sequence[int]:
         """Return a request's prompt ids, truncated as requested.
 
         Raises `RequestError` if the prompt is empty, malformed, out of vocabulary or too long. The context must also hold
-        ``max_tokens`` output tokens, or one token with ``limit_gives_way``.
+        ``max_tokens`` output tokens, or one token with ``clamp_max_tokens``.
         """
         if isinstance(prompt, EmbedsPrompt):
-            return self._placeholder_ids(prompt, None if limit_gives_way else params.max_tokens)
+            return self._placeholder_ids(prompt, None if clamp_max_tokens else params.max_tokens)
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        num_reserved = room_for_output(params.max_tokens, limit_gives_way, self._max_model_len)
+        num_reserved = reserved_output_tokens(params.max_tokens, clamp_max_tokens, self._max_model_len)
         keep = self._tokens_to_keep(params.truncate_prompt_tokens, num_reserved)
         if isinstance(prompt, TokenPrompt):
             ids = _ids_of(prompt)
@@ -84,7 +84,7 @@ class Encoder:
                 ErrorCode.INVALID, f"{field} is empty: it has no tokens; send at least one token.", field
             )
         self._check_known(ids, field)
-        self._check_length(len(ids), None if limit_gives_way else params.max_tokens, field)
+        self._check_length(len(ids), None if clamp_max_tokens else params.max_tokens, field)
         return ids
 
     def _placeholder_ids(self, prompt: EmbedsPrompt, max_tokens: int | None) -> Sequence[int]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from quintet.process.malloc_trim import LEFTOVER_BYTES, give_back_memory
+from quintet.process.malloc_trim import TRIM_MIN_BYTES, trim_memory
 from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.embeds import check_embeds
@@ -95,7 +95,7 @@ class Tokenizer:
         self._seconds = metrics.histogram("tokenize_seconds", "Time to turn a prompt into ids.")
         self._sizes = metrics.histogram("tokenized_prompt_tokens", "Tokens of a prompt.", COUNT_BUCKETS)
         self._num_differences = metrics.counter(
-            "audit_differences", "Requests open in only one of two processes, twice in a row."
+            "request_state_mismatches", "Requests open in only one of two processes, twice in a row."
         )
         self._num_failed = metrics.counter("tokenizer_refusals", "Requests rejected before admission.")
 
@@ -235,14 +235,14 @@ class Tokenizer:
                 return timed()
             finally:
                 del self._due_s[job]
-                if size >= LEFTOVER_BYTES:
-                    give_back_memory()  # before the lane's next prompt allocates as much
+                if size >= TRIM_MIN_BYTES:
+                    trim_memory()  # before the lane's next prompt allocates as much
 
         def on_offloaded(future: Future[tuple[Result, int, int]]) -> None:
             self._process.pending -= 1
             finish(*future.result())
-            if size >= LEFTOVER_BYTES:
-                lane.submit(give_back_memory)
+            if size >= TRIM_MIN_BYTES:
+                lane.submit(trim_memory)
             self._check_drained()
 
         def on_done(future: Future[tuple[Result, int, int]]) -> None:
@@ -284,7 +284,7 @@ class Tokenizer:
         try:
             if embeds is not None:
                 check_embeds(submit.spec, embeds, self._process.config)
-            ids = self._encoder.prompt_ids(prompt, params, limit_gives_way=submit.limit_gives_way)
+            ids = self._encoder.prompt_ids(prompt, params, clamp_max_tokens=submit.clamp_max_tokens)
             bad_words = self._encoder.bad_word_ids(params.bad_words)
             params = self._forms.enforceable(submit.spec, lambda: self._prompt_end(ids, embeds))
             params = self._budgets.bounded(params, lambda: self._prompt_end(ids, embeds))

@@ -97,7 +97,7 @@ class Forms:
             marks,
             lambda text: lark_of_text(text, self._named),
             prompt_end(),
-            is_content=not reading.insists,
+            is_content=not reading.requires_calls,
         )
         if len(grammar.encode()) > MAX_COMPILED_BYTES:
             raise refused("the grammar", "it is too long in combination with reasoning: make it smaller")

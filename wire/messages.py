@@ -83,7 +83,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     sent_ns: int
     core: int
     """Index of the core replica to admit to."""
-    limit_gives_way: bool = False
+    clamp_max_tokens: bool = False
     """``max_tokens`` is a default, which a long prompt may reduce. A client's own value is rejected if it does not fit."""
     session: str = ""
     """Conversation key for engine affinity, "" for none. The frontend finds it again in a retained request."""

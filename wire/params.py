@@ -53,7 +53,7 @@ class RepetitionDetectionParams(msgspec.Struct, array_like=True, kw_only=True):
     min_count: int = 0
 
     @property
-    def makes_sense(self) -> bool:
+    def is_valid(self) -> bool:
         """True when the values are in range."""
         sizes_fit = (
             0 <= self.min_pattern_size <= self.max_pattern_size and 1 <= self.max_pattern_size <= MAX_PATTERN
@@ -144,7 +144,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         watched = self.repetition_detection
         if watched is not None and watched.max_pattern_size == 0:
             changes["repetition_detection"] = None
-        elif watched is not None and not watched.makes_sense:
+        elif watched is not None and not watched.is_valid:
             raise _bad(
                 "repetition_detection",
                 msgspec.structs.asdict(watched),

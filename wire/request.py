@@ -33,7 +33,7 @@ class OutputParsing(msgspec.Struct, array_like=True):
     """Name of a tool parser; "" for none."""
     schemas: bytes = b""
     """JSON of the request's tools, for parsers without argument types."""
-    insists: bool = False
+    requires_calls: bool = False
     """The answer must be tool calls (enforced by `SamplingParams`)."""
 
 
@@ -105,9 +105,9 @@ class RequestSpec(msgspec.Struct, array_like=True):
         return 0 if self.tells else len(self.output_ids) // 4
 
 
-def room_for_output(max_tokens: int | None, limit_gives_way: bool, max_model_len: int) -> int:
+def reserved_output_tokens(max_tokens: int | None, clamp_max_tokens: bool, max_model_len: int) -> int:
     """Return the number of context tokens reserved for the output when a prompt is truncated."""
     room = max_tokens or 1
-    if limit_gives_way and 2 * room > max_model_len:
+    if clamp_max_tokens and 2 * room > max_model_len:
         return 1  # a default must not take more of the context than it leaves to the prompt
     return room

@@ -116,7 +116,7 @@ class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
     """Time between the end of the previous step and the start of this one."""
     compute_ns: int = 0
     """Time in the model and sampler."""
-    num_tenants: int | None = None
+    num_active_slots: int | None = None
     """Occupied slots after the plan, for comparison with the core's count; None disables the check."""
     failed: bytes = b""
     """int32: rows of the plan that drew a token and cannot continue. Their requests end with an error."""

@@ -26,7 +26,7 @@ class ThinkingBound(msgspec.Struct, array_like=True):
     """Index of the kind that the prompt has opened; None where the output starts outside reasoning."""
 
     @property
-    def makes_sense(self) -> bool:
+    def is_valid(self) -> bool:
         """True when the fields are valid."""
         return (
             self.max_tokens >= 0

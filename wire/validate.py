@@ -124,7 +124,7 @@ class Validator:
         return ids is None or first_unknown(ids, self._vocab_size) is None
 
     def _bound(self, bound: ThinkingBound) -> bool:
-        return bound.makes_sense and self._in_vocabulary([*bound.ids()])
+        return bound.is_valid and self._in_vocabulary([*bound.ids()])
 
     def _params(self, p: SamplingParams) -> bool:
         """Return True when the sampler accepts the parameters. `SamplingParams.checked` reports errors to clients."""
@@ -145,7 +145,7 @@ class Validator:
             and (p.truncate_prompt_tokens is None or -1 <= p.truncate_prompt_tokens <= MAX_COUNT)
             and "" not in p.stop
             and (p.structured_outputs is None or p.structured_outputs.is_one_form)
-            and (p.repetition_detection is None or p.repetition_detection.makes_sense)
+            and (p.repetition_detection is None or p.repetition_detection.is_valid)
             and (p.thinking_bound is None or self._bound(p.thinking_bound))
             and all(map(self._in_vocabulary, (p.stop_token_ids, p.allowed_token_ids, p.logprob_token_ids)))
             and self._in_vocabulary(p.logit_bias)

@@ -61,8 +61,8 @@ def open_model(folder: Path, card: Mapping[str, Any], room: Room) -> tuple[Engin
         executor=msgspec.structs.replace(config.executor, seed=1),
     )
     worker = make_torch_worker(config)
-    while worker.has_chores:  # what a server has behind it after its first idle seconds
-        worker.do_chore()
+    while worker.has_idle_tasks:  # what a server has behind it after its first idle seconds
+        worker.run_idle_task()
     return config, worker
 
 

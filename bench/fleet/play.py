@@ -117,7 +117,7 @@ class Fleet:
         if blind:
             for router in self._routers:
                 for server, engine in zip(router or (), self.engines, strict=True):
-                    server.prefixes.max_names = engine.kv_tokens // PIECE_TOKENS
+                    server.prefixes.max_hashes = engine.kv_tokens // PIECE_TOKENS
         self._num_ended = self._num_outputs = 0
         self._spread = spread
         self._rng = random.Random(0)
@@ -316,7 +316,7 @@ def make_router(
 
 
 class Names:
-    """The names of beginnings, as `quintet.frontend.load_balancing.prefix_affinity.names_of` gives them: equal where
+    """The names of beginnings, as `quintet.frontend.load_balancing.prefix_affinity.hash_prefixes` gives them: equal where
     prompts begin alike.
     """
 

@@ -77,8 +77,8 @@ def drive(worker: StepWorker, plans: Iterable[StepPlan], max_in_flight: int = MA
 
 def finish_chores(worker: StepWorker) -> None:
     """Have done what a server does while nobody asks anything, such as capturing graphs."""
-    while worker.has_chores:
-        worker.do_chore()
+    while worker.has_idle_tasks:
+        worker.run_idle_task()
 
 
 class EngineAlone:

@@ -53,7 +53,7 @@ struct AttentionLayer {
   const float* sinks;                // [heads]; null: none
   const void *q_norm, *k_norm;       // [key_width]; null: none
   const float *key_scales, *value_scales;  // [kv_heads]: what an fp8 cache's numbers are multiplied with; null: 1
-  index_t norms_behind;              // 1: they follow the rotation
+  index_t norms_after_rope;              // 1: they follow the rotation
   float scale, softcap;              // softcap 0: none
   float eps, norm_offset;            // of the norms: what is added to their weights
   float growth;                      // queries are multiplied by 1 + growth * log(1 + (position + shift) / period), if more than 1; 0: not

@@ -29,7 +29,7 @@ from quintet.deploy.config.sections import folder_of
 from quintet.deploy.config.source import locate_model
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.service_manager import ServiceManager
-from quintet.executor.distributed.hosts.member import OwnPlace
+from quintet.executor.distributed.hosts.member import MemberSettings
 from quintet.executor.distributed.parallel.follower_processes import ending
 from quintet.process.log import configure_logging
 from quintet.process.sockets import make_run_dir
@@ -85,7 +85,7 @@ def serve_headless(options: Options, parent_fd: int | None = None) -> int:
     run_dirs.sweep_stale()
     run_dir = make_run_dir()
     claim = run_dirs.claim(run_dir)
-    own = OwnPlace(
+    own = MemberSettings(
         host=options.node_rank,
         hosts=hosts,
         run_dir=str(run_dir),
@@ -107,7 +107,7 @@ def serve_headless(options: Options, parent_fd: int | None = None) -> int:
     return 0
 
 
-def _run_members(own: OwnPlace, run_dir: Path, stop: StopRequest, manager: ServiceManager) -> None:
+def _run_members(own: MemberSettings, run_dir: Path, stop: StopRequest, manager: ServiceManager) -> None:
     """Restart the member process until stopped. Raises `ConfigError` if a restart cannot help."""
     pause_s, last_logged = 0.0, ""
     while not stop.is_set():
@@ -127,7 +127,7 @@ def _run_members(own: OwnPlace, run_dir: Path, stop: StopRequest, manager: Servi
             time.sleep(min(TICK_S, pause_s))
 
 
-def _run_member(own: OwnPlace, stop: StopRequest, manager: ServiceManager) -> int:
+def _run_member(own: MemberSettings, stop: StopRequest, manager: ServiceManager) -> int:
     """Run one member process and return its exit status; kill it when stopped."""
     with tempfile.TemporaryFile() as written:
         written.write(msgspec.json.encode(own))

@@ -15,7 +15,7 @@ from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES, available_ram_
 from quintet.deploy.tools.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.describe import describe
-from quintet.executor.model_config.fitting import share_in_words
+from quintet.executor.model_config.fitting import describe_share
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import share_of, stage_layers
 from quintet.executor.model_config.spec import DecoderSpec
@@ -135,10 +135,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = resolution.config
     if (config.executor.kind, config.model.implementation) == ("torch", "transformers"):
         from quintet.executor.backends.torch.fallback.boot import (
-            examine_transformers_model,  # imports transformers: seconds
+            check_transformers_model,  # imports transformers: seconds
         )
 
-        examine_transformers_model(config)
+        check_transformers_model(config)
     plan = make_plan(resolution)
     print(msgspec.json.encode(plan).decode() if arguments.json else "\n".join(plan_lines(plan)))
     return 0
@@ -264,7 +264,7 @@ def _layers(model: ModelConfig) -> str | None:
 def _share(config: EngineConfig) -> str | None:
     """Describe the share of one rank, or return None."""
     spec, share = _spec_of(config.model), share_of(config.executor, 0)
-    return None if spec is None or share.is_all else "; ".join(share_in_words(spec, share))
+    return None if spec is None or share.is_all else "; ".join(describe_share(spec, share))
 
 
 def _stages(config: EngineConfig) -> str | None:

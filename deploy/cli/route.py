@@ -34,7 +34,7 @@ from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.connection import bound_send_buffer
-from quintet.frontend.main import HttpServer, allow_many_connections, make_server
+from quintet.frontend.main import HttpServer, make_server, raise_file_limit
 from quintet.process.log import configure_logging
 from quintet.wire.config import FrontendConfig, Routing
 from quintet.wire.errors import ConfigError
@@ -243,7 +243,7 @@ def run(arguments: argparse.Namespace) -> int:
     gc.freeze()
     listener.setblocking(False)
     bound_send_buffer(listener)
-    allow_many_connections()
+    raise_file_limit()
     uvloop.run(_serve(arguments, listener))
     return 0
 

@@ -27,7 +27,7 @@ from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix, check_free
 from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
-from quintet.deploy.supervisor.store_lock import alone
+from quintet.deploy.supervisor.store_lock import lock_stores
 from quintet.process.log import configure_logging
 from quintet.process.sockets import make_run_dir
 from quintet.wire.config import EngineConfig
@@ -149,11 +149,11 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
                 config, frontend=msgspec.structs.replace(config.frontend, port=port)
             )
         check_peer_ports(config)
-        with alone(config), _with_other_hosts(options, config) as (config, check_hosts):
+        with lock_stores(config), _with_other_hosts(options, config) as (config, check_hosts):
             startup_log = PrintedStartupLog(config, opening_lines(resolution))
             context = SupervisorContext(
-                listener=listener, parent_fd=parent_fd, nursery=prefork, manager=ServiceManager(os.environ),
-                look_around=check_hosts,
+                listener=listener, parent_fd=parent_fd, prefork=prefork, manager=ServiceManager(os.environ),
+                check_external=check_hosts,
             )  # fmt: skip
             return Supervisor(config, startup_log, context).run()
     except PortInUse as error:

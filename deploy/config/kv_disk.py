@@ -9,7 +9,7 @@ from pathlib import Path
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv_export import check_kv_leaves, num_parts
 from quintet.deploy.config.memory import format_size, parse_size
-from quintet.process.own_files import complaint_about
+from quintet.process.own_files import ownership_error
 from quintet.wire.config import KvDiskConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
@@ -76,6 +76,6 @@ def _check_folder(folder: Path) -> None:
     existing = _nearest(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{FLAG} {folder}: {existing} must be a writable folder")
-    complaint = complaint_about(existing.stat()) if existing == folder else None
+    complaint = ownership_error(existing.stat()) if existing == folder else None
     if complaint is not None:
         raise ConfigError(f"{FLAG} {folder}: {complaint}")

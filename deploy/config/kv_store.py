@@ -12,7 +12,7 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv_export import check_kv_leaves, num_parts
 from quintet.deploy.config.memory import format_size, parse_size
 from quintet.executor.kv_transfer.store.connector import FSSPEC, connector_path, known_schemes
-from quintet.process.own_files import complaint_about
+from quintet.process.own_files import ownership_error
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
@@ -83,7 +83,7 @@ def _check_folder(url: str) -> None:
         raise ConfigError(f"{FLAG} {url}: {error.filename} cannot be accessed ({error.strerror})") from None
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{FLAG} {url}: {existing} must be a writable folder")
-    complaint = complaint_about(folder.stat()) if existing == folder else None
+    complaint = ownership_error(folder.stat()) if existing == folder else None
     if complaint is not None:
         raise ConfigError(f"{FLAG} {url}: {folder} {complaint}")
 

@@ -26,7 +26,7 @@ from quintet.executor.model_config.fitting import (
     why_not,
 )
 from quintet.executor.model_config.registry import FAMILIES
-from quintet.executor.model_config.share import CROSSING_BYTES, Share, shared_bytes, stage_layers
+from quintet.executor.model_config.share import KV_GATHER_BYTES, Share, shared_bytes, stage_layers
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, StateSpec
 from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.wire.config import DTYPE_BYTES
@@ -207,7 +207,7 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
     places = 0 if eplb is None else eplb.num_redundant_experts // size
     context = options.decode_context_parallel_size
     share = Share(0, size, options.enable_expert_parallel, 0, stages, places=places, context_size=context)
-    crossing = CROSSING_BYTES * kv_leaves(options)
+    crossing = KV_GATHER_BYTES * kv_leaves(options)
     of_logits = DTYPE_BYTES["float32"] if options.logits_dtype == "float32" else item_bytes
     return crossing + shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes, of_logits)
 

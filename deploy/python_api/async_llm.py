@@ -149,7 +149,7 @@ class AsyncLLM:
             cache_salt=read.cache_salt,
             return_prompt_ids=True,
             final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
-            limit_gives_way=params is None,
+            clamp_max_tokens=params is None,
         )
         self._streams[name] = stream
         assembler = Assembler(name, read.text, stream)

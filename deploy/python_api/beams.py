@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from quintet.deploy.python_api.engine import LocalServer
 from quintet.deploy.python_api.inputs import ReadPrompt
 from quintet.deploy.python_api.outputs import Position, read_position
-from quintet.frontend.beam_rounds import fitting, search
+from quintet.frontend.beam_rounds import output_limit, search
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import unpack_i32
@@ -76,7 +76,7 @@ async def beam_search(
     )
     ids = [await _ids_of(server, each.prompt) for each in prompts]
     for each in ids:
-        fitting(len(each), params.max_tokens, model.max_model_len, "prompt")
+        output_limit(len(each), params.max_tokens, model.max_model_len, "prompt")
     slots = asyncio.Semaphore(max(1, server.config.scheduler.max_num_seqs // width))
 
     async def answer(own: list[int], salt: str) -> BeamSearchOutput:

@@ -27,7 +27,7 @@ from quintet.deploy.config.flag_table import make_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
-from quintet.frontend.inbox_handlers import ACCOUNT_S, ForRequests, InboxHandlers
+from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox, InboxHandlers
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import EngineConfig
@@ -129,7 +129,7 @@ class LocalServer:
             self.config = resolution.config
             me = WorkerId(Role.FRONTEND, self.config.processes.frontends, 1)
             self._bus = Bus(run_dir)
-            accepts: Any = ForRequests | MetricsReport | Topology | Drain | Stop
+            accepts: Any = FrontendInbox | MetricsReport | Topology | Drain | Stop
             self._inbox: Inbox[Any] = Inbox(
                 self._bus,
                 address_of(run_dir, me),
@@ -220,8 +220,8 @@ class LocalServer:
         self._timer = self._loop.call_later(_POLL_S, self._poll)
         self._receive()
         if (now_s := time.monotonic()) >= self._next_account_s:
-            self._next_account_s = now_s + ACCOUNT_S
-            self._dispatch.give_account()
+            self._next_account_s = now_s + REPORT_INTERVAL_S
+            self._dispatch.send_reports()
 
     def _receive(self) -> None:
         for message in self._inbox.drain():

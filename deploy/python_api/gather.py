@@ -38,7 +38,7 @@ class CheckedPrompt:
     prompt: ReadPrompt
     params: SamplingParams
     priority: int = 0
-    limit_gives_way: bool = False
+    clamp_max_tokens: bool = False
     """See `quintet.wire.messages.Submit`."""
 
 
@@ -159,7 +159,7 @@ class Gather:
             return_prompt_ids=True,
             mailbox=self._mailbox,
             final_only=True,
-            limit_gives_way=prompt.limit_gives_way,
+            clamp_max_tokens=prompt.clamp_max_tokens,
         )
         self._open[stream] = (index, Assembler(prompt.request_id, read.text, stream))
         if self._collector is None:

@@ -73,7 +73,7 @@ class LLMEngine:
                 return_prompt_ids=True,
                 mailbox=self._mailbox,
                 final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
-                limit_gives_way=params is None,
+                clamp_max_tokens=params is None,
             )
 
         stream = self._loop.run_until_complete(submit())

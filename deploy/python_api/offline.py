@@ -274,10 +274,10 @@ class LLM:
             raise ValueError(
                 f"{len(params)} sampling_params for {total} prompts; pass one for all, or one per prompt"
             )
-        limit_gives_way = params is None
+        clamp_max_tokens = params is None
         if params is None:
             params = default_params(self._engine.config.model.generation_defaults)
-        jobs = self._jobs(inputs, read, params, priority, limit_gives_way)
+        jobs = self._jobs(inputs, read, params, priority, clamp_max_tokens)
         window = max(_WINDOW, 2 * self._engine.config.scheduler.max_num_seqs)
         gathered = Gather(self._engine, self._loop, jobs, window).outputs()
         outputs = _with_progress(gathered, total, use_tqdm, errors)
@@ -289,7 +289,7 @@ class LLM:
         read: Callable[[InputT], ReadPrompt],
         params: SamplingParams | Iterable[SamplingParams],
         priority: int | Iterable[int],
-        limit_gives_way: bool,
+        clamp_max_tokens: bool,
     ) -> Iterator[CheckedPrompt | RequestOutput]:
         """Parse prompts and parameters lazily; an invalid one becomes an output with an error."""
         config = self._engine.config
@@ -311,7 +311,7 @@ class LLM:
                     )
                     last_read = msgspec.structs.replace(checked, output_kind=OutputKind.FINAL_ONLY)
                     last_given = copy.deepcopy(chosen)  # the caller may change and pass the same object again
-                yield CheckedPrompt(request_id, read(given), last_read, read_priority(rank), limit_gives_way)
+                yield CheckedPrompt(request_id, read(given), last_read, read_priority(rank), clamp_max_tokens)
             except RequestError as error:
                 yield refused(request_id, error)
 

@@ -101,7 +101,7 @@ class App:
                 )
             case "/metrics":
                 bodies = self._policy.bodies
-                self._metrics.held_bodies.set(bodies.num_open_bytes + bodies.num_kept_bytes)
+                self._metrics.held_bodies.set(bodies.num_open_bytes + bodies.num_retained_bytes)
                 await exchange.respond(200, self._metrics.text(), CONTENT_TYPE)
             case "/servers":
                 await exchange.respond(
@@ -120,13 +120,13 @@ class App:
         except RequestError:
             self._metrics.limited.inc()
             raise
-        num_kept = 0
+        num_kv_tokens = 0
         try:
             has_body = exchange.method in ("POST", "PUT", "PATCH")
             body = await exchange.read_json_body(policy.bodies) if has_body else b""
             if body:
                 policy.bodies.keep(len(body))
-                num_kept = len(body)
+                num_kv_tokens = len(body)
             summary = read(body, exchange.header(SESSION_HEADER) or "") if body else RequestSummary()
             outgoing = Outgoing(
                 "GET" if exchange.method == "HEAD" else exchange.method,
@@ -142,7 +142,7 @@ class App:
                 outgoing, summary
             )
         finally:
-            policy.bodies.let_go(num_kept)
+            policy.bodies.release(num_kv_tokens)
             policy.limits.leave(account)
 
 

@@ -135,7 +135,9 @@ class ConnectionPool:
         connection = flow.connection
         took_s = time.perf_counter() - flow.sent_s
         return (
-            connection.num_exchanges > 1 and not connection.heard and took_s < STALE_S + 2 * self.round_trip_s
+            connection.num_exchanges > 1
+            and not connection.has_received
+            and took_s < STALE_S + 2 * self.round_trip_s
         )
 
     def give_back(self, flow: ResponseFlow) -> None:

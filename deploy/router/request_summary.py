@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quintet.frontend.load_balancing.prefix_affinity import names_of
+from quintet.frontend.load_balancing.prefix_affinity import hash_prefixes
 from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.billing_header import without_billing_header_in_json
 from quintet.wire.codec import pack_i32
@@ -60,7 +60,7 @@ def read(body: bytes, session: str) -> RequestSummary:
         of_body = _text(fields.prompt_cache_key) or _text(fields.user)
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, ValueError, RecursionError):
         return RequestSummary(session=session)
-    names = names_of(prompt, salt)
+    names = hash_prefixes(prompt, salt)
     is_streamed = bytes(fields.stream) in (b"true", b'"true"', b"1")
     max_outputs = next(
         filter(

@@ -142,7 +142,7 @@ class GatewayRequest:
         self._picker.num_open -= 1
 
     def _release_body(self) -> None:
-        self._picker.policy.bodies.let_go(self._num_bytes)
+        self._picker.policy.bodies.release(self._num_bytes)
         self._pieces, self._num_bytes = [], 0
 
 

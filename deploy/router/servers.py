@@ -18,16 +18,21 @@ from quintet.deploy.router.candidate_index import CandidateIndex, Load
 from quintet.deploy.router.connection_pool import ConnectionPool
 from quintet.deploy.router.request_summary import RequestSummary
 from quintet.deploy.tools.load_client.connection import Target
-from quintet.frontend.load_balancing.engine_load import USUAL_OVER
+from quintet.frontend.load_balancing.engine_load import MEAN_OVER
 from quintet.frontend.load_balancing.engine_speed import EngineSpeeds, LinearFit
 from quintet.frontend.load_balancing.load_balancer import (
     RUNNING_TOKENS,
     Candidate,
     EngineChoice,
     choose,
-    has_room,
+    fits_kv,
 )
-from quintet.frontend.load_balancing.prefix_affinity import MAX_NAMES, PIECE_TOKENS, Holders, PrefixAffinity
+from quintet.frontend.load_balancing.prefix_affinity import (
+    MAX_HASHES,
+    PIECE_TOKENS,
+    PrefixAffinity,
+    PrefixOwners,
+)
 from quintet.wire.config import Routing
 
 MAX_ALL_NAMES = 1 << 22
@@ -66,7 +71,7 @@ class Server:
     """Requests of other clients at the last poll."""
     answers: Counter[str] = field(default_factory=Counter)
     """Number of answers by status."""
-    num_kept: int = 0
+    num_kv_tokens: int = 0
     """Tokens of KV memory reserved for this router's requests."""
     num_kept_others: int = 0
     """Tokens of KV memory used by other clients at the last poll."""
@@ -75,7 +80,7 @@ class Server:
     prefixes: PrefixAffinity = field(default_factory=PrefixAffinity)
     speed: EngineSpeeds = field(default_factory=lambda: EngineSpeeds(LinearFit()))
     clock: Callable[[], float] = time.monotonic
-    max_names: int = MAX_NAMES
+    max_hashes: int = MAX_HASHES
     """Maximum remembered prefix hashes."""
     kv_tokens: int = 0
     """Capacity of its KV memory in tokens; 0 if unknown."""
@@ -96,11 +101,11 @@ class Server:
         self.trouble = trouble
         self.changed(self.index)
 
-    def add_load(self, num_open: int, num_queued: int, num_kept: int = 0) -> None:
+    def add_load(self, num_open: int, num_queued: int, num_kv_tokens: int = 0) -> None:
         """Add to this router's open requests, queued prompt tokens and reserved KV tokens; negative values subtract."""
         self.num_open += num_open
         self.num_queued += num_queued
-        self.num_kept += num_kept
+        self.num_kv_tokens += num_kv_tokens
         self.changed(self.index)
 
     @property
@@ -111,13 +116,13 @@ class Server:
     @property
     def kv_free(self) -> int | None:
         """Free tokens of its KV memory; None if the capacity is unknown."""
-        return self.kv_tokens - self.num_kept - self.num_kept_others if self.kv_tokens else None
+        return self.kv_tokens - self.num_kv_tokens - self.num_kept_others if self.kv_tokens else None
 
-    def remember(self, max_names: int) -> None:
-        """Limit the remembered prefix hashes to ``max_names`` and to the capacity of the KV memory."""
-        self.max_names = max_names
+    def remember(self, max_hashes: int) -> None:
+        """Limit the remembered prefix hashes to ``max_hashes`` and to the capacity of the KV memory."""
+        self.max_hashes = max_hashes
         fitting = self.kv_tokens // PIECE_TOKENS
-        self.prefixes.max_names = min(fitting or MAX_NAMES, max_names, MAX_NAMES)
+        self.prefixes.max_hashes = min(fitting or MAX_HASHES, max_hashes, MAX_HASHES)
 
     def update_load(
         self,
@@ -131,10 +136,10 @@ class Server:
         """Update from the server's metrics. ``before``: this router's requests on it when the poll started."""
         if kv_tokens != self.kv_tokens:
             self.kv_tokens = kv_tokens
-            self.remember(self.max_names)
+            self.remember(self.max_hashes)
         self.num_outputs = num_outputs
         self.num_others = max(0, num_running + num_waiting - len(before))
-        num_ours = sum(held.num_kept for held in before if held.has_started)
+        num_ours = sum(held.num_kv_tokens for held in before if held.has_started)
         self.num_kept_others = max(0, int(kv_usage * kv_tokens) - num_ours)
         self.changed(self.index)
         if not num_waiting:
@@ -150,7 +155,7 @@ class HeldPrefixes:
     server: Server
     choice: EngineChoice
     num_queued: int
-    num_kept: int = 0
+    num_kv_tokens: int = 0
     """Reserved tokens of KV memory."""
     num_before: int = 0
     """Tokens to compute before its first output, its prompt included, when it was sent; 0 to exclude it from the speed."""
@@ -176,7 +181,7 @@ class HeldPrefixes:
     def leave(self) -> None:
         """Remove the request from the server."""
         self.begin()
-        self.server.add_load(-1, 0, -self.num_kept)
+        self.server.add_load(-1, 0, -self.num_kv_tokens)
         self.server.holds.discard(self)
 
 
@@ -208,7 +213,7 @@ class Servers:
         """Servers with role prefill; they get other requests only if no other server is usable."""
         self._all: list[Server] = []
         self._by_index: dict[int, Server] = {}
-        self._holders = Holders()
+        self._holders = PrefixOwners()
         self._candidate_index = CandidateIndex(self._load_of, rng or Random())
         self._num_chosen = 0
         self._num_created = 0
@@ -285,18 +290,18 @@ class Servers:
         turn = self._num_chosen + 1
         session = summary.session or (str(summary.names[0]) if summary.names else "")
         left_out = {server.index for server in without}
-        num_kept = summary.num_tokens + min(self._num_outputs, summary.max_outputs or self._num_outputs)
-        pieces = self._candidates(summary, left_out | self._prefill_only, turn, session, num_kept)
+        num_kv_tokens = summary.num_tokens + min(self._num_outputs, summary.max_outputs or self._num_outputs)
+        pieces = self._candidates(summary, left_out | self._prefill_only, turn, session, num_kv_tokens)
         if not pieces and self._prefill_only:
-            pieces = self._candidates(summary, left_out, turn, session, num_kept)
+            pieces = self._candidates(summary, left_out, turn, session, num_kv_tokens)
         if not pieces:
             return None
         self._num_chosen = turn
         engines = [self._engine(self._by_index[index], num) for index, num in pieces.items()]
-        usual = max(PIECE_TOKENS, self._usual) if self._num_chosen > USUAL_OVER // 4 else 0.0
-        choice = choose(engines, self._policy, turn, session, summary.num_tokens, usual, num_kept)
+        usual = max(PIECE_TOKENS, self._usual) if self._num_chosen > MEAN_OVER // 4 else 0.0
+        choice = choose(engines, self._policy, turn, session, summary.num_tokens, usual, num_kv_tokens)
         num_queued = max(0, summary.num_tokens - choice.num_cached)
-        self._usual += (num_queued - self._usual) / min(self._num_chosen, USUAL_OVER)
+        self._usual += (num_queued - self._usual) / min(self._num_chosen, MEAN_OVER)
         if self._policy == "session" and session and not without:
             self._session_servers[session] = choice.index
         if turn % REFRESH_EVERY == 1:
@@ -304,7 +309,7 @@ class Servers:
         server = self._by_index[choice.index]
         server.prefixes.note(summary.names)
         num_before = server.load + num_queued if summary.is_streamed else 0
-        held = self.hold(server, choice, num_queued, max(0, num_kept - choice.num_cached))
+        held = self.hold(server, choice, num_queued, max(0, num_kv_tokens - choice.num_cached))
         held.num_before, held.sent_s = num_before, self._clock()
         return held
 
@@ -330,7 +335,7 @@ class Servers:
         pieces = {index: next((n for n, have in known if index in have), 0) for index in others}
         engines = [self._engine(other, pieces[index]) for index, other in others.items()]
         choice = choose(
-            engines, "prefix", self._num_chosen, "", summary.num_tokens, num_kept=summary.num_tokens
+            engines, "prefix", self._num_chosen, "", summary.num_tokens, num_kv_tokens=summary.num_tokens
         )
         held.begin()  # the prompt is not queued on the decode server
         held.num_before = 0
@@ -347,14 +352,14 @@ class Servers:
         self._num_outputs = median_low(lengths) if lengths else 0  # the median tolerates a wrong server
 
     def _candidates(
-        self, summary: RequestSummary, without: Collection[int], turn: int, session: str, num_kept: int
+        self, summary: RequestSummary, without: Collection[int], turn: int, session: str, num_kv_tokens: int
     ) -> dict[int, int]:
         """Return the candidate servers with their numbers of cached pieces of the prompt."""
         if self._policy in ("load", "prefix") or (self._policy == "session" and not session):
             saved_by_piece = PIECE_TOKENS if self._policy == "prefix" else 0
 
             def fits(index: int, num_pieces: int) -> bool:
-                return has_room(self._by_index[index].kv_free, num_kept, saved_by_piece * num_pieces)
+                return fits_kv(self._by_index[index].kv_free, num_kv_tokens, saved_by_piece * num_pieces)
 
             known = self._holders.of(summary.names)
             fitting_only = self._candidate_index.candidates(known, without, turn, fits)
@@ -377,13 +382,13 @@ class Servers:
         return self._session_servers.get(session)
 
     def hold(
-        self, server: Server, choice: EngineChoice | None = None, num_queued: int = 0, num_kept: int = 0
+        self, server: Server, choice: EngineChoice | None = None, num_queued: int = 0, num_kv_tokens: int = 0
     ) -> HeldPrefixes:
         """Count a request on this server."""
         held = HeldPrefixes(
-            server, choice or EngineChoice(server.index, "has the request"), num_queued, num_kept
+            server, choice or EngineChoice(server.index, "has the request"), num_queued, num_kv_tokens
         )
-        server.add_load(1, num_queued, num_kept)
+        server.add_load(1, num_queued, num_kv_tokens)
         server.holds.add(held)
         return held
 

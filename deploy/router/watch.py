@@ -191,7 +191,7 @@ class Watch:
             try:
                 return await flow.whole
             except ConnectionError:
-                if is_fresh or flow.connection.num_exchanges == 1 or flow.connection.heard:
+                if is_fresh or flow.connection.num_exchanges == 1 or flow.connection.has_received:
                     raise
                 is_fresh = True
             finally:

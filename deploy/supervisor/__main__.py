@@ -15,7 +15,7 @@ import setproctitle
 
 from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
 from quintet.deploy.supervisor.startup_log import Failure, ReportedStartupLog
-from quintet.deploy.supervisor.store_lock import alone
+from quintet.deploy.supervisor.store_lock import lock_stores
 from quintet.deploy.supervisor.supervisor import Supervisor, SupervisorContext
 from quintet.process.log import configure_logging
 from quintet.process.runtime import CONFIG_FILE
@@ -37,21 +37,21 @@ def main() -> int:
     setproctitle.setproctitle("quintet-supervisor")
     config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
     configure_logging("supervisor", config.log_level)
-    nursery = Prefork(arguments.run_dir, None)
-    nursery.fork(roles_to_fork(config.executor.kind != "mock", has_frontends=False))
+    prefork = Prefork(arguments.run_dir, None)
+    prefork.fork(roles_to_fork(config.executor.kind != "mock", has_frontends=False))
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     if arguments.parent_fd is not None:
         # Ctrl-C in a terminal reaches the parent too; the parent decides
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signals.remove(signal.SIGINT)
-    context = SupervisorContext(parent_fd=arguments.parent_fd, signals=signals, nursery=nursery)
+    context = SupervisorContext(parent_fd=arguments.parent_fd, signals=signals, prefork=prefork)
     startup_log = ReportedStartupLog(arguments.report_fd)
     try:
-        with alone(config):
+        with lock_stores(config):
             return Supervisor(config, startup_log, context).run()
     except ConfigError as error:
         startup_log.failed(Failure("supervisor", str(error), "", EXIT_CONFIG))
-        nursery.end()
+        prefork.end()
         return EXIT_CONFIG
 
 

@@ -14,7 +14,7 @@ from quintet.wire.errors import ConfigError
 
 
 @contextmanager
-def alone(config: EngineConfig) -> Iterator[None]:
+def lock_stores(config: EngineConfig) -> Iterator[None]:
     """Hold the locks of all persistent stores until the block or the process ends.
 
     Raises `ConfigError` if another process holds one, or a lock file cannot be created.

@@ -77,12 +77,12 @@ class SupervisorContext:
     parent_fd: int | None = None
     """Read end of a pipe; the parent process holds the write end. End of file stops the server."""
     modules: Mapping[Role, str] = field(default_factory=lambda: MODULES)
-    nursery: Prefork | None = None
+    prefork: Prefork | None = None
     """Holds preforked children that wait for slots."""
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     restart_policy: Callable[[Role, int | None], RestartPolicy] = policy_of
     manager: ServiceManager = field(default_factory=lambda: ServiceManager({}))
-    look_around: Callable[[float], Failure | None] = lambda now: None
+    check_external: Callable[[float], Failure | None] = lambda now: None
     """Checks external dependencies in every iteration of the loop; a failure ends a server that still boots."""
 
 
@@ -103,11 +103,11 @@ class Supervisor:
         self._spawner = Spawner(
             self._run_dir, context.modules, self._listener.fileno() if self._listener else None
         )
-        self._prefork = context.nursery or Prefork(self._run_dir, self._listener)
+        self._prefork = context.prefork or Prefork(self._run_dir, self._listener)
         self._bus = Bus(self._run_dir)
         accepts: Any = Ready | Heartbeat | MetricsQuery | Drained | Command
         self._inbox: Inbox[Any] = Inbox(
-            self._bus, address_of(self._run_dir, SUPERVISOR), accepts, makes_sense=Validator(config).accepts
+            self._bus, address_of(self._run_dir, SUPERVISOR), accepts, is_valid=Validator(config).accepts
         )
         self._peers = Peers(self._bus)
         self._standby = StandbyProcesses(self._spawner, STANDBY_ROLES if config.processes.standby else ())
@@ -293,7 +293,7 @@ class Supervisor:
 
     def _check_timeouts(self) -> None:
         now = time.monotonic()
-        failure = self._context.look_around(now)
+        failure = self._context.check_external(now)
         if failure is not None and (self._phase is not Phase.BOOTING or self._boot_state.has_served):
             self._log.warning("%s", failure)
             failure = None

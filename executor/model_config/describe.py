@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.model_config.spec import (
     AttentionSpec,
-    BesideSpec,
     DecoderSpec,
     LatentSpec,
     LayerSpec,
@@ -15,6 +14,7 @@ from quintet.executor.model_config.spec import (
     MlpLayout,
     MlpSpec,
     NormKind,
+    ParallelMixerSpec,
     QkvLayout,
 )
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
@@ -65,12 +65,12 @@ def _in_parentheses(*words: str | bool | None) -> str:
 def _norms(layer: LayerSpec) -> str:
     norms = (layer.mixer_norms, layer.mlp_norms)
     kinds = [
-        norm.kind for each in norms for norm in (each.before, each.behind, each.of_sum) if norm is not None
+        norm.kind for each in norms for norm in (each.before, each.after, each.of_sum) if norm is not None
     ]
     first = layer.mixer_norms
     places = [
         word
-        for word, norm in (("before", first.before), ("after", first.behind), ("of the sum", first.of_sum))
+        for word, norm in (("before", first.before), ("after", first.after), ("of the sum", first.of_sum))
         if norm is not None
     ]
     kind = _each(_KINDS[kind] for kind in kinds)
@@ -107,7 +107,7 @@ def _mixer(mixer: MixerSpec | None) -> str:
         return ""
     if isinstance(mixer, LatentSpec):
         return "latent attention" + _in_parentheses(mixer.q_rank is not None and "of queries, too")
-    if isinstance(mixer, BesideSpec):
+    if isinstance(mixer, ParallelMixerSpec):
         return f"{_mixer(mixer.attention)} in parallel with {_mixer(mixer.state)}"
     if not isinstance(mixer, AttentionSpec):
         return _MIXERS[type(mixer)]

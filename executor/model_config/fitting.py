@@ -56,7 +56,7 @@ def has_experts(spec: DecoderSpec) -> bool:
     return any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
 
 
-def share_in_words(spec: DecoderSpec, share: Share) -> list[str]:
+def describe_share(spec: DecoderSpec, share: Share) -> list[str]:
     """Describe a rank's share of the model: distinct kinds of layers in model order."""
     size, parts = share.size, []
     for layer in spec.layers:

@@ -31,11 +31,11 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
-    """Norms around a mixer or feed-forward: ``of_sum(x + behind(mixer(before(x))))``; None for no norm."""
+    """Norms around a mixer or feed-forward: ``of_sum(x + after(mixer(before(x))))``; None for no norm."""
 
     before: NormSpec | None = None
     """`Names.mixer_norm`, `Names.mlp_norm`."""
-    behind: NormSpec | None = None
+    after: NormSpec | None = None
     """`Names.mixer_out_norm`, `Names.mlp_out_norm`."""
     of_sum: NormSpec | None = None
     """`Names.mixer_norm`, `Names.mlp_norm`, used instead of ``before``."""

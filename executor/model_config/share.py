@@ -41,7 +41,7 @@ SUM_BYTES = 4
 """Bytes of one element of a sum over ranks: fp32."""
 STAGING_BYTES = 4 << 20
 """Buffer size of an expert copy: one transfer between ranks, about 1 to 2 ms."""
-CROSSING_BYTES = 64 << 20
+KV_GATHER_BYTES = 64 << 20
 """Buffer size for blocks with parts in several processes; at least one block."""
 PARTIAL_BYTES = 16 << 20
 """Buffer size of partial attention results over shared KV.
@@ -126,7 +126,7 @@ class Share:
         return self.rank // self.context_size
 
     @property
-    def turn(self) -> BlockStripe:
+    def stripe(self) -> BlockStripe:
         """The blocks that this rank writes."""
         return BlockStripe(self.context_size, self.rank % self.context_size)
 
@@ -327,7 +327,7 @@ def _shared_by_ranks(spec: DecoderSpec, share: Share, tokens: int, item_bytes: i
     size = share.size
     copied = 2 * gathered_width(spec, size) + rotated_width(spec)
     token_bytes = 2 * size * sums_width(spec) * SUM_BYTES + copied * item_bytes
-    if share.turn.is_alone:
+    if share.stripe.is_alone:
         return tokens * token_bytes
     copies = size // share.context_size
     return tokens * (token_bytes + copies * queries_width(spec, share) * item_bytes) + copies * PARTIAL_BYTES

@@ -256,7 +256,7 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BesideSpec:
+class ParallelMixerSpec:
     """A state mixer and attention in parallel: the sum of their outputs, with factors of input and output."""
 
     state: Mamba2Spec
@@ -271,7 +271,7 @@ class BesideSpec:
 
 StateSpec = MambaSpec | Mamba2Spec | ShortConvSpec | DeltaSpec
 """Mixers with a state of fixed size and no KV memory."""
-MixerSpec = AttentionSpec | LatentSpec | StateSpec | BesideSpec
+MixerSpec = AttentionSpec | LatentSpec | StateSpec | ParallelMixerSpec
 """Token mixers; `quintet.executor.models.blocks.block` builds each kind."""
 FeedForwardSpec = MlpSpec | ExpertsSpec
 """Per-token layers; `quintet.executor.models.blocks.block` builds each kind."""
@@ -299,7 +299,7 @@ class LayerSpec:
         match self.mixer:
             case AttentionSpec() | LatentSpec():
                 return self.mixer
-            case BesideSpec():
+            case ParallelMixerSpec():
                 return self.mixer.attention
             case _:
                 return None
@@ -310,7 +310,7 @@ class LayerSpec:
         match self.mixer:
             case AttentionSpec() | LatentSpec() | None:
                 return None
-            case BesideSpec():
+            case ParallelMixerSpec():
                 return self.mixer.state
             case _:
                 return self.mixer

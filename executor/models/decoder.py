@@ -103,7 +103,7 @@ class Decoder:
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
         """See `CausalModel.forward`."""
-        x = self._begin(ops) if self._is_first else ops.of_stage_before(self._hidden_size)
+        x = self._begin(ops) if self._is_first else ops.from_previous_stage(self._hidden_size)
         for layer in self._layers:
             x = layer(ops, x)
         return x

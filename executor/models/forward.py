@@ -65,7 +65,7 @@ class ForwardPass(Protocol[ValueT]):
     def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
         """Return columns ``[begin, begin + width)`` as a view, without cost."""
 
-    def of_stage_before(self, width: int) -> ValueT:
+    def from_previous_stage(self, width: int) -> ValueT:
         """Return the previous pipeline stage's output for each of the step's tokens."""
 
     def of_all_ranks(self, x: ValueT, kept: KeptRange) -> ValueT:

@@ -92,7 +92,7 @@ class Sampler:
         self._features[row.slot] = features
         self.settings[row.slot] = settings_of(row.params, row.seed)
 
-    def wants_more(self, rows: Rows) -> bool:
+    def needs_logits(self, rows: Rows) -> bool:
         """Return whether a row needs more in this step than a draw from the raw logits, masked or not."""
         if not self._num_with_features:
             return False

@@ -46,7 +46,7 @@ class BodyBuffers:
     max_open_bytes: int = MAX_OPEN_BYTES
     """Maximum bytes of unfinished and retained bodies together."""
     num_open_bytes: int = 0
-    num_kept_bytes: int = 0
+    num_retained_bytes: int = 0
     _open: dict[OpenBody, None] = field(default_factory=dict)
     """In order of the last chunk, oldest first."""
 
@@ -74,7 +74,7 @@ class BodyBuffers:
 
         The newest are not given up: a client that sends a byte now and then would keep out all others.
         """
-        num_left = self.num_open_bytes + self.num_kept_bytes
+        num_left = self.num_open_bytes + self.num_retained_bytes
         for body in self._open:
             if num_left <= self.max_open_bytes:
                 return
@@ -88,17 +88,17 @@ class BodyBuffers:
         del self._open[body]
 
     def keep(self, num_bytes: int) -> None:
-        """Count a body retained until its request ends (`let_go`). Raises `RequestError` above the limit."""
-        num_held = self.num_open_bytes + self.num_kept_bytes
-        if self.num_kept_bytes and num_held + num_bytes > self.max_open_bytes:
+        """Count a body retained until its request ends (`release`). Raises `RequestError` above the limit."""
+        num_held = self.num_open_bytes + self.num_retained_bytes
+        if self.num_retained_bytes and num_held + num_bytes > self.max_open_bytes:
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
                 f"{num_held} bytes of request bodies are held, and the {num_bytes} of this one would "
                 f"exceed the limit of {self.max_open_bytes}; retry later, or send a smaller body.",
                 retry_s=1,
             )
-        self.num_kept_bytes += num_bytes
+        self.num_retained_bytes += num_bytes
 
-    def let_go(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Release a retained body after its request ended."""
-        self.num_kept_bytes -= num_bytes
+        self.num_retained_bytes -= num_bytes

@@ -17,26 +17,31 @@ from quintet.frontend.load_balancing.load_balancer import (
     Workers,
     choose,
 )
-from quintet.frontend.load_balancing.prefix_affinity import MAX_NAMES, PIECE_TOKENS, PrefixAffinity, names_of
+from quintet.frontend.load_balancing.prefix_affinity import (
+    MAX_HASHES,
+    PIECE_TOKENS,
+    PrefixAffinity,
+    hash_prefixes,
+)
 from quintet.frontend.streams import Stream
 from quintet.wire.columns import ID_BYTES
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Started
 
-USUAL_OVER = 256
+MEAN_OVER = 256
 """Requests in the running means, about; without a quarter of them a mean is unknown."""
 
 
 class EngineLoad:
     """Load of one engine."""
 
-    def __init__(self, max_names: int, usual: LinearFit) -> None:
+    def __init__(self, max_hashes: int, usual: LinearFit) -> None:
         self.num_queued = 0
         """Prompt tokens of its requests before prefill."""
-        self.num_kept = 0
+        self.num_kv_tokens = 0
         """KV cache tokens of its requests, present and expected."""
-        self.prefixes = PrefixAffinity(max_names)
+        self.prefixes = PrefixAffinity(max_hashes)
         self.speed = EngineSpeeds(usual)
 
 
@@ -71,16 +76,16 @@ class EngineLoads:
             return EngineChoice(indexes[0], "only engine") if indexes else None
         self._num_chosen += 1
         submit = stream.submit
-        names = stream.prefix_hashes = names_of(submit.prompt, submit.spec.cache_salt)
+        names = stream.prefix_hashes = hash_prefixes(submit.prompt, submit.spec.cache_salt)
         readable = names if submit.spec.params.reads_prefix_cache else []
         kv_tokens = self._kv_tokens // max(1, self._slots.num_frontends)
         engines = [self._engine(index, readable, kv_tokens) for index in indexes]
         session = submit.session or (str(names[0]) if names else "")
         turn, num_tokens = self._slots.me.index + self._num_chosen, stream.num_prompt
-        usual = max(PIECE_TOKENS, self._mean_new_tokens) if self._num_chosen > USUAL_OVER // 4 else 0.0
+        usual = max(PIECE_TOKENS, self._mean_new_tokens) if self._num_chosen > MEAN_OVER // 4 else 0.0
         choice = choose(engines, self._policy, turn, session, num_tokens, usual, self._kv_tokens_of(stream))
         self._mean_new_tokens += (max(0, num_tokens - choice.num_cached) - self._mean_new_tokens) / min(
-            self._num_chosen, USUAL_OVER
+            self._num_chosen, MEAN_OVER
         )
         return choice
 
@@ -94,7 +99,7 @@ class EngineLoads:
             PIECE_TOKENS * num_known,
             used,
             slowness=load.speed.slowness(self._clock()),
-            kv_free=kv_tokens - load.num_kept if kv_tokens else None,
+            kv_free=kv_tokens - load.num_kv_tokens if kv_tokens else None,
             is_full=load.prefixes.is_full,
         )
 
@@ -111,8 +116,8 @@ class EngineLoads:
         stream.choice = choice
         num_open = self._slots.load(Role.CORE, choice.index)
         stream.num_tokens_ahead = load.num_queued + RUNNING_TOKENS * num_open
-        stream.num_kept = max(0, self._kv_tokens_of(stream) - choice.num_cached)
-        load.num_kept += stream.num_kept
+        stream.num_kv_tokens = max(0, self._kv_tokens_of(stream) - choice.num_cached)
+        load.num_kv_tokens += stream.num_kv_tokens
         if stream.started_attempt != stream.attempt:
             # Prior output is prefilled too.
             num_prior_outputs = len(stream.submit.spec.output_ids) // ID_BYTES
@@ -144,12 +149,12 @@ class EngineLoads:
         choice = stream.choice
         assert choice is not None
         self._dequeue(stream, choice)
-        self._load_of(choice.index).num_kept -= stream.num_kept
-        stream.num_kept = 0
+        self._load_of(choice.index).num_kv_tokens -= stream.num_kv_tokens
+        stream.num_kv_tokens = 0
         if stream.ended:
             num_outputs = stream.num_output_tokens / len(stream.choices)
             self._num_ended += 1
-            self._mean_outputs += (num_outputs - self._mean_outputs) / min(self._num_ended, USUAL_OVER)
+            self._mean_outputs += (num_outputs - self._mean_outputs) / min(self._num_ended, MEAN_OVER)
         self._slots.add_load(Role.CORE, choice.index, -stream.num_placed)
 
     def _dequeue(self, stream: Stream, choice: EngineChoice) -> None:
@@ -181,7 +186,7 @@ class EngineLoads:
 
 def _max_names(config: EngineConfig) -> int:
     """Return the number of prefix pieces that fit into an engine's KV cache."""
-    return min(MAX_NAMES, _kv_tokens(config) // PIECE_TOKENS) or MAX_NAMES
+    return min(MAX_HASHES, _kv_tokens(config) // PIECE_TOKENS) or MAX_HASHES
 
 
 def _kv_tokens(config: EngineConfig) -> int:

@@ -75,13 +75,13 @@ def choose(
     session: str = "",
     num_tokens: int = 0,
     usual: float = 0.0,
-    num_kept: int = 0,
+    num_kv_tokens: int = 0,
 ) -> EngineChoice:
     """Choose the engine of one request.
 
     ``turn``: number of choices made; breaks ties round-robin. ``session``: conversation key, or "". ``num_tokens``: prompt
-    tokens. ``usual``: mean uncached prompt tokens (0: unknown). ``num_kept``: KV cache tokens for prompt and output without a
-    cache hit (0: unknown).
+    tokens. ``usual``: mean uncached prompt tokens (0: unknown). ``num_kv_tokens``: KV cache tokens for prompt and output
+    without a cache hit (0: unknown).
 
     round-robin  the next engine in turn
     load         least delay, see `_delay`, among engines with free KV cache, else among all
@@ -101,7 +101,7 @@ def choose(
     else:
         saves = policy == "prefix"
         with_memory = [
-            e for e in in_turn if has_room(e.kv_free, num_kept, e.num_cached if saves else 0)
+            e for e in in_turn if fits_kv(e.kv_free, num_kv_tokens, e.num_cached if saves else 0)
         ] or in_turn
         least = sorted(map(_load, in_turn))[:2] if usual and num_tokens >= LONG * usual else []
         chosen = min(with_memory, key=lambda engine: _delay(engine, least, saves, num_tokens, usual))
@@ -114,9 +114,9 @@ def choose(
     return EngineChoice(chosen.index, reason, chosen.num_cached, chosen.used)
 
 
-def has_room(kv_free: int | None, num_kept: int, num_shared: int) -> bool:
+def fits_kv(kv_free: int | None, num_kv_tokens: int, num_shared: int) -> bool:
     """True if free KV cache holds a request's tokens less the cached ones, or is unknown (None)."""
-    return kv_free is None or kv_free >= num_kept - num_shared
+    return kv_free is None or kv_free >= num_kv_tokens - num_shared
 
 
 def _slowness(engine: Candidate) -> float:

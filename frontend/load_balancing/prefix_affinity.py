@@ -21,11 +21,11 @@ PIECE_TOKENS = PIECE_BYTES // BYTES_PER_TOKEN
 """Exact for ids and embeddings, approximate for text."""
 MAX_PIECES = 512
 """Per prompt; longer prompts are compared by these only."""
-MAX_NAMES = 1 << 16
+MAX_HASHES = 1 << 16
 """Entries per engine with a KV cache of unknown size."""
 
 
-def names_of(prompt: Prompt, salt: str = "") -> list[int]:
+def hash_prefixes(prompt: Prompt, salt: str = "") -> list[int]:
     """Return the prefix hashes of a prompt, shortest first; empty for a prompt shorter than a piece."""
     content = _bytes_of(prompt)
     names, name = [], crc32(salt.encode(errors="surrogatepass"))
@@ -56,7 +56,7 @@ def _last_words_of(prompt: EmbedsPrompt) -> bytes:
     return memoryview(prompt.values)[:most].cast("I")[num_values - 1 :: num_values].tobytes()
 
 
-class Holders:
+class PrefixOwners:
     """Owners of each prefix hash over many engines: a lookup touches only engines with a hit."""
 
     def __init__(self) -> None:
@@ -112,9 +112,11 @@ class Holders:
 class PrefixAffinity:
     """LRU index of one engine's cached prefixes, as far as known."""
 
-    def __init__(self, max_names: int = MAX_NAMES, holders: Holders | None = None, who: int = 0) -> None:
+    def __init__(
+        self, max_hashes: int = MAX_HASHES, holders: PrefixOwners | None = None, who: int = 0
+    ) -> None:
         """``holders`` gets every entry added or removed, under the engine index ``engine``."""
-        self.max_names = max_names
+        self.max_hashes = max_hashes
         self._used: OrderedDict[int, int] = OrderedDict()
         """Last use of each hash, by use count."""
         self._num_uses = 0
@@ -126,7 +128,7 @@ class PrefixAffinity:
     @property
     def is_full(self) -> bool:
         """True if a new entry evicts an old one."""
-        return len(self._used) >= self.max_names
+        return len(self._used) >= self.max_hashes
 
     def find(self, names: Sequence[int]) -> tuple[int, int]:
         """Return the number of leading pieces with a hit, and the oldest use among them."""
@@ -152,7 +154,7 @@ class PrefixAffinity:
         for name in reversed(names[:num_known]):
             used.move_to_end(name)
             used[name] = self._num_uses
-        while len(used) > self.max_names:
+        while len(used) > self.max_hashes:
             self._forget()
 
     def miss(self, used: int) -> None:

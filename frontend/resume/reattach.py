@@ -33,7 +33,7 @@ def submission(admit: Admit, first_id: int, received: Sequence[ReceivedCount]) -
         ),
         sent_ns=0,
         core=0,
-        limit_gives_way=True,  # the limit was accepted when the request arrived
+        clamp_max_tokens=True,  # the limit was accepted when the request arrived
     )
 
 

@@ -14,7 +14,7 @@ ASKED = {"prompt": "Once upon a time", "max_tokens": 32, "seed": 11, "stream": F
 def dropped(server: Server, why: str) -> float:
     """Return how many frames all processes dropped for one reason."""
     _, text = server.get("/metrics")
-    pattern = rf'^quintet:rejected_frames_total{{[^}}]*why="{why}"[^}}]*}} (\S+)$'
+    pattern = rf'^quintet:rejected_frames_total{{[^}}]*reason="{why}"[^}}]*}} (\S+)$'
     return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
 
 
@@ -35,6 +35,6 @@ def test_nonsense_at_every_door_ends_nothing(duration_s: float) -> None:
         assert not web.wrong, (web.wrong[0], log)
         assert answer(server) == text
         assert web.statuses[200] and web.statuses[400], "the storm never got as far as an answer"
-        for why in ("forged", "unreadable", "senseless"):
+        for why in ("forged", "unreadable", "invalid"):
             wait_until(lambda why=why: dropped(server, why) > 0, f"a frame that is {why}")  # type: ignore[misc]
         assert server.stop() == 0

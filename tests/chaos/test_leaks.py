@@ -79,6 +79,6 @@ def test_requests_half_of_them_given_up_leave_nothing(num_requests: int) -> None
             lambda: all(server.gauge(f"quintet:{name}") == 0 for name in empty),
             "an empty house",
         )
-        for name in ("audit_differences", "duplicate_endings"):
+        for name in ("request_state_mismatches", "duplicate_endings"):
             assert server.gauge(f"quintet:{name}_total") == 0, name
         assert server.post("/v1/completions", {"prompt": "calm", "max_tokens": 3})[0] == 200

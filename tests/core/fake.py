@@ -183,7 +183,7 @@ class FakeExecutor:
                 0,
                 codec.pack_i32(drawn),
                 compute_ns=num_tokens * NS_PER_TOKEN,
-                num_tenants=len(self.tenants),
+                num_active_slots=len(self.tenants),
             )
         )
 
@@ -449,7 +449,7 @@ class World:
         result = self.executor.results.popleft()
         flights = self.engine.state.in_flight if self.engine.state is not None else ()
         if flights and flights[0].step == result.step:
-            assert flights[0].num_tenants == result.num_tenants
+            assert flights[0].num_active_slots == result.num_active_slots
         self.apply(self.engine.commit(result, self.tick()))
         return True
 

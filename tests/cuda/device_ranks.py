@@ -43,8 +43,8 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
         thread.start()
     first = open_device_ranks(config, descriptor, 0)
     worker = lead(devices[0], model_on(devices[0], config, first.share), config, {}, first)
-    while worker.has_chores:
-        worker.do_chore()
+    while worker.has_idle_tasks:
+        worker.run_idle_task()
     try:
         yield worker
     finally:

@@ -112,8 +112,8 @@ def worker_on(
     settings = msgspec.structs.replace(config.executor, enforce_eager=not captured, **executor)
     config = msgspec.structs.replace(config, executor=settings)
     worker = make_device_worker(device, model_on(device, config), config, DTYPES[config.model.dtype], {})
-    while worker.has_chores:
-        worker.do_chore()
+    while worker.has_idle_tasks:
+        worker.run_idle_task()
     return worker
 
 

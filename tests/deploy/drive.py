@@ -46,26 +46,28 @@ def main() -> int:
     if listener is not None:
         tell("listening", port=listener.getsockname()[1])
     modules = {role: f"fake_{role}" for role in Role}
-    nursery = Prefork(run_dir, listener, modules)
+    prefork = Prefork(run_dir, listener, modules)
     if options.get("forks"):
-        nursery.fork(roles_to_fork(True, has_frontends=listener is not None))
-    surroundings = SupervisorContext(
+        prefork.fork(roles_to_fork(True, has_frontends=listener is not None))
+    context = SupervisorContext(
         listener=listener,
         parent_fd=options.get("parent_fd"),
         modules=modules,
-        nursery=nursery,
+        prefork=prefork,
         manager=ServiceManager(os.environ),
         restart_policy=lambda _role, _max_deaths: RestartPolicy(
             max_deaths=options.get("max_deaths", 5), first_backoff_s=0.01
         ),
-        look_around=lambda now: Failure("beside", options["beside"], "", 78) if "beside" in options else None,
+        check_external=lambda now: (
+            Failure("beside", options["beside"], "", 78) if "beside" in options else None
+        ),
     )
-    story = (
+    startup_log = (
         ReportedStartupLog(options["report_fd"])
         if "report_fd" in options
         else ToldStory(config, ["Fake model"])
     )
-    return Supervisor(config, story, surroundings).run()
+    return Supervisor(config, startup_log, context).run()
 
 
 if __name__ == "__main__":

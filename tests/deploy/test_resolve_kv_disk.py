@@ -13,7 +13,7 @@ import pytest
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv_disk import free_bytes
-from quintet.deploy.supervisor.store_lock import alone
+from quintet.deploy.supervisor.store_lock import lock_stores
 from quintet.deploy.tools.kv_plan import disk_plan
 from quintet.process import own_files
 from quintet.wire.config import EngineConfig, KvDiskConfig, KvEventsConfig
@@ -168,7 +168,7 @@ def test_events_that_cannot_be_are_refused(tmp_path: Path, config: str, words: s
 
 def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
     config, lock = config_of(tmp_path), tmp_path / "kv" / "server.lock"
-    with alone(config):
+    with lock_stores(config):
         assert lock.exists()
     command = [sys.executable, "-c", ANOTHER_SERVER, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as another:
@@ -176,11 +176,11 @@ def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
         assert another.stdout.readline()
         with (
             pytest.raises(ConfigError, match=r"--kv-disk .* is in use by another running server"),
-            alone(config),
+            lock_stores(config),
         ):
             pass
         another.stdin.close()
     lock.unlink()
     lock.mkdir()
-    with pytest.raises(ConfigError, match=r"--kv-disk .* cannot be opened"), alone(config):
+    with pytest.raises(ConfigError, match=r"--kv-disk .* cannot be opened"), lock_stores(config):
         pass

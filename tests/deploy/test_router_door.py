@@ -146,7 +146,7 @@ def test_bodies_of_open_requests_have_one_budget() -> None:
             may_answer.set()
             assert (await first).status == 200
             assert (await w.ask(C, {"prompt": "z" * 4000})).status == 200
-            assert w.app._policy.bodies.num_kept_bytes == 0
+            assert w.app._policy.bodies.num_retained_bytes == 0
 
     run(story())
 

@@ -66,11 +66,11 @@ def test_a_request_counts_at_its_server_until_it_ends() -> None:
     endpoint = visit.pick()
     server = list(choices.servers)[ENDPOINTS.index(endpoint)]
     assert (choices.num_open, server.num_open) == (1, 1) and server.num_queued > 0
-    assert choices.policy.bodies.num_kept_bytes == len(prompt("a story "))
+    assert choices.policy.bodies.num_retained_bytes == len(prompt("a story "))
     visit.begin()
     assert (server.num_open, server.num_queued) == (1, 0)
     visit.leave()
-    assert (choices.num_open, server.num_open, choices.policy.bodies.num_kept_bytes) == (0, 0, 0)
+    assert (choices.num_open, server.num_open, choices.policy.bodies.num_retained_bytes) == (0, 0, 0)
 
 
 def test_a_refusal_says_nothing_of_how_fast_a_server_answers() -> None:

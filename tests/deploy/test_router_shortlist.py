@@ -14,7 +14,7 @@ from quintet.deploy.router.metrics import parse_metrics
 from quintet.deploy.router.request_summary import RequestSummary
 from quintet.deploy.router.servers import MAX_ALL_NAMES, HeldPrefixes, Server, Servers
 from quintet.frontend.load_balancing.load_balancer import EVICTION_COST, RUNNING_TOKENS
-from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS, Holders
+from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS, PrefixOwners
 from quintet.wire.config import Routing
 
 
@@ -179,12 +179,12 @@ def test_whose_memory_is_taken_gets_nothing_that_another_can_hold() -> None:
     small = router.choose(RequestSummary(num_tokens=500, max_outputs=100), ())
     assert small is not None and small.server is little
     little.update_load(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small], num_outputs=200)
-    assert little.kv_free == 10_000 - small.num_kept - 500, (
+    assert little.kv_free == 10_000 - small.num_kv_tokens - 500, (
         "of what is used there, none is that of a request that waits"
     )
     small.begin()
     little.update_load(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small])
-    assert little.kv_free == 10_000 - small.num_kept, "it is that"
+    assert little.kv_free == 10_000 - small.num_kv_tokens, "it is that"
 
 
 def test_where_nobody_can_hold_a_request_it_goes_where_it_would_have() -> None:
@@ -196,7 +196,7 @@ def test_where_nobody_can_hold_a_request_it_goes_where_it_would_have() -> None:
 
 
 def test_who_has_a_name_is_known_until_it_is_forgotten() -> None:
-    holders = Holders()
+    holders = PrefixOwners()
     for who, names in ((1, [7, 8, 9]), (2, [7, 8]), (3, [7])):
         holders.add(names, who)
         holders.add(names, who)
@@ -260,7 +260,7 @@ def test_a_session_is_looked_up_and_moves_when_its_server_goes() -> None:
 def test_what_is_remembered_is_bounded_over_all_servers_and_by_what_each_can_hold() -> None:
     router = servers(100)
     server = next(iter(router))
-    assert server.prefixes.max_names == MAX_ALL_NAMES // 100
+    assert server.prefixes.max_hashes == MAX_ALL_NAMES // 100
     server.update_load(0, 0, kv_tokens=PIECE_TOKENS * 10)
     held = router.choose(RequestSummary(list(range(30))), set(list(router)[1:]))
     assert held is not None and held.server is server and len(server.prefixes) == 10

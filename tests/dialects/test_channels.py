@@ -160,7 +160,7 @@ def test_calls_that_are_insisted_on_are_a_form(
     tools = [*TOOLS, {"type": "function", "function": {"name": "snow"}}]
     server.ask("POST", H, {**BODY, "tools": tools, "tool_choice": choice})
     spec = submitted(server).spec
-    assert spec.reading == OutputParsing("qwen3", "hermes", insists=True)
+    assert spec.reading == OutputParsing("qwen3", "hermes", requires_calls=True)
     form = spec.params.structured_outputs
     assert form is not None and form.structural_tag is not None
     (calls,) = json.loads(form.structural_tag)["format"]["elements"]

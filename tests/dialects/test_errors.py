@@ -364,7 +364,7 @@ def test_only_a_number_of_the_clients_own_is_held_against_it(
 ) -> None:
     for asked in ({}, {"max_tokens": None}, {"max_tokens": 5}):
         assert shared.ask("POST", path, {**body, **asked}).status == 200
-        assert shared.engine.wait_for(Submit)[-1].limit_gives_way is (asked.get("max_tokens") is None)
+        assert shared.engine.wait_for(Submit)[-1].clamp_max_tokens is (asked.get("max_tokens") is None)
 
 
 def test_one_door_for_both_kinds_of_requests(shared: Any) -> None:

@@ -319,7 +319,7 @@ def test_tool_choice_is_as_the_chat_dialect_has_it(parsing: Any) -> None:
         reply = parsing.ask("POST", R, ask(tools=[RAIN, NOW], tool_choice=choice))
         assert reply.status == 200 and reply.json["tool_choice"] == choice
         submit = sent(parsing)
-        assert submit.spec.params.structured_outputs is not None and submit.spec.reading.insists
+        assert submit.spec.params.structured_outputs is not None and submit.spec.reading.requires_calls
         tag = submit.spec.params.structured_outputs.structural_tag
         assert "now" in tag and "rain" not in tag
     assert [tool["function"]["name"] for tool in json.loads(sent(parsing).prompt.tools)] == ["now"]
@@ -352,7 +352,7 @@ def test_settings_reach_the_engine(shared: Any) -> None:
     assert shared.ask("POST", R, body).json["reasoning"] == {"effort": "low", "summary": None}
     spec = sent(shared).spec
     assert (spec.params.seed, spec.params.truncate_prompt_tokens, spec.priority) == (3, -1, 2)
-    assert spec.params.greedy and spec.cache_salt == "s" and sent(shared).limit_gives_way
+    assert spec.params.greedy and spec.cache_salt == "s" and sent(shared).clamp_max_tokens
     assert json.loads(sent(shared).prompt.template_kwargs) == {"reasoning_effort": "low"}
 
 

@@ -483,7 +483,7 @@ def test_write_norms_and_rotates(
         interleaved=interleaved,
         q_norm=q_norm,
         k_norm=k_norm,
-        norms_behind=behind and norm_offset is not None,
+        norms_after_rope=behind and norm_offset is not None,
         temperature=Temperature(0.5, 16, 1),
     )
     kv = PagedKv.of_blocks(25, dtype, kv_heads, head_dim, 16, 8)

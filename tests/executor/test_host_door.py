@@ -17,7 +17,7 @@ import zmq
 
 from quintet.executor.distributed.hosts import member as member_module
 from quintet.executor.distributed.hosts.hub import Hub
-from quintet.executor.distributed.hosts.member import Member, OwnPlace
+from quintet.executor.distributed.hosts.member import Member, MemberSettings
 from quintet.executor.distributed.hosts.messages import (
     GROUP_KEY,
     RUNNER,
@@ -276,7 +276,7 @@ def test_a_member_is_told_that_its_place_is_taken_and_may_ask_again(door: Door, 
         run(place(door.hosts, tmp_path / "there"))
 
 
-def run(own: OwnPlace) -> None:
+def run(own: MemberSettings) -> None:
     with closing(Member(own)) as member:
         member.run()
 

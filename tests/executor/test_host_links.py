@@ -108,11 +108,11 @@ def test_a_step_arrives_with_its_tables_and_its_hidden_states() -> None:
     told, heard = a_step(programs), Step(programs, MAX_TOKENS, 4)
     hidden = torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
     bridge.sending_rank.payload(WIDTH, torch.float32)[:4] = hidden
-    bridge.sending_rank.tell_run(told.address, StepPart.LAYERS, StepPart.END, 8)
+    bridge.sending_rank.send_run(told.address, StepPart.LAYERS, StepPart.END, 8)
     bridge.receiving_rank.done()  # is there
     while bridge.carry() is None:
         pass
-    order = bridge.receiving_rank.hear(heard.address)
+    order = bridge.receiving_rank.receive(heard.address)
     assert (order.kind, order.begin, order.end, order.length) == (
         OrderKind.RUN,
         StepPart.LAYERS,
@@ -141,7 +141,7 @@ def test_as_many_orders_are_under_way_as_between_stages_of_one_host() -> None:
     def tell() -> None:
         bridge.sending_rank.wait_for_all()
         for each in pairs:
-            bridge.sending_rank.tell_mail(OrderKind.COPY_BLOCKS, each, 8)
+            bridge.sending_rank.send_mail(OrderKind.COPY_BLOCKS, each, 8)
         bridge.sending_rank.wait_for_all()
 
     sending_rank = in_background(tell)
@@ -149,13 +149,13 @@ def test_as_many_orders_are_under_way_as_between_stages_of_one_host() -> None:
     for count in range(2):
         while bridge.carry() is None:
             pass
-        order = bridge.receiving_rank.hear(step.address)
+        order = bridge.receiving_rank.receive(step.address)
         assert bridge.receiving_rank.mail(order) == pairs[count]
     assert bridge.receiver.take() is None, "a third, for which there is no room"
     bridge.receiving_rank.done()
     while bridge.carry() is None:
         pass
-    assert bridge.receiving_rank.mail(bridge.receiving_rank.hear(step.address)) == pairs[2]
+    assert bridge.receiving_rank.mail(bridge.receiving_rank.receive(step.address)) == pairs[2]
     bridge.receiving_rank.done()
     while sending_rank.is_alive():
         bridge.rung.wait(0.05)
@@ -173,7 +173,7 @@ def test_logits_come_back_as_many_as_there_are() -> None:
     while taken is None:
         taken = bridge.carry()
     assert len(taken[2]) == 3 * VOCAB * 4
-    order = bridge.receiving_rank.hear(ctypes.create_string_buffer(4096))
+    order = bridge.receiving_rank.receive(ctypes.create_string_buffer(4096))
     assert (order.kind, order.num_outputs) == (OrderKind.RUN, 3)
     assert torch.equal(bridge.receiving_rank.payload(VOCAB, torch.float32)[:3], logits)
 
@@ -189,7 +189,7 @@ def test_what_a_stage_says_of_itself_is_said_at_the_other_end() -> None:
 def test_what_cannot_be_is_told_to_nobody() -> None:
     bridge = Bridge()
     step = a_step(ProgramLibrary(host_library()))
-    bridge.sending_rank.tell_run(step.address, StepPart.LAYERS, StepPart.END, 8)
+    bridge.sending_rank.send_run(step.address, StepPart.LAYERS, StepPart.END, 8)
     taken = None
     while taken is None:
         bridge.rung.wait(DEADLINE_S)

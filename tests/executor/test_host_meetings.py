@@ -199,22 +199,22 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
         first.wait_for_all()
         for kind, mail in orders:
             if mail:
-                first.tell_mail(kind, mail, len(mail))
+                first.send_mail(kind, mail, len(mail))
             else:
                 first.send_idle_task()
             first.wait_for_all()
             carried_out.append([len(each) for each in heard])
 
-    def hear(rank: int) -> None:
+    def receive(rank: int) -> None:
         mine, step = others[rank], ctypes.create_string_buffer(4096)
         mine.done()
         for kind, _ in orders:
-            order = mine.hear(step)
+            order = mine.receive(step)
             heard[rank].append((order.kind, mine.mail(order) if kind is not OrderKind.IDLE_TASK else b""))
             mine.done()
 
     threads = [threading.Thread(target=tell, daemon=True)]
-    threads += [threading.Thread(target=hear, args=(rank,), daemon=True) for rank in range(3)]
+    threads += [threading.Thread(target=receive, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):

@@ -19,7 +19,7 @@ from tests.processes.test_apart import free_port
 from quintet.deploy import embedded
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.executor.distributed.hosts.member import OwnPlace
+from quintet.executor.distributed.hosts.member import MemberSettings
 from quintet.executor.worker import make_torch_worker
 from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig, HostsConfig
@@ -42,9 +42,9 @@ def on(hosts: HostsConfig, config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, executor=executor)
 
 
-def place(hosts: HostsConfig, run_dir: Path, **changed: object) -> OwnPlace:
+def place(hosts: HostsConfig, run_dir: Path, **changed: object) -> MemberSettings:
     run_dir.mkdir(exist_ok=True)
-    own = OwnPlace(
+    own = MemberSettings(
         host=1, hosts=hosts, run_dir=str(run_dir), model_path=str(embedded.default_model_path()),
         packed_cache=None, threads=1, log_level="INFO", available_bytes=1 << 40,
     )  # fmt: skip
@@ -52,7 +52,7 @@ def place(hosts: HostsConfig, run_dir: Path, **changed: object) -> OwnPlace:
 
 
 @contextmanager
-def member(own: OwnPlace) -> Iterator[subprocess.Popen[bytes]]:
+def member(own: MemberSettings) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", MEMBER, "--parent", str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None

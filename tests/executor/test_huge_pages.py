@@ -52,7 +52,7 @@ def scattered(monkeypatch: pytest.MonkeyPatch, folder: Path) -> HugePages:
     """Return a reservation for which the system had to make room."""
     stalling(monkeypatch, made=MIN_STALLS, found_none=0)
     pages = HugePages(SIZE, reserved(folder))
-    assert pages.is_scattered
+    assert pages.is_fragmented
     return pages
 
 
@@ -70,7 +70,7 @@ def test_gathering_changes_nothing_and_ends(monkeypatch: pytest.MonkeyPatch, tmp
     pages.memory.copy_(written)
     address = pages.memory.data_ptr()
     rounds = 0
-    while pages.is_scattered:
+    while pages.is_fragmented:
         pages.gather(0.0)
         rounds += 1
         assert rounds <= SIZE // PAGE_BYTES, "a round moved nothing"
@@ -83,7 +83,7 @@ def test_a_round_takes_no_longer_than_asked_but_for_one_page(
 ) -> None:
     pages = scattered(monkeypatch, tmp_path)
     pages.gather(0.0)
-    assert pages.is_scattered, "all at once"
+    assert pages.is_fragmented, "all at once"
 
 
 def test_memory_outlives_the_reservation() -> None:
@@ -98,11 +98,11 @@ def test_nothing_is_asked_of_a_system_that_gives_none(
 ) -> None:
     stalling(monkeypatch, made=1000, found_none=1000)
     path = tmp_path / "nowhere" if words is None else switch(tmp_path, words)
-    assert not HugePages(SIZE, HugeMemory(SIZE, path)).is_scattered
+    assert not HugePages(SIZE, HugeMemory(SIZE, path)).is_fragmented
 
 
 @pytest.mark.parametrize(
-    ("made", "found_none", "slack_s", "is_scattered"),
+    ("made", "found_none", "slack_s", "is_fragmented"),
     [
         (0, 0, -1e6, False),  # slow, as where a hypervisor gives memory when it is touched
         (MIN_STALLS - 1, 0, -1e6, True),  # with the second piece
@@ -117,10 +117,10 @@ def test_scattered_is_memory_for_which_room_is_made_slowly_or_not_found(
     made: int,
     found_none: int,
     slack_s: float,
-    is_scattered: bool,
+    is_fragmented: bool,
 ) -> None:
     stalling(monkeypatch, made, found_none, slack_s)
-    assert HugePages(SIZE, reserved(tmp_path)).is_scattered is is_scattered
+    assert HugePages(SIZE, reserved(tmp_path)).is_fragmented is is_fragmented
 
 
 def test_what_counts_is_how_many_pages_there_are_to_a_stall(
@@ -128,10 +128,10 @@ def test_what_counts_is_how_many_pages_there_are_to_a_stall(
 ) -> None:
     """One in nine is not enough, however many they are; one in seven is."""
     monkeypatch.setattr(huge_memory, "MIN_STALLS", 0)
-    for pages, is_scattered in ((PAGES_PER_STALL + 1, False), (PAGES_PER_STALL - 1, True)):
+    for pages, is_fragmented in ((PAGES_PER_STALL + 1, False), (PAGES_PER_STALL - 1, True)):
         monkeypatch.setattr(huge_memory, "PIECE_BYTES", pages * PAGE_BYTES)
         stalling(monkeypatch, made=1, found_none=0, slack_s=-1e6)
-        assert HugePages(SIZE, reserved(tmp_path)).is_scattered is is_scattered
+        assert HugePages(SIZE, reserved(tmp_path)).is_fragmented is is_fragmented
 
 
 def test_where_the_system_does_not_count_whatever_is_slow_is_scattered(
@@ -139,7 +139,7 @@ def test_where_the_system_does_not_count_whatever_is_slow_is_scattered(
 ) -> None:
     stalling(monkeypatch, 0, 0)
     monkeypatch.setattr(huge_memory, "_stalls", lambda: None)
-    assert HugePages(SIZE, reserved(tmp_path)).is_scattered
+    assert HugePages(SIZE, reserved(tmp_path)).is_fragmented
 
 
 def test_what_is_begun_goes_on_meanwhile_and_whoever_takes_it_gives_back_the_rest(
@@ -155,7 +155,7 @@ def test_what_is_begun_goes_on_meanwhile_and_whoever_takes_it_gives_back_the_res
     assert ahead.length == 3 * PIECE_BYTES == resident_bytes(ahead)
     assert len(ahead.map) == ahead.length + PAGE_BYTES
     pages = HugePages(SIZE, ahead)
-    assert not pages.is_scattered and not pages.memory.any()
+    assert not pages.is_fragmented and not pages.memory.any()
     pages.memory.fill_(1)
     assert int(pages.memory.sum(dtype=torch.int64)) == SIZE
 
@@ -171,10 +171,10 @@ def test_what_was_found_scattered_meanwhile_is_so_for_whoever_takes_it(
     assert resident_bytes(ahead) == PIECE_BYTES
     ahead.shrink(SIZE)
     pages = HugePages(SIZE, ahead)
-    assert pages.is_scattered
+    assert pages.is_fragmented
     pages.memory.fill_(3)
     pages.gather(60.0)
-    assert not pages.is_scattered
+    assert not pages.is_fragmented
     assert int(pages.memory.sum(dtype=torch.int64)) == 3 * SIZE
 
 

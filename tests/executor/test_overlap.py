@@ -72,7 +72,7 @@ class Device:
     swap_bytes_per_s: int = 0
     num_split: int = 0
     experts: None = None
-    num_tenants: int = 0
+    num_active_slots: int = 0
     work_done: int = 0
     chores: list[str] = field(default_factory=list)
     in_chore: Callable[[], object] = lambda: None
@@ -86,15 +86,15 @@ class Device:
         return False
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_tasks(self) -> bool:
         return bool(self.chores)
 
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         self.chores.pop()
         self.in_chore()
 
     def begin(self, plan: StepPlan) -> Held:
-        self.num_tenants += len(plan.new_rows)
+        self.num_active_slots += len(plan.new_rows)
         if plan.step in self.refused:
             raise self.refused[plan.step]
         held = Held(plan)
@@ -106,7 +106,7 @@ class Device:
     def reset(self) -> None:
         self.in_reset()
         self.num_resets += 1
-        self.num_tenants = 0
+        self.num_active_slots = 0
 
     def is_broken(self, error: Exception) -> bool:
         return isinstance(error, MemoryError)
@@ -203,7 +203,7 @@ def test_a_plan_is_begun_while_the_one_before_it_is_computed(house: House) -> No
     results = [house.expect(StepResult), house.expect(StepResult)]
     assert [result.step for result in results] == [1, 2], "in the order of the plans"
     assert [len(unpack_i32(result.token_ids)) for result in results] == [1, 2]
-    assert [result.num_tenants for result in results] == [1, 3], "as it was after each plan"
+    assert [result.num_active_slots for result in results] == [1, 3], "as it was after each plan"
     assert house.executor.account() == (2, 0)
 
 
@@ -227,7 +227,7 @@ def test_a_chore_that_never_ends_is_work_pending_without_progress(house: House) 
     accounts: list[tuple[int, int]] = []
     house.device.in_chore = lambda: accounts.append(house.executor.account())
     house.device.chores = ["second", "first"]
-    while house.device.has_chores:
+    while house.device.has_idle_tasks:
         house.executor.run_once()
     assert accounts == [(0, 1), (1, 1)]
     assert house.executor.account() == (2, 0)
@@ -363,7 +363,7 @@ def test_a_new_core_hears_nothing_of_what_was_in_flight(house: House) -> None:
     house.turn_until_begun(3)
     house.device.begun[2].end()
     result = house.expect(StepResult)
-    assert (result.step, result.num_tenants) == (1, 1)
+    assert (result.step, result.num_active_slots) == (1, 1)
 
 
 def test_the_first_plan_of_a_new_core_may_be_dropped_whatever_the_last_one_planned(house: House) -> None:

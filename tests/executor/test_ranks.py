@@ -104,7 +104,7 @@ def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) 
             program = programs.new()
             place = mine.library.sums(mine.handle, turn % 2, WIDTH)
             ctypes.memmove(place, sums[turn, rank].data_ptr(), ROWS * WIDTH * 4)
-            mine.library.meet(program, mine.handle, 0, None, 0, 0, 0)
+            mine.library.barrier(program, mine.handle, 0, None, 0, 0, 0)
             y = results[turn, rank]
             mine.library.add_sums(
                 *(program, mine.handle, turn % 2, WIDTH, bias.data_ptr(), residual.data_ptr()),
@@ -132,14 +132,14 @@ def test_orders_with_mail_are_told_without_waiting_while_there_is_room() -> None
 
     def tell() -> None:
         for mail in mails:
-            teller.tell_mail(OrderKind.COPY_BLOCKS, mail, 8)
+            teller.send_mail(OrderKind.COPY_BLOCKS, mail, 8)
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
     thread.join(DEADLINE_S)
     assert not thread.is_alive(), "it waits for an order that was heard by nobody"
     for mail in mails:
-        assert hearer.mail(hearer.hear(ctypes.byref(CStep()))) == mail
+        assert hearer.mail(hearer.receive(ctypes.byref(CStep()))) == mail
         hearer.done()
 
 
@@ -159,18 +159,18 @@ def test_meetings_go_on_where_their_number_begins_anew(spins: int) -> None:
     come = [0] * size
     behind: list[int] = []
 
-    def meet(mine: Ranks) -> None:
+    def barrier(mine: Ranks) -> None:
         step = Step(programs, 8, 8)
         step.c.num_tokens = 1
         program = programs.new()
-        mine.library.meet(program, mine.handle, 0, None, 0, 0, 0)
+        mine.library.barrier(program, mine.handle, 0, None, 0, 0, 0)
         for turn in range(1, rounds + 1):
             come[mine.share.rank] = turn
             programs.run(program, step.address, 0, 1)
             behind.extend(rank for rank in range(size) if come[rank] < turn)
         programs.delete(program)
 
-    threads = [threading.Thread(target=meet, args=(each,)) for each in ranks]
+    threads = [threading.Thread(target=barrier, args=(each,)) for each in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -209,21 +209,21 @@ def test_orders_come_one_by_one_with_the_step_they_are_for() -> None:
     told, heard = Step(programs, 8, 8), Step(programs, 8, 8)
     seen: list[tuple[int, int, int, list[int]]] = []
 
-    def hear() -> None:
+    def receive() -> None:
         second.done()
         for _ in range(3):
-            order = second.hear(heard.address)
+            order = second.receive(heard.address)
             tokens = (ctypes.c_int32 * heard.c.num_tokens).from_address(heard.c.token_ids or 0)
             seen.append((order.kind, order.begin, order.end, list(tokens)))
             second.done()
 
-    thread = threading.Thread(target=hear)
+    thread = threading.Thread(target=receive)
     thread.start()
     first.wait_for_all()
     for count in (1, 3):
         told.c.num_tokens = count
         told.columns["token_ids"][:count] = range(10 * count, 11 * count)
-        first.tell_run(told.address, 0, count, 0)
+        first.send_run(told.address, 0, count, 0)
     first.send_idle_task()
     thread.join()
     assert seen == [

@@ -261,7 +261,7 @@ def test_a_step_wants_more_only_for_rows_that_draw_so_or_report_their_prompt() -
     def wants(slots: list[int], starts: list[int], counts: list[int], samples: list[int]) -> bool:
         columns = {"slots": pack_i32(slots), "starts": pack_i32(starts), "counts": pack_i32(counts)}
         plan = msgspec.structs.replace(everyone.plan, samples=pack_u8(samples), **columns)
-        return bench.sampler.wants_more(Rows(plan))
+        return bench.sampler.needs_logits(Rows(plan))
 
     assert not wants([4], [2], [1], [1])
     assert wants([4, 2], [2, 8], [1, 1], [1, 1])

@@ -131,14 +131,14 @@ class WithStates(SmallDevice):
             self.begun |= lost
             raise
 
-    def go_on(self, slot: int) -> bytes:
+    def continue_states(self, slot: int) -> bytes:
         self.went_on.append(slot)
         return pack_i32([slot, 0, 0, 5])
 
 
 def test_a_step_that_states_were_written_in_fails_and_later_ones_are_cut_before() -> None:
     plan, device, whole = plan_of_rows(ROWS, SAMPLES), WithStates(4), SmallDevice(1000)
-    smaller = OomSplit(device.release, device.go_on)
+    smaller = OomSplit(device.release, device.continue_states)
     failures = 0
     while True:
         device.begun.clear()  # after a failure all is computed again
@@ -158,7 +158,7 @@ def test_a_step_that_states_were_written_in_fails_and_later_ones_are_cut_before(
 def test_a_step_that_begins_its_requests_is_computed_once_more() -> None:
     plan = plan_of_rows([(3, 0, 7), (7, 0, 1), (2, 0, 9)], [1, 1, 1])
     device, whole = WithStates(5), SmallDevice(1000)
-    smaller = OomSplit(device.release, device.go_on)
+    smaller = OomSplit(device.release, device.continue_states)
     assert smaller.compute(plan, device.compute) == whole.compute(plan)
     device.max_tokens = 17
     device.computed.clear()
@@ -178,5 +178,5 @@ def test_the_rest_of_a_row_is_told_where_its_states_are() -> None:
         told.append(plan.blocks)
         return result
 
-    OomSplit(device.release, device.go_on).compute(plan_of_rows([(3, 0, 8)], [1]), compute)
+    OomSplit(device.release, device.continue_states).compute(plan_of_rows([(3, 0, 8)], [1]), compute)
     assert told == [pack_i32([3, 0, 0, 1]), pack_i32([3, 0, 0, 5])]

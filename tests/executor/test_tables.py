@@ -59,7 +59,7 @@ def test_plans_change_the_tables_in_order() -> None:
     assert tables.block_table[0, 2, 0] == 4, "entries can be replaced"
 
     tables.reset()
-    assert not tables.num_tenants
+    assert not tables.num_active_slots
 
 
 def test_an_audited_plan_must_find_the_tables_it_expects() -> None:

@@ -93,7 +93,7 @@ def test_a_step_pays_only_where_a_token_may_be_forced() -> None:
     rows = bench.admit([Drawer(asks(3, ONE, 0)), neighbour], [4, 9])
     pays = []
     for _ in range(12):
-        pays.append(bench.sampler.wants_more(rows))
+        pays.append(bench.sampler.needs_logits(rows))
         bench.sampler.draw(rows, torch.eye(VOCAB)[:2])
         rows = moved(rows)
     assert pays == [*[False] * 3, *[True] * 1, *[False] * 8]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.frontend.load_balancing.prefix_affinity import names_of
+from quintet.frontend.load_balancing.prefix_affinity import hash_prefixes
 from quintet.wire.codec import pack_i32, unpack_i64
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import (
@@ -277,7 +277,7 @@ def test_who_may_not_read_the_cache_says_nothing_about_it() -> None:
                 rid = stream.request_id
                 world.text([], started=[rid], finished=[(rid, FinishReason.STOP)])
         engine = world.sessions._dispatcher._engines._load_of(at)
-        assert engine.prefixes.find(names_of(LONG))[0] == 10
+        assert engine.prefixes.find(hash_prefixes(LONG))[0] == 10
 
     run(story())
 

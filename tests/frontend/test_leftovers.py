@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from quintet.frontend import malloc_trim
-from quintet.process.malloc_trim import LEFTOVER_BYTES
+from quintet.process.malloc_trim import TRIM_MIN_BYTES
 
 
-@pytest.mark.parametrize(("num_bytes", "num_times"), [(0, 0), (LEFTOVER_BYTES - 1, 0), (LEFTOVER_BYTES, 1)])
+@pytest.mark.parametrize(("num_bytes", "num_times"), [(0, 0), (TRIM_MIN_BYTES - 1, 0), (TRIM_MIN_BYTES, 1)])
 def test_memory_is_given_back_behind_what_is_large(
     monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_times: int
 ) -> None:

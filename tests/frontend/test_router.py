@@ -15,7 +15,7 @@ from quintet.frontend.load_balancing.prefix_affinity import (
     PIECE_BYTES,
     PIECE_TOKENS,
     PrefixAffinity,
-    names_of,
+    hash_prefixes,
 )
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import Routing
@@ -72,7 +72,7 @@ def test_equal_paces_and_ample_room_leave_the_choice_as_it_is_without() -> None:
         ample = [replace(engine, slowness=1.0, kv_free=10_000) for engine in plain]
         for policy in POLICIES:
             asked = (policy, turn, "s", rng.randrange(3000), rng.choice((0.0, 64.0)))
-            assert choose(ample, *asked, num_kept=4000) == choose(plain, *asked)
+            assert choose(ample, *asked, num_kv_tokens=4000) == choose(plain, *asked)
         ordered = sorted(plain, key=lambda engine: engine.index)
         in_turn = ordered[turn % len(ordered) :] + ordered[: turn % len(ordered)]
         best = min(in_turn, key=lambda e: e.num_queued + RUNNING_TOKENS * e.num_open - e.num_cached)
@@ -115,15 +115,15 @@ def test_however_slow_an_engine_is_said_to_be_it_is_better_than_waiting_for_ever
 @pytest.mark.parametrize("policy", ["load", "prefix"])
 def test_whose_memory_cannot_hold_a_request_gets_it_only_where_nobody_can(policy: Routing) -> None:
     full, busy = Candidate(0, kv_free=900), Candidate(1, num_queued=50_000, kv_free=1000)
-    choice = choose([full, busy], policy, 0, "", 800, num_kept=1000)
+    choice = choose([full, busy], policy, 0, "", 800, num_kv_tokens=1000)
     assert choice.index == 1 and choice.reason.endswith("1 of 2 lack KV memory")
-    assert choose([full, busy], policy, 0, "", 800, num_kept=900).index == 0
-    assert choose([full, busy], policy, 0, "", 800, num_kept=1001).index == 0, "who waits least"
-    assert choose([full, replace(busy, kv_free=None)], policy, 0, "", 800, num_kept=1001).index == 1, (
+    assert choose([full, busy], policy, 0, "", 800, num_kv_tokens=900).index == 0
+    assert choose([full, busy], policy, 0, "", 800, num_kv_tokens=1001).index == 0, "who waits least"
+    assert choose([full, replace(busy, kv_free=None)], policy, 0, "", 800, num_kv_tokens=1001).index == 1, (
         "perhaps"
     )
     overdrawn = replace(full, kv_free=-5000)
-    assert choose([overdrawn, busy], policy, 0, "", 800, num_kept=10).index == 1
+    assert choose([overdrawn, busy], policy, 0, "", 800, num_kv_tokens=10).index == 1
 
 
 def test_where_memory_is_full_a_prompt_waits_longer_for_who_knows_it() -> None:
@@ -142,9 +142,9 @@ def test_where_memory_is_full_a_prompt_waits_longer_for_who_knows_it() -> None:
 
 def test_what_an_engine_has_of_a_prompt_takes_no_more_of_its_memory() -> None:
     knows, idle = Candidate(0, num_cached=640, kv_free=400), Candidate(1, kv_free=10_000)
-    assert choose([knows, idle], "prefix", 0, "", 800, num_kept=1000).index == 0
-    assert choose([knows, idle], "load", 0, "", 800, num_kept=1000).index == 1
-    assert choose([knows, idle], "prefix", 0, "", 800, num_kept=1100).index == 1
+    assert choose([knows, idle], "prefix", 0, "", 800, num_kv_tokens=1000).index == 0
+    assert choose([knows, idle], "load", 0, "", 800, num_kv_tokens=1000).index == 1
+    assert choose([knows, idle], "prefix", 0, "", 800, num_kv_tokens=1100).index == 1
 
 
 def test_a_second_long_prompt_stands_behind_the_first_where_long_ones_are_rare() -> None:
@@ -174,30 +174,30 @@ def test_a_vector_counts_as_the_token_that_it_is() -> None:
     first, second = (b"".join(bytes([at % 251]) * 96 + bytes(4) for at in range(200)) for _ in range(2))
     marked = bytearray(second)
     marked[130 * 100 + 99] = 7
-    names, others = (names_of(EmbedsPrompt("F32", 25, bytes(values))) for values in (first, marked))
+    names, others = (hash_prefixes(EmbedsPrompt("F32", 25, bytes(values))) for values in (first, marked))
     assert len(names) == len(others) == 200 // PIECE_TOKENS
     assert names[:2] == others[:2] and names[2] != others[2]
-    assert names_of(EmbedsPrompt("BF16", 3, bytes(6 * 200))) == [], "no whole number of four bytes"
+    assert hash_prefixes(EmbedsPrompt("BF16", 3, bytes(6 * 200))) == [], "no whole number of four bytes"
 
 
 def test_beginnings_have_the_same_names_as_far_as_they_are_the_same() -> None:
     a, b = b"x" * (3 * PIECE_BYTES + 5), b"x" * (2 * PIECE_BYTES) + b"y" * PIECE_BYTES
-    names, others = (names_of(TextPrompt(text.decode())) for text in (a, b))
+    names, others = (hash_prefixes(TextPrompt(text.decode())) for text in (a, b))
     assert len(names) == len(others) == 3 and names[:2] == others[:2] and names[2] != others[2]
     assert len(set(names)) == 3
-    assert not set(names) & set(names_of(TextPrompt(a.decode()), "salt"))
-    assert names_of(TextPrompt("short")) == []
-    assert len(names_of(TokenPrompt(pack_i32([1] * 200_000)))) == MAX_PIECES
+    assert not set(names) & set(hash_prefixes(TextPrompt(a.decode()), "salt"))
+    assert hash_prefixes(TextPrompt("short")) == []
+    assert len(hash_prefixes(TokenPrompt(pack_i32([1] * 200_000)))) == MAX_PIECES
     turns = [
         b'[{"role":"user","content":"' + b"q" * 600,
         b'[{"role":"user","content":"' + b"q" * 600 + b'"},{"role"',
     ]
-    first, second = (names_of(ChatPrompt(turn, tools=b"[]")) for turn in turns)
+    first, second = (hash_prefixes(ChatPrompt(turn, tools=b"[]")) for turn in turns)
     assert first and second[: len(first)] == first
 
 
 def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
-    table = PrefixAffinity(max_names=4)
+    table = PrefixAffinity(max_hashes=4)
     table.note([1, 2])
     table.note([5, 6])
     table.note([1, 2])

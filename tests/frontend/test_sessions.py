@@ -186,7 +186,7 @@ def test_what_was_already_seen_is_dropped() -> None:
         assert (delta.text, list(delta.token_ids)) == ("abcde", [1, 2, 3])
         assert [position.chosen.token_id for position in delta.logprobs] == [1, 2, 3]
         assert world.sessions.metrics.duplicate_endings.value == 1
-        assert world.sessions.metrics.late_rows.value == 2
+        assert world.sessions.metrics.stale_deltas.value == 2
 
     run(story())
 

@@ -83,7 +83,7 @@ class OddModel:
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         wider: int = 1,
-        norms_behind: bool = False,
+        norms_after_rope: bool = False,
     ) -> AttentionLayer:
         """wider: heads are so many times as wide, and so many times fewer."""
         layer = AttentionLayer(
@@ -96,7 +96,7 @@ class OddModel:
             scale=HEAD_DIM**-0.5,
             q_norm=q_norm,
             k_norm=k_norm,
-            norms_behind=norms_behind,
+            norms_after_rope=norms_after_rope,
         )
         self.attentions.append(layer)
         return layer
@@ -200,7 +200,7 @@ class ReadLater(_Layer):
         self._numbers = torch.tensor([0.8, 0.3, 0.5, -1e-6], device=model._setting.device)
         self._qkv = model._linear(f"{index}.qkv", Q_WIDTH + 2 * KV_WIDTH, HIDDEN)
         heads = [model._norm(f"{index}.{part}", HEAD_DIM, weights=HEAD_DIM) for part in "qk"]
-        self._attention = model._attention(index, heads[0], heads[1], norms_behind=index == 1)
+        self._attention = model._attention(index, heads[0], heads[1], norms_after_rope=index == 1)
         self._output = model._linear(f"{index}.output", HIDDEN, Q_WIDTH)
         self._mix = model._linear(f"{index}.mix", HIDDEN, HIDDEN)
 

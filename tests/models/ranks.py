@@ -121,7 +121,7 @@ def in_ranks(
         yield Loaded(config, worker)  # type: ignore[arg-type]
     finally:
         is_over.set()
-        worker.do_chore()
+        worker.run_idle_task()
         for thread in threads:
             thread.join()
         for memory in (*groups, *links, *crossings):

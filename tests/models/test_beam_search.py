@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quintet.frontend.beam_rounds import fitting, search
+from quintet.frontend.beam_rounds import output_limit, search
 from quintet.frontend.beam_search import MAX_WIDTH, Beam, BeamOptions, EarlyStopping
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import RequestError
@@ -140,8 +140,8 @@ def test_what_cannot_be_is_named(options: dict[str, object], words: str) -> None
 
 
 def test_an_answer_must_fit_behind_its_prompt() -> None:
-    assert (fitting(10, 5, 15, "prompt"), fitting(10, None, 15, "prompt")) == (5, 5)
+    assert (output_limit(10, 5, 15, "prompt"), output_limit(10, None, 15, "prompt")) == (5, 5)
     for num_prompt, max_tokens, param in ((10, 6, "max_tokens"), (15, None, "prompt"), (16, 1, "prompt")):
         with pytest.raises(RequestError) as raised:
-            fitting(num_prompt, max_tokens, 15, "prompt")
+            output_limit(num_prompt, max_tokens, 15, "prompt")
         assert raised.value.param == param

@@ -68,9 +68,9 @@ class PoisonedWorker:
         return self._worker.work_done
 
     @property
-    def num_tenants(self) -> int:
+    def num_active_slots(self) -> int:
         """Pass on."""
-        return self._worker.num_tenants
+        return self._worker.num_active_slots
 
     def is_broken(self, error: Exception) -> bool:
         """Pass on."""
@@ -92,13 +92,13 @@ class PoisonedWorker:
         return self._worker.experts
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_tasks(self) -> bool:
         """Pass on."""
-        return self._worker.has_chores
+        return self._worker.has_idle_tasks
 
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         """Pass on."""
-        self._worker.do_chore()
+        self._worker.run_idle_task()
 
     def waits_for(self, plan: StepPlan) -> bool:
         """Pass on."""

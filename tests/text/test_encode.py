@@ -103,9 +103,9 @@ def test_a_default_number_of_outputs_gives_way_to_the_prompt(encoder: Encoder) -
     for max_tokens in (11, 99, 1 << 20):
         error = refused(encoder, prompt, max_tokens=max_tokens)
         assert (error.code, error.param) == (ErrorCode.TOO_LONG, "max_tokens")
-        assert len(encoder.prompt_ids(prompt, params(max_tokens=max_tokens), limit_gives_way=True)) == 90
+        assert len(encoder.prompt_ids(prompt, params(max_tokens=max_tokens), clamp_max_tokens=True)) == 90
     with pytest.raises(RequestError, match="resulted in 100 tokens"):
-        encoder.prompt_ids(TokenPrompt(pack_i32([5] * 100)), params(max_tokens=11), limit_gives_way=True)
+        encoder.prompt_ids(TokenPrompt(pack_i32([5] * 100)), params(max_tokens=11), clamp_max_tokens=True)
 
 
 @pytest.mark.parametrize(("default", "kept"), [(16, 84), (50, 50), (51, 99), (1 << 20, 99)])
@@ -114,7 +114,7 @@ def test_truncating_to_what_fits_leaves_room_for_a_modest_default(
 ) -> None:
     asked = params(truncate_prompt_tokens=-1, max_tokens=default)
     prompt = TokenPrompt(pack_i32([5] * 500))
-    assert len(encoder.prompt_ids(prompt, asked, limit_gives_way=True)) == kept
+    assert len(encoder.prompt_ids(prompt, asked, clamp_max_tokens=True)) == kept
 
 
 def test_a_text_that_cannot_fit_is_refused_before_encoding(

@@ -1,4 +1,4 @@
-"""Forms of calls that a request insists on, in every format, and forms behind reasoning: what they take, and who reads it."""
+"""Grammars of required tool calls, in every format, and grammars after reasoning: accepted and rejected texts, and their parsers."""
 
 from __future__ import annotations
 
@@ -258,7 +258,9 @@ def test_every_format_of_reasoning_stands_before_calls(
         model, parsers=ParsersConfig(reasoning=reasoning, thinks=marks, forced=how)
     )
     opening, closing = marks.opens[-1], marks.closes[-1]
-    grammar = compiled(thinks, form, OutputParsing(reasoning, how.reader, insists=True), "user:" + opening)
+    grammar = compiled(
+        thinks, form, OutputParsing(reasoning, how.reader, requires_calls=True), "user:" + opening
+    )
     call = written(how, WHOLE[0])
     assert vocabulary_of(model).takes(grammar, f"so{closing}{call}")
     assert not vocabulary_of(model).takes(grammar, f"so{closing}It rains.")

@@ -180,7 +180,7 @@ def test_an_answer_that_must_be_calls_has_no_content_wherever_it_ends(
     ids = tokenizer.encode(how.begin + how.separator.join(written) + how.end).ids
     for end in range(1, len(ids) + 1):
         steps = steps_of(showing)
-        steps.apply(tokens(opens=[opening(reading=OutputParsing("", how.reader, insists=True))]))
+        steps.apply(tokens(opens=[opening(reading=OutputParsing("", how.reader, requires_calls=True))]))
         text = only(steps, tokens((ONE, 0, ids[:end], finish)))
         assert CONTENT not in {channel for channel, _, _ in sorted_out([text])}
 

@@ -45,7 +45,7 @@ def test_every_format_is_bounded(name: str, tokenizer: Tokenizer) -> None:
     marks = think_marks(name)
     assert marks is not None
     bound = bound_of(budgets_of(name, tokenizer), "a question")
-    assert bound is not None and bound.makes_sense and bound.max_tokens == 9
+    assert bound is not None and bound.is_valid and bound.max_tokens == 9
     assert [tokenizer.decode(way.opens, skip_special_tokens=False) for way in bound.ways] == marks.opens
     forced = [tokenizer.decode(way.forced, skip_special_tokens=False) for way in bound.ways]
     assert all(text.startswith(tuple(marks.closes)) and text.endswith(marks.answer) for text in forced)

@@ -25,7 +25,7 @@ def store(order: Put | Search | Get) -> KvTierRequests:
             return KvTierRequests(0, store=StoreRequests(gets=[order]))
 
 
-def makes_sense(message: msgspec.Struct) -> bool:
+def is_valid(message: msgspec.Struct) -> bool:
     return CHECKS[type(message)](message)
 
 
@@ -50,7 +50,7 @@ def makes_sense(message: msgspec.Struct) -> bool:
     ],
 )
 def test_what_can_be_passes(message: msgspec.Struct) -> None:
-    assert makes_sense(message)
+    assert is_valid(message)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_can_be_passes(message: msgspec.Struct) -> None:
     ],
 )
 def test_what_cannot_be_does_not(message: msgspec.Struct) -> None:
-    assert not makes_sense(message)
+    assert not is_valid(message)
 
 
 def test_where_there_is_no_disk_nothing_is_ordered() -> None:

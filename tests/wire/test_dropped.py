@@ -120,7 +120,7 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
         bus,
         address_of(tmp_path, CORE),
         accepts,
-        makes_sense=Validator(config_of(tmp_path)).accepts,
+        is_valid=Validator(config_of(tmp_path)).accepts,
         tap=lambda payload: seen.append(bytes(payload)),
     )
     peers = Peers(bus)

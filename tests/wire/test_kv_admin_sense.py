@@ -31,7 +31,7 @@ def prefix(**changes: object) -> KvPrefix:
 
 
 @pytest.mark.parametrize(
-    ("message", "makes_sense"),
+    ("message", "is_valid"),
     [
         (KvQuery(1, 0, "pin", "5f0c31a7"), True),
         (KvQuery(1, 0, "list", limit=MAX_LISTED), True),
@@ -52,5 +52,5 @@ def prefix(**changes: object) -> KvPrefix:
         (KvPins([KvPin(DIGEST, 4, [b"k"])]), False),
     ],
 )
-def test_what_makes_sense(message: msgspec.Struct, makes_sense: bool) -> None:
-    assert CHECKS[type(message)](message) == makes_sense
+def test_what_makes_sense(message: msgspec.Struct, is_valid: bool) -> None:
+    assert CHECKS[type(message)](message) == is_valid

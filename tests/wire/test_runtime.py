@@ -43,7 +43,7 @@ def test_a_thread_beats_while_the_loop_computes(supervisor: Inbox[Heartbeat], tm
     process: Process[Any] = Process(ME, make_config(tmp_path, heartbeat_s=0.02), Drain)
     done = iter(range(1_000_000))
     process.account = lambda: (next(done), 1)
-    process.beat_from_a_thread()
+    process.start_heartbeat_thread()
     try:
         beats = beats_until(supervisor, progress=5)  # meanwhile this thread, the loop's, receives nothing
     finally:

@@ -77,7 +77,7 @@ from quintet.process.trace import Tracer
 from quintet.wire.ids import Role, WorkerId
 
 tracer = Tracer(WorkerId(Role.CORE, 0, 2), sys.argv[1])
-tracer.write_beside()
+tracer.write_in_thread()
 tracer.span("plan", 7)
 print("there", flush=True)
 ctypes.CDLL(None).sigsuspend(ctypes.create_string_buffer(b"\\xff" * 128))  # whatever is sent
@@ -103,7 +103,7 @@ import subprocess, sys
 from quintet.process.trace import Tracer
 from quintet.wire.ids import Role, WorkerId
 
-Tracer(WorkerId(Role.CORE, 0, 2), sys.argv[1]).write_beside()
+Tracer(WorkerId(Role.CORE, 0, 2), sys.argv[1]).write_in_thread()
 subprocess.run(["grep", "SigBlk", "/proc/self/status"], check=True)
 """
 

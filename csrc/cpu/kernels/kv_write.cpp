@@ -74,7 +74,7 @@ void turn(const AttentionLayer& layer, const Element* x, const void* weight, con
           index_t padded, Element* y) {
   const index_t width = layer.key_width, begin = layer.rotary_first, rotary = layer.rotary;
   Element normed[kMaxKeyDim];
-  if (weight && !layer.norms_behind) {
+  if (weight && !layer.norms_after_rope) {
     norm(x, (const Element*)weight, width, layer.eps, layer.norm_offset, normed);
     x = normed;
   }
@@ -85,7 +85,7 @@ void turn(const AttentionLayer& layer, const Element* x, const void* weight, con
     rotate_halves(x + begin, cosines, sines, rotary, y + begin);
   const index_t end = begin + rotary;
   std::memcpy(y + end, x + end, (width - end) * sizeof(Element));
-  if (weight && layer.norms_behind) norm(y, (const Element*)weight, width, layer.eps, layer.norm_offset, y);
+  if (weight && layer.norms_after_rope) norm(y, (const Element*)weight, width, layer.eps, layer.norm_offset, y);
   std::memset(y + width, 0, (padded - width) * sizeof(Element));
 }
 

@@ -29,7 +29,7 @@ from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.deploy.tools.load_client.connection import BadUrl, Target
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.connection import bound_send_buffer
-from quintet.frontend.main import allow_many_connections, make_server
+from quintet.frontend.main import make_server, raise_file_limit
 from quintet.process.log import configure_logging
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
@@ -147,7 +147,7 @@ def main(words: list[str] | None = None) -> int:
     configure_logging("fastchat", arguments.log_level)
     listener.setblocking(False)
     bound_send_buffer(listener)
-    allow_many_connections()
+    raise_file_limit()
     uvloop.run(serve(server, controller, listener, arguments))
     return 0
 

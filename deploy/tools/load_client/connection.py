@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._keep = True
         self._done: asyncio.Future[HttpAnswer] | None = None
         self.num_exchanges = 0
-        self.heard = False
+        self.has_received = False
         """True if any byte of the current response has arrived."""
         self.lost: asyncio.Future[None] = loop.create_future()
         """Done when the connection is closed."""
@@ -115,7 +115,7 @@ class Connection(asyncio.Protocol):
         """
         assert self._transport is not None and self._done is None, "one request at a time"
         self._parser = httptools.HttpResponseParser(self)
-        self._sink, self._body, self.heard = sink, [], False
+        self._sink, self._body, self.has_received = sink, [], False
         self._on_head, self.headers = on_head, []
         self._done = self._loop.create_future()
         self.num_exchanges += 1
@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
         if self._has_head and not self._has_length and exc is None:
             self._complete()
             return
-        phase = "during the response" if self.heard else "before a response"
+        phase = "during the response" if self.has_received else "before a response"
         self._break(ConnectionResetError(f"the server closed the connection {phase}"))
 
     def data_received(self, data: bytes) -> None:
@@ -178,7 +178,7 @@ class Connection(asyncio.Protocol):
         if parser is None:
             self._keep = False  # unsolicited data
             return
-        self.heard = True
+        self.has_received = True
         error: Exception | None = None
         try:
             parser.feed_data(data)
@@ -278,7 +278,7 @@ class Pool:
             try:
                 answer = await connection.send(request, sink)
             except ConnectionError:
-                if reused and not connection.heard:
+                if reused and not connection.has_received:
                     continue
                 raise
             except BaseException:

@@ -111,7 +111,7 @@ def open_runner(
         reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, runner.widest, *sizes)
     num_blocks = num_kv_blocks(config, device, reserved)
     if ranks is not None:
-        counts = ranks.exchange(num_blocks.to_bytes(8, "little"))
+        counts = ranks.all_gather(num_blocks.to_bytes(8, "little"))
         num_blocks = min(int.from_bytes(count, "little") for count in counts)
     if group is not None:
         group.limit_waits()

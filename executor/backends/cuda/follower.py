@@ -27,12 +27,12 @@ from quintet.executor.backends.platforms.platform import open_platform
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.models.model import CausalModel
-from quintet.process.malloc_trim import give_back_memory
+from quintet.process.malloc_trim import trim_memory
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 
-def follow_for_ever(
+def run_follower(
     config: EngineConfig,
     groups: Sequence[int],
     links: Sequence[int],
@@ -64,7 +64,7 @@ def follow(
     steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
     receiver = RankReceiver(ranks)
     gc.freeze()
-    give_back_memory()
+    trim_memory()
     ranks.done()
     for number in count(1):
         order = receiver.next()

@@ -194,7 +194,7 @@ class DevicePass:
         """See `ForwardPass`."""
         return Value(x.materialized.clamp(-bound, bound))
 
-    def of_stage_before(self, width: int) -> Value:
+    def from_previous_stage(self, width: int) -> Value:
         """See `ForwardPass`."""
         raise AssertionError(
             f"input of width {width} from a previous stage: CUDA does not support pipeline stages"
@@ -247,7 +247,7 @@ class DevicePass:
         group, kv = self._kv.of_layer(layer)
         rows, fused_norms = self._rows_of[group], layer.norms_with_rotation
         cos, sin = (None, None) if layer.rope is None else self._rotations[layer.rope]
-        if layer.norms_behind:
+        if layer.norms_after_rope:
             q, k = (self._norm_after_rope(layer, x, cos, sin, x is k) for x in (q, k))
             cos = sin = fused_norms = None
         elif fused_norms is None:

@@ -176,7 +176,7 @@ class DeviceLinears:
         if ranks is None or ranks.share.rank == 0:
             selected = {str(shape): self._fastest(weights, stopwatch) for shape, weights in by_shape.items()}
         if ranks is not None:
-            received = ranks.as_first_says(msgspec.json.encode(selected))
+            received = ranks.broadcast_from_first(msgspec.json.encode(selected))
             selected = msgspec.json.decode(received, type=dict[str, tuple[GemmBackend, ...]])
         self._backends = {
             shape: selected.get(str(shape)) or self._fastest(weights, stopwatch)

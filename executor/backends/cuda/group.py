@@ -104,7 +104,7 @@ def open_peers(device: Device, ranks: Ranks) -> Peers:
     """Exchange mailbox handles with all ranks and map their mailboxes. Raises `ConfigError` for inaccessible devices."""
     address, handle = device.share_memory(MAILBOX_BYTES)
     rank = ranks.share.rank
-    handles = enumerate(ranks.exchange(handle))
+    handles = enumerate(ranks.all_gather(handle))
     return Peers(
         device, rank, [address if peer == rank else device.open_memory(each) for peer, each in handles]
     )

@@ -19,7 +19,7 @@ from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 
-def make_leading_worker(config: EngineConfig, span: Span, followers: FollowerProcesses) -> DeviceWorker:
+def make_leader_worker(config: EngineConfig, span: Span, followers: FollowerProcesses) -> DeviceWorker:
     """Load rank 0's shard while the other ranks load theirs; return when all ranks are ready."""
     started = time.monotonic()
     platform = open_platform(config.executor)

@@ -42,7 +42,7 @@ def open_nccl(ranks: Ranks, index: int) -> Nccl | None:
     own = UNAVAILABLE
     if nccl.available:
         own = _to_bytes(nccl.get_unique_id()) if share.rank == 0 else b"available"
-    replies = ranks.exchange(own)
+    replies = ranks.all_gather(own)
     if UNAVAILABLE in replies:
         log.warning(
             "NCCL is not available to CuPy: our kernel does all-reduces of every size, and large ones are slower; install"

@@ -116,7 +116,7 @@ class RankBroadcaster:
 
     def _send(self, order: Order) -> None:
         encoded = msgspec.msgpack.encode(order)
-        self._ranks.tell_mail(OrderKind.ON_DEVICE, len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded, 1)
+        self._ranks.send_mail(OrderKind.ON_DEVICE, len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded, 1)
 
 
 class RankReceiver:
@@ -137,7 +137,7 @@ class RankReceiver:
         return order
 
     def _part(self) -> bytes:
-        order = self._ranks.hear(ctypes.byref(self._no_step))
+        order = self._ranks.receive(ctypes.byref(self._no_step))
         assert order.kind == OrderKind.ON_DEVICE, order.kind
         part = self._ranks.mail(order)
         self._ranks.done()

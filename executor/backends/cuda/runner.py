@@ -63,7 +63,7 @@ class DecodeGraph:
 
 
 class DeviceRunner:
-    """See the module; implements `quintet.executor.runner.GivesLogits`."""
+    """See the module; implements `quintet.executor.runner.LogitsSource`."""
 
     max_outputs = MAX_OUTPUTS
 
@@ -237,7 +237,7 @@ class DeviceRunner:
         return Drawn(logits, tokens)
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """See `GivesLogits`; of the last step that `compute` launched. Empty at ranks other than 0."""
+        """See `LogitsSource`; of the last step that `compute` launched. Empty at ranks other than 0."""
         index = to_device(np.ascontiguousarray(tokens), self._device.torch_device)
         logits = self._logits(self._hidden.take(index))
         return torch.empty(0, device=self._device.torch_device) if logits is None else logits

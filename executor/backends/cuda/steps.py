@@ -55,7 +55,7 @@ class DeviceSteps:
         self._words = PinnedRing(self._device, scheduler.max_steps_in_flight + 1, len(staging))
         self.graphs: DecodeGraphs[DecodeGraph] | None = None
         if not config.executor.enforce_eager:
-            agree = None if ranks is None else ranks.all_say
+            agree = None if ranks is None else ranks.all_agree
             self.graphs = DecodeGraphs(scheduler.max_num_seqs, runner.capture_decode, agree)
         num_host_blocks = config.model.kv.num_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None

@@ -149,7 +149,7 @@ class DeviceWorker:
             self.facts["swap"] = f"{pool.num_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._oom_split = OomSplit(
             torch.cuda.empty_cache if is_gpu else _no_cache,
-            self.tables.go_on if model.kv.has_states else None,
+            self.tables.continue_states if model.kv.has_states else None,
         )
 
     @property
@@ -158,9 +158,9 @@ class DeviceWorker:
         return self._num_ended
 
     @property
-    def num_tenants(self) -> int:
+    def num_active_slots(self) -> int:
         """Number of active slots."""
-        return self.tables.num_tenants
+        return self.tables.num_active_slots
 
     experts = None  # the device does not count expert use
 
@@ -170,12 +170,12 @@ class DeviceWorker:
         return self._oom_split.num_split
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_tasks(self) -> bool:
         """True if graphs are left to capture while no step is in flight."""
         return self.steps.graphs is not None and self.steps.graphs.num_missing > 0
 
     @torch.inference_mode()
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         """Capture the next graph."""
         assert self.steps.graphs is not None
         if self._broadcaster is not None:
@@ -210,8 +210,8 @@ class DeviceWorker:
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:
         """See `StepWorker.begin`. A step that runs out of memory is split and computed synchronously."""
-        if self._num_without_graph >= EAGER_STEPS_PER_CAPTURE and self.has_chores:
-            self.do_chore()
+        if self._num_without_graph >= EAGER_STEPS_PER_CAPTURE and self.has_idle_tasks:
+            self.run_idle_task()
         self.tables.note(plan)
         check_tables(plan, self.tables)
         for row in plan.new_rows:
@@ -254,7 +254,7 @@ class DeviceWorker:
         tokens = drawn.tokens[: packed.num_sampled]
         self._advance_matchers()
         masks = self._sampler.begin_masks(rows)
-        if packed.num_sampled and (masks is not None or self._sampler.wants_more(rows)):
+        if packed.num_sampled and (masks is not None or self._sampler.needs_logits(rows)):
             logits = drawn.logits[: packed.num_sampled]
             tokens, result.logprobs = self._sampler.draw(
                 rows, logits, None if masks is None else masks.wait()
@@ -284,11 +284,11 @@ class DeviceWorker:
 
     @property
     def max_outputs(self) -> int:
-        """See `quintet.executor.runner.GivesLogits`."""
+        """See `quintet.executor.runner.LogitsSource`."""
         return self.runner.max_outputs
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """See `quintet.executor.runner.GivesLogits`; gathered from all ranks."""
+        """See `quintet.executor.runner.LogitsSource`; gathered from all ranks."""
         if self._broadcaster is not None:
             self._broadcaster.logits(tokens)
         return self.runner.logits(tokens)

@@ -156,7 +156,7 @@ class EagerPass:
         self.num_started += 1
         return clipped(x, -bound, bound)
 
-    def of_stage_before(self, width: int) -> torch.Tensor:
+    def from_previous_stage(self, width: int) -> torch.Tensor:
         """See `ForwardPass`."""
         raise AssertionError(
             f"input of width {width} from a previous stage: eager execution does not support pipeline stages"
@@ -207,7 +207,7 @@ class EagerPass:
         """See `ForwardPass`."""
         self.num_started += 1
         batch, (group, keys, values) = self._batch, self._kv.of_layer(layer)
-        if not layer.norms_behind:
+        if not layer.norms_after_rope:
             q = q if layer.q_norm is None else layer.q_norm(q)
             k = k if layer.k_norm is None else layer.k_norm(k)
         q, k = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k))

@@ -13,7 +13,7 @@ from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.parts import Parts
 from quintet.executor.checkpoints.gguf.unsupported import REFUSED
 from quintet.executor.model_config.card import FILE_KEYS
-from quintet.executor.model_config.families.shape import APART
+from quintet.executor.model_config.families.shape import SEPARATE_MATRICES
 from quintet.wire.errors import ConfigError
 
 _NULLS = ("q_lora_rank",)
@@ -26,7 +26,7 @@ def card_of_gguf(parts: Parts) -> str:
     """Return the text of the model's card. Raises `ConfigError` for an architecture that is not read."""
     said = GgufMetadata.of(parts)
     values = architecture_of(said).card(said)
-    values |= {"dtype": _dtype(said), APART: True}
+    values |= {"dtype": _dtype(said), SEPARATE_MATRICES: True}
     values[FILE_KEYS] = {
         key: f"{said.architecture}.{theirs}" for key, theirs in KEYS.items() if key in values
     }

@@ -17,11 +17,11 @@ from quintet.executor.checkpoints.gguf.tensor_map import TensorMap
 from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height, scaled, unpaired
 from quintet.executor.model_config.spec import (
     AttentionSpec,
-    BesideSpec,
     DecoderSpec,
     LatentSpec,
     LayerSpec,
     MlpSpec,
+    ParallelMixerSpec,
     QkNormOver,
 )
 
@@ -43,7 +43,7 @@ def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], how: Architectu
 def _add_layer(found: TensorMap, layer: LayerSpec, how: Architecture) -> None:
     _add_norms(found, layer)
     mixer = layer.mixer
-    if isinstance(mixer, BesideSpec):
+    if isinstance(mixer, ParallelMixerSpec):
         add_state(found, mixer.state, how.tiled)
         mixer = mixer.attention
     if isinstance(mixer, AttentionSpec):
@@ -62,14 +62,14 @@ def _add_norms(found: TensorMap, layer: LayerSpec) -> None:
     names, mixer, mlp = found.names, layer.mixer_norms, layer.mlp_norms
     both = found.has("attn_norm_2")  # of one input, the second for attention: Falcon 40b
     found.norm(names.mixer_norm, "attn_norm_2" if both else "attn_norm", mixer.before)
-    found.norm(names.mixer_out_norm, "post_attention_norm", mixer.behind)
+    found.norm(names.mixer_out_norm, "post_attention_norm", mixer.after)
     before = "attn_norm" if both else "ffn_norm"
     if layer.mixer is None and found.has("attn_norm"):
         before = "attn_norm"  # of whatever the layer is
-    elif mixer.behind is None and not found.has(before):
+    elif mixer.after is None and not found.has(before):
         before = "post_attention_norm"
     found.norm(names.mlp_norm, before, mlp.before)
-    found.norm(names.mlp_out_norm, "post_ffw_norm", mlp.behind)
+    found.norm(names.mlp_out_norm, "post_ffw_norm", mlp.after)
 
 
 def _add_attention(found: TensorMap, spec: AttentionSpec, paired: bool) -> None:

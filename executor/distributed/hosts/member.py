@@ -66,7 +66,7 @@ WARNING_INTERVAL_S = 60.0
 log = logging.getLogger("quintet")
 
 
-class OwnPlace(msgspec.Struct, frozen=True, kw_only=True):
+class MemberSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Local settings of a host, passed as JSON through the member's standard input."""
 
     host: int
@@ -84,7 +84,7 @@ class OwnPlace(msgspec.Struct, frozen=True, kw_only=True):
 class Member:
     """Used by the main thread only, because ranks are killed when the thread that started them exits."""
 
-    def __init__(self, own: OwnPlace) -> None:
+    def __init__(self, own: MemberSettings) -> None:
         """Raises `ConfigError` without a key."""
         self._own = own
         self._config: EngineConfig | None = None
@@ -284,7 +284,7 @@ def main() -> None:
     )
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     begin_child(parser.parse_args().parent)
-    own = msgspec.json.decode(sys.stdin.buffer.read(), type=OwnPlace)
+    own = msgspec.json.decode(sys.stdin.buffer.read(), type=MemberSettings)
     setproctitle.setproctitle(f"quintet-host-{own.host}")
     configure_logging(f"host-{own.host}", own.log_level)
     try:

@@ -47,11 +47,11 @@ class Balancer:
             self._tasks = self._look_at_all()
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_tasks(self) -> bool:
         """True if layers or pieces are left to process. Any thread may read it."""
         return self._tasks is not None
 
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         """Check one layer or copy one piece of an expert; do nothing if none is left."""
         if self._tasks is not None and next(self._tasks, None) is None:
             self._tasks = None

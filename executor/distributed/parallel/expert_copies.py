@@ -45,10 +45,10 @@ class ExpertCopies:
 
     def send(self, chunk: CopyChunk) -> None:
         """On the leader: copy a piece, and make the followers do the same."""
-        self._ranks.tell_mail(OrderKind.MOVE_EXPERT, _CHUNK.pack(*chunk), _CHUNK.size)
+        self._ranks.send_mail(OrderKind.MOVE_EXPERT, _CHUNK.pack(*chunk), _CHUNK.size)
         self._move(chunk)
 
-    def move_told(self, mail: bytes) -> None:
+    def move_ordered(self, mail: bytes) -> None:
         """On a follower: execute the leader's order."""
         self._move(CopyChunk(*_CHUNK.unpack(mail)))
 
@@ -68,7 +68,7 @@ class ExpertCopies:
         if rank == chunk.source:
             for part, place in _within(layer.bytes_at(chunk.expert - layer.first), chunk):
                 staging[place : place + part.numel()] = part
-        self._ranks.meet()
+        self._ranks.barrier()
         if rank == chunk.target:
             for part, place in _within(layer.bytes_at(layer.kept + chunk.place), chunk):
                 part.copy_(staging[place : place + part.numel()])

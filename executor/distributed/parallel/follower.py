@@ -29,7 +29,7 @@ def _run(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespac
         parse_ints(arguments.links),
         parse_ints(arguments.gather_fds),
     )
-    importlib.import_module(FOLLOWER_MODULES[config.executor.device]).follow_for_ever(
+    importlib.import_module(FOLLOWER_MODULES[config.executor.device]).run_follower(
         config, *descriptors, slot.rank, span
     )
 
@@ -39,7 +39,7 @@ def _span_of(slot: ChildIdentity, config: EngineConfig) -> Span:
         return no_span
     stage, rank = divmod(slot.rank, config.executor.tensor_parallel_size)
     tracer = Tracer(slot.me, config.trace, part=f"rank {slot.rank}" if rank else f"stage {stage}")
-    tracer.write_beside()
+    tracer.write_in_thread()
     return tracer.span
 
 

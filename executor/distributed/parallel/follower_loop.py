@@ -25,7 +25,7 @@ from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
 from quintet.executor.loading import load_model
 from quintet.executor.model_config.share import Share
 from quintet.executor.worker import IDLE_TASK_S, make_stage
-from quintet.process.malloc_trim import give_back_memory
+from quintet.process.malloc_trim import trim_memory
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
@@ -33,7 +33,7 @@ PROGRESS_EVERY_S = 0.2
 """Interval between progress notes of a stage."""
 
 
-def follow_for_ever(
+def run_follower(
     config: EngineConfig,
     groups: Sequence[int],
     links: Sequence[int],
@@ -78,15 +78,15 @@ def follow(
     ranks.done()
     num_runs = 0
     while True:
-        order = ranks.hear(step.address)
+        order = ranks.receive(step.address)
         kind = OrderKind(order.kind)
         num_runs += kind is OrderKind.RUN
         span("wait", num_runs)
         match kind:
             case OrderKind.RUN:
-                stage.run_told(step.address, order.begin, order.end, order.length)
+                stage.run_ordered(step.address, order.begin, order.end, order.length)
             case OrderKind.COPY_BLOCKS:
-                stage.copy_told(ranks.mail(order))
+                stage.copy_ordered(ranks.mail(order))
             case OrderKind.SWAP_OUT:
                 host_blocks.copy_out(ranks.mail(order))
                 ranks.wait_for_moved()
@@ -99,9 +99,9 @@ def follow(
                 ranks.wait_for_moved()
                 parts.done()
             case OrderKind.EMBEDS:
-                stage.put_told(ranks.mail(order))
+                stage.put_ordered(ranks.mail(order))
             case OrderKind.MOVE_EXPERT:
-                stage.move_told(ranks.mail(order))
+                stage.move_ordered(ranks.mail(order))
             case OrderKind.IDLE_TASK:
                 pass
         ranks.done()
@@ -140,7 +140,7 @@ def run_stage(
     preceding.done()
     try:
         while True:
-            order = preceding.hear(step.address)
+            order = preceding.receive(step.address)
             kind = OrderKind(order.kind)
             num_runs += kind is OrderKind.RUN
             span("wait", num_runs)
@@ -149,8 +149,8 @@ def run_stage(
                     _run(stage, step, links, order.begin, order.end, order.length, span)
                 case OrderKind.COPY_BLOCKS:
                     if not share.is_last:
-                        following.tell_mail(kind, preceding.mail(order), PAIR_BYTES)
-                    stage.copy_told(preceding.mail(order))
+                        following.send_mail(kind, preceding.mail(order), PAIR_BYTES)
+                    stage.copy_ordered(preceding.mail(order))
                 case OrderKind.SWAP_OUT:
                     host_blocks.copy_out(preceding.mail(order))
                 case OrderKind.SWAP_IN:
@@ -160,7 +160,7 @@ def run_stage(
                     moves.move(kind, preceding.mail(order), partial(parts.carry, kind))
                     parts.done()
                 case OrderKind.IDLE_TASK:
-                    stage.do_chore()
+                    stage.run_idle_task()
                     for each in groups:
                         each.send_idle_task()
                 case OrderKind.EMBEDS | OrderKind.MOVE_EXPERT:
@@ -199,8 +199,8 @@ def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: i
         following.send_done(outputs)
         return
     if is_new:
-        stage.hand_on(following.payload(width, stage.dtype)[:count])
-    following.tell_run(step.address, begin, end, length)
+        stage.write_handover(following.payload(width, stage.dtype)[:count])
+    following.send_run(step.address, begin, end, length)
 
 
 def _step_of(stage: Stage, config: EngineConfig) -> Step:
@@ -210,7 +210,7 @@ def _step_of(stage: Stage, config: EngineConfig) -> Step:
 
 
 def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
-    return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.turn)
+    return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.stripe)
 
 
 def _open_parts(config: EngineConfig, stage: Stage, gather_fds: Sequence[int]) -> PartBlocks | None:
@@ -221,16 +221,16 @@ def _open_parts(config: EngineConfig, stage: Stage, gather_fds: Sequence[int]) -
 
 
 def _report_loaded(ranks: Ranks, pages: HugePages | None) -> None:
-    give_back_memory()
+    trim_memory()
     ranks.note(Note.IDLE_TASKS, _has_idle_tasks(pages))
 
 
 def _has_idle_tasks(pages: HugePages | None) -> bool:
-    return pages is not None and pages.is_scattered
+    return pages is not None and pages.is_fragmented
 
 
 def _run_idle_task(pages: HugePages | None) -> None:
-    if pages is not None and pages.is_scattered:
+    if pages is not None and pages.is_fragmented:
         pages.gather(IDLE_TASK_S)
 
 
@@ -240,5 +240,5 @@ def _report_progress(
     """Report progress and idle tasks of this stage and of the following ones."""
     while not is_over.wait(PROGRESS_EVERY_S):
         preceding.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in groups))
-        own = _has_idle_tasks(pages) or stage.has_chores
+        own = _has_idle_tasks(pages) or stage.has_idle_tasks
         preceding.note(Note.IDLE_TASKS, own + sum(each.noted(Note.IDLE_TASKS) for each in groups))

@@ -19,7 +19,7 @@ class Moves:
     def move(self, kind: OrderKind, pairs: bytes, own: Callable[[bytes], None]) -> None:
         """Send the order to the other ranks; ``own`` executes it on this rank."""
         if self._following is not None:
-            self._following.tell_mail(kind, pairs, PAIR_BYTES)
+            self._following.send_mail(kind, pairs, PAIR_BYTES)
         if self._group is None:
             own(pairs)
         else:

@@ -52,9 +52,11 @@ def open_gather(config: EngineConfig, descriptor: int, rank: int) -> KvGather:
 class PartBlocks:
     """One rank's part of every block, and its gather table."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], ranks: Ranks, table: Bytes, turn: BlockStripe) -> None:
-        """layers: KV memory. turn: this rank's stripe of rows, if several ranks share the KV memory."""
-        self._blocks, self._ranks, self._table, self._turn = BlockBytes(layers), ranks, table, turn
+    def __init__(
+        self, layers: Sequence[torch.Tensor], ranks: Ranks, table: Bytes, stripe: BlockStripe
+    ) -> None:
+        """layers: KV memory. stripe: this rank's stripe of rows, if several ranks share the KV memory."""
+        self._blocks, self._ranks, self._table, self._turn = BlockBytes(layers), ranks, table, stripe
         assert self._blocks.block_bytes == table.shape[1], (self._blocks.block_bytes, table.shape)
         self._num_carried = 0
 
@@ -79,7 +81,7 @@ def open_parts(
     """Return a follower's part of the blocks."""
     gather = open_gather(config, descriptor, rank)
     table = gather.part_of(share, config.executor.num_kv_memories)
-    return PartBlocks(layers, gather.ranks, table, share.turn)
+    return PartBlocks(layers, gather.ranks, table, share.stripe)
 
 
 def pairs_of(blocks: Int, rows: Int) -> bytes:

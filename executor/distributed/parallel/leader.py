@@ -19,7 +19,7 @@ from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 
-def make_leading_worker(config: EngineConfig, span: Span, followers: FollowerProcesses) -> StepWorker:
+def make_leader_worker(config: EngineConfig, span: Span, followers: FollowerProcesses) -> StepWorker:
     """Load the leader's share in parallel with the followers; return when all ranks are ready."""
     group = open_ranks(config, followers.groups[0], 0) if followers.groups else None
     gather_fds = followers.gather_fds
@@ -40,7 +40,7 @@ def make_pipeline_worker(
     span: Span = no_span,
     gather_fds: Sequence[int] = (),
 ) -> PipelineWorker:
-    """Load the first stage of a pipeline, like `make_leading_worker`. group: the stage's ranks, if there are several."""
+    """Load the first stage of a pipeline, like `make_leader_worker`. group: the stage's ranks, if there are several."""
     started, platform = time.monotonic(), open_platform(config.executor)
     share = share_of_rank(config, 0)
     model = load_model(config, platform, share=share)

@@ -153,7 +153,7 @@ class RanksLibrary:
         self.linear_sums = declare(library, "qt_program_linear_sums", a, a, a, n, n, i, a, n, i)
         self.experts_sums = declare(library, "qt_program_experts_sums", a, a, a, n, a, n, n, a, n, i)
         self.experts = declare(library, "qt_program_experts_of_ranks", a, a, a, a, n, a, n, n, a, a, n, i)
-        self.meet = declare(library, "qt_program_meet", a, a, i, a, n, n, i)
+        self.barrier = declare(library, "qt_program_meet", a, a, i, a, n, n, i)
         self.attention = declare(library, "qt_program_context_attention", a, a, a, a, n, a, a, n, n)
         self.add_sums = declare(library, "qt_program_add_sums", a, a, n, n, a, a, a, n, i)
 

@@ -74,7 +74,7 @@ class RankOperations:
             self._add_sums(buffer, None, residual, y)
             return
         if self._are_rows_read:
-            self.meet(Extent.TOKENS)
+            self.barrier(Extent.TOKENS)
         library.experts(
             *(self._program, self._ranks.handle, *inputs),
             *(None if residual is None else residual.address, y.address, y.stride, self._code),
@@ -89,7 +89,7 @@ class RankOperations:
         library, ranks = self._library, self._ranks.handle
         assert residual is None or residual.stride == y.stride, (residual, y)
         row_bytes = y.width * SUM_BYTES
-        self.meet(Extent.TOKENS, SharedRows(library.sums(ranks, buffer, y.width), row_bytes, row_bytes))
+        self.barrier(Extent.TOKENS, SharedRows(library.sums(ranks, buffer, y.width), row_bytes, row_bytes))
         library.add_sums(
             *(self._program, ranks, buffer, y.width, None if bias is None else bias.data_ptr()),
             *(None if residual is None else residual.address, y.address, y.stride, self._code),
@@ -105,14 +105,14 @@ class RankOperations:
 
     def queries(self, width: int) -> torch.Tensor:
         """Return the memory of this rank's queries, ``width`` elements per token, next to those of ranks that share KV."""
-        turn = self._ranks.share.turn
-        both = self._ranks.queries(turn.size * width, self._dtype)
-        return both[:, turn.index * width : (turn.index + 1) * width]
+        stripe = self._ranks.share.stripe
+        both = self._ranks.queries(stripe.size * width, self._dtype)
+        return both[:, stripe.index * width : (stripe.index + 1) * width]
 
     def attention(self, described: CAttention, queries: Value, place: KvPlace, y: Value) -> None:
         """Append attention over shared KV memory; a barrier must precede it."""
-        turn = self._ranks.share.turn
-        all_queries = self._ranks.queries(turn.size * queries.width, self._dtype)
+        stripe = self._ranks.share.stripe
+        all_queries = self._ranks.queries(stripe.size * queries.width, self._dtype)
         self._library.attention(
             *(self._program, self._ranks.handle, ctypes.byref(described)),
             *(all_queries.data_ptr(), all_queries.stride(0), ctypes.byref(place)),
@@ -128,8 +128,8 @@ class RankOperations:
         kept = self._ranks.share.of(logits.shape[1])
         return logits[:, kept.begin : kept.end]
 
-    def meet(self, extent: Extent, left: SharedRows = NOTHING) -> None:
+    def barrier(self, extent: Extent, left: SharedRows = NOTHING) -> None:
         """Append a barrier. left: the rows that this rank contributes."""
         rows = (left.address, left.row_bytes, left.stride, left.for_first)
-        self._library.meet(self._program, self._ranks.handle, extent, *rows)
+        self._library.barrier(self._program, self._ranks.handle, extent, *rows)
         self._are_rows_read = self._are_rows_read and extent is not Extent.TOKENS

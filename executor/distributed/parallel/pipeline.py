@@ -78,9 +78,9 @@ class Pipeline:
         return self._stage.seconds
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_tasks(self) -> bool:
         """True if a stage has idle tasks left."""
-        return self._stage.has_chores or self._links.following.noted(Note.IDLE_TASKS) > 0
+        return self._stage.has_idle_tasks or self._links.following.noted(Note.IDLE_TASKS) > 0
 
     @property
     def share(self) -> Share:
@@ -108,12 +108,12 @@ class Pipeline:
         following, count = self._links.following, step.c.num_tokens
         following.make_room()
         self._span("bubble")
-        stage.hand_on(following.payload(stage.handed_width, stage.dtype)[:count])
+        stage.write_handover(following.payload(stage.handed_width, stage.dtype)[:count])
         return self._send(step, length, StepPart.LAYERS)
 
     def more_logits(self, flight: InFlightStep, tokens: Int) -> torch.Tensor:
         """Return more logits ``[len(tokens), vocab]`` of the last step, which was already taken; valid until the next call."""
-        with flight.step.asking_for(tokens):
+        with flight.step.with_outputs(tokens):
             order = self._send(flight.step, flight.length, StepPart.LOGITS)
         self.wait(order)
         logits = self.take(flight)
@@ -121,7 +121,7 @@ class Pipeline:
         return logits[: len(tokens)]
 
     def _send(self, step: Step, length: int, first: StepPart) -> InFlightStep:
-        self._links.following.tell_run(step.address, first, StepPart.END, length)
+        self._links.following.send_run(step.address, first, StepPart.END, length)
         self._num_sent += 1
         return InFlightStep(step, length, self._num_sent)
 
@@ -133,7 +133,7 @@ class Pipeline:
         """Wait for the oldest step with untaken logits and return them, ``[max_outputs, vocab]``."""
         assert not self._is_taken, self._num_taken
         preceding = self._links.preceding
-        preceding.hear(self._step_buffer)
+        preceding.receive(self._step_buffer)
         self._num_taken += 1
         self._is_taken = True
         return preceding.payload(self._stage.vocab_size, self._stage.logits_dtype)
@@ -148,7 +148,7 @@ class Pipeline:
         """Wait for all steps in flight, and discard their logits."""
         self.release_logits()
         while self._num_taken < self._num_sent:
-            self._links.preceding.hear(self._step_buffer)
+            self._links.preceding.receive(self._step_buffer)
             self._num_taken += 1
             self._links.preceding.done()
 
@@ -168,10 +168,10 @@ class Pipeline:
 
     def copy_blocks(self, mail: bytes) -> None:
         """Copy whole blocks of KV memory in every layer; see `quintet.wire.step.StepPlan.copies`."""
-        self._links.following.tell_mail(OrderKind.COPY_BLOCKS, mail, PAIR_BYTES)
-        self._stage.copy_told(mail)
+        self._links.following.send_mail(OrderKind.COPY_BLOCKS, mail, PAIR_BYTES)
+        self._stage.copy_ordered(mail)
 
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         """Run one idle task on the first stage, and send one to the other stages."""
-        self._stage.do_chore()
+        self._stage.run_idle_task()
         self._links.following.send_idle_task()

@@ -36,7 +36,7 @@ from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
-from quintet.executor.worker import IDLE_TASK_S, STEPS_PER_CHORE
+from quintet.executor.worker import IDLE_TASK_S, STEPS_PER_IDLE_TASK
 from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
@@ -121,7 +121,7 @@ class PipelineWorker:
         grammars = Grammars(max_num_seqs, model)
         ops = sampling_ops_of("cpu")
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
-        own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.turn)
+        own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.stripe)
         moves = Moves(group, links.following)
         host_blocks = HostBlocksOfAllRanks(own, moves)
         self._host_blocks = host_blocks
@@ -143,23 +143,23 @@ class PipelineWorker:
         return self._pipeline.seconds
 
     @property
-    def num_tenants(self) -> int:
+    def num_active_slots(self) -> int:
         """Slots in use."""
-        return self.tables.num_tenants
+        return self.tables.num_active_slots
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_tasks(self) -> bool:
         """True if weights of any process remain on small pages, or experts on overloaded ranks."""
-        is_scattered = self._weights is not None and self._weights.is_scattered
+        is_fragmented = self._weights is not None and self._weights.is_fragmented
         of_ranks = self._group is not None and self._group.noted(Note.IDLE_TASKS) > 0
-        return is_scattered or of_ranks or self._pipeline.has_chores
+        return is_fragmented or of_ranks or self._pipeline.has_idle_tasks
 
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         """Move some weights to huge pages in every process, or copy an expert to another rank."""
-        self._pipeline.do_chore()
+        self._pipeline.run_idle_task()
         if self._group is not None:
             self._group.send_idle_task()
-        if self._weights is not None and self._weights.is_scattered:
+        if self._weights is not None and self._weights.is_fragmented:
             self._weights.gather(IDLE_TASK_S)
 
     def reset(self) -> None:
@@ -187,8 +187,8 @@ class PipelineWorker:
     def begin(self, plan: StepPlan) -> Pending:
         """See `StepWorker.begin`."""
         self._num_started += 1
-        if self._num_started % STEPS_PER_CHORE == 0 and self.has_chores:
-            self.do_chore()
+        if self._num_started % STEPS_PER_IDLE_TASK == 0 and self.has_idle_tasks:
+            self.run_idle_task()
         while self.waits_for(plan):
             self._finish(self._pending[0])
         self.tables.apply(plan)
@@ -241,7 +241,7 @@ class PipelineWorker:
             self._pipeline.release_logits()
             result.prompt_logprobs = sampler.prompt_logprobs(rows, StepLogits(self._pipeline, step.flight))
             self._draw_more(result, rows, logits, allowed)
-        elif sampler.wants_more(rows):
+        elif sampler.needs_logits(rows):
             self._draw_more(result, rows, logits[: len(rows.sampling)], allowed)
         else:
             result.token_ids = self._pipeline.draw(step.flight, logits, allowed)

@@ -24,7 +24,7 @@ from quintet.executor.memory import lazy_zeros
 from quintet.executor.model_config.share import Share
 
 SLOT_BYTES = 256
-"""Size of a rank's message in `Ranks.exchange`, length byte included. An NCCL unique id has 128 bytes."""
+"""Size of a rank's message in `Ranks.all_gather`, length byte included. An NCCL unique id has 128 bytes."""
 SPINS = 4000
 """Pauses of 10 to 50 ns before a waiting rank sleeps: about the typical skew of ranks within a step."""
 
@@ -75,28 +75,28 @@ class Ranks:
         address = self.library.queries(self.handle, self.share.kv_copy, width * dtype.itemsize)
         return self._rows(address, self.shape.max_tokens, width, dtype)
 
-    def exchange(self, own: bytes) -> list[bytes]:
+    def all_gather(self, own: bytes) -> list[bytes]:
         """All-gather: return every rank's message by rank. Collective. Less than `SLOT_BYTES` bytes; uses ``staging``."""
         slots = self.staging().view(self.share.size, SLOT_BYTES)
         assert len(own) < SLOT_BYTES, own
         mine = bytes([len(own)]) + own
         slots[self.share.rank, : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        self.meet()
+        self.barrier()
         messages = [bytes(slot[1 : 1 + int(slot[0])].tolist()) for slot in slots]
-        self.meet()  # all ranks have read the messages
+        self.barrier()  # all ranks have read the messages
         return messages
 
-    def all_say(self, own: bool) -> bool:
+    def all_agree(self, own: bool) -> bool:
         """Return whether all ranks pass True. Collective."""
-        return all(map(any, self.exchange(bytes([own]))))
+        return all(map(any, self.all_gather(bytes([own]))))
 
-    def as_first_says(self, own: bytes) -> bytes:
+    def broadcast_from_first(self, own: bytes) -> bytes:
         """Broadcast: return the leader's message, of any length; the followers' arguments are ignored. Collective."""
         most = SLOT_BYTES - 1
-        length = int.from_bytes(self.exchange(len(own).to_bytes(8, "little"))[0], "little")
-        return b"".join(self.exchange(own[at : at + most])[0] for at in range(0, length, most))
+        length = int.from_bytes(self.all_gather(len(own).to_bytes(8, "little"))[0], "little")
+        return b"".join(self.all_gather(own[at : at + most])[0] for at in range(0, length, most))
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Barrier: wait until all ranks have arrived. Collective."""
         self.library.barrier_now(self.handle)
 
@@ -121,13 +121,13 @@ class Ranks:
         flat = torch.frombuffer(self._memory.mapped, dtype=dtype, count=rows * width, offset=offset)
         return flat.view(rows, width)
 
-    def tell_run(self, step: object, begin: int, end: int, length: int) -> None:
+    def send_run(self, step: object, begin: int, end: int, length: int) -> None:
         """Send an order to run operations ``[begin, end)`` over a step. length: its largest position plus 1."""
         order = self._order
         order.kind, order.begin, order.end, order.length = OrderKind.RUN, begin, end, length
         self.library.send(self.handle, ctypes.byref(order), step)
 
-    def tell_mail(self, kind: OrderKind, mail: bytes, item_bytes: int) -> None:
+    def send_mail(self, kind: OrderKind, mail: bytes, item_bytes: int) -> None:
         """Send an order with mail: items of one size, split into as many orders as needed."""
         for part in self._parts(mail, item_bytes):
             self._send_part(kind, part)
@@ -143,8 +143,8 @@ class Ranks:
 
     def wait_for_moved(self) -> None:
         """Wait until all ranks have moved blocks if they share KV memory: a rank may overwrite the source of another."""
-        if not self.share.turn.is_alone:
-            self.meet()
+        if not self.share.stripe.is_alone:
+            self.barrier()
 
     def _parts(self, mail: bytes, item_bytes: int) -> Iterator[bytes]:
         most = self.library.mail_ints * 4 // item_bytes * item_bytes
@@ -174,7 +174,7 @@ class Ranks:
         """Wait until all followers have finished their orders; at first, until they are ready."""
         self.library.wait_for_all(self.handle)
 
-    def hear(self, step: object) -> COrder:
+    def receive(self, step: object) -> COrder:
         """Wait for the next order and return it. step: a `CStep` that a run order's step is written to."""
         self.library.receive(self.handle, ctypes.byref(self._order), step)
         return self._order

@@ -6,7 +6,7 @@ from quintet.executor.distributed.parallel.library import CRanksShape
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import (
-    CROSSING_BYTES,
+    KV_GATHER_BYTES,
     LINK_DEPTH,
     PARTIAL_BYTES,
     STAGING_BYTES,
@@ -102,7 +102,7 @@ def part_bytes(config: EngineConfig) -> list[int]:
 def gather_rows(config: EngineConfig) -> int:
     """Return the number of rows of the gather memory, in blocks."""
     block_bytes = sum(part_bytes(config)) * config.executor.num_kv_memories
-    return min(MAX_GATHER_ROWS, max(1, CROSSING_BYTES // block_bytes))
+    return min(MAX_GATHER_ROWS, max(1, KV_GATHER_BYTES // block_bytes))
 
 
 def gather_shape(config: EngineConfig) -> CRanksShape:

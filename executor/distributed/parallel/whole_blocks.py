@@ -122,4 +122,4 @@ def open_whole_blocks(
     assert len(gather_fds) == 1, gather_fds
     gather = open_gather(config, gather_fds[0], 0)
     table = gather.part_of(share, config.executor.num_kv_memories)
-    return BlocksOfAllRanks(gather, PartBlocks(layers, gather.ranks, table, share.turn), moves)
+    return BlocksOfAllRanks(gather, PartBlocks(layers, gather.ranks, table, share.stripe), moves)

@@ -29,7 +29,7 @@ from quintet.executor.kv_transfer.disk.prefix_file import (
     write_prefix,
 )
 from quintet.executor.memory import lazy_zeros
-from quintet.process.sched_batch import let_others_finish
+from quintet.process.sched_batch import set_batch_scheduling
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults
 
@@ -196,7 +196,7 @@ class DiskBlocks:
 
     def _work(self) -> None:
         """Execute queued tasks. Disk errors are reported as results; any other error is a bug and ends the loop too."""
-        let_others_finish()
+        set_batch_scheduling()
         try:
             while (task := self._next()) is not None:
                 if isinstance(task, _Store):

@@ -24,13 +24,13 @@ NUM_TRIALS = 3
 class HostBlocks:
     """Host memory for blocks of a runner's KV memory."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], num_blocks: int, turn: BlockStripe = ALONE) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], num_blocks: int, stripe: BlockStripe = ALONE) -> None:
         """``layers``: KV memory of each layer, ``[blocks, ...]``, of any format; views are allowed.
 
-        turn: this process's stripe of blocks, if several processes share the KV memory.
+        stripe: this process's stripe of blocks, if several processes share the KV memory.
         """
         self.num_blocks = num_blocks
-        self._turn = turn
+        self._turn = stripe
         self._layers = [layer.view(torch.uint8) for layer in layers] if num_blocks else []
         own = -(-num_blocks // self._turn.size)
         self._host = [_host_memory(own, layer) for layer in self._layers]
@@ -52,9 +52,9 @@ class HostBlocks:
         if not self._layers:
             return 0
         block_bytes = sum(layer[0].numel() for layer in self._layers)
-        turn = self._turn
-        most = min(self.num_blocks, len(self._layers[0]), -(-TRIAL_BYTES // block_bytes) * turn.size)
-        same = np.arange(turn.index, most, turn.size, dtype=np.int32)
+        stripe = self._turn
+        most = min(self.num_blocks, len(self._layers[0]), -(-TRIAL_BYTES // block_bytes) * stripe.size)
+        same = np.arange(stripe.index, most, stripe.size, dtype=np.int32)
         num = len(same)
         pairs = np.stack((same, same), 1).tobytes()
         ways = (self.copy_out, self.copy_in)
@@ -65,9 +65,9 @@ class HostBlocks:
 
     def _columns(self, pairs: bytes) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the device blocks and local host rows of the pairs in this process's stripe."""
-        turn, columns = self._turn, np.frombuffer(pairs, np.int32).reshape(-1, 2).T.astype(np.int64)
-        on_device, on_host = columns[:, columns[1] % turn.size == turn.index]
-        return torch.from_numpy(on_device), torch.from_numpy(on_host // turn.size)
+        stripe, columns = self._turn, np.frombuffer(pairs, np.int32).reshape(-1, 2).T.astype(np.int64)
+        on_device, on_host = columns[:, columns[1] % stripe.size == stripe.index]
+        return torch.from_numpy(on_device), torch.from_numpy(on_host // stripe.size)
 
     def _time(self, copy: Callable[[bytes], None], pairs: bytes) -> float:
         device = self._layers[0].device

@@ -26,7 +26,7 @@ from quintet.executor.kv_transfer.peers.kv_server import KvServer
 from quintet.executor.kv_transfer.peers.link import BlockArrival, Link, PeerLost, WantedBlock
 from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
 from quintet.executor.memory import lazy_zeros
-from quintet.process.sched_batch import let_others_finish
+from quintet.process.sched_batch import set_batch_scheduling
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_disk import KvTierRequests, KvTierResults
@@ -149,7 +149,7 @@ class PeerBlocks:
 
     def _work(self) -> None:
         """Serve and fetch until closed. Errors of peers are results; any other error is a bug and ends the loop too."""
-        let_others_finish()
+        set_batch_scheduling()
         try:
             if self._server is not None and not self._server.is_open:
                 log.warning(

@@ -28,7 +28,7 @@ from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait, WholeBloc
 from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
 from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, KvConnector
 from quintet.executor.memory import lazy_zeros
-from quintet.process.sched_batch import let_others_finish
+from quintet.process.sched_batch import set_batch_scheduling
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 from quintet.wire.kv_store import Get, LookupResult, Put, Search, StoreResults
@@ -194,7 +194,7 @@ class StoreBlocks:
 
     def _work(self) -> None:
         """Execute queued tasks. A connector's errors are results; any other error is a bug and ends the loop too."""
-        let_others_finish()
+        set_batch_scheduling()
         try:
             while (task := self._next()) is not None:
                 match task.order:

@@ -56,7 +56,7 @@ def hyperclovax(card: ModelCard) -> DecoderSpec:
     """HyperCLOVA X: Granite's factors, and norms after the blocks as well."""
     norm, has_post_norm = rms(card), card.flag("use_post_norm", True)
     norms, names = (
-        Norms(before=norm, behind=norm if has_post_norm else None),
+        Norms(before=norm, after=norm if has_post_norm else None),
         Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2"),
     )
     mixer = _multiplied_attention(card, head_width(card) ** -0.5)

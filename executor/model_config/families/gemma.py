@@ -107,7 +107,7 @@ def _capped(card: ModelCard, default: float | None = 50.0, **switches: Any) -> A
 
 def _layer(card: ModelCard, mixer: AttentionSpec) -> LayerSpec:
     norm = rms(card, offset=1.0)
-    norms = Norms(before=norm, behind=norm)
+    norms = Norms(before=norm, after=norm)
     return LayerSpec(mixer=mixer, mlp=_mlp(card), mixer_norms=norms, mlp_norms=norms)
 
 

@@ -20,7 +20,7 @@ def glm4(card: ModelCard) -> DecoderSpec:
     """GLM-4-0414: norms before and after blocks."""
     norm = rms(card, _EPS)
     names = Names(mixer_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
-    return _decoder(card, Norms(before=norm, behind=norm), names)
+    return _decoder(card, Norms(before=norm, after=norm), names)
 
 
 def _decoder(card: ModelCard, norms: Norms, names: Names) -> DecoderSpec:

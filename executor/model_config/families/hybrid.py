@@ -35,12 +35,12 @@ from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.routing import MAX_EXPERTS, Scoring
 from quintet.executor.model_config.spec import (
     Activation,
-    BesideSpec,
     DecoderSpec,
     FeedForwardSpec,
     MlpLayout,
     MlpSpec,
     NormSpec,
+    ParallelMixerSpec,
 )
 from quintet.executor.model_config.state_specs import Mamba2Spec, MambaSpec
 
@@ -178,7 +178,7 @@ def falcon_h1(card: ModelCard) -> DecoderSpec:
     attention_spec = replace(attention_spec, scale=attention_spec.scale * factor(card, "key_multiplier"))
     if biased and factor(card, "key_multiplier") != 1.0:
         raise card.wrong("attention_bias", "false if key_multiplier is not 1")
-    both = BesideSpec(
+    both = ParallelMixerSpec(
         state=mamba,
         attention=attention_spec,
         state_factors=(factor(card, "ssm_in_multiplier"), factor(card, "ssm_out_multiplier")),

@@ -115,7 +115,7 @@ def _norm(card: ModelCard) -> NormSpec:
 def _post_norm_layer(
     card: ModelCard, mixer: AttentionSpec, norm: NormSpec, mlp: FeedForwardSpec | None = None
 ) -> LayerSpec:
-    norms = Norms(behind=norm)
+    norms = Norms(after=norm)
     return LayerSpec(mixer=mixer, mlp=mlp or gated(card), mixer_norms=norms, mlp_norms=norms)
 
 

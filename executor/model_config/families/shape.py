@@ -17,7 +17,6 @@ from quintet.executor.model_config.rope import MAX_POSITIONS, POSITIONS, RopeSpe
 from quintet.executor.model_config.spec import (
     Activation,
     AttentionSpec,
-    BesideSpec,
     DecoderSpec,
     FeedForwardSpec,
     LayerSpec,
@@ -27,6 +26,7 @@ from quintet.executor.model_config.spec import (
     NormKind,
     Norms,
     NormSpec,
+    ParallelMixerSpec,
     QkvLayout,
 )
 from quintet.executor.model_config.state_specs import DeltaSpec
@@ -47,7 +47,7 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_hea
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "multi_query_group_num")
 WIDTH = "intermediate_size"
 RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
-APART = "matrices_apart"
+SEPARATE_MATRICES = "matrices_apart"
 """Key of cards converted from GGUF: matrices are separate."""
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
@@ -335,7 +335,7 @@ def decoder(
     count, names = card.whole(PREDICTORS, 0, MAX_LAYERS, predictors), switches.get("names", Names())
     unread = (names.in_layer(num_layers(card) + i, "*") for i in range(max(predictors, count)))
     spec = DecoderSpec(**(usual | switches | {"names": replace(names, ignored=(*names.ignored, *unread))}))
-    return _apart(spec) if card.flag(APART, False) else spec
+    return _apart(spec) if card.flag(SEPARATE_MATRICES, False) else spec
 
 
 def _apart(spec: DecoderSpec) -> DecoderSpec:
@@ -347,7 +347,7 @@ def _with_matrices_apart(layer: LayerSpec) -> LayerSpec:
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, AttentionSpec):
         mixer = replace(mixer, layout=QkvLayout.SEPARATE)
-    elif isinstance(mixer, BesideSpec):
+    elif isinstance(mixer, ParallelMixerSpec):
         mixer = replace(mixer, attention=replace(mixer.attention, layout=QkvLayout.SEPARATE))
     elif isinstance(mixer, DeltaSpec):
         mixer = replace(mixer, by_head=False)

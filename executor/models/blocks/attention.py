@@ -64,7 +64,7 @@ class Attention:
             sinks=_sinks(scope, spec, heads),
             q_norm=None if whole else q_norm,
             k_norm=None if whole else k_norm,
-            norms_behind=spec.qk_norm is not None and spec.qk_norm_after_rope,
+            norms_after_rope=spec.qk_norm is not None and spec.qk_norm_after_rope,
             temperature=spec.temperature,
             kept_kv_heads=kv_heads,
         )

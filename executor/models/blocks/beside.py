@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.executor.model_config.spec import BesideSpec
+from quintet.executor.model_config.spec import ParallelMixerSpec
 from quintet.executor.models.blocks.attention import Attention
 from quintet.executor.models.blocks.mamba2 import Mamba2, scaled
 from quintet.executor.models.blocks.scope import Scope
@@ -12,7 +12,7 @@ from quintet.executor.models.forward import ForwardPass, ValueT
 class ParallelMixer:
     """A `quintet.executor.models.blocks.block.Block`."""
 
-    def __init__(self, scope: Scope, spec: BesideSpec) -> None:
+    def __init__(self, scope: Scope, spec: ParallelMixerSpec) -> None:
         self._spec = spec
         self._state = Mamba2(scope, spec.state)
         self._attention = Attention(scope, spec.attention)

@@ -7,11 +7,11 @@ from typing import Protocol
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.spec import (
     AttentionSpec,
-    BesideSpec,
     FeedForwardSpec,
     LatentSpec,
     MixerSpec,
     MlpSpec,
+    ParallelMixerSpec,
 )
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from quintet.executor.models.blocks.attention import Attention
@@ -47,7 +47,7 @@ def mixer(scope: Scope, spec: MixerSpec) -> Block:
             return ShortConv(scope, spec)
         case DeltaSpec():
             return Delta(scope, spec)
-        case BesideSpec():
+        case ParallelMixerSpec():
             return ParallelMixer(scope, spec)
         case LatentSpec():
             return Latent(scope, spec)

@@ -1,11 +1,11 @@
 """One layer of a decoder: a mixer, a feed-forward, and the norms around them.
 
-sequential    x ── before ─ mixer ─ behind ── + ─ of sum ── before ─ feed-forward ─ behind ── + ─ of sum ── x
+sequential    x ── before ─ mixer ─ after ── + ─ of sum ── before ─ feed-forward ─ after ── + ─ of sum ── x
               └───────────────────────────────┘          └────────────────────────────────────┘
 
-parallel      x ─┬─ before ─┬─ mixer ─ behind ────────── + ── + ── x
+parallel      x ─┬─ before ─┬─ mixer ─ after ────────── + ── + ── x
                  │          └──or: before──┐             │    │
-                 │                  feed-forward ─ behind ────┘
+                 │                  feed-forward ─ after ────┘
                  └───────────────────────────────────────┘
 """
 
@@ -25,7 +25,7 @@ class _Residual:
     ) -> None:
         self._block = block
         self._before = scope.norm(norms.before, before)
-        self._after = scope.norm(norms.behind, after)
+        self._after = scope.norm(norms.after, after)
         self._of_sum = scope.norm(norms.of_sum, before)
         self._multiplier = spec.residual_multiplier
         self._residual_of_norm = spec.residual_of_norm

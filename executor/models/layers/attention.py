@@ -102,7 +102,7 @@ class AttentionLayer:
     q_norm: Norm | None = None
     """Norm of each query head before rotation, ``head_dim`` wide. ``k_norm``: of each key head."""
     k_norm: Norm | None = None
-    norms_behind: bool = False
+    norms_after_rope: bool = False
     """True if both norms follow the rotation instead (HunYuan)."""
     temperature: Temperature | None = None
     """Scaling of queries after their rotation."""
@@ -122,7 +122,7 @@ class AttentionLayer:
                 self.head_dim,
             )
             assert self.rope is None or self.rotary_first >= self.value_width, self.rotary_first
-        assert not self.norms_behind or self.norms_with_rotation is not None, (
+        assert not self.norms_after_rope or self.norms_with_rotation is not None, (
             "norms after rotation must be fusable with it"
         )
 

@@ -50,7 +50,7 @@ async def messages(service: Service, exchange: HttpRequest) -> None:
         params,
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
-        limit_gives_way=True,  # max_tokens is required by the API; the context length limits too
+        clamp_max_tokens=True,  # max_tokens is required by the API; the context length limits too
         claim=claim,
         reading=reading,
         session=session_of(exchange),

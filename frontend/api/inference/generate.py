@@ -64,7 +64,7 @@ async def generate(service: Service, exchange: HttpRequest) -> None:
         params,
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
-        limit_gives_way=fields.max_tokens is None,
+        clamp_max_tokens=fields.max_tokens is None,
         claim=claim,
         interval=interval,
         session=session_of(exchange),

@@ -52,7 +52,7 @@ async def batch(service: Service, exchange: HttpRequest) -> None:
         params,
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
-        limit_gives_way=parse.chat_max_tokens(body) is None,
+        clamp_max_tokens=parse.chat_max_tokens(body) is None,
         reading=reading,
         return_prompt_ids=options.return_token_ids,
         session=session_of(exchange, body.user),

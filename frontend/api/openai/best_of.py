@@ -17,7 +17,7 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, ChunkWriter
 from quintet.frontend.api.openai.structured import form_field
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
-from quintet.frontend.beam_rounds import fitting, replay_params, search
+from quintet.frontend.beam_rounds import output_limit, replay_params, search
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
@@ -57,7 +57,7 @@ class BeamRequest:
     params: SamplingParams
     field: str
     """Name of the prompt field."""
-    limit_gives_way: bool
+    clamp_max_tokens: bool
     """True if ``max_tokens`` is a default."""
     answer: AnswerOptions
     deadline_ns: int
@@ -174,8 +174,8 @@ async def _search_beams(
 
 def _options(request: BeamRequest, num_prompt: int, model: ModelConfig) -> BeamOptions:
     body, params = request.body, request.params
-    max_tokens = None if request.limit_gives_way else params.max_tokens
-    num_left = fitting(num_prompt, max_tokens, model.max_model_len, request.field)
+    max_tokens = None if request.clamp_max_tokens else params.max_tokens
+    num_left = output_limit(num_prompt, max_tokens, model.max_model_len, request.field)
     return BeamOptions(
         body.best_of or _num_shown(body),
         min(num_left, params.max_tokens or num_left),

@@ -122,7 +122,7 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         rankable(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
-        limit_gives_way=parse.chat_max_tokens(body) is None,
+        clamp_max_tokens=parse.chat_max_tokens(body) is None,
         claim=claim,
         reading=reading,
         interval=interval,

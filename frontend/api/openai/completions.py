@@ -86,7 +86,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         rankable(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
-        limit_gives_way=body.max_tokens is None,
+        clamp_max_tokens=body.max_tokens is None,
         claim=claim,
         interval=interval,
         echo=options.echo,

@@ -200,7 +200,7 @@ def reading_of(
     """
     tools = tools if body.tool_choice != "none" else b""
     if tools and body.tool_choice not in (None, "auto"):
-        return OutputParsing(parsers.reasoning, parsers.forced.reader, insists=True)
+        return OutputParsing(parsers.reasoning, parsers.forced.reader, requires_calls=True)
     if tools and form is not None and form.calls:
         return OutputParsing(parsers.reasoning, parsers.forced.reader)
     name = parsers.tools if tools else ""

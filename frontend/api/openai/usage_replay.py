@@ -12,7 +12,7 @@ from quintet.frontend.service import Service
 from quintet.frontend.streams import Stream, StreamChoice
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import Finish, Started, TokenPrompt
-from quintet.wire.request import room_for_output
+from quintet.wire.request import reserved_output_tokens
 
 
 async def replay_usage(service: Service, submissions: Submissions) -> None:
@@ -58,4 +58,4 @@ def _most_tokens(service: Service, stream: Stream) -> int:
         return limit
     if keep != -1:
         return keep
-    return max(1, limit - room_for_output(params.max_tokens, stream.submit.limit_gives_way, limit))
+    return max(1, limit - reserved_output_tokens(params.max_tokens, stream.submit.clamp_max_tokens, limit))

@@ -187,7 +187,7 @@ def _resubmitted(service: Service, record: Record, answer: ResponsesAnswer) -> S
             are_checked=True,
             claim=claim_for(answer, service.config),
             deadline_ns=spec.deadline_ns,
-            limit_gives_way=submit.limit_gives_way,
+            clamp_max_tokens=submit.clamp_max_tokens,
             reading=spec.reading,
             session=submit.session,
         )

@@ -241,7 +241,7 @@ def _submit(
         checked.params,
         arrival_ns=exchange.arrival_ns,
         deadline_ns=checked.deadline_ns,
-        limit_gives_way=True,  # max_output_tokens is an upper bound
+        clamp_max_tokens=True,  # max_output_tokens is an upper bound
         claim=claim,
         reading=checked.reading,
         session=session_of(exchange, body.prompt_cache_key, body.user),

@@ -52,8 +52,8 @@ for each in (chat, responses, claude, completions):
     assert {text_of(one) for one in batch} == {told}
 
 for each in (chat, responses, claude):
-    insists: Any = "any" if each is claude else "required"
-    bound = each.bind_tools([weather], tool_choice=insists, parallel_tool_calls=False)
+    requires_calls: Any = "any" if each is claude else "required"
+    bound = each.bind_tools([weather], tool_choice=requires_calls, parallel_tool_calls=False)
     ask = [HumanMessage("Weather?")]
     answer = bound.invoke(ask)
     (call,) = answer.tool_calls

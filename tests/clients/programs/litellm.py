@@ -25,7 +25,7 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 tools = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
-insists = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
+requires_calls = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
 
 
 class Person(BaseModel):
@@ -53,12 +53,12 @@ for asked in (openai, anthropic):
     assert stream.choices[0].message.content == text and stream.usage.completion_tokens == 24
     asyncio.run(side_by_side(litellm.completion(messages=messages, **openai).choices[0].message.content))
 
-    called = litellm.completion(messages=messages, **asked | insists).choices[0]
+    called = litellm.completion(messages=messages, **asked | requires_calls).choices[0]
     (call,) = called.message.tool_calls
     arguments = json.loads(call.function.arguments)
     assert call.function.name == "weather" and arguments["city"] in {"Oslo", "Rome"}
     assert 1 <= arguments["days"] <= 9 and called.finish_reason == "tool_calls"
-    (again,) = told(**asked | insists).choices[0].message.tool_calls
+    (again,) = told(**asked | requires_calls).choices[0].message.tool_calls
     assert json.loads(again.function.arguments) == arguments
     result = {"role": "tool", "tool_call_id": call.id, "content": "7 degrees"}
     after = [*messages, called.message.model_dump(), result]

@@ -48,10 +48,10 @@ said = chat.chat(asked)
 assert said.message.content == last.message.content and said.raw.usage.completion_tokens > 0
 
 tool = FunctionTool.from_defaults(weather)
-insists = {"user_msg": "Weather?", "tool_required": True, "allow_parallel_tool_calls": False}
-(call,) = chat.get_tool_calls_from_response(chat.chat_with_tools([tool], **insists))
+requires_calls = {"user_msg": "Weather?", "tool_required": True, "allow_parallel_tool_calls": False}
+(call,) = chat.get_tool_calls_from_response(chat.chat_with_tools([tool], **requires_calls))
 assert call.tool_name == "weather" and tool(**call.tool_kwargs).content.endswith(("Oslo", "Rome"))
-*_, last = chat.stream_chat_with_tools([tool], **insists)
+*_, last = chat.stream_chat_with_tools([tool], **requires_calls)
 assert [one.tool_kwargs for one in chat.get_tool_calls_from_response(last)] == [call.tool_kwargs]
 
 where = PromptTemplate("Where?")

@@ -1,7 +1,7 @@
 """What `openai-harmony` reads: texts of a model's output as JSON at standard input, the messages of each at standard output.
 
 The package fetches its vocabulary from the network, or takes it from a folder. litellm's package carries the same file, of the
-digest that `openai-harmony` insists on.
+digest that `openai-harmony` requires_calls on.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class HugeMemory:
         self.offset = -address % PAGE_BYTES
         """Offset of the first huge page in ``map``; the bytes before it are unused."""
         self._address = address + self.offset
-        self.is_scattered = False
+        self.is_fragmented = False
         """True if memory is too fragmented to populate the rest with huge pages."""
         self._taken = self._until = 0
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class HugeMemory:
     @property
     def ready(self) -> int:
         """Offset of the first page left for `HugePages.gather`, once population has finished; the length if there is none."""
-        return self._taken if self.is_scattered else self.length
+        return self._taken if self.is_fragmented else self.length
 
     def begin(self, until: int, num_threads: int) -> None:
         """Start threads that populate the first ``until`` bytes in order; they stop if memory is fragmented."""
@@ -76,7 +76,7 @@ class HugeMemory:
             return
         stalls = _stalls()
         with self._lock:
-            self._until = 0 if self.is_scattered else min(in_pages(until), self.length)
+            self._until = 0 if self.is_fragmented else min(in_pages(until), self.length)
             pieces = -(-(self._until - self._taken) // PIECE_BYTES)
             self._initial = None if stalls is None else (*stalls, self._taken)
         for _ in range(min(num_threads, pieces)):
@@ -91,7 +91,7 @@ class HugeMemory:
         """Help to populate, and return when done. If memory is fragmented, the rest uses small pages."""
         self._make_ready()
         self._join()
-        if self.is_scattered and self._taken < self.length:
+        if self.is_fragmented and self._taken < self.length:
             rest = self.length - self._taken
             self.map.madvise(mmap.MADV_NOHUGEPAGE, self.offset + self._taken, rest)
 
@@ -121,7 +121,7 @@ class HugeMemory:
             populated += len(piece)
             if self._is_fragmented(time.thread_time() - started > SLACK_S + populated / BYTES_PER_S):
                 with self._lock:
-                    self.is_scattered, self._until = True, 0
+                    self.is_fragmented, self._until = True, 0
 
     def _take(self) -> range:
         """Return the byte range that the caller populates next; empty if none is left."""

@@ -39,7 +39,7 @@ class HugePages:
         self._gathered = own.ready
 
     @property
-    def is_scattered(self) -> bool:
+    def is_fragmented(self) -> bool:
         """True if small pages are left for `gather`."""
         return self._gathered < self._length
 
@@ -49,7 +49,7 @@ class HugePages:
         Call it only while no kernel runs: a read of a moving page blocks.
         """
         deadline = time.perf_counter() + seconds
-        while self.is_scattered:
+        while self.is_fragmented:
             begin, self._gathered = self._begin + self._gathered, self._gathered + PAGE_BYTES
             with contextlib.suppress(OSError):  # no free huge page, an untouched page, or an older kernel
                 self._map.madvise(mmap.MADV_HUGEPAGE, begin, PAGE_BYTES)  # which `HugeMemory.finish` forbade

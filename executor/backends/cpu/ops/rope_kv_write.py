@@ -62,7 +62,7 @@ def rope_kv_write(
     """
     if rotation is not None:
         q, k = (rope(x, *rotation, layer.rotary_first, layer.interleaved) for x in (q, k))
-    if layer.norms_behind and layer.q_norm is not None and layer.k_norm is not None:
+    if layer.norms_after_rope and layer.q_norm is not None and layer.k_norm is not None:
         q, k = layer.q_norm(q), layer.k_norm(k)
     keys[blocks, :, offsets] = k
     if not layer.values_in_keys:

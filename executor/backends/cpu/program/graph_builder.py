@@ -107,7 +107,7 @@ class GraphBuilder:
         self.embedded = y
         return self._append("embedding", emit, (), y)
 
-    def of_stage_before(self, width: int) -> Value:
+    def from_previous_stage(self, width: int) -> Value:
         """See `ForwardPass`. Its memory is never reused, because other ranks read it too."""
         self.received_hidden = Value(width, Extent.TOKENS, self._input(width))
         self.keep(self.received_hidden)
@@ -343,7 +343,7 @@ class GraphBuilder:
         queries = Value(layer.num_heads * query_width(layer.head_dim), Extent.TOKENS)
         y = Value(layer.num_heads * layer.value_width, Extent.TOKENS)
         library, kv = self._library, self._kv
-        context_ranks = None if kv.turn.is_alone else self._ranks
+        context_ranks = None if kv.stripe.is_alone else self._ranks
         if context_ranks is not None:
             queries.place = context_ranks.queries(queries.width)
             self.keep(queries)
@@ -357,7 +357,7 @@ class GraphBuilder:
                 *(ctypes.byref(place), queries.address, queries.stride),
             )
             if context_ranks is not None:
-                context_ranks.meet(Extent.TOKENS)
+                context_ranks.barrier(Extent.TOKENS)
 
         def emit_attend() -> None:
             if context_ranks is not None:
@@ -421,7 +421,7 @@ class GraphBuilder:
         row_bytes, stride = (width * dtype.itemsize for width in (logits.width, whole.stride))
         left = SharedRows(logits.place.data_ptr(), row_bytes, stride, for_first=True)
         return self._append(
-            "logits of all ranks", partial(ranks.meet, Extent.OUTPUTS, left), (logits,), whole
+            "logits of all ranks", partial(ranks.barrier, Extent.OUTPUTS, left), (logits,), whole
         )
 
     def of_all_ranks(self, x: Value, kept: KeptRange) -> Value:
@@ -438,7 +438,7 @@ class GraphBuilder:
                 *(self.handle, x.address, x.stride, x.width, 1.0),
                 *(own, whole.stride, self._code, x.extent),
             )
-            ranks.meet(x.extent, SharedRows(own, x.width * item_bytes, whole.stride * item_bytes))
+            ranks.barrier(x.extent, SharedRows(own, x.width * item_bytes, whole.stride * item_bytes))
 
         return self._append(f"gather {kept.whole} columns of all ranks", emit, (x,), whole)
 

@@ -24,14 +24,14 @@ class KvMemory:
     """One uint8 ``[num_blocks, layer_bytes]`` per layer of a block; the inner layout is private to the kernels."""
     dtype: int
     """Code of the stored dtype."""
-    turn: BlockStripe = ALONE
+    stripe: BlockStripe = ALONE
     """Blocks that this process writes when ranks share the memory (context parallelism)."""
 
     def place(self, layer: int, *, state: bool = False) -> KvPlace:
         """Return the location of a layer's keys and values, or of its recurrent state."""
         group, place = self.spec.place(layer, state=state)
-        memory, turn = self.places[place].data_ptr(), self.turn
-        return KvPlace(memory, self.spec.layer_bytes, group, turn.size, turn.index)
+        memory, stripe = self.places[place].data_ptr(), self.stripe
+        return KvPlace(memory, self.spec.layer_bytes, group, stripe.size, stripe.index)
 
 
 def takes_layer(library: ProgramLibrary, layer: AttentionLayer, code: int, block_size: int) -> bool:
@@ -48,10 +48,10 @@ def allocate_kv(
     The kernel maps a page on its first write. code: of the stored dtype. A place that only layers of other stages use is empty.
     """
     used = spec.places_of(share.has_layer)
-    if ranks is not None and not share.turn.is_alone:
+    if ranks is not None and not share.stripe.is_alone:
         memory = ranks.kv_blocks(spec.layer_bytes).view(spec.layers_per_block, num_blocks, spec.layer_bytes)
         places = tuple(memory[place][:, : spec.layer_bytes * (place in used)] for place in range(len(memory)))
-        return KvMemory(spec, places, code, share.turn)
+        return KvMemory(spec, places, code, share.stripe)
     widths = (spec.layer_bytes if place in used else 0 for place in range(spec.layers_per_block))
     own = (lazy_zeros((num_blocks, width), torch.uint8, torch.device("cpu")) for width in widths)
     return KvMemory(spec, tuple(own), code)

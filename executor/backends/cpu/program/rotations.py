@@ -55,10 +55,10 @@ class Rotations:
         """Elements per token to send to the next stage: cosines and sines that depend on more than the position."""
         return sum(rotation.handed_width for rotation in self._rotations)
 
-    def hand_on(self, rows: torch.Tensor) -> None:
+    def write_handover(self, rows: torch.Tensor) -> None:
         """Write the current step's values into rows ``[num_tokens, handed_width]`` for the next stage."""
         for rotation, part in zip(self._rotations, self._parts(rows), strict=True):
-            rotation.hand_on(part)
+            rotation.write_handover(part)
 
     def take(self, rows: torch.Tensor) -> None:
         """Use the values that the previous stage sent, instead of `fill`. No rank reads the last step's any more."""
@@ -116,8 +116,8 @@ class _Rotation:
         """See `Rotations.handed_width`."""
         return 2 * self._rope.spec.rotary_dim if self._by_token else 0
 
-    def hand_on(self, rows: torch.Tensor) -> None:
-        """See `Rotations.hand_on`."""
+    def write_handover(self, rows: torch.Tensor) -> None:
+        """See `Rotations.write_handover`."""
         if self._by_token:
             torch.cat((self._cosines, self._sines), dim=1, out=rows)
 

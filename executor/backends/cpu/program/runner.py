@@ -84,7 +84,7 @@ class ProgramRunner:
         """See `Runner.logits`."""
         assert self._step.c.num_rows, "no step has run"
         assert len(tokens) <= self.max_outputs, (len(tokens), self.max_outputs)
-        with self._step.asking_for(tokens):
+        with self._step.with_outputs(tokens):
             self._run(self._stage.layers_end, self._stage.end)
         return self._logits[: len(tokens)]
 

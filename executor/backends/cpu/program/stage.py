@@ -110,7 +110,7 @@ class Stage:
             self._balancer.note_step()
         started = time.perf_counter()
         if self._ranks is not None and begin < self.end:
-            self._ranks.tell_run(step, begin, min(end, self.end), length)
+            self._ranks.send_run(step, begin, min(end, self.end), length)
         self.library.run(self.program, step, begin, end)
         elapsed = time.perf_counter() - started
         self.seconds += elapsed
@@ -121,11 +121,11 @@ class Stage:
         """Elements per token to send to the next stage: hidden states, and rotations that it cannot compute."""
         return int(self.hidden.shape[1]) + self.rotations.handed_width
 
-    def hand_on(self, rows: torch.Tensor) -> None:
+    def write_handover(self, rows: torch.Tensor) -> None:
         """Write the last step's hidden states and rotations into rows ``[num_tokens, handed_width]``."""
         width = self.hidden.shape[1]
         rows[:, :width].copy_(self.hidden[: len(rows)])
-        self.rotations.hand_on(rows[:, width:])
+        self.rotations.write_handover(rows[:, width:])
 
     def take(self, rows: torch.Tensor) -> None:
         """Load the hidden states and rotations that the previous stage sent."""
@@ -136,19 +136,19 @@ class Stage:
         self.rotations.take(rows[:, width:])
 
     @property
-    def has_chores(self) -> bool:
+    def has_idle_tasks(self) -> bool:
         """True if expert load balancing has idle work: a decision or a copy between ranks."""
-        return self._balancer is not None and self._balancer.has_chores
+        return self._balancer is not None and self._balancer.has_idle_tasks
 
-    def do_chore(self) -> None:
+    def run_idle_task(self) -> None:
         """Run one part of the expert load balancing on all ranks; no-op if there is none."""
         if self._balancer is not None:
-            self._balancer.do_chore()
+            self._balancer.run_idle_task()
 
-    def move_told(self, mail: bytes) -> None:
+    def move_ordered(self, mail: bytes) -> None:
         """Take part in an expert copy that rank 0 ordered."""
         assert self._copies is not None, "an expert copy was ordered, but this stage has no slots for copies"
-        self._copies.move_told(mail)
+        self._copies.move_ordered(mail)
 
     def _copied(self) -> tuple[int, int]:
         return (0, 0) if self._balancer is None else (self._balancer.num_copies, self._balancer.bytes_moved)
@@ -160,7 +160,7 @@ class Stage:
         if self._ranks is not None:
             records = np.zeros(len(embeds.tokens), vector_records(self._embedded.shape[1], self.dtype))
             records["token"], records["vector"] = embeds.tokens, embeds.vectors.contiguous().view(torch.uint8)
-            self._ranks.tell_mail(OrderKind.EMBEDS, records.tobytes(), records.itemsize)
+            self._ranks.send_mail(OrderKind.EMBEDS, records.tobytes(), records.itemsize)
         embeds.put(self._embedded)
 
     def wait_for_ranks(self) -> None:
@@ -168,13 +168,13 @@ class Stage:
         if self._ranks is not None:
             self._ranks.wait_for_all()
 
-    def run_told(self, step: object, begin: int, end: int, length: int) -> None:
+    def run_ordered(self, step: object, begin: int, end: int, length: int) -> None:
         """Run the operations that rank 0 ordered. length: the step's largest position plus 1."""
         assert end <= self.library.size(self.program), (begin, end)
         self.rotations.reach(length)
         self.library.run(self.program, step, begin, end)
 
-    def put_told(self, mail: bytes) -> None:
+    def put_ordered(self, mail: bytes) -> None:
         """Replace rows of the embedding, as rank 0 does."""
         assert self._embedded is not None, "another stage has the embedding"
         records = np.frombuffer(mail, vector_records(self._embedded.shape[1], self.dtype))
@@ -189,7 +189,7 @@ class Stage:
         else:
             self._ranks.move_blocks(OrderKind.COPY_BLOCKS, pairs, self._copy)
 
-    def copy_told(self, mail: bytes) -> None:
+    def copy_ordered(self, mail: bytes) -> None:
         """Copy the blocks of an order; rank 0 forwards the order to the other ranks."""
         if self._ranks is None:
             self._copy(mail)
@@ -201,7 +201,7 @@ class Stage:
 
     def _copy(self, mail: bytes) -> None:
         """Copy the blocks that this process writes."""
-        turn, pairs = self.share.turn, np.frombuffer(mail, np.int32).reshape(-1, 2).astype(np.int64)
-        sources, targets = torch.from_numpy(pairs[pairs[:, 1] % turn.size == turn.index].T.copy())
+        stripe, pairs = self.share.stripe, np.frombuffer(mail, np.int32).reshape(-1, 2).astype(np.int64)
+        sources, targets = torch.from_numpy(pairs[pairs[:, 1] % stripe.size == stripe.index].T.copy())
         for place in self.kv.places:
             place[targets] = place[sources]

@@ -120,7 +120,7 @@ class Step:
         return length
 
     @contextmanager
-    def asking_for(self, tokens: Int) -> Iterator[None]:
+    def with_outputs(self, tokens: Int) -> Iterator[None]:
         """Replace the step's output tokens within the context. tokens: indices into the step's tokens."""
         c, tokens = self.c, np.ascontiguousarray(tokens)
         saved = c.output_tokens

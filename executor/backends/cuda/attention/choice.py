@@ -76,9 +76,9 @@ def choose_for_ranks(requested: str, ranks: Ranks, choose: Callable[[str], Backe
     The ranks must agree, because backends round differently, and measured times differ between ranks.
     """
     own = choose(requested) if ranks.share.rank == 0 else None
-    name = ranks.as_first_says(b"" if own is None else own.name.encode()).decode()
+    name = ranks.broadcast_from_first(b"" if own is None else own.name.encode()).decode()
     choice = own or choose(name)
-    if ranks.all_say(choice.name == name):
+    if ranks.all_agree(choice.name == name):
         return choice
     log.warning("attention of prompts: %s is not available on every rank; using %s", name, OURS)
     return choose(OURS)

@@ -38,7 +38,7 @@ def open_transformers_model(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, num_blocks: int, span: Span = no_span
 ) -> Opened:
     """Load the configured folder and run the self-check. Raises ConfigError with the reason for an unsupported model."""
-    card, checkpoint = examine_transformers_model(config, dtype)
+    card, checkpoint = check_transformers_model(config, dtype)
     needs = _needs(card)
     attention = PagedAttention(config.model.max_model_len)
     try:
@@ -65,7 +65,7 @@ def open_transformers_model(
     return Opened(runner, num_bytes)
 
 
-def examine_transformers_model(
+def check_transformers_model(
     config: EngineConfig, dtype: torch.dtype = torch.float32
 ) -> tuple[ModelCard, Checkpoint]:
     """Raise ConfigError for an unsupported model, without reading its weights."""

@@ -15,7 +15,7 @@ from quintet.executor.backends.torch.fallback.attention import UnsupportedModel
 from quintet.executor.backends.torch.fallback.model import TransformersModel
 from quintet.executor.batch import Rows
 from quintet.executor.runner import Runner
-from quintet.executor.sequences import Piece, place, plan_of_pieces
+from quintet.executor.sequences import SequencePart, place, plan_of_pieces
 from quintet.executor.slots import SlotTables
 from quintet.wire.config import ModelConfig
 
@@ -56,14 +56,14 @@ class SelfCheck:
         for slot, tokens in enumerate(self._sequences[: len(lengths)]):
             place(tables, slot, tokens, width)
         part = lengths[0] // 3
-        first: list[Piece] = [(0, 0, part)] + [(i, 0, n) for i, n in enumerate(lengths) if i]
+        first: list[SequencePart] = [(0, 0, part)] + [(i, 0, n) for i, n in enumerate(lengths) if i]
         with torch.inference_mode():
             for pieces in (first, [(0, part, lengths[0] - part)]):
                 _compare(runner, tables, pieces, self._expected)
 
 
 def _compare(
-    runner: Runner, tables: SlotTables, pieces: Sequence[Piece], expected: Sequence[torch.Tensor]
+    runner: Runner, tables: SlotTables, pieces: Sequence[SequencePart], expected: Sequence[torch.Tensor]
 ) -> None:
     """Compute one step and compare all its tokens."""
     runner.forward(Rows(plan_of_pieces(pieces, draws=True)), tables)

@@ -14,10 +14,10 @@ from pathlib import Path
 from quintet.executor.checkpoints.gguf.card import card_of_gguf
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.families.shape import APART
+from quintet.executor.model_config.families.shape import SEPARATE_MATRICES
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.rope import RopeSpec
-from quintet.executor.model_config.spec import AttentionSpec, BesideSpec, DecoderSpec, MlpSpec
+from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, MlpSpec, ParallelMixerSpec
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json
 
@@ -28,7 +28,7 @@ _CLOSE = 1e-6
 def check_says_the_same(folder: Path, file: Path) -> None:
     """Raise `ConfigError` naming the first setting in which the file differs from the folder."""
     theirs = _spec(json.loads(card_of_gguf(read_parts(file))), file)
-    ours = _spec(read_json(folder / "config.json") | {APART: True}, folder / "config.json")
+    ours = _spec(read_json(folder / "config.json") | {SEPARATE_MATRICES: True}, folder / "config.json")
     for path, wanted, said in _differences(ours, theirs, ""):
         raise ConfigError(
             f"{folder}: GGUF has no words for its {path.strip('.')}: it is {wanted!s:.60}, and a file would say {said!s:.60}."
@@ -54,9 +54,9 @@ def _without_factors(spec: DecoderSpec) -> DecoderSpec:
     layers = []
     for layer in spec.layers:
         mixer, mlp = layer.mixer, layer.mlp
-        if not isinstance(mixer, BesideSpec) or not isinstance(mlp, MlpSpec):
+        if not isinstance(mixer, ParallelMixerSpec) or not isinstance(mlp, MlpSpec):
             return spec
-        mixer = BesideSpec(
+        mixer = ParallelMixerSpec(
             state=dataclasses.replace(mixer.state, multipliers=(1.0,) * 5),
             attention=dataclasses.replace(mixer.attention, scale=1.0),
         )
