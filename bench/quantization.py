@@ -50,7 +50,7 @@ from bench.quantized import (
 from bench.quantized_tools import hqq, squeezellm, torchao
 from quintet.deploy.cli.convert import convert_gguf
 from quintet.deploy.cli.main import main as cli
-from quintet.deploy.config.source import locate_model
+from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.tools.quantize.settings import WINDOW
 from quintet.deploy.tools.quantize.windows import first_tokens, windows_of

@@ -8,7 +8,7 @@ from quintet.core.hooks import PrefixMatch
 from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.kv.prefetch import Prefetches
 from quintet.core.kv.prefix import digest_after, extend_chain, key_of
-from quintet.core.request import Request, Status
+from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from quintet.core import recurrent_state
 from quintet.core.hooks import PrefixMatch
 from quintet.core.kv.group_blocks import GroupBlocks
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.step_builder import StepBuilder
 

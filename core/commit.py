@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.kv_publish import offer
-from quintet.core.request import Request
+from quintet.core.kv_services.kv_publish import offer
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
 from quintet.core.token_messages import Ending, StepMessages, TokensBuilders
 from quintet.wire.codec import unpack_i32

@@ -12,19 +12,19 @@ import msgspec
 
 from quintet.core.admission import apply_limits, make_requests, resolve_limits
 from quintet.core.commit import commit, ending_of
-from quintet.core.deadlines import check_deadline, check_feasible
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.tiers import Tiers
-from quintet.core.kv_admin import KvAdmin
-from quintet.core.kv_tier_client import KvTierClient
+from quintet.core.kv_services.kv_admin import KvAdmin
+from quintet.core.kv_services.kv_tier_client import KvTierClient
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.core.poison_isolation.suspects import PoisonIsolation
 from quintet.core.poison_isolation.trial import advance_trial, cancel_trial, reject_poison
 from quintet.core.policy import POLICIES
-from quintet.core.request import Request, Status
-from quintet.core.resumption import RetainedRequests, can_resume
+from quintet.core.requests.deadlines import check_deadline, check_feasible
+from quintet.core.requests.request import Request, Status
+from quintet.core.requests.resumption import RetainedRequests, can_resume
 from quintet.core.scheduler import schedule
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders

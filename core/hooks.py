@@ -17,7 +17,7 @@ from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.wire.config import CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
-    from quintet.core.request import Request
+    from quintet.core.requests.request import Request
     from quintet.core.scheduler_state import SchedulerState
 
 

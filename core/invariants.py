@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from quintet.core.request import Request, Status
+from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState, by_rank
 
 

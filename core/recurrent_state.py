@@ -21,7 +21,7 @@ Checkpoints are optional: when blocks are scarce, the state is overwritten and l
 
 from __future__ import annotations
 
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.core.step_builder import StepBuilder
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from quintet.core import block_manager, recurrent_state
 from quintet.core.hooks import PrefixMatch
-from quintet.core.request import Request, Status
+from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.step_builder import StepBuilder
 from quintet.wire.step import StepPlan

@@ -17,8 +17,8 @@ from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain, key_of
 from quintet.core.kv.prefix_tree import PrefixPaths
-from quintet.core.kv_events import KvEvents
-from quintet.core.request import Request, Status
+from quintet.core.kv_services.kv_events import KvEvents
+from quintet.core.requests.request import Request, Status
 from quintet.core.throughput import Throughput
 
 by_rank = attrgetter("rank")

@@ -6,7 +6,7 @@ from array import array
 from zlib import crc32
 
 from quintet.core.kv.groups import Groups
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
 from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.embeds import RowEmbeds

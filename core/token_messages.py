@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import PROMPT_TAIL, Failed, FinishReason, Open, Tokens
 from quintet.wire.step import PromptLogprobs, TokenLogprobs

@@ -42,7 +42,7 @@ WORKERS = {
 
 LEADERS = {
     "cpu": "quintet.executor.distributed.parallel.leader:make_leader_worker",
-    "cuda": "quintet.executor.backends.cuda.leader:make_leader_worker",
+    "cuda": "quintet.executor.backends.cuda.ranks.leader:make_leader_worker",
 }
 """``ExecutorConfig.device`` to the function that makes rank 0's worker; the function also takes the other ranks."""
 

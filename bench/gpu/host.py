@@ -24,9 +24,9 @@ from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.plans import Batch, Plans
 from bench.gpu.shapes import BLOCK_SIZE, LLAMA_3_8B, Shape, engine_config
-from quintet.executor.backends.cuda.arguments import ArgumentBuffer
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Argument, Event, Kernel, Size
+from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer
 from quintet.executor.checkpoints.weights.load import fill_randomly
 from quintet.executor.interface import StepWorker
 from quintet.executor.model_config.card import card_of

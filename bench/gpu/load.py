@@ -20,8 +20,8 @@ import torch
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.kernels import open_device
 from bench.gpu.machine import ROOT, environment
-from quintet.executor.backends.cuda.compile import PTX_TARGET, TARGETS
-from quintet.executor.backends.cuda.modules import KINDS
+from quintet.executor.backends.cuda.kernels.compile import PTX_TARGET, TARGETS
+from quintet.executor.backends.cuda.kernels.modules import KINDS
 from quintet.executor.backends.cuda.sources import modules
 from quintet.wire.errors import ConfigError
 
@@ -33,7 +33,14 @@ def compile_for_device(report: Report) -> None:
     """Compile for this generation of GPUs, and the PTX for all others; without a compiler, say so."""
     major = torch.cuda.get_device_capability()[0]
     targets = sorted({PTX_TARGET, *(target for target in TARGETS if target // 10 == major)})
-    command = [sys.executable, "-m", "quintet.executor.backends.cuda.compile", "--only", "nvrtc", "--targets"]
+    command = [
+        sys.executable,
+        "-m",
+        "quintet.executor.backends.cuda.kernels.compile",
+        "--only",
+        "nvrtc",
+        "--targets",
+    ]
     begun = time.perf_counter()
     ran = subprocess.run(
         [*command, *map(str, targets)],

@@ -7,7 +7,7 @@ alive. Off, a prompt is computed in one step or waits for a step with enough bud
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, LimitTokens, Setup
-from quintet.core.request import Request, Status
+from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
 

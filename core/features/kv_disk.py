@@ -13,7 +13,7 @@ from quintet.core.block_keys import keys_after, match_fetched, run_of
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.prefix import extend_chain, reach
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 
 

@@ -2,7 +2,7 @@
 
 A waiting request that names a peer is looked up once, before it first runs. Blocks that the device lacks and the peer
 offers are fetched; meanwhile other requests pass. Then it enters as after a prefix cache hit. It also waits for free
-host blocks, because recomputation would defeat the transfer. Missing blocks are computed. `quintet.core.kv_publish`
+host blocks, because recomputation would defeat the transfer. Missing blocks are computed. `quintet.core.kv_services.kv_publish`
 is the sending side.
 """
 
@@ -13,7 +13,7 @@ from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
 from quintet.core.recurrent_state import last_checkpoint
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.request import KvTransfer
 

@@ -15,7 +15,7 @@ from quintet.core.block_keys import digests_of, keys_after, match_fetched, run_o
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.prefix import reach
 from quintet.core.kv.store_pool import StorePool
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 
 

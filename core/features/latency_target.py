@@ -12,7 +12,7 @@ smoother. With many streams it is the full target again, because short steps wou
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
-from quintet.core.request import Request, Status
+from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
 MIN_TOKENS = 32

@@ -16,7 +16,7 @@ more.
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 
 MIN_TOKENS = 64

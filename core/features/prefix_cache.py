@@ -10,7 +10,7 @@ from __future__ import annotations
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.kv.prefix import extend_chain
-from quintet.core.request import Request, Status
+from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
 

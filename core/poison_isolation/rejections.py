@@ -11,7 +11,7 @@ from hashlib import sha256
 
 import msgspec
 
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.wire.codec import encode, pack_i32
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode

@@ -24,9 +24,9 @@ import setproctitle
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import hosts_config
 from quintet.deploy.config.memory import available_ram_bytes
+from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.config.sections import folder_of
-from quintet.deploy.config.source import locate_model
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.executor.distributed.hosts.member import MemberSettings

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
-from quintet.deploy.config.card import ModelFacts, read_facts
 from quintet.deploy.config.memory import format_size
-from quintet.deploy.config.source import locate_model
+from quintet.deploy.config.model.card import ModelFacts, read_facts
+from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.tools.quantize.settings import MAX_CALIBRATION_TOKENS
 from quintet.deploy.tools.quantize.target import atomic_output, check_apart, check_space, check_target
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES

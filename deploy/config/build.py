@@ -8,17 +8,13 @@ from pathlib import Path
 
 from quintet.deploy import embedded
 from quintet.deploy.config import network, ranks, rules
-from quintet.deploy.config.card import ModelFacts, Overrides, read_facts
-from quintet.deploy.config.chat_templates import read_chat_templates
 from quintet.deploy.config.device import default_device
-from quintet.deploy.config.endings import end_token_ids
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.implementation import check_transformers_flags, note_of
-from quintet.deploy.config.kv_disk import kv_disk_config
-from quintet.deploy.config.kv_events import kv_events_config
-from quintet.deploy.config.kv_export import num_parts
-from quintet.deploy.config.kv_peers import kv_peers_config
-from quintet.deploy.config.kv_store import kv_store_config
+from quintet.deploy.config.kv.disk import kv_disk_config
+from quintet.deploy.config.kv.events import kv_events_config
+from quintet.deploy.config.kv.export import num_parts
+from quintet.deploy.config.kv.peers import kv_peers_config
+from quintet.deploy.config.kv.store import kv_store_config
 from quintet.deploy.config.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
@@ -26,14 +22,21 @@ from quintet.deploy.config.memory import (
     format_size,
     parse_size,
 )
-from quintet.deploy.config.parsers import choose_parsers
-from quintet.deploy.config.quantization import (
+from quintet.deploy.config.model.card import ModelFacts, Overrides, read_facts
+from quintet.deploy.config.model.chat_templates import read_chat_templates
+from quintet.deploy.config.model.implementation import check_transformers_flags, note_of
+from quintet.deploy.config.model.quantization import (
     check_activations,
     check_packed_cache,
     check_weights_fit,
     choose_quantization,
     weight_bytes_of,
 )
+from quintet.deploy.config.model.source import locate_model
+from quintet.deploy.config.model.stop_tokens import end_token_ids
+from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
+from quintet.deploy.config.model.weights import WeightFacts, read_weight_facts
+from quintet.deploy.config.parsers import choose_parsers
 from quintet.deploy.config.sections import (
     Device,
     Kind,
@@ -44,9 +47,6 @@ from quintet.deploy.config.sections import (
     processes_config,
     scheduler_config,
 )
-from quintet.deploy.config.source import locate_model
-from quintet.deploy.config.tokenizer_files import tokenizer_folder
-from quintet.deploy.config.weights import WeightFacts, read_weight_facts
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.registry import check_contents
 from quintet.executor.checkpoints.quant.formats.scheme import Format

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 
-from quintet.deploy.config.chat_templates import DEFAULT
+from quintet.deploy.config.model.chat_templates import DEFAULT
 from quintet.detokenizer_proc.parsers import registry
 from quintet.detokenizer_proc.parsers.choice import reasoning_by, tools_by
 from quintet.detokenizer_proc.parsers.forced import forced_calls, think_marks

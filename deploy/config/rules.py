@@ -9,9 +9,9 @@ from typing import get_args
 
 import msgspec
 
-from quintet.deploy.config.card import ModelFacts
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
+from quintet.deploy.config.model.card import ModelFacts
 from quintet.executor.model_config.spec import KvNeed
 from quintet.wire.config import KvFormat
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError

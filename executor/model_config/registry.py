@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 
+from quintet.executor.model_config import text_model
 from quintet.executor.model_config.families import (
     cohere,
     dense,
@@ -33,7 +34,6 @@ from quintet.executor.model_config.families import (
     qwen_next,
     remote_code,
     sigmoid_moe,
-    text_of,
 )
 from quintet.executor.model_config.family import Family
 
@@ -61,7 +61,7 @@ FAMILIES: dict[str, Family] = {
     **qwen_next.FAMILIES,
     **moe.FAMILIES,
     **sigmoid_moe.FAMILIES,
-    **text_of.FAMILIES,
+    **text_model.FAMILIES,
 }
 """Families by the card's architecture name."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.core.deadlines import num_certain_outputs, predict
+from quintet.core.requests.deadlines import num_certain_outputs, predict
 from quintet.core.throughput import Throughput
 from quintet.wire.messages import FinishReason
 

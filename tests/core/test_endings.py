@@ -6,7 +6,7 @@ import pytest
 
 from quintet.core.admission import make_requests
 from quintet.core.policy import fcfs
-from quintet.core.request import Request
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import MAX_ENDED
 from quintet.wire import codec
 from quintet.wire.ids import RequestIds

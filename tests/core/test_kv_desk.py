@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from quintet.core import kv_admin, recurrent_state
+from quintet.core import recurrent_state
+from quintet.core.kv_services import kv_admin
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ErrorCode

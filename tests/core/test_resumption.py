@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.core.resumption import RetainedRequests
+from quintet.core.requests.resumption import RetainedRequests
 from quintet.wire import codec
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import FinishReason, Reclaim, Reclaimed

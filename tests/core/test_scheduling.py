@@ -8,7 +8,7 @@ import pytest
 
 from quintet.core.features.chunked_prefill import whole_or_wait
 from quintet.core.hooks import Feature, flatten
-from quintet.core.request import Status
+from quintet.core.requests.request import Status
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
 

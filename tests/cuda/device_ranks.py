@@ -12,11 +12,11 @@ import numpy as np
 from tests.cuda.rank_devices import devices_of
 from tests.cuda.test_worker import model_on
 
-from quintet.executor.backends.cuda.follower import follow
-from quintet.executor.backends.cuda.leader import lead
 from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS, PackedPlan
-from quintet.executor.backends.cuda.rank_broadcast import RankBroadcaster
-from quintet.executor.backends.cuda.ranks import open_device_ranks
+from quintet.executor.backends.cuda.ranks.follower import follow
+from quintet.executor.backends.cuda.ranks.leader import lead
+from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
+from quintet.executor.backends.cuda.ranks.setup import open_device_ranks
 from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.wire.config import EngineConfig
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from tests.cuda.rank_devices import at_once
 
-from quintet.executor.backends.cuda.rank_broadcast import device_ranks_shape
+from quintet.executor.backends.cuda.ranks.rank_broadcast import device_ranks_shape
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.model_config.share import Share
 

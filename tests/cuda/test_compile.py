@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.executor.backends.cuda.compile import (
+from quintet.executor.backends.cuda.kernels.compile import (
     Compilation,
     Usage,
     compile_all,
@@ -18,7 +18,7 @@ from quintet.executor.backends.cuda.compile import (
     usages,
     warnings,
 )
-from quintet.executor.backends.cuda.compilers import (
+from quintet.executor.backends.cuda.kernels.compilers import (
     CompileError,
     MissingCompilerError,
     Nvrtc,

@@ -27,7 +27,6 @@ from tests.models.test_embeds import mixed
 from tests.models.test_engine import House, changed
 
 from quintet.executor.backends.cuda.device import Kernel, Size
-from quintet.executor.backends.cuda.group import ONE_SHOT_BYTES, DeviceGroup
 from quintet.executor.backends.cuda.ops.peers import (
     EXCHANGE,
     NO_TIMEOUT_NS,
@@ -36,8 +35,9 @@ from quintet.executor.backends.cuda.ops.peers import (
     RankDesyncError,
 )
 from quintet.executor.backends.cuda.ops.tables import PackedPlan
-from quintet.executor.backends.cuda.rank_broadcast import RankBroadcaster, RankReceiver, StepOrder
-from quintet.executor.backends.cuda.ranks import group_of, open_device_ranks
+from quintet.executor.backends.cuda.ranks.group import ONE_SHOT_BYTES, DeviceGroup
+from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster, RankReceiver, StepOrder
+from quintet.executor.backends.cuda.ranks.setup import group_of, open_device_ranks
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.model_config.share import Share
 from quintet.wire.config import EngineConfig

@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintet.executor.backends.cuda.arguments import ArgumentBuffer
 from quintet.executor.backends.cuda.device import Argument, Kernel, LaunchError
-from quintet.executor.backends.cuda.modules import KINDS, Kind, ModuleStore, RefusedError, forms, record_path
+from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer
+from quintet.executor.backends.cuda.kernels.modules import (
+    KINDS,
+    Kind,
+    ModuleStore,
+    RefusedError,
+    forms,
+    record_path,
+)
 from quintet.executor.backends.cuda.sources import digest, modules, source_text
 from quintet.wire.errors import ConfigError
 

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from quintet.deploy.config.build import resolve
-from quintet.deploy.config.chat_templates import read_chat_templates
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.source import locate_model
+from quintet.deploy.config.model.chat_templates import read_chat_templates
+from quintet.deploy.config.model.source import locate_model
 from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
 from quintet.wire.errors import ConfigError, RequestError
 from quintet.wire.messages import ChatPrompt

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quintet.deploy.config.build import resolve
-from quintet.deploy.config.card import read_facts
-from quintet.deploy.config.endings import end_token_ids
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.stop_tokens import end_token_ids
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.wire.errors import ConfigError
 

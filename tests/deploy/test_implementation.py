@@ -9,8 +9,8 @@ import pytest
 
 from quintet.deploy.cli.plan import make_plan, plan_lines
 from quintet.deploy.config.build import Resolution, resolve
-from quintet.deploy.config.card import read_facts
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.card import read_facts
 from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model, write_weights

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.config import packaged_models
-from quintet.deploy.config.packaged_models import (
+from quintet.deploy.config.model import packaged_models
+from quintet.deploy.config.model.packaged_models import (
     PACKAGED_MODELS,
     PackagedModel,
     Part,
     fetch,
     locate_packaged,
 )
-from quintet.deploy.config.source import locate_model
+from quintet.deploy.config.model.source import locate_model
 from quintet.wire.errors import ConfigError
 
 CONTENT = b"GGUF and so on"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quintet.deploy.cli.main import main
-from quintet.deploy.config.card import read_facts
+from quintet.deploy.config.model.card import read_facts
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.tools.quantize import target
 from quintet.deploy.tools.quantize.settings import WINDOW

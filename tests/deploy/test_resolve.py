@@ -13,7 +13,6 @@ import pytest
 
 from quintet.deploy.config import build, rules
 from quintet.deploy.config.build import Resolution, resolve
-from quintet.deploy.config.card import read_facts
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import (
     ATTENTION_SCRATCH_BYTES,
@@ -21,9 +20,10 @@ from quintet.deploy.config.memory import (
     format_size,
     parse_size,
 )
-from quintet.deploy.config.source import locate_model
-from quintet.deploy.config.tokenizer_files import tokenizer_folder
-from quintet.deploy.config.weights import WeightFacts, read_weight_facts
+from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.source import locate_model
+from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
+from quintet.deploy.config.model.weights import WeightFacts, read_weight_facts
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import full_layers

@@ -10,7 +10,7 @@ import pytest
 from quintet.deploy.cli.serve import check_peer_ports
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.kv_peers import THIS_MACHINE
+from quintet.deploy.config.kv.peers import THIS_MACHINE
 from quintet.deploy.supervisor.listener import PortInUse
 from quintet.wire.config import EngineConfig, KvPeersConfig
 from quintet.wire.errors import ConfigError

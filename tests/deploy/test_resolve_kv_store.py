@@ -71,7 +71,7 @@ def test_a_url_with_somebodys_secret_is_refused_without_telling_it(tmp_path: Pat
 
 
 def test_without_fsspec_the_way_to_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quintet.deploy.config.kv_store.find_spec", lambda name: None)
+    monkeypatch.setattr("quintet.deploy.config.kv.store.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'quintet\[store\]'"):
         config_of(tmp_path, kv_store="s3://bucket/prefix")
 

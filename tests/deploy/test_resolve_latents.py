@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quintet.deploy.config.card import read_facts
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.card import read_facts
 from quintet.deploy.config.rules import kv_spec
 from quintet.wire.errors import ConfigError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quintet.deploy.config.card import read_facts
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.card import read_facts
 from quintet.deploy.config.rules import kv_spec
 
 from .model_folder import write_model

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quintet.deploy.config.card import read_facts
+from quintet.deploy.config.model.card import read_facts
 from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES
 from quintet.executor.checkpoints.gguf.card import card_of_gguf
 from quintet.executor.checkpoints.gguf.header import Header, Tensor

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.executor.checkpoints.gguf.dequantize import dequantize
+from quintet.executor.checkpoints.gguf.blocks.dequantize import dequantize
 from quintet.executor.checkpoints.gguf.types import TYPES
 
 BLOCKS = 300

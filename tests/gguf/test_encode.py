@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.executor.checkpoints.gguf.encode import WRITERS, encode
+from quintet.executor.checkpoints.gguf.blocks.encode import WRITERS, encode
 from quintet.executor.checkpoints.gguf.types import BY_NAME
 from tests.gguf.vocabularies import LLAMA_CPP
 

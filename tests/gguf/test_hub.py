@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from quintet.deploy.cli.main import main
-from quintet.deploy.config.source import locate_model
+from quintet.deploy.config.model.source import locate_model
 from tests.gguf.files import write_model
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
 

@@ -9,7 +9,7 @@ import torch
 
 from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_library
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
-from quintet.executor.checkpoints.gguf.dequantize import PLAIN
+from quintet.executor.checkpoints.gguf.blocks.dequantize import PLAIN
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.types import BY_NAME
 from quintet.executor.checkpoints.quant import gguf as gguf_quantization

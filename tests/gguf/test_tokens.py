@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.config import tokenizer_files
+from quintet.deploy.config.model import tokenizer_files
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.writing import routed_metadata
 from quintet.executor.checkpoints.gguf.writing.conversions import CONVERT, Named, as_it_is

@@ -16,8 +16,8 @@ import transformers
 from tests.models.random_checkpoints import greedy, side_by_side
 
 from quintet.deploy.config import rules
-from quintet.deploy.config.card import read_facts
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.card import read_facts
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.codec import pack_i32, pack_u8, unpack_i32
 from quintet.wire.config import (

@@ -13,7 +13,7 @@ from tests.models.random_checkpoints import CLOSE, Expectation, expectations, of
 from tests.models.references.qwen1 import Qwen1
 from tests.models.rows.departed import QWEN_1
 
-from quintet.deploy.config.card import read_facts
+from quintet.deploy.config.model.card import read_facts
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 
 LENGTHS = (8, 15, 16, 17, 32, 33, 70)

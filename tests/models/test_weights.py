@@ -16,8 +16,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quintet.deploy.cli.main import main
-from quintet.deploy.config.card import read_facts
-from quintet.deploy.config.weights import read_weight_facts
+from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.weights import read_weight_facts
 from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
 from quintet.executor.checkpoints.weights.load import random_tensor, random_tensor_on
 from quintet.executor.checkpoints.weights.plan import Expected

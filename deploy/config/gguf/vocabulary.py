@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as Cuts
 
-from quintet.deploy.config.chat_templates import DEFAULT, read_chat_templates
 from quintet.deploy.config.gguf.pre_tokenizers import PRE_TOKENIZERS
+from quintet.deploy.config.model.chat_templates import DEFAULT, read_chat_templates
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json
 

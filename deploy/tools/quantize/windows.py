@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from quintet.deploy.config.card import ModelFacts
-from quintet.deploy.config.tokenizer_files import tokenizer_folder
+from quintet.deploy.config.model.card import ModelFacts
+from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.tools.quantize.settings import WINDOW
 from quintet.wire.errors import ConfigError
 

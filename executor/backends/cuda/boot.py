@@ -14,9 +14,9 @@ from quintet.executor.backends.cuda.attention.choice import BackendChoice, choos
 from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
-from quintet.executor.backends.cuda.group import DeviceGroup
 from quintet.executor.backends.cuda.kv_memory import DeviceKv, graph_bytes, num_kv_blocks
-from quintet.executor.backends.cuda.rank_broadcast import RankBroadcaster
+from quintet.executor.backends.cuda.ranks.group import DeviceGroup
+from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DeviceRunner
 from quintet.executor.backends.cuda.steps import DeviceSteps
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory

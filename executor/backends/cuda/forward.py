@@ -19,7 +19,6 @@ from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.experts import GATES, experts
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
-from quintet.executor.backends.cuda.group import DeviceGroup
 from quintet.executor.backends.cuda.kv_memory import DeviceKv
 from quintet.executor.backends.cuda.ops.activation import gated
 from quintet.executor.backends.cuda.ops.attention import paged_attention
@@ -27,6 +26,7 @@ from quintet.executor.backends.cuda.ops.formats import PACK_BYTES
 from quintet.executor.backends.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
 from quintet.executor.backends.cuda.ops.states import causal_conv, delta_rule, head_scan, selective_scan
+from quintet.executor.backends.cuda.ranks.group import DeviceGroup
 from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.backends.cuda.states import DeviceStates
 from quintet.executor.embeds import StepEmbeds

@@ -17,12 +17,12 @@ from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.forward import DevicePass, Value
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
-from quintet.executor.backends.cuda.group import DeviceGroup
 from quintet.executor.backends.cuda.kv_memory import DeviceKv
 from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.backends.cuda.ops.draw import draw
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import apply_plan, scatter_tokens
+from quintet.executor.backends.cuda.ranks.group import DeviceGroup
 from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.batch import Int

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Event
-from quintet.executor.backends.cuda.group import DeviceGroup
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
-from quintet.executor.backends.cuda.rank_broadcast import RankBroadcaster
+from quintet.executor.backends.cuda.ranks.group import DeviceGroup
+from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DecodeGraph, Drawn
 from quintet.executor.backends.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.backends.cuda.staging import PinnedRing

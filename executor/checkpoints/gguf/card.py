@@ -13,7 +13,7 @@ from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.parts import Parts
 from quintet.executor.checkpoints.gguf.unsupported import REFUSED
 from quintet.executor.model_config.card import FILE_KEYS
-from quintet.executor.model_config.families.shape import SEPARATE_MATRICES
+from quintet.executor.model_config.shape import SEPARATE_MATRICES
 from quintet.wire.errors import ConfigError
 
 _NULLS = ("q_lora_rank",)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from quintet.executor.checkpoints.gguf.blocks.dequantize import PLAIN, dequantize
 from quintet.executor.checkpoints.gguf.card import architecture_of
 from quintet.executor.checkpoints.gguf.decoder_tensors import recipes_of
-from quintet.executor.checkpoints.gguf.dequantize import PLAIN, dequantize
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.header import Header, Tensor
 from quintet.executor.checkpoints.gguf.parts import read_parts

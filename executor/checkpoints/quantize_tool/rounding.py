@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quintet.executor.checkpoints.gguf.scale_search import Levels, fit_scale
+from quintet.executor.checkpoints.gguf.blocks.scale_search import Levels, fit_scale
 from quintet.executor.checkpoints.quantize_tool.targets import Target
 
 _SPREAD = 2.0**-24

@@ -58,7 +58,7 @@ def load_checkpoint(
 def _check_tied(plan: WeightPlan, files: Sequence[WeightFile]) -> None:
     """Reject a pickled checkpoint with two tensors, one of which would not be read, where the card says that they are one.
 
-    Of safetensors files this was seen before: `deploy` corrects the card (`quintet.deploy.config.own_head`).
+    Of safetensors files this was seen before: `deploy` corrects the card (`quintet.deploy.config.model.untied_head`).
     """
     pickled = {name: file for file in files if isinstance(file, PickledFile) for name in file}
     for name, other in plan.aliases.items():

@@ -16,7 +16,7 @@ from quintet.wire.config import EngineConfig
 
 FOLLOWER_MODULES = {
     "cpu": "quintet.executor.distributed.parallel.follower_loop",
-    "cuda": "quintet.executor.backends.cuda.follower",
+    "cuda": "quintet.executor.backends.cuda.ranks.follower",
 }
 """Module of the follower loop by ``ExecutorConfig.device``, imported after start-up because it imports torch."""
 

@@ -40,7 +40,7 @@ class OrderKind(IntEnum):
     CARRY_IN = 9
     """Copy parts of blocks back from the gather memory."""
     ON_DEVICE = 7
-    """Run a GPU operation of `quintet.executor.backends.cuda.rank_broadcast`."""
+    """Run a GPU operation of `quintet.executor.backends.cuda.ranks.rank_broadcast`."""
 
 
 class StepPart(IntEnum):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.rope import MAX_POSITIONS
+from quintet.executor.model_config.shape import (
     SLIDING,
     attention,
     decoder,
@@ -18,8 +20,6 @@ from quintet.executor.model_config.families.shape import (
     side_by_side,
     window,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.rope import MAX_POSITIONS
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, QkNormOver
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.families.llama import llama
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.shape import (
     ACTIVATION,
     FULL,
     MAX_WIDTH,
@@ -30,8 +32,6 @@ from quintet.executor.model_config.families.shape import (
     window,
     windowed,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import (
     AttentionSpec,
     DecoderSpec,

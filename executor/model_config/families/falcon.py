@@ -6,7 +6,9 @@ import struct
 from typing import Any
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.shape import (
     alibi_slopes,
     attention,
     decoder,
@@ -22,8 +24,6 @@ from quintet.executor.model_config.families.shape import (
     pre_norm,
     side_by_side,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, MlpSpec, QkvLayout
 
 _NAMES: dict[str, Any] = {

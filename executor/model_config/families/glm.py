@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.families.shape import attention, decoder, gated, num_layers, rms
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.shape import attention, decoder, gated, num_layers, rms
 from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, MlpLayout, Norms
 
 _EPS = 1.5625e-7

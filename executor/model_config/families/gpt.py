@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
+from quintet.executor.model_config.shape import (
     HEADS,
     attention,
     decoder,
@@ -24,9 +27,6 @@ from quintet.executor.model_config.families.shape import (
     window,
     windowed,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
 from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, PositionTable, QkvLayout
 
 _GPT2_NAMES = Names(

@@ -7,7 +7,11 @@ from dataclasses import replace
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.families.moe import expert_width, routing
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.rope import RopeSpec, rope_spec
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.shape import (
     attention,
     decoder,
     gated,
@@ -16,10 +20,6 @@ from quintet.executor.model_config.families.shape import (
     pre_norm,
     rms,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.rope import RopeSpec, rope_spec
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec
 
 _NAMES = Names(

@@ -17,7 +17,10 @@ from quintet.executor.model_config.families.mamba import (
     taps,
 )
 from quintet.executor.model_config.families.moe import EXPERTS, expert_width, routing
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.routing import MAX_EXPERTS, Scoring
+from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,
     attention,
@@ -30,9 +33,6 @@ from quintet.executor.model_config.families.shape import (
     pre_norm,
     rms,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.routing import MAX_EXPERTS, Scoring
 from quintet.executor.model_config.spec import (
     Activation,
     DecoderSpec,

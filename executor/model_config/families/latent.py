@@ -13,7 +13,10 @@ from quintet.executor.model_config.families.moe import (
     routing,
     sigmoid_experts,
 )
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.rope import RopeSpec, rope_spec
+from quintet.executor.model_config.routing import MAX_EXPERTS, Scoring
+from quintet.executor.model_config.shape import (
     MAX_HEAD_DIM,
     MAX_WIDTH,
     decoder,
@@ -24,9 +27,6 @@ from quintet.executor.model_config.families.shape import (
     pre_norm,
     rms,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.rope import RopeSpec, rope_spec
-from quintet.executor.model_config.routing import MAX_EXPERTS, Scoring
 from quintet.executor.model_config.spec import DecoderSpec, LatentSpec, NormKind, NormSpec
 
 LATENT_EPS = 1e-6

@@ -8,7 +8,10 @@ from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.families.mamba import taps
 from quintet.executor.model_config.families.moe import routing
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,
     WIDTH,
@@ -20,9 +23,6 @@ from quintet.executor.model_config.families.shape import (
     pre_norm,
     rms,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.spec import Activation, DecoderSpec, FeedForwardSpec, MlpSpec
 from quintet.executor.model_config.state_specs import ShortConvSpec
 

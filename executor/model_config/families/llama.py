@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.shape import (
     attention,
     decoder,
     gated,
@@ -16,7 +17,6 @@ from quintet.executor.model_config.families.shape import (
     window,
     windowed,
 )
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.spec import DecoderSpec
 
 

@@ -7,7 +7,11 @@ from typing import Any
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.model_config.families.moe import expert_width, named_layers, routing
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.rope import MAX_POSITIONS
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,
     attention,
@@ -19,10 +23,6 @@ from quintet.executor.model_config.families.shape import (
     rotated_layers,
     window,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.rope import MAX_POSITIONS
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, Temperature
 
 _NAMES = Names(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from quintet.executor.model_config.card import Key, ModelCard
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.shape import (
     LAYER_EPS,
     MAX_WIDTH,
     decoder,
     hidden_size,
     num_layers,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, NormKind, Norms, NormSpec
 from quintet.executor.model_config.state_specs import Mamba2Spec, MambaSpec
 from quintet.wire.errors import ConfigError

@@ -8,7 +8,10 @@ from typing import Any
 
 from quintet.executor.model_config.card import Key, ModelCard
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.routing import MAX_CHOSEN, MAX_EXPERTS, Routing, Scoring
+from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,
     activation,
@@ -23,9 +26,6 @@ from quintet.executor.model_config.families.shape import (
     window,
     windowed,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.routing import MAX_CHOSEN, MAX_EXPERTS, Routing, Scoring
 from quintet.executor.model_config.spec import Activation, DecoderSpec, FeedForwardSpec, QkNormOver, QkvLayout
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

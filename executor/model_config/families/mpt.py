@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.shape import (
     alibi_slopes,
     attention,
     decoder,
@@ -18,8 +20,6 @@ from quintet.executor.model_config.families.shape import (
     plain,
     pre_norm,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import (
     AttentionSpec,
     DecoderSpec,

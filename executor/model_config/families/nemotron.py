@@ -7,7 +7,9 @@ from typing import Any
 
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.families.mamba import groups, state_size, taps
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.shape import (
     LAYERS,
     MAX_LAYERS,
     MAX_WIDTH,
@@ -23,8 +25,6 @@ from quintet.executor.model_config.families.shape import (
     plain,
     rms,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, MlpSpec, Norms
 from quintet.executor.model_config.state_specs import Mamba2Spec
 

@@ -8,7 +8,10 @@ from typing import Any
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.families.moe import expert_width, routing
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.rope import rope_spec
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.shape import (
     FULL,
     SLIDING,
     attention,
@@ -23,9 +26,6 @@ from quintet.executor.model_config.families.shape import (
     rms,
     window,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.rope import rope_spec
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.spec import (
     AttentionSpec,
     DecoderSpec,

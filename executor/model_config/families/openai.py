@@ -5,7 +5,10 @@ from __future__ import annotations
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.model_config.families.moe import expert_width, routing
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.shape import (
     attention,
     decoder,
     hidden_size,
@@ -16,9 +19,6 @@ from quintet.executor.model_config.families.shape import (
     window,
     windowed,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.spec import DecoderSpec
 
 MXFP4_GROUP = 32

@@ -7,7 +7,10 @@ from dataclasses import replace
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.families.moe import MIXTRAL_NAMES, expert_width, routing
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.shape import (
     attention,
     decoder,
     gated,
@@ -19,9 +22,6 @@ from quintet.executor.model_config.families.shape import (
     side_by_side,
     window,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.spec import DecoderSpec, MlpLayout, NormKind, NormSpec, QkvLayout
 
 

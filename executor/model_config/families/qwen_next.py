@@ -9,7 +9,9 @@ from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.families.mamba import MAX_STATE_SIZE, check_silu, taps
 from quintet.executor.model_config.families.moe import QWEN_NAMES, expert_width, routing, sparse
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.shape import (
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
@@ -21,8 +23,6 @@ from quintet.executor.model_config.families.shape import (
     pre_norm,
     rms,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.spec import DecoderSpec, FeedForwardSpec
 from quintet.executor.model_config.state_specs import DeltaSpec
 

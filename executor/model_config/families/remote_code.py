@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.families.llama import llama
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
+from quintet.executor.model_config.shape import (
     MAX_HEAD_DIM,
     MAX_WIDTH,
     alibi_slopes,
@@ -24,9 +27,6 @@ from quintet.executor.model_config.families.shape import (
     refuse,
     rms,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
 from quintet.executor.model_config.spec import (
     DecoderSpec,
     MlpLayout,

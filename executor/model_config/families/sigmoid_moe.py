@@ -16,7 +16,11 @@ from quintet.executor.model_config.families.moe import (
     sigmoid_experts,
 )
 from quintet.executor.model_config.families.olmo import exaone_mixers
-from quintet.executor.model_config.families.shape import (
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.rope import rope_spec
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.shape import (
     FULL,
     MAX_LAYERS,
     SLIDING,
@@ -31,10 +35,6 @@ from quintet.executor.model_config.families.shape import (
     window,
     windowed,
 )
-from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.rope import rope_spec
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.spec import DecoderSpec, QkNormOver, QkvLayout
 
 

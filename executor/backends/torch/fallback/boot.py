@@ -17,8 +17,8 @@ from quintet.executor.backends.torch.fallback.linears import keep_logit_sums, pa
 from quintet.executor.backends.torch.fallback.model import TransformersModel
 from quintet.executor.backends.torch.fallback.self_check import SelfCheck
 from quintet.executor.model_config.card import ModelCard, card_of
-from quintet.executor.model_config.families.unknown import unknown
 from quintet.executor.model_config.spec import KvNeed
+from quintet.executor.model_config.unknown import unknown
 from quintet.executor.runner import Runner
 from quintet.executor.slots import SlotTables
 from quintet.process.trace import Span, no_span

@@ -14,9 +14,9 @@ from pathlib import Path
 from quintet.executor.checkpoints.gguf.card import card_of_gguf
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.families.shape import SEPARATE_MATRICES
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.rope import RopeSpec
+from quintet.executor.model_config.shape import SEPARATE_MATRICES
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, MlpSpec, ParallelMixerSpec
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json

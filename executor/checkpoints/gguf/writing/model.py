@@ -17,7 +17,7 @@ from typing import Any
 import gguf
 import torch
 
-from quintet.executor.checkpoints.gguf.encode import encode
+from quintet.executor.checkpoints.gguf.blocks.encode import encode
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.gguf.writing.card import Config, either, kv_heads_of, usual
 from quintet.executor.checkpoints.gguf.writing.check import check_says_the_same

@@ -1,0 +1,1 @@
+"""KV services of the core: admin commands, events, export, tier client."""

@@ -1,0 +1,63 @@
+"""Queue of KV events for external routers (`quintet.wire.kv_events`): blocks stored and removed.
+
+With several groups of layers, events cover one group: full attention if there is one.
+"""
+
+from __future__ import annotations
+
+from quintet.core.kv.groups import Groups
+from quintet.core.kv.prefix import DIGEST_BYTES, key_of, salt_digest
+from quintet.core.requests.request import Request
+from quintet.wire.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+
+_HASH_BYTES = 8
+_NO_SALT = salt_digest("")
+
+
+class KvEvents:
+    """Collects events in order until `take` is called. Starts with `AllBlocksCleared`."""
+
+    def __init__(self, groups: Groups) -> None:
+        """At least one group must hold tokens."""
+        full = [index for index in groups.tokens if groups.all[index].kind == "full"]
+        self.group = (full or groups.tokens)[0]
+        self._block_size = groups.spec.block_size
+        self._events: list[KvEvent] = [AllBlocksCleared()]
+        self._reported: set[bytes] = set()
+
+    def stored(self, request: Request, first: int, end: int) -> None:
+        """Record a request's blocks ``first`` to ``end`` (exclusive) as stored, if the request holds them."""
+        first = max(first, request.held[self.group].begin)
+        digests = request.digests[first:end]
+        keys = [key_of(digest, self.group) for digest in digests]
+        if not keys or self._reported.issuperset(keys):
+            return
+        self._reported.update(keys)
+        size, start = self._block_size, request.salt_digest
+        self._events.append(
+            BlockStored(
+                block_hashes=[_hash_of(digest) for digest in digests],
+                parent_block_hash=_hash_of(request.digests[first - 1]) if first else None,
+                token_ids=request.tokens[first * size : end * size],
+                block_size=size,
+                lora_id=None,
+                medium=MEDIUM,
+                lora_name=None,
+                extra_keys=None if start == _NO_SALT else [[start.hex()] for _ in digests],
+            )
+        )
+
+    def removed(self, key: bytes) -> None:
+        """Record that a content left the device, if it was reported before."""
+        if key in self._reported:
+            self._reported.remove(key)
+            self._events.append(BlockRemoved([_hash_of(key[:DIGEST_BYTES])], MEDIUM))
+
+    def take(self) -> list[KvEvent]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
+def _hash_of(digest: bytes) -> int:
+    return int.from_bytes(digest[-_HASH_BYTES:], "big")

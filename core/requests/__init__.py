@@ -1,0 +1,1 @@
+"""Requests of the core: state, deadlines, repetition detection, resumption."""

@@ -1,0 +1,140 @@
+"""Request state of the core: token ids, progress, slot and blocks.
+
+Lengths of a request, and their writers:
+
+    0            computed        planned     len(tokens)    length        limit
+    |---- KV known ---|-- in flight --|-- pending --|~ drawn in ~|   ...   |
+                      ^ commit        ^ schedule    ^ commit     ^ schedule
+                                                       flight
+
+``length`` counts the tokens that steps in flight will draw, so plans do not wait for their values. A request has
+uncomputed tokens while ``planned < length``, whether prompt or output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from quintet.core.kv.group_blocks import GroupBlocks
+from quintet.core.requests.repetition import Repetition
+from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.messages import Admit
+from quintet.wire.params import SamplingParams
+from quintet.wire.request import Echo, KvTransfer, OutputParsing
+
+
+class Status(IntEnum):
+    """Life-cycle state of a request: queued, running or ended."""
+
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request (one choice). Compared by identity."""
+
+    request_id: int
+    params: SamplingParams
+    seed: int
+    tokens: list[int]
+    """Prompt and known outputs. Shared among choices until each is first scheduled."""
+    num_prompt: int
+    limit: int
+    """Maximum number of tokens, prompt included."""
+    stops: dict[int, bool]
+    """Stop token -> True if the request named it, so that the client gets it as the stop reason."""
+    rank: tuple[int, int]
+    """Scheduling order among all requests, smaller first; unique."""
+    detokenizer: int
+    arrival_ns: int
+    salt_digest: bytes
+    """Start of its hash chain in the prefix cache."""
+    echo: Echo = Echo.NONE
+    return_prompt_ids: bool = False
+    bad_word_ids: list[list[int]] = field(default_factory=list)
+    embeds: EmbedsPrompt | None = None
+    """Embeddings prompt; the prompt entries in ``tokens`` are then placeholders."""
+    parent: Request | None = None
+    """First choice, which shares its prompt; None for the first choice itself."""
+    choice: int = 0
+    """Index among the choices of the original request."""
+    num_seen: int = 0
+    """Outputs that the frontend had received when it sent the newest attempt."""
+    attempt: int = 0
+    origin: Admit | None = None
+    """The `Admit` message, if the request is resumable (`RequestSpec.claim`)."""
+    deadline_ns: int = 0
+    """Latest end; 0 for none."""
+    reading: OutputParsing | None = None
+    """Output parsers; used only by the detokenizer."""
+    handover: KvTransfer | None = None
+    """KV transfer from or to other servers."""
+    repetition: Repetition | None = None
+    """Repetition detector; None when disabled."""
+    is_preempt_deferred: bool = False
+    """Preemption is deferred until the step in flight has drawn its token (`SchedulerState.defer_preempt`)."""
+    is_draining: bool = False
+    """The client is gone (`SchedulerState.drain`): only tokens in flight are awaited."""
+
+    status: Status = Status.WAITING
+    length: int = 0
+    planned: int = 0
+    computed: int = 0
+    slot: int = 0
+    """Row in the executor's tables; valid only while running."""
+    generation: int = 0
+    """Changes whenever the request enters or leaves a slot; plan rows with another generation are void."""
+    held: list[GroupBlocks] = field(default_factory=list)
+    """Blocks, one entry per group of layers; empty unless running."""
+    num_covered: int = 0
+    """Tokens that can be planned before the blocks must be extended, or before a state must be checkpointed."""
+    state_start: int = 0
+    """Number of tokens covered by the state it started from; 0 if it started from none."""
+    checkpoint_at: int | None = None
+    """Number of tokens after which the next state checkpoint is due (`quintet.core.recurrent_state`)."""
+    num_offloaded: int = 0
+    """Tokens that the host keeps across its preemption, in every group as many as it can resume from."""
+    pending_states: list[tuple[int, list[int]]] = field(default_factory=list)
+    """State checkpoints that still lack known tokens: token count and one block per state group."""
+    fork_state_blocks: list[int] = field(default_factory=list)
+    """Initial state of the further choices, one block per state group; set on the first choice."""
+    digests: list[bytes] = field(default_factory=list)
+    """Hash chain of its full blocks, as far as it was needed."""
+    register_at: int = 0
+    """Number of planned known tokens at which the next full block is registered in the prefix cache."""
+
+    scheduled_ns: int | None = None
+    """Time at which its first step was planned."""
+    first_token_ns: int | None = None
+    """Time at which its first drawn token was committed."""
+    num_cached: int = 0
+    """Prompt tokens that were cached when it was first scheduled."""
+    opened: bool = False
+    """True once its detokenizer knows the request."""
+    prompt_logprobs_end: int = 1
+    """Prompt position up to which log-probabilities were forwarded (the first position has none)."""
+    num_computed: int = 0
+    """Prompt tokens to compute when it was first scheduled."""
+    num_preemptions: int = 0
+    num_open: int = 1
+    """Choices that have not ended; set on the first choice."""
+    longest: int = 0
+    """Most outputs of an ended choice; set on the first choice."""
+
+    @property
+    def first_id(self) -> int:
+        """Id of the first choice of the original request."""
+        return self.request_id - self.choice
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of known output tokens."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens that end the request, in the order in which they were given."""
+        return list(self.stops)

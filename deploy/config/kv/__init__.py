@@ -1,0 +1,1 @@
+"""Flags of KV tiers and KV events."""

@@ -1,0 +1,1 @@
+"""Model files: config, tokenizer, chat templates, weights, and where they come from."""

@@ -1,0 +1,269 @@
+"""Model facts read from ``config.json`` and ``generation_config.json``.
+
+Uses the executor's parsers of ``config.json``, so that both processes see the same model. `weights` reads the weight files,
+`source` locates the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quintet.deploy.config.model.implementation import check_transformers_card, choose_implementation
+from quintet.deploy.config.model.stop_tokens import configured_ids
+from quintet.deploy.config.model.untied_head import has_own_head, untied
+from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_of
+from quintet.executor.checkpoints.quant.formats.registry import recognise
+from quintet.executor.checkpoints.quant.formats.scheme import Format
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.registry import FAMILIES, architecture_of
+from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
+from quintet.executor.model_config.state_specs import StateNeed
+from quintet.executor.model_config.unknown import unknown
+from quintet.wire.config import Dtype, ModelImpl
+from quintet.wire.errors import ConfigError
+from quintet.wire.json_files import Json, parse_json, read_json, read_text
+from quintet.wire.model_files import card_path, is_gguf
+from quintet.wire.params import shown
+
+_QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""Separate quantization config files, and the ``quant_method`` of those that do not contain one."""
+
+_SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Model facts from the JSON files of a model folder."""
+
+    path: Path
+    card: str
+    """Text of ``config.json``, with ``quantization_config`` of a separate file merged in."""
+    stored: Format | None
+    """Quantization format of the checkpoint; None if it is not quantized."""
+    stored_kv_format: KvFormat | None
+    """KV data type that the checkpoint requests; None without a request, or with transformers' layers."""
+    architecture: str
+    implementation: ModelImpl
+    dtype: Dtype
+    kv_needs: tuple[KvNeed | None, ...]
+    """KV of each layer per token."""
+    state_needs: tuple[StateNeed | None, ...]
+    """Recurrent state of each layer per request; empty if no layer has one."""
+    vocab_size: int
+    embedding_width: int
+    """Width of a token embedding; 0 if only the executor knows it."""
+    num_parameters: int | None
+    """Number of parameters of all matrices; None if only the executor knows it."""
+    expert_depths: frozenset[int]
+    """Input widths of the experts' matrices."""
+    max_model_len: int
+    """Maximum context length of the position encoding, RoPE scaling included."""
+    fixed_rope_len: int | None
+    """See `quintet.executor.model_config.rope.RopeSpec.fixed_len`."""
+    eos_token_ids: list[int]
+    """End-of-sequence ids of the JSON files; `quintet.deploy.config.model.stop_tokens` adds those of the tokenizer."""
+    generation_defaults: dict[str, float | int]
+    stages: tuple[tuple[int, int], ...] = ()
+    """Layer ranges of pipeline stages (`quintet.executor.model_config.share.stage_layers`); empty without stages."""
+    notes: tuple[str, ...] = ()
+    """Deviations from ``config.json``: one line each, for the startup log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Values that override those of a model's files."""
+
+    card: Json = field(default_factory=dict)
+    """Overrides of ``config.json``, merged recursively."""
+    generation: Json = field(default_factory=dict)
+    """Overrides of sampling defaults."""
+
+
+def read_facts(
+    folder: Path,
+    generation_config: str = "auto",
+    model_impl: str = "auto",
+    overrides: Overrides | None = None,
+    *,
+    with_weights: bool = False,
+) -> ModelFacts:
+    """Read model facts from a folder's JSON files, or from a GGUF file.
+
+    ``generation_config`` and ``model_impl`` are the flags. with_weights: whether weight headers override ``config.json`` on
+    tied embeddings. Raises `ConfigError` with the file and the missing or invalid key.
+    """
+    path, overrides = card_path(folder), overrides or Overrides()
+    config, text = _read_card(folder, overrides.card)
+    generation = _read_generation_config(folder, "auto")
+    defaults = (
+        generation if generation_config == "auto" else _read_generation_config(folder, generation_config)
+    )
+    architecture = _architecture(config, path)
+    card = ModelCard(config, str(path))
+    implementation = choose_implementation(model_impl, architecture)
+    family = FAMILIES.get(architecture) if implementation == "quintet" else None
+    if implementation == "transformers" and is_gguf(folder):
+        raise ConfigError(f"{folder}: --model-impl transformers does not support GGUF files; drop it")
+    if implementation == "transformers":
+        check_transformers_card(card, architecture)
+    stored = recognise(card)
+    spec: ModelSpec = unknown(card) if family is None else family.read(card)
+    notes = []
+    if family is not None and with_weights and _has_untied_head(folder, spec):
+        config, text = _changed(untied(config))
+        card = ModelCard(config, str(path))
+        spec = family.read(card)
+        notes.append(_UNTIED_NOTE)
+    return ModelFacts(
+        path=folder,
+        card=text,
+        stored=stored,
+        stored_kv_format=wish_of(card) if implementation == "quintet" else None,
+        architecture=architecture,
+        implementation=implementation,
+        dtype=_dtype(config, path),
+        kv_needs=spec.kv_needs,
+        state_needs=spec.state_needs,
+        vocab_size=spec.vocab_size,
+        embedding_width=spec.embedding_width or spec.hidden_size if isinstance(spec, DecoderSpec) else 0,
+        num_parameters=spec.num_parameters,
+        expert_depths=_expert_depths(spec),
+        max_model_len=spec.reach,
+        fixed_rope_len=spec.fixed_rope_len,
+        eos_token_ids=configured_ids(generation, config),
+        generation_defaults=_sampling_defaults(defaults | overrides.generation),
+        notes=tuple(notes),
+    )
+
+
+def _read_card(folder: Path, changes: Json) -> tuple[Json, str]:
+    """Return ``config.json`` as values and as text, with quantization files and overrides merged in."""
+    path = card_path(folder)
+    text = _card_of_gguf(path) if is_gguf(folder) else with_quantization(folder, read_text(path))
+    config = parse_json(text, path)
+    if changes:
+        config, text = _changed(_overridden(config, changes))
+    if not config.get("architectures"):
+        config, text = _changed(config | {"architectures": [_architecture(config, path)]})
+    return config, text
+
+
+def with_quantization(folder: Path, text: str) -> str:
+    """Return the text of ``config.json`` with the ``quantization_config`` of a separate file, as older tools wrote it."""
+    path = folder / "config.json"
+    for name, method in _QUANTIZATION_FILES.items():
+        if not (folder / name).is_file():
+            continue
+        config = parse_json(text, path)
+        if "quantization_config" in config:
+            return text
+        section = read_json(folder / name)
+        defaults = {"quant_method": "squeezellm" if "wbits" in section else method}
+        return json.dumps(config | {"quantization_config": defaults | section})
+    return text
+
+
+def _expert_depths(spec: ModelSpec) -> frozenset[int]:
+    if not isinstance(spec, DecoderSpec):
+        return frozenset()
+    widths = {layer.mlp.width for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)}
+    return frozenset(widths | {spec.hidden_size} if widths else ())
+
+
+_UNTIED_NOTE = "config.json ties word embeddings, but the checkpoint contains a different output layer (lm_head), which is used"
+_MAX_NAME_CHARS = 100
+"""Limit of an architecture's name, which error messages repeat."""
+
+
+def _architecture(config: Json, path: Path) -> str:
+    """Return the architecture: from ``architectures``, else derived from ``model_type``."""
+    names, kind = config.get("architectures"), config.get("model_type")
+    name = names[0] if isinstance(names, list) and names else None
+    if name is None and isinstance(kind, str):
+        name = architecture_of(kind, is_part="text_config" in config)
+    if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MAX_NAME_CHARS:
+        return name
+    raise ConfigError(f"{path} has neither `architectures` nor `model_type`; add one of them")
+
+
+def _has_untied_head(folder: Path, spec: ModelSpec) -> bool:
+    return isinstance(spec, DecoderSpec) and spec.tied and has_own_head(folder, spec.names)
+
+
+def _overridden(config: Json, changes: Json) -> Json:
+    """Return a config with overrides merged in. Older RoPE keys override ``rope_parameters`` if present."""
+    changed = dict(config)
+    for key, value in changes.items():
+        current, rope = changed.get(key), changed.get("rope_parameters")
+        if key == "rope_scaling" and isinstance(rope, dict) and isinstance(value, dict):
+            changed["rope_parameters"] = {**rope, **value}
+        elif key == "rope_theta" and isinstance(rope, dict):
+            changed["rope_parameters"] = {**rope, key: value}
+        elif isinstance(current, dict) and isinstance(value, dict):
+            changed[key] = _overridden(current, value)
+        else:
+            changed[key] = value
+    return changed
+
+
+def _changed(config: Json) -> tuple[Json, str]:
+    """Return a config and its JSON text."""
+    return config, json.dumps(config)
+
+
+def _dtype(config: Json, path: Path) -> Dtype:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name == "bfloat16":
+        return "bfloat16"
+    if name == "float16":
+        return "float16"
+    if name == "float32":
+        return "float32"
+    raise ConfigError(f"{path}: dtype is {shown(name)}; choose --dtype bfloat16, float16 or float32")
+
+
+def _card_of_gguf(path: Path) -> str:
+    # Imported only for GGUF files: numpy starts threads, after which the supervisor must not fork.
+    from quintet.executor.checkpoints.gguf.card import card_of_gguf
+    from quintet.executor.checkpoints.gguf.parts import read_parts
+
+    return card_of_gguf(read_parts(path))
+
+
+def _read_generation_config(folder: Path, where: str) -> Json:
+    if where in ("none", "vllm"):
+        return {}
+    if where == "auto" and is_gguf(folder):
+        from quintet.deploy.config.gguf.endings import generation_of_gguf
+        from quintet.executor.checkpoints.gguf.parts import read_parts
+
+        return generation_of_gguf(read_parts(folder))
+    if where == "auto":
+        path = folder / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+    return read_json(Path(where).expanduser() / "generation_config.json")
+
+
+def _sampling_defaults(generation: Json) -> dict[str, float | int]:
+    defaults: dict[str, float | int] = {}
+    for theirs, ours in _SAMPLING_DEFAULTS.items():
+        value = generation.get(theirs)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            defaults[ours] = value
+    if generation.get("do_sample") is False and "temperature" not in defaults:
+        defaults["temperature"] = 0.0
+    return defaults

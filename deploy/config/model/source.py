@@ -1,0 +1,105 @@
+"""Location of model files: a local folder, the hub, a package index, or this package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from quintet.deploy.config.model.packaged_models import PACKAGED_MODELS, locate_packaged
+from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf, part_paths
+
+_CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+_WEIGHT_FILES = ["*.safetensors"]
+_PICKLED_FILES = ["pytorch_model*.bin"]
+"""Downloaded only if there are no safetensors files."""
+_CODE_FILES = ["*.py"]
+_UNWANTED_FILES = ["*/*", "consolidated*"]
+"""Subfolders, and second copies of the weights in other formats."""
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Files of subfolders that are downloaded."""
+
+
+def locate_model(
+    name: str | None,
+    with_weights: bool,
+    flag: str = "MODEL",
+    with_code: bool = False,
+    revision: str | None = None,
+) -> Path:
+    """Return the local folder of a model, or its GGUF file; download it if ``name`` is a hub name.
+
+    ``owner/name:file.gguf`` and ``owner/name:folder/file.gguf`` are single files of a hub repository. None is the toy model
+    that ships with Quintet; names in `PACKAGED_MODELS` are files of Python packages. revision: branch, tag or commit of a hub
+    repository. flag: used in errors. ``HF_HUB_OFFLINE=1`` uses the hub cache only. Raises `ConfigError`.
+    """
+    if name is None:
+        from quintet.deploy.embedded import default_model_path
+
+        return Path(default_model_path())
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists():
+        if is_gguf(folder):
+            return part_paths(folder.resolve())[0]
+        raise ConfigError(
+            f"{flag} {name!r} is a file; give the folder that contains config.json, or a .gguf file"
+        )
+    if name in PACKAGED_MODELS:
+        return locate_packaged(name, flag)
+    repository, _, file = name.partition(":")
+    if repository.count("/") == 1 and not name.startswith(("/", ".", "~")) and is_gguf(Path(file)):
+        parts = [part.as_posix() for part in part_paths(Path(file))]
+        return (
+            _fetch(repository, parts if with_weights else parts[:1], flag, revision, unwanted=()) / parts[0]
+        )
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"{flag} {name!r}: {'file' if is_gguf(folder) else 'folder'} not found")
+    patterns = _CARD_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
+    return _fetch(name, patterns, flag, revision)
+
+
+def _fetch(
+    name: str,
+    patterns: list[str],
+    flag: str,
+    revision: str | None = None,
+    unwanted: Sequence[str] = tuple(_UNWANTED_FILES),
+) -> Path:
+    """Download a hub repository, or return it from the hub cache."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(name, revision=revision, allow_patterns=_NAMED_TEMPLATES)
+        folder = Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=list(unwanted)
+            )
+        )
+        if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
+            snapshot_download(
+                name, revision=revision, allow_patterns=_PICKLED_FILES, ignore_patterns=_UNWANTED_FILES
+            )
+        return folder
+    except LocalEntryNotFoundError:
+        reason = (
+            "HF_HUB_OFFLINE is set and it is not in the hub cache"
+            if constants.HF_HUB_OFFLINE
+            else "the hub cannot be reached and it is not in the hub cache"
+        )
+    except HFValidationError:
+        reason = "it is not a valid hub name"
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no response"
+        reason = f"the hub answered {status}" + (
+            "; check the name, and that HF_TOKEN has access" if status in (401, 403, 404) else ""
+        )
+    except OSError as error:
+        reason = f"downloading it from the hub failed: {error}"
+    message = f"{flag} {name!r}: no such folder in {os.getcwd()}, and {reason}"
+    if "/" not in name and not is_gguf(Path(name)):
+        message += f"; without a slash it must be a folder or one of: {', '.join(PACKAGED_MODELS)}"
+    raise ConfigError(message)

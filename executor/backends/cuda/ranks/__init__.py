@@ -1,0 +1,1 @@
+"""Several GPUs: leader and follower ranks, and their collectives."""

@@ -1,0 +1,104 @@
+"""Main loop of a rank other than 0: launches the orders of `quintet.executor.backends.cuda.ranks.rank_broadcast`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import numpy as np
+import torch
+
+from quintet.executor.backends.cuda.attention.backend import HostRows
+from quintet.executor.backends.cuda.boot import open_runner
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS
+from quintet.executor.backends.cuda.ranks.rank_broadcast import (
+    CaptureOrder,
+    LogitsOrder,
+    Order,
+    RankReceiver,
+    StepOrder,
+)
+from quintet.executor.backends.cuda.ranks.setup import group_of, open_device_ranks
+from quintet.executor.backends.cuda.steps import DeviceSteps
+from quintet.executor.backends.platforms.cuda import open_rank_device
+from quintet.executor.backends.platforms.platform import open_platform
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.loading import MODEL_DTYPES, load_model
+from quintet.executor.models.model import CausalModel
+from quintet.process.malloc_trim import trim_memory
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+
+
+def run_follower(
+    config: EngineConfig,
+    groups: Sequence[int],
+    links: Sequence[int],
+    crossings: Sequence[int],
+    rank: int,
+    span: Span,
+) -> None:
+    """Run a rank until its process is killed; its device is device 0 of the process. groups: see `Followers`."""
+    assert not links, "CUDA does not support pipeline stages"
+    assert not crossings, "CUDA does not support KV transfer between ranks"
+    platform = open_platform(config.executor)
+    device = open_rank_device(config.executor)
+    ranks = open_device_ranks(config, groups[0], rank)
+    model = load_model(config, platform, on_device=True, share=ranks.share)
+    for _ in follow(device, model, config, ranks, span):
+        pass
+
+
+@torch.inference_mode()
+def follow(
+    device: Device, model: CausalModel, config: EngineConfig, ranks: Ranks, span: Span = no_span
+) -> Iterator[Order]:
+    """Start up with the other ranks, then execute orders without end; yield each order after its launches.
+
+    model: this rank's shard.
+    """
+    group = group_of(device, ranks, config)
+    opened = open_runner(device, model, config, MODEL_DTYPES[config.model.dtype], group, ranks)
+    steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
+    receiver = RankReceiver(ranks)
+    gc.freeze()
+    trim_memory()
+    ranks.done()
+    for number in count(1):
+        order = receiver.next()
+        span("wait", number)
+        group.check()
+        match order:
+            case StepOrder():
+                _launch(steps, order)
+            case LogitsOrder():
+                steps.runner.logits(np.frombuffer(bytearray(order.tokens), np.int64))
+            case CaptureOrder():
+                assert steps.graphs is not None, "rank 0 captures graphs, but this rank does not"
+                steps.graphs.capture_one()
+        span("told")
+        yield order
+
+
+def _launch(steps: DeviceSteps, order: StepOrder) -> None:
+    """Launch a step as rank 0 does."""
+    packed, runner = order.packed, steps.runner
+    words = np.frombuffer(order.words, np.int32)
+    buffer = steps.buffer_for(len(words))
+    buffer.words[: len(words)] = words
+    staging = steps.send(buffer, len(words))
+    steps.move_blocks(packed, staging)
+    if not packed.num_rows:
+        runner.apply_deltas(staging)
+        return
+    embeds = order.step_embeds(runner.dtype, runner.device.torch_device)
+    if order.graph_rows is not None:
+        steps.graph_of_size(order.graph_rows, staging).replay()
+        return
+    rows = words[HEADER_WORDS:]
+    host = HostRows(
+        rows[packed.num_rows : 2 * packed.num_rows], rows[2 * packed.num_rows : 3 * packed.num_rows]
+    )
+    steps.compute(packed, staging, host, embeds)

@@ -1,0 +1,174 @@
+"""From numbers to k-quants: blocks of 256 in groups of 16 or 32, whose scales (and minima) are integers times one of the block.
+
+The groups' best scales are searched first (`quintet.executor.checkpoints.gguf.blocks.scale_search`). Then each is
+rounded to the integer that, of the nearest three, leaves the least error, and the block's own scale is solved for
+once more with all codes given.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quintet.executor.checkpoints.gguf.blocks.bits import as_half, bits_in, bytes_of_half
+from quintet.executor.checkpoints.gguf.blocks.integers import NL4
+from quintet.executor.checkpoints.gguf.blocks.scale_search import TINY, Levels, fit_affine, fit_scale, safe
+
+_NEAR = (-1.0, 0.0, 1.0)
+
+
+def q6_k(x: torch.Tensor) -> torch.Tensor:
+    """6 bits in groups of 16, scales of 8 bits."""
+    scale, scales, codes = _scaled(x, 16, Levels(-32, 31), 128)
+    lows, highs = bits_in(codes & 15, 64, 4), bits_in(codes >> 4, 32, 2)
+    return torch.cat([lows, highs, scales.to(torch.int8).view(torch.uint8), bytes_of_half(scale)], 1)
+
+
+def q3_k(x: torch.Tensor) -> torch.Tensor:
+    """3 bits in groups of 16, scales of 6 bits."""
+    scale, scales, codes = _scaled(x, 16, Levels(-4, 3), 32)
+    stored = (scales + 32).to(torch.uint8)
+    packed = torch.cat([bits_in(stored & 15, 8, 4), bits_in(stored >> 4, 4, 2)], 1)
+    return torch.cat([bits_in(codes >> 2, 32, 1), bits_in(codes & 3, 32, 2), packed, bytes_of_half(scale)], 1)
+
+
+def iq4_xs(x: torch.Tensor) -> torch.Tensor:
+    """4 bits that choose from `NL4`, in groups of 32, scales of 6 bits."""
+    scale, scales, codes = _scaled(x, 32, Levels(NL4[0], NL4[-1], NL4), 32)
+    stored = (scales + 32).to(torch.uint8)
+    highs, lows = bits_in(stored >> 4, 1, 2), bits_in(stored & 15, 1, 4)
+    return torch.cat([bytes_of_half(scale), highs, lows, bits_in(codes, 16, 4)], 1)
+
+
+def q4_k(x: torch.Tensor) -> torch.Tensor:
+    """4 bits in groups of 32, scales and minima of 6 bits."""
+    factors, scales, minima, codes = _with_minima(x, 32, 15, 63)
+    return torch.cat([factors, _six_bits(scales, minima), bits_in(codes, 32, 4)], 1)
+
+
+def q5_k(x: torch.Tensor) -> torch.Tensor:
+    """5 bits, otherwise as `q4_k`."""
+    factors, scales, minima, codes = _with_minima(x, 32, 31, 63)
+    fifths, lows = bits_in(codes >> 4, 32, 1), bits_in(codes & 15, 32, 4)
+    return torch.cat([factors, _six_bits(scales, minima), fifths, lows], 1)
+
+
+def q2_k(x: torch.Tensor) -> torch.Tensor:
+    """2 bits in groups of 16, scales and minima of 4 bits."""
+    factors, scales, minima, codes = _with_minima(x, 16, 3, 15)
+    return torch.cat([scales | minima << 4, bits_in(codes, 32, 2), factors], 1)
+
+
+def _six_bits(scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
+    """Return 8 scales and 8 minima in 12 bytes; see `quintet.executor.checkpoints.gguf.blocks.dequantize`."""
+    first = scales[:, :4] | scales[:, 4:] >> 4 << 6
+    second = minima[:, :4] | minima[:, 4:] >> 4 << 6
+    return torch.cat([first, second, scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4], 1)
+
+
+def _grouped(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return groups as columns ``[size, groups]``."""
+    return x.reshape(-1, size).t().contiguous()
+
+
+def _each(block: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return a block's number for each of its groups ``[num_blocks * groups]``."""
+    return block.repeat_interleave(groups)
+
+
+def _scaled(
+    x: torch.Tensor, size: int, levels: Levels, limit: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the scale of each block, fp16 numbers ``[num_blocks, 1]``, whole scales of its groups, and codes.
+
+    limit: groups' scales lie from ``-limit`` to ``limit - 1``.
+    """
+    count, columns = x.shape[1] // size, _grouped(x, size)
+    wanted = fit_scale(columns, levels).view(-1, count)
+    extreme = wanted.gather(1, wanted.abs().argmax(1, keepdim=True)).squeeze(1)
+    scale = as_half(extreme / -limit)
+    scales = _nearest_scales(columns, wanted.view(-1), _each(scale, count), levels, limit)
+    for _ in range(2):
+        rounded = scales * levels.nearest(columns / safe(_each(scale, count) * scales))
+        product = (columns * rounded).sum(0).view(-1, count).sum(1)
+        square = rounded.square().sum(0).view(-1, count).sum(1)
+        scale = as_half(product / square.clamp_min(TINY))
+    codes = levels.codes(columns / safe(_each(scale, count) * scales)).to(torch.uint8)
+    return scale[:, None], scales.view(-1, count), codes.t().reshape(len(x), -1)
+
+
+def _nearest_scales(
+    columns: torch.Tensor, wanted: torch.Tensor, scale: torch.Tensor, levels: Levels, limit: int
+) -> torch.Tensor:
+    """Return the whole scale of each group that leaves the least error."""
+    middle = (wanted / safe(scale)).round_()
+    best, least = middle, torch.full_like(middle, torch.inf)
+    for offset in _NEAR:
+        tried = (middle + offset).clamp_(-limit, limit - 1)
+        whole = scale * tried
+        error = (levels.nearest(columns / safe(whole)) * whole - columns).square_().sum(0)
+        best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
+    return best
+
+
+def _with_minima(
+    x: torch.Tensor, size: int, most: int, limit: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return both fp16 numbers of each block in bytes, whole scales and minima of its groups, and codes."""
+    count, columns = x.shape[1] // size, _grouped(x, size)
+    wanted, lows = fit_affine(columns, most)
+    scale, low = (as_half(each.view(-1, count).amax(1) / limit) for each in (wanted, lows))
+    scales, minima = _nearest_pairs(
+        columns, (wanted, lows), (_each(scale, count), _each(low, count)), most, limit
+    )
+    for _ in range(2):
+        codes = _codes(columns, _each(scale, count) * scales, _each(low, count) * minima, most)
+        scale, low = _solved(columns, codes * scales, minima, count)
+    codes = _codes(columns, _each(scale, count) * scales, _each(low, count) * minima, most).to(torch.uint8)
+    factors = torch.cat([bytes_of_half(scale[:, None]), bytes_of_half(low[:, None])], 1)
+    whole = [each.to(torch.uint8).view(-1, count) for each in (scales, minima)]
+    return factors, whole[0], whole[1], codes.t().reshape(len(x), -1)
+
+
+def _codes(columns: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, most: int) -> torch.Tensor:
+    return ((columns + low) / safe(scale)).round_().clamp_(0, most)
+
+
+def _nearest_pairs(
+    columns: torch.Tensor,
+    wanted: tuple[torch.Tensor, torch.Tensor],
+    factors: tuple[torch.Tensor, torch.Tensor],
+    most: int,
+    limit: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the whole scale and minimum of each group that leave the least error."""
+    middles = [(each / safe(factor)).round_() for each, factor in zip(wanted, factors, strict=True)]
+    best = (middles[0], middles[1])
+    least = torch.full_like(best[0], torch.inf)
+    for of_scale in _NEAR:
+        for of_low in _NEAR:
+            tried = (middles[0] + of_scale).clamp_(0, limit), (middles[1] + of_low).clamp_(0, limit)
+            scale, low = factors[0] * tried[0], factors[1] * tried[1]
+            error = (_codes(columns, scale, low, most) * scale - low - columns).square_().sum(0)
+            better = error < least
+            best = torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1])
+            least = torch.minimum(error, least)
+    return best
+
+
+def _solved(
+    columns: torch.Tensor, scaled: torch.Tensor, minima: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each block's best scale and factor of minima, for ``scale * scaled - low * minima``: two normal equations."""
+
+    def of_block(each: torch.Tensor) -> torch.Tensor:
+        return each.view(-1, count).sum(1)
+
+    sum_scaled, sum_x = scaled.sum(0), columns.sum(0)
+    aa, ab = of_block(scaled.square().sum(0)), of_block(sum_scaled * minima)
+    bb = of_block(minima.square()) * len(columns)
+    ax, bx = of_block((columns * scaled).sum(0)), of_block(sum_x * minima)
+    determinant = aa * bb - ab.square()
+    solvable = determinant > 1e-6 * aa * bb
+    alone = -bx / bb.clamp_min(TINY)
+    low = as_half(torch.where(solvable, (ab * ax - aa * bx) / determinant, alone).clamp_min(0))
+    return as_half(((ax + ab * low) / aa.clamp_min(TINY)).clamp_min(0)), low
