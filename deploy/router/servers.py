@@ -1,7 +1,6 @@
 """Servers of the router: health, load, and load balancing.
 
-The choice uses `quintet.frontend.load_balancing.load_balancer.choose`, like a frontend's choice among engines: by open
-requests, speed, and cached prefixes. Load and KV memory of other clients' requests are added from the servers' metrics.
+The choice is `quintet.frontend.load_balancing.load_balancer.choose`; load of other clients comes from the metrics.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ from quintet.frontend.load_balancing.prefix_affinity import (
 )
 from quintet.wire.config import Routing
 
-MAX_ALL_NAMES = 1 << 22
-"""Prefix hashes remembered for all servers together."""
-MAX_SESSIONS = 1 << 16
-"""Sessions with a remembered server."""
+MAX_ALL_NAMES = 1 << 22  # prefix hashes remembered for all servers together
+MAX_SESSIONS = 1 << 16  # sessions with a remembered server
 REFRESH_EVERY = 64
 """Choices between two checks for requests of other clients."""
 OTHERS_SHARE = 3
@@ -196,10 +193,7 @@ class Servers:
         others_share: int = OTHERS_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``rng`` samples candidates if other clients use the servers (see `OTHERS_SHARE`); ``others_share`` 0: never.
-
-        ``pd_min_tokens``: minimum uncached prompt tokens for prefill-decode disaggregation; 0 disables it.
-        """
+        """``rng``: samples candidates. ``others_share``, ``pd_min_tokens`` (uncached prompt tokens): 0 disables."""
         self._policy = policy
         self._pd_min_tokens = pd_min_tokens
         self._others_share = others_share
