@@ -1,6 +1,6 @@
-"""Linear layers on the host library's packed weights: in the model's number format, or quantized while they are packed.
+"""Linear layers on the host library's packed weights: in the model's number format, or quantized during packing.
 
-Quantization happens in the kernels of ``csrc/cpu`` as rows arrive; here is only which format each layer gets.
+The kernels of ``csrc/cpu`` quantize arriving rows; this module selects the format of each layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PackedQuantization:
         library = linear_library()
         if library is None:
             raise ConfigError(
-                f"--quantization {name} needs Quintet's host kernels, and they were not built: install a C++ compiler"
+                f"--quantization {name} needs Quintet's host kernels, which are not built: install a C++ compiler"
                 " (g++ or clang++) and Quintet again, or drop the flag"
             )
         self._library = library
@@ -59,20 +59,20 @@ class PackedQuantization:
 
 
 def int8() -> PackedQuantization:
-    """8 bits a weight, one scale for each output."""
+    """Return 8-bit weights with one scale for each output."""
     numbers = PackedFormat(WeightFormat.INT8)
     return PackedQuantization("int8", numbers, of_output_layer=numbers)
 
 
 def int4() -> PackedQuantization:
-    """4 bits a weight in groups of 128 that share a scale; the output layer has 8 (see ``docs/quantization.md``)."""
+    """Return 4-bit weights with group size 128; the output layer has 8 bits (see ``docs/quantization.md``)."""
     return PackedQuantization(
         "int4", PackedFormat(WeightFormat.INT4, group=128), of_output_layer=PackedFormat(WeightFormat.INT8)
     )
 
 
 def w8a8() -> PackedQuantization:
-    """8 bits a weight, and activations quantized to 8 bits, each token by its own scale."""
+    """Return 8-bit weights with activations quantized to 8 bits, one scale for each token."""
     return PackedQuantization(
         "w8a8",
         PackedFormat(WeightFormat.INT8, inputs=Inputs.EIGHT_BITS),
@@ -93,7 +93,8 @@ class PackedLinear:
         numbers: PackedFormat,
         sources: Sequence[RowSource] | None = None,
     ) -> None:
-        """sources: of the weight, one for each part of the shape; None: the checkpoint has it in floating-point numbers."""
+        """sources: sources of the weight, one for each part of the shape; None: the checkpoint stores it in floating
+        point."""
         self._library = library
         self._shape = shape
         self._numbers = numbers
@@ -120,7 +121,7 @@ class PackedLinear:
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight, once a loader has given it memory."""
+        """The packed weight; only after a loader has set its memory."""
         assert self._packed is not None, "used before it was loaded"
         return self._packed
 
@@ -166,7 +167,7 @@ class PackedLinear:
         return self.inputs is not Inputs.SIXTEEN_BITS
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `LinearMethod.apply`. out: what it is written to, where it is given."""
+        """See `LinearMethod.apply`. out: tensor for the result; None: a new one."""
         return self.packed.linear(
             x if self.order is None else x[:, self.order],
             self.bias,
@@ -181,6 +182,6 @@ class PackedLinear:
 
 
 def _outliers_of(sources: Sequence[RowSource]) -> int:
-    """Return how many there are at most, of a tensor that several parts are of once."""
+    """Return the maximum number of outliers; a tensor that several parts share counts once."""
     coded = [source for source in sources if isinstance(source, CodedRows)]
     return sum({source.part.name: source.scheme.outliers for source in coded}.values())
