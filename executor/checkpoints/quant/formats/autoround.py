@@ -96,8 +96,8 @@ def _floats(section: ModelCard, kind: str, packing: str) -> Format:
             return fp8.Fp8("auto-round", (group[0], group[1]), (), "weight_scale_inv")
         return fp8.Fp8("auto-round", None, (), "weight_scale")
     raise ConfigError(
-        f"{section.path}: {section.inside}data_type is {kind!r:.40} of {bits} bits ({packing!r:.60}); AutoRound checkpoints load as"
-        " int, mx_fp (4, 8), nv_fp (4) and fp (8): export with the scheme W4A16, MXFP4, NVFP4 or FP8_BLOCK"
+        f"{section.path}: {section.inside}data_type is {kind!r:.40} of {bits} bits ({packing!r:.60}); supported:"
+        " int, mx_fp (4, 8), nv_fp (4), fp (8): export as W4A16, MXFP4, NVFP4 or FP8_BLOCK"
     )
 
 
