@@ -54,7 +54,7 @@ def _check_together(headers: tuple[Header, ...]) -> None:
         for key, due in (("split.no", number), ("split.count", len(headers))):
             if header.metadata.get(key) != due:
                 raise ConfigError(
-                    f"{header.path}: {key} is {header.metadata.get(key)!r:.40}, not {due}: the file is of another model or renamed"
+                    f"{header.path}: {key} is {header.metadata.get(key)!r:.40}, not {due}: of another model or renamed"
                 )
         for name in header.tensors:
             if name in seen:
