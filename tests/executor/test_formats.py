@@ -313,7 +313,7 @@ def test_layers_that_are_computed_together_have_one_order() -> None:
         return tensors, numbers
 
     written = KEPT["gptq, ordered"][0]
-    with pytest.raises(ConfigError, match="layer 'k': its inputs are in another order"):
+    with pytest.raises(ConfigError, match="layer 'k': its order of inputs differs"):
         loaded(Written(written.section, turned), [RowRange("q", 96), RowRange("k", 32)])
 
 

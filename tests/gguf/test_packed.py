@@ -228,6 +228,6 @@ def test_a_flag_rounds_what_a_file_has(tmp_path: Path) -> None:
 
 def test_a_file_is_of_no_other_format(tmp_path: Path) -> None:
     in_blocks(of_transformers("LlamaConfig", **WIDE), as_q4_k_m, tmp_path / "model.gguf").make(tmp_path)
-    words = r"--quantization gptq, but the checkpoint is quantized already \(gguf: .*model\.gguf\)"
+    words = r"--quantization gptq, but the checkpoint is already quantized \(gguf: .*model\.gguf\)"
     with pytest.raises(ConfigError, match=words):
         load(tmp_path / "model.gguf", quantization="gptq")

@@ -169,8 +169,8 @@ def test_scales_of_heads_are_refused_where_kernels_take_one_of_a_layer(tmp_path:
         read(tmp_path, scales, layers(1, num_heads=3, num_kv_heads=3), by_head=False)
 
 
-AS_IT_SAYS = "keys and values are fp8, as the checkpoint says:"
-IN_STEPS = "keys and values are int8, as the checkpoint says; each token's head has its own scale, finer than the checkpoint's"
+AS_IT_SAYS = "KV cache is fp8 as the checkpoint requests;"
+IN_STEPS = "KV cache is int8 as the checkpoint requests, with a scale for each token and head"
 INT8 = SCHEME | {"type": "int"}
 
 
@@ -180,7 +180,7 @@ INT8 = SCHEME | {"type": "int"}
         (SECTION, AS_IT_SAYS),
         (
             {"quant_method": "compressed-tensors", **SECTION, "kv_cache_scheme": SCHEME | {"num_bits": 4}},
-            "keys and values in floats of 4 bits, which is not read, so they keep the model's format: --kv-cache-dtype int4",
+            "KV cache in floats of 4 bits, which is not supported: it keeps the model's number format; the nearest is --kv-cache-dtype int4",
         ),
         (BY_HEAD, AS_IT_SAYS),
         (SECTION | {"kv_cache_scheme": SCHEME | {"strategy": None}}, AS_IT_SAYS),
@@ -189,20 +189,20 @@ INT8 = SCHEME | {"type": "int"}
         (SECTION | {"kv_cache_scheme": INT8 | {"strategy": "token", "dynamic": True}}, IN_STEPS),
         (
             SECTION | {"kv_cache_scheme": INT8 | {"strategy": "channel"}},
-            "ints of 8 bits, scales by channel, which is not read, so they keep the model's format: --kv-cache-dtype int8",
+            "ints of 8 bits, scales by channel, which is not supported: it keeps the model's number format; the nearest is --kv-cache-dtype int8",
         ),
         (
             SECTION | {"kv_cache_scheme": INT8 | {"symmetric": False}},
-            "ints of 8 bits, zero points, which is not read, so they keep the model's format: --kv-cache-dtype int8",
+            "ints of 8 bits, zero points, which is not supported: it keeps the model's number format; the nearest is --kv-cache-dtype int8",
         ),
         (
             SECTION | {"kv_cache_scheme": SCHEME | {"dynamic": True}},
-            "floats of 8 bits, scales that follow from the input, which is not read",
+            "floats of 8 bits, run-time scales, which is not supported",
         ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, AS_IT_SAYS),
         (
             {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
-            "keys and values in NVFP4, which is not read, so they keep the model's format: --kv-cache-dtype int4",
+            "KV cache in NVFP4, which is not supported: it keeps the model's number format; the nearest is --kv-cache-dtype int4",
         ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}, IN_STEPS),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, None),
@@ -233,12 +233,12 @@ def test_the_checkpoint_says_how_keys_and_values_are_kept(
         (
             SCHEME | {"strategy": "attn_head"},
             None,
-            "floats of 8 bits, a scale for each head, which is not read, so they keep the model's format",
+            "floats of 8 bits, a scale for each head, which is not supported: it keeps the model's number format",
         ),
         (
             INT8,
             None,
-            "ints of 8 bits, which is not read, so they keep the model's format: --kv-cache-dtype fp8, with scales of 1",
+            "ints of 8 bits, which is not supported: it keeps the model's number format; the nearest is --kv-cache-dtype fp8 (scales of 1",
         ),
     ],
 )

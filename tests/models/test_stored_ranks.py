@@ -171,10 +171,10 @@ def test_other_kinds_of_layers_are_divided(
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        (quantized.gptq(4, 64, symmetric=True), "inputs 0 to 96, no whole groups of 64"),
-        (quantized.awq(32, "gemv"), "whose codes are no whole words"),
+        (quantized.gptq(4, 64, symmetric=True), "inputs 0 to 96, not whole groups of 64"),
+        (quantized.awq(32, "gemv"), "not whole words of codes"),
         (quantized.bitsandbytes("nf4"), "stored as bitsandbytes are not divided yet, only gptq"),
-        (FORMATS_OF_ONE["torchao, 4 bits"], "tensors of this format are not divided yet"),
+        (FORMATS_OF_ONE["torchao, 4 bits"], "tensors of this format cannot be divided"),
     ],
     ids=["groups", "words", "formats", "tensors"],
 )

@@ -165,9 +165,8 @@ def unpacked(packing: Packing, tensor: torch.Tensor, rows: range, depth: int) ->
         begin, end = begin * bits // packing.word_bits, -(-end * bits // packing.word_bits)
     words = tensor[:, begin:end] if packing.transposed else tensor[begin:end]
     if packing.transposed != (packing.packed_along == "rows"):
-        words = (
-            words.contiguous().t()
-        )  # codes of a word lie along the last dimension; contiguous() first is faster
+        # Codes of a word lie along the last dimension; contiguous() first is faster.
+        words = words.contiguous().t()
     codes = stream(words.contiguous().view(torch.uint8), bits)
     if packing.packed_along == "depth":
         return codes[:, :depth]

@@ -1,4 +1,4 @@
-"""Quantization wrapper: integer layers round their inputs to 8 bits: ``--activation-dtype int8``."""
+"""Quantization wrapper that rounds inputs of integer layers to 8 bits (``--activation-dtype int8``)."""
 
 from __future__ import annotations
 

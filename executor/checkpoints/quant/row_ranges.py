@@ -17,8 +17,8 @@ class RowRange:
     The rows of the larger tensor are ``groups`` groups of one height; this range takes rows from ``begin`` on of each
     group::
 
-            q k v                     groups 1: all queries, all keys, all values
-            qqq k v | qqq k v | ...   one group for each KV head
+        q k v                     groups 1: all queries, all keys, all values
+        qqq k v | qqq k v | ...   one group for each KV head
 
     A rank (`quintet.executor.model_config.share`) takes some of these rows, or all of them with some inputs.
     """

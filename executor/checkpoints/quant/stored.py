@@ -75,9 +75,7 @@ class StoredQuantization:
         if plan.device.type != "cpu" or library is None:
             return RowMajorLinear(shape, plan, sources)
         numbers = numbers_of(schemes, plan.dtype)
-        if (
-            numbers.weight_format.is_float and not shape.activation
-        ):  # no integer format holds all parts exactly
+        if numbers.weight_format.is_float and not shape.activation:  # no format holds all parts exactly
             by_part = [numbers_of([scheme], plan.dtype) for scheme in schemes]
             return packed_by_part(library, shape, plan, by_part, sources)
         return PackedLinear(library, shape, plan, numbers, sources)

@@ -124,10 +124,8 @@ class Hqq:
             layer.refuse(f"HQQ needs a multiple of {group} weights (group_size)")
         lines, width = (count // group, group) if numbers.axis else (group, count // group)
         kind = layer.kind(self.mark) or ("I32" if bits == 3 else "U8")
-        octets, size = (
-            width * (4 if bits == 3 else 1),
-            ITEM_BYTES.get(kind, 1),
-        )  # the file may view codes as floats
+        # The file may view codes as floats.
+        octets, size = width * (4 if bits == 3 else 1), ITEM_BYTES.get(kind, 1)
         if bits != 3 and lines % IN_WORD[bits]:
             layer.refuse(f"{lines} lines of {bits} bits do not fill whole bytes")
         by_group = (lines, 1) if numbers.axis else (1, width)

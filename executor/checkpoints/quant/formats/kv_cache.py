@@ -35,20 +35,20 @@ class KvFormat:
         found = self.format_on(device)
         if found is not None:
             own = (
-                "; each token's head has its own scale, finer than the checkpoint's, which are not read"
+                ", with a scale for each token and head instead of the checkpoint's coarser scales"
                 if found == "int8"
                 else ""
             )
-            return f"keys and values are {found}, as the checkpoint says{own}: --kv-cache-dtype model keeps them as they are"
+            return f"KV cache is {found} as the checkpoint requests{own}; --kv-cache-dtype model disables it"
         nearest = (
-            f": --kv-cache-dtype {self.nearest}, with scales for each token's head, made as it comes, is nearest to it"
+            f"; the nearest is --kv-cache-dtype {self.nearest} (run-time scales for each token and head)"
             if device == "cpu"
             else ""
             if self.by_head
-            else ": --kv-cache-dtype fp8, with scales of 1, is nearest to it"
+            else "; the nearest is --kv-cache-dtype fp8 (scales of 1)"
         )
         return (
-            f"the checkpoint asks for keys and values in {self.words}, which is not read, so they keep the model's format"
+            f"the checkpoint requests a KV cache in {self.words}, which is not supported: it keeps the model's number format"
             f"{nearest}"
         )
 
@@ -88,7 +88,7 @@ def _of_scheme(values: Mapping[str, object]) -> KvFormat:
     words = [
         f"{kind!s:.20}s of {bits!s:.20} bits",
         *([scales] if scales else []),
-        *(["scales that follow from the input"] if dynamic else []),
+        *(["run-time scales"] if dynamic else []),
         *([] if symmetric is True else ["zero points"]),
     ]
     return KvFormat(

@@ -58,9 +58,8 @@ class SqueezeLlm:
                 words, rows = entry.shape
                 stem = name.removesuffix("qweight")
                 if ".experts." in name and (f"{stem}rows" in contents or f"{stem}full_rows" in contents):
-                    total += (
-                        words * 32 // self.bits * rows * dtype_bytes
-                    )  # experts with outliers are dequantized
+                    # Experts with outliers are dequantized.
+                    total += words * 32 // self.bits * rows * dtype_bytes
                     continue
                 total += rows * (-(-words * 32 // (BLOCK * self.bits)) * BLOCK // 2 + TABLE_BYTES)
         return total
