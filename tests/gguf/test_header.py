@@ -60,7 +60,7 @@ ANY_FILE = 1 << 15
 WRONG = {
     "no file of GGUF": (file_of(magic=b"PK\3\4"), "at byte 0, the file begins with b'PK"),
     "shorter than a header": (b"GGUF\3", "only 5 bytes, less than a header"),
-    "big endian": (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big endian"),
+    "big endian": (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big-endian files"),
     "the first version": (file_of(version=1), "unsupported version 1"),
     "more keys than bytes": (file_of([NAME], num_keys=1 << 62), "claims 4611686018427387904 keys"),
     "more tensors than bytes": (file_of(num_tensors=(1 << 64) - 1), "claims 18446744073709551615 tensors"),
@@ -76,7 +76,7 @@ WRONG = {
     ),
     "more strings than any model has": (
         file_of([key("k", ARRAY, array(STRING, (1 << 22) + 1, bytes(8 << 22)))]),
-        "claims 4194305 strings; all arrays together may have 4194304",
+        "claims 4194305 strings; all arrays together may have at most 4194304",
     ),
     "a kind that is not known": (file_of([key("k", 99, b"")]), "'k' has the unknown type 99"),
     "an array of arrays": (file_of([key("k", ARRAY, array(ARRAY, 1, bytes(12)))]), "an array of arrays"),
@@ -118,7 +118,7 @@ WRONG = {
         file_of([], [tensor("x", (128, 4), Q4_K)], bytes(600)),
         "rows must be whole blocks of 256",
     ),
-    "an unknown type": (file_of([], [tensor("x", (4,), 200)], _DATA), "the number format 200 (unknown)"),
+    "an unknown type": (file_of([], [tensor("x", (4,), 200)], _DATA), "the unsupported type 200 (unknown)"),
     "a withdrawn type": (file_of([], [tensor("x", (32,), 31)], _DATA), "unsupported type 31 (Q4_0_4_4)"),
     "a tensor that lies askew": (
         file_of([], [tensor("x", (4,), offset=4)], _DATA),

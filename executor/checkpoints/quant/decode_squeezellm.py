@@ -46,7 +46,7 @@ def _outliers(
     first, last = int(ends[0]), int(ends[-1])
     if first < 0 or last > len(columns) or bool((counts < 0).any()):
         raise ConfigError(
-            f"the row offsets do not fit the {len(columns)} outliers: download the checkpoint again"
+            f"the row pointers of the {len(columns)} outliers are invalid: download the checkpoint again"
         )
     mine = columns[first:last].long()
     if len(mine) and (int(mine.min()) < 0 or int(mine.max()) >= depth):
