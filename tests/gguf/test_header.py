@@ -271,5 +271,5 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"split\.no is 0, not 1"):
         read_parts(second)
     second.write_bytes(right.replace(b"x1", b"x0"))
-    with pytest.raises(ConfigError, match="tensor 'x0' is in m-00001"):
+    with pytest.raises(ConfigError, match="tensor 'x0' is also in m-00001"):
         read_parts(second)

@@ -81,7 +81,7 @@ def test_a_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> 
         ),
         (
             lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 3)}),
-            r"'model\.layers\.7\.mlp\.up_proj\.weight' \[2, 3\] that config\.json",
+            r"'model\.layers\.7\.mlp\.up_proj\.weight' \[2, 3\]: config\.json",
         ),
         (
             lambda tensors: tensors.update({"model.nrom.weight": tensors.pop("model.norm.weight")}),
@@ -89,7 +89,7 @@ def test_a_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> 
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}),
-            r"'model\.norm\.weight' has shape \[31\]; config\.json asks for \[32\]",
+            r"'model\.norm\.weight' has shape \[31\]; config\.json requires \[32\]",
         ),
     ],
     ids=["missing", "extra", "misspelt", "mis-shaped"],
