@@ -14,7 +14,7 @@ from quintet.executor.checkpoints.gguf.integers import INTEGERS, Integers
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 
-NUMBERS = {
+PACKED_FORMATS = {
     "Q8_0": PackedFormat(WeightFormat.INT8, 32),
     "Q4_0": PackedFormat(WeightFormat.INT4, 32),
     **{
@@ -36,14 +36,14 @@ def read_blocks(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
 
     Uses the host's kernels if they support the type: a quarter of torch's time, same bits.
     """
-    library, numbers = linear_library(), NUMBERS.get(kind.name)
-    if library is None or numbers is None or raw.device.type != "cpu":
+    library, packed_format = linear_library(), PACKED_FORMATS.get(kind.name)
+    if library is None or packed_format is None or raw.device.type != "cpu":
         dequantize(raw.reshape(-1), kind, out.view(-1))
         return
     rows, depth = out.shape
     step = max(1, _AT_A_TIME // depth)
-    group = 0 if numbers.weight_format.has_own_group else numbers.group
-    packed = PackedWeight(library, numbers.weight_format, min(step, rows), depth, group=group)
+    group = 0 if packed_format.weight_format.has_own_group else packed_format.group
+    packed = PackedWeight(library, packed_format.weight_format, min(step, rows), depth, group=group)
     for begin in range(0, rows, step):
         some = raw[begin : begin + step]
         packed.fill_blocks(some)

@@ -188,7 +188,7 @@ def coded_linear(
 
     None if no source stays coded or the runs are misaligned.
     """
-    keys = [(way, is_ordered(source)) for way, source in zip(kept, sources, strict=True)]
+    keys = [(row_format, is_ordered(source)) for row_format, source in zip(kept, sources, strict=True)]
     ends = _ends(keys)
     widths = [sum(source.rows for source in sources[begin:end]) for begin, end in ends]
     if not any(kept) or any(width % 2 for width in widths[:-1]):  # kernels write results in pairs
@@ -196,13 +196,13 @@ def coded_linear(
     parts: list[Part] = []
     for begin, end in ends:
         its = replace(shape, parts=shape.parts[begin:end], activation=GatedActivation.NONE)
-        way = kept[begin]
-        if way is None:
+        row_format = kept[begin]
+        if row_format is None:
             parts.append(RowMajorLinear(its, plan, sources[begin:end]))
-        elif way.fp8_inputs:
+        elif row_format.fp8_inputs:
             parts.append(Fp8Run(its, plan, sources[begin:end]))
         else:
-            parts.append(CodedRun(its, plan, way, sources[begin:end]))
+            parts.append(CodedRun(its, plan, row_format, sources[begin:end]))
     return CodedLinear(shape.activation, parts)
 
 
@@ -226,10 +226,10 @@ class CodedStack:
 
 def coded_stack(shape: StackShape, plan: WeightPlan, kept: Sequence[StoredRows | None]) -> StackMethod | None:
     """Return the owner of experts' matrices with these formats of the pieces; None unless all formats are equal."""
-    alike = kept[0]
-    if shape.is_exact or alike is None or any(way != alike for way in kept):
+    common_format = kept[0]
+    if shape.is_exact or common_format is None or any(row_format != common_format for row_format in kept):
         return None
-    return CodedStack(shape, plan, alike)
+    return CodedStack(shape, plan, common_format)
 
 
 def put(weight: CodedWeight, rows: Rows, first: int, index: int | None = None) -> None:

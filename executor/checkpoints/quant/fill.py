@@ -39,25 +39,25 @@ ALONE = {WeightFormat.FP8, *FP4.values(), *TABLES.values(), WeightFormat.TABLES}
 """Formats that hold only their own rows."""
 
 
-def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> PackedFormat:
+def packed_format_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> PackedFormat:
     """Return a format that holds the rows of all schemes exactly; the float format of ``dtype`` if none does (rows are
     rounded).
 
     None among the schemes: rows in floating point.
     """
     each = {None if scheme is None else _exact(scheme) for scheme in schemes}
-    known = [numbers for numbers in each if numbers is not None]
-    formats = {numbers.weight_format for numbers in known}
+    known = [packed_format for packed_format in each if packed_format is not None]
+    formats = {packed_format.weight_format for packed_format in known}
     if len(each) == 1 and formats <= ALONE:
         return known[0] if known else PackedFormat(FLOAT_FORMATS[dtype])
     orders = {scheme is not None and scheme.order is not None for scheme in schemes}
-    inputs = {numbers.inputs for numbers in known}
+    inputs = {packed_format.inputs for packed_format in known}
     if len(known) < len(each) or formats & ALONE or len(orders) > 1 or len(inputs) > 1:
         return PackedFormat(FLOAT_FORMATS[dtype])
     eight = any(each.code_levels == 256 for each in formats)
     zeros = any(each.has_zeros for each in formats)
     integers = _SINGLES if any(each.has_singles for each in formats) else _HALVES
-    group = min((numbers.group for numbers in known if numbers.group), default=0)
+    group = min((packed_format.group for packed_format in known if packed_format.group), default=0)
     if not group and (zeros or not eight):
         group = GROUPS[0]
     return PackedFormat(integers[eight][zeros], group, known[0].inputs)

@@ -15,7 +15,7 @@ import torch
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.checkpoints.gguf.types import BY_NAME, GgmlType
 from quintet.executor.checkpoints.gguf.weights import BLOCKS
-from quintet.executor.checkpoints.quant.blocks import NUMBERS, Blocks
+from quintet.executor.checkpoints.quant.blocks import PACKED_FORMATS, Blocks
 from quintet.executor.checkpoints.quant.coded import (
     KEPT_BLOCKS,
     StoredRows,
@@ -112,15 +112,15 @@ class GgufQuantization:
             rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
             kept = [None if shape.is_exact else _kept(source, plan) for source in sources]
             return coded_linear(shape, plan, rows, kept) or self._rest.linear(shape, plan)
-        numbers = [_numbers(source, plan) for source in sources]
+        packed_formats = [_packed_format(source, plan) for source in sources]
         is_plain = not any(sources)
         if library is None or plan.device.type != "cpu" or shape.is_exact or is_plain:
             return self._rest.linear(shape, plan)
         rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
         if shape.activation:
-            assert len(set(numbers)) == 1, numbers  # the model checks `pairs` first
-            return PackedLinear(library, shape, plan, numbers[0], rows)
-        return packed_by_part(library, shape, plan, numbers, rows)
+            assert len(set(packed_formats)) == 1, packed_formats  # the model checks `pairs` first
+            return PackedLinear(library, shape, plan, packed_formats[0], rows)
+        return packed_by_part(library, shape, plan, packed_formats, rows)
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
         """See `Quantization.embedding`. The packed table takes a third of the memory and needs no computation at start."""
@@ -128,13 +128,13 @@ class GgufQuantization:
         (source,) = (self._source(part, shape.depth, plan) for part in shape.parts)
         if self._on_device or library is None or plan.device.type != "cpu" or source is None:
             return None
-        return PackedLinear(library, shape, plan, NUMBERS[source.kind.name], [source])
+        return PackedLinear(library, shape, plan, PACKED_FORMATS[source.kind.name], [source])
 
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         """See `Quantization.pairs`. Gates and ups of different types are packed separately."""
         sources = [self._source(part, shape.depth, plan) for part in shape.parts]
         packs = not self._on_device and linear_library() is not None and plan.device.type == "cpu"
-        return not packs or len({_numbers(source, plan) for source in sources}) == 1
+        return not packs or len({_packed_format(source, plan) for source in sources}) == 1
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
@@ -150,7 +150,7 @@ class GgufQuantization:
         (kind,) = kinds
         packed = [piece for piece in pieces if piece is not None]
         shape = replace(shape, weights=packed, label=f"{shape.label} of {kind}")
-        return PackedStack(library, shape, plan, NUMBERS[kind])
+        return PackedStack(library, shape, plan, PACKED_FORMATS[kind])
 
     def _piece(self, piece: StackRows, plan: WeightPlan) -> BlockPiece | None:
         if not isinstance(piece, StackPiece) or not piece.is_whole or not piece.names[0].endswith(".weight"):
@@ -162,7 +162,7 @@ class GgufQuantization:
     def _source(self, part: RowRange, depth: int, plan: WeightPlan) -> BlockRows | None:
         """Return the part's rows in blocks; None if only floating-point rows are available."""
         entry = self._contents.get(f"{part.name}{BLOCKS}")
-        if entry is None or entry.dtype not in NUMBERS or part.transposed or part.unit_rows:
+        if entry is None or entry.dtype not in PACKED_FORMATS or part.transposed or part.unit_rows:
             return None
         kind, kept = BY_NAME[entry.dtype], part.kept_inputs
         if entry.shape != (part.height, kind.num_bytes(depth if kept is None else kept.whole)):
@@ -175,8 +175,8 @@ class GgufQuantization:
         return BlockRows(part, depth, kind)
 
 
-def _numbers(source: BlockRows | None, plan: WeightPlan) -> PackedFormat:
-    return PackedFormat(FLOAT_FORMATS[plan.dtype]) if source is None else NUMBERS[source.kind.name]
+def _packed_format(source: BlockRows | None, plan: WeightPlan) -> PackedFormat:
+    return PackedFormat(FLOAT_FORMATS[plan.dtype]) if source is None else PACKED_FORMATS[source.kind.name]
 
 
 def _kept(source: BlockRows | None, plan: WeightPlan) -> StoredRows | None:

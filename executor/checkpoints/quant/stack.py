@@ -132,13 +132,13 @@ class PackedStack:
     table = None
 
     def __init__(
-        self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, numbers: PackedFormat
+        self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, packed_format: PackedFormat
     ) -> None:
-        self._library, self._shape, self._numbers = library, shape, numbers
+        self._library, self._shape, self._packed_format = library, shape, packed_format
         self._packed: list[PackedWeight] | None = None
-        self.inputs = numbers.inputs
+        self.inputs = packed_format.inputs
         one = library.weight_bytes(
-            *(int(numbers.weight_format), shape.columns, shape.depth, numbers.group, shape.paired)
+            *(int(packed_format.weight_format), shape.columns, shape.depth, packed_format.group, shape.paired)
         )
         self.num_bytes: int = one * shape.experts
         plan.store(self)
@@ -160,12 +160,12 @@ class PackedStack:
     @property
     def description(self) -> Description:
         """See `PackedStore`."""
-        shape, numbers = self._shape, self._numbers
+        shape, packed_format = self._shape, self._packed_format
         return {
             "layer": shape.label,
             "layout": LAYOUT,
-            "format": numbers.weight_format.name,
-            "group": numbers.group,
+            "format": packed_format.weight_format.name,
+            "group": packed_format.group,
             "experts": shape.experts,
             "columns": shape.columns,
             "depth": shape.depth,
@@ -177,20 +177,20 @@ class PackedStack:
         self._packed = [*map(self._weight, memory.chunk(self._shape.experts)), *self._places]
 
     def _weight(self, memory: torch.Tensor) -> PackedWeight:
-        shape, numbers = self._shape, self._numbers
+        shape, packed_format = self._shape, self._packed_format
         return PackedWeight(
             self._library,
-            numbers.weight_format,
+            packed_format.weight_format,
             shape.columns,
             shape.depth,
-            group=numbers.group,
+            group=packed_format.group,
             paired=shape.paired,
             memory=memory,
         )
 
     def round_inputs(self) -> bool:
         """Round inputs to 8 bits if the weights are integer. Return True if they are."""
-        self.inputs = self._numbers.rounded_inputs
+        self.inputs = self._packed_format.rounded_inputs
         return self.inputs is not Inputs.SIXTEEN_BITS
 
     def _fill(self, expert: int, begin: int, rows: Rows) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.checkpoints.quant.coded import coded_linear, coded_stack, kept_of
-from quintet.executor.checkpoints.quant.fill import numbers_of
+from quintet.executor.checkpoints.quant.fill import packed_format_of
 from quintet.executor.checkpoints.quant.formats.cut import why_not
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
@@ -74,11 +74,11 @@ class StoredQuantization:
             return coded_linear(shape, plan, sources, kept) or RowMajorLinear(shape, plan, sources)
         if plan.device.type != "cpu" or library is None:
             return RowMajorLinear(shape, plan, sources)
-        numbers = numbers_of(schemes, plan.dtype)
-        if numbers.weight_format.is_float and not shape.activation:  # no format holds all parts exactly
-            by_part = [numbers_of([scheme], plan.dtype) for scheme in schemes]
+        packed_format = packed_format_of(schemes, plan.dtype)
+        if packed_format.weight_format.is_float and not shape.activation:  # no format holds all parts exactly
+            by_part = [packed_format_of([scheme], plan.dtype) for scheme in schemes]
             return packed_by_part(library, shape, plan, by_part, sources)
-        return PackedLinear(library, shape, plan, numbers, sources)
+        return PackedLinear(library, shape, plan, packed_format, sources)
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
         """See `Quantization.embedding`."""
@@ -104,11 +104,11 @@ class StoredQuantization:
         library = linear_library()
         if plan.device.type != "cpu" or library is None:
             return RowMajorStack(shape, plan)
-        numbers = numbers_of(schemes, plan.dtype)
+        packed_format = packed_format_of(schemes, plan.dtype)
         has_outliers = any(scheme is not None and scheme.outliers for scheme in schemes)
         if shape.is_exact or is_ordered or has_outliers:
-            numbers = PackedFormat(FLOAT_FORMATS[plan.dtype])  # see `linear`
-        return PackedStack(library, shape, plan, numbers)
+            packed_format = PackedFormat(FLOAT_FORMATS[plan.dtype])  # see `linear`
+        return PackedStack(library, shape, plan, packed_format)
 
     def _ignore(self, plan: WeightPlan) -> None:
         """Add the format's ignored tensors to those of the plan."""
