@@ -13,7 +13,7 @@ from tests.executor.gguf_blocks import random_rows
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.checkpoints.gguf.weights import BLOCKS
-from quintet.executor.checkpoints.quant.blocks import NUMBERS
+from quintet.executor.checkpoints.quant.blocks import PACKED_FORMATS
 from quintet.executor.checkpoints.quant.coded import KEPT_BLOCKS, CodedLinear, CodedRun
 from quintet.executor.checkpoints.quant.gguf import GgufQuantization
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
@@ -41,7 +41,7 @@ def loaded(
             contents[f"{part}.weight"] = Entry("BF16", (48, DEPTH), 0, 0)
             numbers.append(whole.float())
             continue
-        raw, stands_for = random_rows(NUMBERS[kind].weight_format, 48, DEPTH, seed)
+        raw, stands_for = random_rows(PACKED_FORMATS[kind].weight_format, 48, DEPTH, seed)
         tensors[part + BLOCKS] = raw
         contents[part + BLOCKS] = Entry(kind, tuple(raw.shape), 0, 0)
         numbers.append(stands_for)
@@ -98,4 +98,4 @@ def test_parts_of_other_types_write_their_own_columns(device: Device) -> None:
 
 
 def test_every_type_that_the_host_packs_is_kept() -> None:
-    assert KEPT_BLOCKS.keys() == NUMBERS.keys()
+    assert KEPT_BLOCKS.keys() == PACKED_FORMATS.keys()

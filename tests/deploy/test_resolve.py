@@ -544,16 +544,16 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     write_weights(path, {"x": [100]})
     whole = path.read_bytes()
     path.write_bytes(whole[:-50])
-    with pytest.raises(ConfigError, match=r"'x' lies at \[0, 200\] of 150 bytes; the file may be cut off"):
+    with pytest.raises(ConfigError, match=r"'x' is at \[0, 200\] of 150 bytes; the file may be truncated"):
         read_weight_facts(tmp_path)
 
 
 def test_weights_of_another_kind_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"model\.pt is of a kind Quintet does not read"):
+    with pytest.raises(ConfigError, match=r"model\.pt has an unsupported format"):
         read_weight_facts(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"model\.gguf is a model of its own: name it"):
+    with pytest.raises(ConfigError, match=r"model\.gguf is a complete model: pass its path"):
         read_weight_facts(tmp_path)
 
 

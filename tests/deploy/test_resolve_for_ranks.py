@@ -185,7 +185,7 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
         (
             2,
             {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
-            "a rank would have inputs 0 to 32, no whole groups of 128",
+            "a rank would have inputs 0 to 32, not whole groups of 128",
         ),
         (
             2,

@@ -16,7 +16,7 @@ from bench.quantized import Array, Tensors, Written
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, linear_library
 from quintet.executor.checkpoints.quant import source
 from quintet.executor.checkpoints.quant.coded import kept_of
-from quintet.executor.checkpoints.quant.fill import numbers_of
+from quintet.executor.checkpoints.quant.fill import packed_format_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
 from quintet.executor.checkpoints.quant.method import Quantization
@@ -291,7 +291,7 @@ def test_tables_are_kept(kind: str, kept: WeightFormat) -> None:
     found = recognise(ModelCard({"quantization_config": quantized.bitsandbytes(kind).section}, "config.json"))
     assert found is not None
     scheme = found.scheme(StoredLayer("q", 96, 128, False, None))
-    assert numbers_of([scheme, scheme], torch.bfloat16) == PackedFormat(kept, 64)
+    assert packed_format_of([scheme, scheme], torch.bfloat16) == PackedFormat(kept, 64)
 
 
 @needs_kernels
@@ -313,7 +313,7 @@ def test_layers_that_are_computed_together_have_one_order() -> None:
         return tensors, numbers
 
     written = KEPT["gptq, ordered"][0]
-    with pytest.raises(ConfigError, match="layer 'k': its inputs are in another order"):
+    with pytest.raises(ConfigError, match="layer 'k': its order of inputs differs"):
         loaded(Written(written.section, turned), [RowRange("q", 96), RowRange("k", 32)])
 
 

@@ -301,8 +301,8 @@ def test_what_no_such_folder_can_hold_is_refused(tmp_path: Path, capsys: pytest.
         with pytest.raises(ConfigError, match=words):
             write(folder, tmp_path / "out", name)
 
-    refused(of_transformers("GPT2Config"), "int8", "lies transposed")
-    refused(of_transformers("LlamaConfig"), "int4", "no whole groups of 128: take --format int8")
+    refused(of_transformers("GPT2Config"), "int8", "is transposed")
+    refused(of_transformers("LlamaConfig"), "int4", "not a multiple of 128: use --format int8")
     of_transformers("OlmoeConfig", **_WIDE, num_experts=4, num_experts_per_tok=2, pad_token_id=0).make(
         tmp_path / "experts"
     )

@@ -118,7 +118,7 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.Cap
         (line,) = capsys.readouterr().err.strip().splitlines()
         return line
 
-    assert "is served as it is; name OUT" in refused(file)
+    assert "which needs no conversion; pass an output folder OUT" in refused(file)
     assert "must be a folder, not a .gguf file" in refused(file, tmp_path / "out.gguf")
     assert "is for GGUF files" in refused(tmp_path, tmp_path.parent / "out")
     (tmp_path / "there").mkdir()

@@ -58,40 +58,43 @@ that. A key takes seven times what it does in a file, a text six times, while it
 ANY_FILE = 1 << 15
 """Bytes that reading any file takes."""
 WRONG = {
-    "no file of GGUF": (file_of(magic=b"PK\3\4"), "at byte 0, it begins with b'PK"),
-    "shorter than a header": (b"GGUF\3", "5 bytes, not even a header"),
-    "big endian": (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big endian"),
-    "the first version": (file_of(version=1), "its version is 1"),
+    "no file of GGUF": (file_of(magic=b"PK\3\4"), "at byte 0, the file begins with b'PK"),
+    "shorter than a header": (b"GGUF\3", "only 5 bytes, less than a header"),
+    "big endian": (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big-endian files"),
+    "the first version": (file_of(version=1), "unsupported version 1"),
     "more keys than bytes": (file_of([NAME], num_keys=1 << 62), "claims 4611686018427387904 keys"),
     "more tensors than bytes": (file_of(num_tensors=(1 << 64) - 1), "claims 18446744073709551615 tensors"),
-    "a key twice": (file_of([NAME, NAME]), "'general.architecture' is there twice"),
+    "a key twice": (file_of([NAME, NAME]), "'general.architecture' is duplicated"),
     "a key that is no text": (file_of([key(b"\xff\xfe", 4, bytes(4))]), "key number 1 is not UTF-8 text"),
     "a text beyond the file": (
         file_of([text("k") + struct.pack("<IQ", STRING, 1 << 40)]),
-        "'k' claims a text of 1099511627776 bytes",
+        "'k' claims a string of 1099511627776 bytes",
     ),
-    "a key longer than any": (file_of([key("k" * (1 << 17), 4, bytes(4))]), "bytes; here are at most 65536"),
+    "a key longer than any": (
+        file_of([key("k" * (1 << 17), 4, bytes(4))]),
+        "bytes; at most 65536 are allowed",
+    ),
     "more strings than any model has": (
         file_of([key("k", ARRAY, array(STRING, (1 << 22) + 1, bytes(8 << 22)))]),
-        "claims 4194305 strings; all arrays together may have 4194304",
+        "claims 4194305 strings; all arrays together may have at most 4194304",
     ),
-    "a kind that is not known": (file_of([key("k", 99, b"")]), "'k' is of the unknown kind 99"),
+    "a kind that is not known": (file_of([key("k", 99, b"")]), "'k' has the unknown type 99"),
     "an array of arrays": (file_of([key("k", ARRAY, array(ARRAY, 1, bytes(12)))]), "an array of arrays"),
     "an array of nothing known": (
         file_of([key("k", ARRAY, array(77, 1, b""))]),
-        "an array of the unknown kind 77",
+        "an array of the unknown type 77",
     ),
     "an array beyond the file": (
         file_of([key("k", ARRAY, array(10, 1 << 61, b""))]),
-        "'k' claims 2305843009213693952 numbers of 8 bytes",
+        "'k' claims 2305843009213693952 values of 8 bytes",
     ),
     "strings beyond the file": (
         file_of([key("k", ARRAY, array(STRING, 3, text("a")))]),
-        "cut off or damaged; download it again",
+        "truncated or damaged file; download it again",
     ),
     "a string of an array beyond the file": (
         file_of([key("k", ARRAY, array(STRING, 1, struct.pack("<Q", (1 << 64) - 1)))]),
-        "'k' goes on, beyond the file",
+        "'k' continues, beyond the file",
     ),
     "a truth value of 2": (file_of([key("k", 7, b"\2")]), "neither 0 nor 1"),
     "an alignment that is no power of two": (
@@ -104,7 +107,7 @@ WRONG = {
     ),
     "a tensor twice": (
         file_of([], [tensor("x", (4,)), tensor("x", (4,), offset=32)], _DATA),
-        "'x' is there twice",
+        "'x' is duplicated",
     ),
     "a tensor of no dimensions": (file_of([], [tensor("x", ())], _DATA), "'x' has 0 dimensions"),
     "a tensor of five": (file_of([], [tensor("x", (1, 1, 1, 1, 1))], _DATA), "'x' has 5 dimensions"),
@@ -113,21 +116,21 @@ WRONG = {
     "2^256 numbers": (file_of([], [tensor("x", ((1 << 64) - 1,) * 4)], _DATA), "'x' has the shape"),
     "half a block": (
         file_of([], [tensor("x", (128, 4), Q4_K)], bytes(600)),
-        "in rows of whole blocks of 256",
+        "rows must be whole blocks of 256",
     ),
-    "an unknown type": (file_of([], [tensor("x", (4,), 200)], _DATA), "the number format 200 (unknown)"),
-    "a withdrawn type": (file_of([], [tensor("x", (32,), 31)], _DATA), "31 (Q4_0_4_4), which is not read"),
+    "an unknown type": (file_of([], [tensor("x", (4,), 200)], _DATA), "the unsupported type 200 (unknown)"),
+    "a withdrawn type": (file_of([], [tensor("x", (32,), 31)], _DATA), "unsupported type 31 (Q4_0_4_4)"),
     "a tensor that lies askew": (
         file_of([], [tensor("x", (4,), offset=4)], _DATA),
-        "no multiple of the alignment",
+        "not a multiple of the alignment",
     ),
     "a tensor beyond the file": (
         file_of([], [tensor("x", (4,), offset=64)], _DATA),
-        "the file is cut off or damaged",
+        "the file is truncated or damaged",
     ),
     "an offset of 2^63": (
         file_of([], [tensor("x", (4,), offset=1 << 63)], _DATA),
-        "the file is cut off or damaged",
+        "the file is truncated or damaged",
     ),
     "tensors that share bytes": (
         file_of([], [tensor("x", (16,)), tensor("y", (4,), offset=32)], _DATA),
@@ -258,7 +261,7 @@ def test_parts_are_found_from_any_of_them(tmp_path: Path) -> None:
 def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     second = _split(tmp_path).with_name("m-00002-of-00002.gguf")
     alone = written(tmp_path, _split(tmp_path).read_bytes(), "renamed.gguf")
-    with pytest.raises(ConfigError, match="says that it is one of 2 files"):
+    with pytest.raises(ConfigError, match=r"split\.count is 2"):
         read_parts(alone)
     right = second.read_bytes()
     second.unlink()
@@ -268,5 +271,5 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"split\.no is 0, not 1"):
         read_parts(second)
     second.write_bytes(right.replace(b"x1", b"x0"))
-    with pytest.raises(ConfigError, match="tensor 'x0' is in m-00001"):
+    with pytest.raises(ConfigError, match="tensor 'x0' is also in m-00001"):
         read_parts(second)

@@ -13,7 +13,7 @@ from quintet.executor.checkpoints.gguf.blocks.dequantize import PLAIN
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.types import BY_NAME
 from quintet.executor.checkpoints.quant import gguf as gguf_quantization
-from quintet.executor.checkpoints.quant.blocks import NUMBERS
+from quintet.executor.checkpoints.quant.blocks import PACKED_FORMATS
 from quintet.executor.checkpoints.quant.formats.gguf import Gguf
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.wire.errors import ConfigError
@@ -57,7 +57,7 @@ def test_what_is_estimated_before_loading_is_what_blocks_take(kind: str) -> None
     type_, (rows, depth) = BY_NAME[kind], (512, 2048)
     entry = Entry(kind, (rows, depth), 0, type_.num_bytes(rows * depth))
     estimated = Gguf((kind,)).memory_bytes({"q": entry}, 2)
-    library, numbers = linear_library(), NUMBERS.get(kind)
+    library, numbers = linear_library(), PACKED_FORMATS.get(kind)
     if numbers is None:
         assert estimated == rows * depth * 2
     elif library is not None:
@@ -211,7 +211,7 @@ def test_what_a_family_stacks_is_packed_too(
     blocks = {name: each.num_bytes for name, each in tensors.items() if each.type.name == "Q8_0"}
     assert sum(filled) == sum(blocks.values())
     outcome = alone(packed, prompts)
-    monkeypatch.setattr(gguf_quantization, "NUMBERS", {})
+    monkeypatch.setattr(gguf_quantization, "PACKED_FORMATS", {})
     plain = alone(load(tmp_path / "model.gguf"), prompts)
     assert plain.outputs == outcome.outputs
     for key, bits in plain.bits.items():
@@ -228,6 +228,6 @@ def test_a_flag_rounds_what_a_file_has(tmp_path: Path) -> None:
 
 def test_a_file_is_of_no_other_format(tmp_path: Path) -> None:
     in_blocks(of_transformers("LlamaConfig", **WIDE), as_q4_k_m, tmp_path / "model.gguf").make(tmp_path)
-    words = r"--quantization gptq, but the checkpoint is quantized already \(gguf: .*model\.gguf\)"
+    words = r"--quantization gptq, but the checkpoint is already quantized \(gguf: .*model\.gguf\)"
     with pytest.raises(ConfigError, match=words):
         load(tmp_path / "model.gguf", quantization="gptq")

@@ -184,7 +184,8 @@ def test_a_setting_without_a_word_is_refused(tmp_path: Path) -> None:
         tmp_path
     )
     with pytest.raises(
-        ConfigError, match=r"no words for its layers\[\d\]\.mixer\.window: it is 9, and a file would say None"
+        ConfigError,
+        match=r"cannot express layers\[\d\]\.mixer\.window: the card has 9, a file would have None",
     ):
         write_gguf(plan_of(tmp_path, MIXES["q8_0"]), tmp_path / "model.gguf", names_of_ids(tmp_path))
 
@@ -193,5 +194,5 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
     of_transformers("Qwen2Config").make(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | {"model.layers.0.odd.weight": torch.ones(4, 4)}
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="GGUF's architecture 'qwen2' has no place for"):
+    with pytest.raises(ConfigError, match="GGUF's architecture 'qwen2' has no tensor for"):
         plan_of(tmp_path, MIXES["q8_0"])

@@ -150,12 +150,12 @@ def test_a_layer_takes_its_heads_of_as_many_as_the_model_has(tmp_path: Path) -> 
     [
         (
             torch.ones(4),
-            r"has the shape \[4\]; one scale for a layer, or for each of its 3 heads, is read: give --kv-cache-dtype int8",
+            r"has the shape \[4\]; one scale for a layer, or for each of its 3 heads, is supported: set --kv-cache-dtype int8",
         ),
         (torch.ones(1, 3, 3), r"has the shape \[1, 3, 3\]; one scale"),
-        (torch.tensor([1.0, -2.0, 1.0]), "is -2; a scale is a positive number"),
-        (torch.tensor([0.0]), "is 0; a scale is a positive number"),
-        (torch.tensor([torch.nan]), "is nan; a scale is a positive number"),
+        (torch.tensor([1.0, -2.0, 1.0]), "is -2, but a scale is a positive number"),
+        (torch.tensor([0.0]), "is 0, but a scale is a positive number"),
+        (torch.tensor([torch.nan]), "is nan, but a scale is a positive number"),
     ],
 )
 def test_what_is_no_scale_is_refused(value: torch.Tensor, words: str, tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_what_is_no_scale_is_refused(value: torch.Tensor, words: str, tmp_path: 
 
 def test_scales_of_heads_are_refused_where_kernels_take_one_of_a_layer(tmp_path: Path) -> None:
     scales = {"model.layers.0.self_attn.k_scale": torch.ones(3)}
-    with pytest.raises(ConfigError, match=r"has the shape \[3\]; one scale for a layer is read"):
+    with pytest.raises(ConfigError, match=r"has the shape \[3\]; one scale for a layer is supported"):
         read(tmp_path, scales, layers(1, num_heads=3, num_kv_heads=3), by_head=False)
 
 
-AS_IT_SAYS = "keys and values are fp8, as the checkpoint says:"
-IN_STEPS = "keys and values are int8, as the checkpoint says; each token's head has its own scale, finer than the checkpoint's"
+AS_IT_SAYS = "KV cache is fp8 as the checkpoint requests;"
+IN_STEPS = "KV cache is int8 as the checkpoint requests, with a scale for each token and head"
 INT8 = SCHEME | {"type": "int"}
 
 
@@ -180,7 +180,8 @@ INT8 = SCHEME | {"type": "int"}
         (SECTION, AS_IT_SAYS),
         (
             {"quant_method": "compressed-tensors", **SECTION, "kv_cache_scheme": SCHEME | {"num_bits": 4}},
-            "keys and values in floats of 4 bits, which is not read, so they keep the model's format: --kv-cache-dtype int4",
+            "KV cache in floats of 4 bits, which is not supported: it keeps the model's number format; the nearest is"
+            " --kv-cache-dtype int4",
         ),
         (BY_HEAD, AS_IT_SAYS),
         (SECTION | {"kv_cache_scheme": SCHEME | {"strategy": None}}, AS_IT_SAYS),
@@ -189,20 +190,23 @@ INT8 = SCHEME | {"type": "int"}
         (SECTION | {"kv_cache_scheme": INT8 | {"strategy": "token", "dynamic": True}}, IN_STEPS),
         (
             SECTION | {"kv_cache_scheme": INT8 | {"strategy": "channel"}},
-            "ints of 8 bits, scales by channel, which is not read, so they keep the model's format: --kv-cache-dtype int8",
+            "ints of 8 bits, scales by channel, which is not supported: it keeps the model's number format; the nearest is"
+            " --kv-cache-dtype int8",
         ),
         (
             SECTION | {"kv_cache_scheme": INT8 | {"symmetric": False}},
-            "ints of 8 bits, zero points, which is not read, so they keep the model's format: --kv-cache-dtype int8",
+            "ints of 8 bits, zero points, which is not supported: it keeps the model's number format; the nearest is"
+            " --kv-cache-dtype int8",
         ),
         (
             SECTION | {"kv_cache_scheme": SCHEME | {"dynamic": True}},
-            "floats of 8 bits, scales that follow from the input, which is not read",
+            "floats of 8 bits, run-time scales, which is not supported",
         ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, AS_IT_SAYS),
         (
             {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
-            "keys and values in NVFP4, which is not read, so they keep the model's format: --kv-cache-dtype int4",
+            "KV cache in NVFP4, which is not supported: it keeps the model's number format; the nearest is"
+            " --kv-cache-dtype int4",
         ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}, IN_STEPS),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, None),
@@ -233,12 +237,13 @@ def test_the_checkpoint_says_how_keys_and_values_are_kept(
         (
             SCHEME | {"strategy": "attn_head"},
             None,
-            "floats of 8 bits, a scale for each head, which is not read, so they keep the model's format",
+            "floats of 8 bits, a scale for each head, which is not supported: it keeps the model's number format",
         ),
         (
             INT8,
             None,
-            "ints of 8 bits, which is not read, so they keep the model's format: --kv-cache-dtype fp8, with scales of 1",
+            "ints of 8 bits, which is not supported: it keeps the model's number format; the nearest is"
+            " --kv-cache-dtype fp8 (scales of 1",
         ),
     ],
 )

@@ -119,13 +119,13 @@ def change_byte(path: Path, at: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: path.write_bytes(b""), "no file of packed weights"),
-        (lambda path: path.write_bytes(b"x" * 100_000), "no file of packed weights"),
+        (lambda path: path.write_bytes(b""), "not a packed-cache file"),
+        (lambda path: path.write_bytes(b"x" * 100_000), "not a packed-cache file"),
         (lambda path: change_byte(path, 24), "another version"),
         (lambda path: change_byte(path, 60), "another checkpoint"),
-        (lambda path: os.truncate(path, 30), "no file of packed weights"),
-        (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes of"),
-        (lambda path: os.truncate(path, path.stat().st_size + 1), "bytes of"),
+        (lambda path: os.truncate(path, 30), "not a packed-cache file"),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes"),
+        (lambda path: os.truncate(path, path.stat().st_size + 1), "bytes"),
     ],
     ids=["empty", "foreign", "version", "header", "cut in the header", "cut at the end", "too long"],
 )
@@ -172,5 +172,5 @@ def test_a_folder_in_the_files_place_is_a_warning(server: Server, caplog: pytest
     path.unlink()
     path.mkdir()
     assert server.start() == server.expected
-    assert "cannot be kept" in caplog.text
+    assert "packed cache not written" in caplog.text
     assert list(server.folder.iterdir()) == [path]

@@ -83,7 +83,7 @@ def test_layers_that_predict_further_tokens_are_left_out(name: str, tmp_path: Pa
 def test_a_layer_more_than_a_card_says_is_refused_elsewhere(tmp_path: Path) -> None:
     write_checkpoint(llama.ROWS["qwen2"], tmp_path)
     add(tmp_path, behind(3), {})
-    with pytest.raises(ConfigError, match=r"model\.layers\.3\..* has no place for"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.3\..* does not have it"):
         load(tmp_path)
 
 

@@ -171,10 +171,10 @@ def test_other_kinds_of_layers_are_divided(
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        (quantized.gptq(4, 64, symmetric=True), "inputs 0 to 96, no whole groups of 64"),
-        (quantized.awq(32, "gemv"), "whose codes are no whole words"),
+        (quantized.gptq(4, 64, symmetric=True), "inputs 0 to 96, not whole groups of 64"),
+        (quantized.awq(32, "gemv"), "not whole words of codes"),
         (quantized.bitsandbytes("nf4"), "bitsandbytes weights cannot be sharded; supported formats: gptq"),
-        (FORMATS_OF_ONE["torchao, 4 bits"], "tensors of this format are not divided yet"),
+        (FORMATS_OF_ONE["torchao, 4 bits"], "tensors of this format cannot be divided"),
     ],
     ids=["groups", "words", "formats", "tensors"],
 )
@@ -187,8 +187,8 @@ def test_inputs_that_no_rank_can_read_alone_are_refused(written: Written, words:
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        (quantized.gptq(4, 32, symmetric=True, by_activations=True), "order of activations"),
-        (FORMATS_OF_ONE["modelopt, int4, factors"], "inputs that are multiplied before"),
+        (quantized.gptq(4, 32, symmetric=True, by_activations=True), "by activation order"),
+        (FORMATS_OF_ONE["modelopt, int4, factors"], "layers with input factors"),
     ],
     ids=["order", "factors"],
 )
@@ -238,5 +238,5 @@ def test_parts_of_blocks_are_found_out_when_a_file_is_loaded(tmp_path: Path) -> 
     family = of_transformers("Qwen2Config", **OF_FILES | {"intermediate_size": 768})
     made(in_blocks(family, as_q4_k_m, file), tmp_path)
     config = config_of(file, 2, 1, "float32", "none", "auto", None, experts=False)
-    with pytest.raises(ConfigError, match=r"down_proj'.* inputs 0 to 384, no whole blocks of 256 \(Q6_K\)"):
+    with pytest.raises(ConfigError, match=r"down_proj'.* inputs 0 to 384, not whole blocks of 256 \(Q6_K\)"):
         load_model(config, open_platform(config.executor), share=Share(0, 2))

@@ -1,1 +1,1 @@
-"""GGUF: one file with weights, configuration, tokenizer and chat template, read into what the other formats are read into."""
+"""GGUF: one file with weights, configuration, tokenizer and chat template, converted to the engine's common structures."""

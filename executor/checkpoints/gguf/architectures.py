@@ -1,8 +1,7 @@
-"""Every architecture that is read from GGUF: whose card it has, and what its file says in a way of its own. Imports no torch.
+"""Supported GGUF architectures: name of the model card and architecture-specific values. Imports no torch.
 
-A row names the architecture of `quintet.executor.model_config.registry` and adds what the common values lack. Values
-that llama.cpp has in its code rather than in its files are here, too. Keys: docs/gguf.md of ggml-org/ggml and
-gguf-py's constants.
+A row names the architecture of `quintet.executor.model_config.registry` and adds values that the common ones lack,
+also constants of llama.cpp's code. Keys: docs/gguf.md of ggml-org/ggml and gguf-py's constants.
 """
 
 from __future__ import annotations
@@ -19,32 +18,33 @@ from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a file of one architecture is read."""
+    """Reader of a file of one architecture."""
 
     name: str | Callable[[GgufMetadata], str]
-    """The card's."""
-    more: Callable[[GgufMetadata], Values] = lambda said: {}
-    neighbours: bool = False
-    """Whether llama.cpp rotates neighbours: where the card's family rotates halves, rows of queries and keys are reordered."""
+    """Architecture name of the card, or a function of the metadata."""
+    more: Callable[[GgufMetadata], Values] = lambda metadata: {}
+    interleaved_rope: bool = False
+    """True: llama.cpp rotates adjacent pairs; if the card's family rotates halves, rows of queries and keys are
+    reordered."""
     tiled: bool = False
-    """Whether heads of values take turns with those of keys, under the delta rule, rather than follow theirs."""
+    """True: value heads of the delta rule are interleaved over the key heads instead of grouped by key head."""
 
-    def card(self, said: GgufMetadata) -> Values:
+    def card(self, metadata: GgufMetadata) -> Values:
         """Return the values of the card."""
-        name = self.name if isinstance(self.name, str) else self.name(said)
-        return {"architectures": [name], **common(said), **self.more(said)}
+        name = self.name if isinstance(self.name, str) else self.name(metadata)
+        return {"architectures": [name], **common(metadata), **self.more(metadata)}
 
 
-def _renormalised(said: GgufMetadata) -> Values:
-    return routed.experts(said, True)
+def _renormalised(metadata: GgufMetadata) -> Values:
+    return routed.experts(metadata, True)
 
 
-def _use_bias(said: GgufMetadata) -> Values:
-    return {"use_bias": said.has("attn_q.bias")}
+def _use_bias(metadata: GgufMetadata) -> Values:
+    return {"use_bias": metadata.has("attn_q.bias")}
 
 
 ARCHITECTURES = {
-    "llama": Architecture(routed.llama_name, routed.mixtral, neighbours=True),
+    "llama": Architecture(routed.llama_name, routed.mixtral, interleaved_rope=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", routed.experts),
@@ -57,52 +57,54 @@ ARCHITECTURES = {
     "gpt-oss": Architecture("GptOssForCausalLM", routed.gpt_oss),
     "deepseek2": Architecture(routed.deepseek2_name, routed.deepseek2),
     "apertus": Architecture("ApertusForCausalLM", dense.apertus),
-    "arcee": Architecture("ArceeForCausalLM", neighbours=True),
-    "baichuan": Architecture("BaichuanForCausalLM", dense.baichuan, neighbours=True),
-    "bailingmoe": Architecture("BailingMoeForCausalLM", routed.bailing, neighbours=True),
+    "arcee": Architecture("ArceeForCausalLM", interleaved_rope=True),
+    "baichuan": Architecture("BaichuanForCausalLM", dense.baichuan, interleaved_rope=True),
+    "bailingmoe": Architecture("BailingMoeForCausalLM", routed.bailing, interleaved_rope=True),
     "bailingmoe2": Architecture("BailingMoeV2ForCausalLM", routed.bailing),
     "bitnet": Architecture("BitNetForCausalLM", dense.bitnet),
     "bloom": Architecture("BloomForCausalLM"),
     "chatglm": Architecture("ChatGLMModel", dense.chatglm),
-    "cohere2": Architecture("Cohere2ForCausalLM", dense.cohere, neighbours=True),
-    "command-r": Architecture("CohereForCausalLM", dense.cohere, neighbours=True),
-    "deci": Architecture("DeciLMForCausalLM", dense.deci, neighbours=True),
-    "deepseek": Architecture("DeepseekForCausalLM", routed.experts, neighbours=True),
+    "cohere2": Architecture("Cohere2ForCausalLM", dense.cohere, interleaved_rope=True),
+    "command-r": Architecture("CohereForCausalLM", dense.cohere, interleaved_rope=True),
+    "deci": Architecture("DeciLMForCausalLM", dense.deci, interleaved_rope=True),
+    "deepseek": Architecture("DeepseekForCausalLM", routed.experts, interleaved_rope=True),
     "dots1": Architecture("Dots1ForCausalLM", routed.dots1),
-    "ernie4_5": Architecture("Ernie4_5ForCausalLM", _use_bias, neighbours=True),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", _use_bias, interleaved_rope=True),
     "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", routed.ernie),
     "exaone": Architecture("ExaoneForCausalLM"),
     "exaone-moe": Architecture("ExaoneMoeForCausalLM", routed.exaone),
     "exaone4": Architecture("Exaone4ForCausalLM", dense.slides),
     "falcon": Architecture("FalconForCausalLM", dense.falcon),
     "falcon-h1": Architecture("FalconH1ForCausalLM", state.falcon_h1),
-    "glm4": Architecture("Glm4ForCausalLM", neighbours=True),
+    "glm4": Architecture("Glm4ForCausalLM", interleaved_rope=True),
     "glm4moe": Architecture("Glm4MoeForCausalLM", routed.glm4),
     "gptneox": Architecture("GPTNeoXForCausalLM", dense.parallel),
-    "granite": Architecture("GraniteForCausalLM", dense.granite, neighbours=True),
-    "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", state.granite_hybrid, neighbours=True),
-    "granitemoe": Architecture(routed.granite_name, routed.granite_moe, neighbours=True),
+    "granite": Architecture("GraniteForCausalLM", dense.granite, interleaved_rope=True),
+    "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", state.granite_hybrid, interleaved_rope=True),
+    "granitemoe": Architecture(routed.granite_name, routed.granite_moe, interleaved_rope=True),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", routed.hunyuan),
     "internlm2": Architecture(
-        "InternLM2ForCausalLM", lambda said: {"bias": said.has("attn_q.bias")}, neighbours=True
+        "InternLM2ForCausalLM", lambda metadata: {"bias": metadata.has("attn_q.bias")}, interleaved_rope=True
     ),
     "jais2": Architecture("Jais2ForCausalLM"),
     "jamba": Architecture("JambaForCausalLM", state.jamba),
     "lfm2": Architecture("Lfm2ForCausalLM", state.lfm2),
     "lfm2moe": Architecture("Lfm2MoeForCausalLM", state.lfm2_moe),
-    "llama4": Architecture("Llama4ForCausalLM", routed.llama4, neighbours=True),
+    "llama4": Architecture("Llama4ForCausalLM", routed.llama4, interleaved_rope=True),
     "mamba": Architecture(state.mamba_name, state.mamba),
     "mamba2": Architecture("Mamba2ForCausalLM", state.mamba2),
-    "minicpm": Architecture("MiniCPMForCausalLM", dense.minicpm, neighbours=True),
+    "minicpm": Architecture("MiniCPMForCausalLM", dense.minicpm, interleaved_rope=True),
     "minicpm3": Architecture("MiniCPM3ForCausalLM", routed.minicpm3),
     "minimax-m2": Architecture("MiniMaxM2ForCausalLM", routed.minimax),
-    "mistral3": Architecture("Ministral3ForCausalLM", dense.ministral3, neighbours=True),
+    "mistral3": Architecture("Ministral3ForCausalLM", dense.ministral3, interleaved_rope=True),
     "mpt": Architecture("MPTForCausalLM", dense.mpt),
     "nemotron": Architecture("NemotronForCausalLM"),
     "nemotron_h": Architecture("NemotronHForCausalLM", state.nemotron_h),
     "olmo": Architecture(
-        "OlmoForCausalLM", lambda said: {"clip_qkv": said.get("attention.clamp_kqv")}, neighbours=True
+        "OlmoForCausalLM",
+        lambda metadata: {"clip_qkv": metadata.get("attention.clamp_kqv")},
+        interleaved_rope=True,
     ),
     "olmo2": Architecture(dense.olmo2_name, dense.slides),
     "olmoe": Architecture("OlmoeForCausalLM", routed.experts),
@@ -117,10 +119,10 @@ ARCHITECTURES = {
     "qwen3vl": Architecture("Qwen3ForCausalLM"),
     "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _renormalised),
     "seed_oss": Architecture("SeedOssForCausalLM"),
-    "smollm3": Architecture("SmolLM3ForCausalLM", neighbours=True),
+    "smollm3": Architecture("SmolLM3ForCausalLM", interleaved_rope=True),
     "stablelm": Architecture("StableLmForCausalLM", dense.parallel),
     "starcoder": Architecture("GPTBigCodeForCausalLM", dense.starcoder),
     "starcoder2": Architecture("Starcoder2ForCausalLM", _use_bias),
-    "xverse": Architecture("XverseForCausalLM", neighbours=True),
+    "xverse": Architecture("XverseForCausalLM", interleaved_rope=True),
 }
-"""By ``general.architecture``."""
+"""Keyed by ``general.architecture``."""

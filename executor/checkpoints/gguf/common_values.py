@@ -1,4 +1,4 @@
-"""What most architectures say in one way in a GGUF file, as values of a card. Imports no torch."""
+"""Card values with the same GGUF keys in most architectures. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,85 +50,85 @@ KEYS = {
     "time_step_rank": "ssm.time_step_rank",
     "topk_group": "expert_group_used_count",
 }
-"""What files call the values of a card, for error messages: most of them, below the architecture's name."""
+"""GGUF keys of card values, below the architecture's name; for error messages."""
 
 
-def common(said: GgufMetadata) -> Values:
-    """Return what most families call the same."""
-    hidden, heads = said.whole("embedding_length"), max(said.largest("attention.head_count", 0), 1)
-    dim = said.whole("attention.key_length", hidden // heads)
-    eps = said.get("attention.layer_norm_epsilon", said.get("attention.layer_norm_rms_epsilon"))
+def common(metadata: GgufMetadata) -> Values:
+    """Return the card values that most families share."""
+    hidden, heads = metadata.whole("embedding_length"), max(metadata.largest("attention.head_count", 0), 1)
+    dim = metadata.whole("attention.key_length", hidden // heads)
+    eps = metadata.get("attention.layer_norm_epsilon", metadata.get("attention.layer_norm_rms_epsilon"))
     return {
-        "vocab_size": said.rows("token_embd.weight"),
+        "vocab_size": metadata.rows("token_embd.weight"),
         "hidden_size": hidden,
-        "intermediate_size": said.get("feed_forward_length"),
-        "num_hidden_layers": num_layers(said),
+        "intermediate_size": metadata.get("feed_forward_length"),
+        "num_hidden_layers": num_layers(metadata),
         "num_attention_heads": heads,
-        "num_key_value_heads": said.get("attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
         "head_dim": dim,
-        "max_position_embeddings": said.get("context_length"),
-        "rms_norm_eps": said.get("attention.layer_norm_rms_epsilon", eps),
+        "max_position_embeddings": metadata.get("context_length"),
+        "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon", eps),
         "layer_norm_eps": eps,
         "layer_norm_epsilon": eps,
         "norm_epsilon": eps,
-        "rope_theta": said.get("rope.freq_base", 10000.0),
-        "rope_scaling": _scaling(said),
-        "partial_rotary_factor": _share(said.whole("rope.dimension_count", dim), dim),
-        "tie_word_embeddings": "output.weight" not in said.tensors,
-        "attention_bias": said.has("attn_q.bias", "attn_qkv.bias"),
-        "mlp_bias": said.has("ffn_up.bias"),
+        "rope_theta": metadata.get("rope.freq_base", 10000.0),
+        "rope_scaling": _scaling(metadata),
+        "partial_rotary_factor": _share(metadata.whole("rope.dimension_count", dim), dim),
+        "tie_word_embeddings": "output.weight" not in metadata.tensors,
+        "attention_bias": metadata.has("attn_q.bias", "attn_qkv.bias"),
+        "mlp_bias": metadata.has("ffn_up.bias"),
     }
 
 
-def num_layers(said: GgufMetadata) -> int:
-    """Return how many layers there are, but for those behind them that predict further tokens."""
-    count = said.whole("block_count") - said.whole("nextn_predict_layers", 0)
+def num_layers(metadata: GgufMetadata) -> int:
+    """Return the number of layers, without the next-token-prediction layers at the end."""
+    count = metadata.whole("block_count") - metadata.whole("nextn_predict_layers", 0)
     if count < 1:
-        raise said.wrong("block_count", "more than nextn_predict_layers")
+        raise metadata.wrong("block_count", "more than nextn_predict_layers")
     return count
 
 
 def _share(count: int, dim: int) -> float:
-    """Return the share of a head that is rotated, such that its product with the head's numbers is cut to the count."""
+    """Return the rotated fraction of a head; its product with the head dimension truncates to ``count``."""
     share = count / max(dim, 1)
     return share if int(dim * share) == count else (count + 0.5) / max(dim, 1)
 
 
-def _scaling(said: GgufMetadata) -> Values | None:
-    kind, factor = said.get("rope.scaling.type"), said.get("rope.scaling.factor")
-    original = said.get("rope.scaling.original_context_length")
-    if said.has("rope_factors_long.weight"):
+def _scaling(metadata: GgufMetadata) -> Values | None:
+    kind, factor = metadata.get("rope.scaling.type"), metadata.get("rope.scaling.factor")
+    original = metadata.get("rope.scaling.original_context_length")
+    if metadata.has("rope_factors_long.weight"):
         return {
             "rope_type": "longrope",
-            "short_factor": said.factors("rope_factors_short.weight"),
-            "long_factor": said.factors("rope_factors_long.weight"),
+            "short_factor": metadata.factors("rope_factors_short.weight"),
+            "long_factor": metadata.factors("rope_factors_long.weight"),
             "original_max_position_embeddings": original,
-            "attention_factor": said.get("rope.scaling.attn_factor"),
+            "attention_factor": metadata.get("rope.scaling.attn_factor"),
         }
-    if said.has("rope_freqs.weight"):
-        return {"rope_type": "factors", "factors": said.factors("rope_freqs.weight")}
+    if metadata.has("rope_freqs.weight"):
+        return {"rope_type": "factors", "factors": metadata.factors("rope_freqs.weight")}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        stretch = 10.0 * said.real("rope.scaling.yarn_log_multiplier", 0.0)  # of the factor's logarithm
+        stretch = 10.0 * metadata.real("rope.scaling.yarn_log_multiplier", 0.0)  # per logarithm of the factor
         return {
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": original,
-            "beta_fast": said.get("rope.scaling.yarn_beta_fast"),
-            "beta_slow": said.get("rope.scaling.yarn_beta_slow"),
-            "attention_factor": said.get("rope.scaling.yarn_attn_factor"),
+            "beta_fast": metadata.get("rope.scaling.yarn_beta_fast"),
+            "beta_slow": metadata.get("rope.scaling.yarn_beta_slow"),
+            "attention_factor": metadata.get("rope.scaling.yarn_attn_factor"),
             **({"mscale": stretch, "mscale_all_dim": stretch} if stretch else {}),
         }
     if kind not in (None, "none"):
-        raise said.wrong("rope.scaling.type", "none, linear or yarn")
+        raise metadata.wrong("rope.scaling.type", "none, linear or yarn")
     return None
 
 
-def layer_kinds(said: GgufMetadata) -> Values:
-    """Return which layers slide, of architectures whose families have a period of their own for files that do not say."""
-    pattern, key = said.get("attention.sliding_window_pattern"), "sliding_window_pattern"
+def layer_kinds(metadata: GgufMetadata) -> Values:
+    """Return the sliding layers, for architectures with a default period in their family."""
+    pattern, key = metadata.get("attention.sliding_window_pattern"), "sliding_window_pattern"
     if not isinstance(pattern, list):
         return {key: pattern}
-    kinds = ["sliding_attention" if each else "full_attention" for each in pattern[: num_layers(said)]]
+    kinds = ["sliding_attention" if each else "full_attention" for each in pattern[: num_layers(metadata)]]
     return {key: None, "layer_types": kinds}

@@ -1,7 +1,7 @@
-"""A GGUF file's weights as a folder of safetensors: what ``quintet convert`` writes of one.
+"""Convert a GGUF file to a folder of safetensors (``quintet convert``).
 
-What is quantized is made numbers of the model's format, to those that the file stands for, rounded once; what is not stays as it
-is. Tensors have the names under which the model's family knows them, so ``config.json`` is the card that was made of the file.
+Quantized tensors are dequantized and rounded once to the model's number format; others are unchanged. Tensors have
+the names of the model's family, and ``config.json`` is the card made from the file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.number_formats import ITEM_BYTES
 
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-Told = Callable[[int], object]
-"""Hears of each so many numbers that were written."""
+Progress = Callable[[int], object]
+"""Called with the number of values of each written tensor."""
 
 
-class _Numbers:
-    """The tensors of one file, as they are written."""
+class _OutputTensors:
+    """Output tensors of one file."""
 
-    def __init__(self, file: GgufFile, usual: str, told: Told) -> None:
-        """usual: the number format of what is quantized."""
-        self._file, self._told = file, told
+    def __init__(self, file: GgufFile, usual: str, on_progress: Progress) -> None:
+        """usual: number format for quantized tensors."""
+        self._file, self._on_progress = file, on_progress
         self.entries: dict[str, Entry] = {}
         for name in file:
             if name in file.made:
@@ -42,28 +42,29 @@ class _Numbers:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor."""
+        """Return a tensor in its output format."""
         tensor = self._file.tensor(name)
-        self._told(tensor.numel())
+        self._on_progress(tensor.numel())
         return tensor.to(DTYPES[self.entries[name].dtype])
 
     def drop(self, name: str) -> None:
-        """Hear that it was written."""
+        """Release a written tensor."""
         self._file.drop(name)
 
 
 class Folder:
-    """A folder that will be written."""
+    """Plan of an output folder."""
 
-    def __init__(self, path: Path, model: ModelConfig, read: ReadBlocks, told: Told) -> None:
-        """path: the file, of which ``model`` was resolved; read: see `open_gguf`."""
+    def __init__(self, path: Path, model: ModelConfig, read: ReadBlocks, on_progress: Progress) -> None:
+        """path: the GGUF file of ``model``; read: see `open_gguf`; on_progress: called with the number of values of each
+        written tensor."""
         usual = _KINDS[model.dtype]
         files = open_gguf(path, model, DTYPES[usual], read)
-        self._files = [_Numbers(file, usual, told) for file in files]
+        self._files = [_OutputTensors(file, usual, on_progress) for file in files]
         values = json.loads(model.card)
         card = {key: values[key] for key in values if key not in (FILE_KEYS, "quantization_config")}
         kind = model_type_of(model.architecture)
@@ -71,12 +72,12 @@ class Folder:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(file.num_bytes for file in self._files)
 
     @property
     def num_numbers(self) -> int:
-        """Of all tensors."""
+        """Values of all tensors."""
         return sum(math.prod(entry.shape) for file in self._files for entry in file.entries.values())
 
     def write(self, out: Path) -> None:

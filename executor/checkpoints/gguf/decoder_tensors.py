@@ -1,7 +1,7 @@
-"""Where a GGUF file has what a decoder expects: from each name of its spec to the file's.
+"""Map the tensors of a decoder's spec to those of a GGUF file.
 
-The file's names are the same for all architectures (``blk.0.attn_q.weight``); what the model expects is said by its spec, whose
-names and layouts are those of its family's checkpoints. So one walk over the spec serves all families.
+A file's names are the same for all architectures (``blk.0.attn_q.weight``). The spec has the names and layouts of the
+family's checkpoints, so one walk over it serves all families.
 """
 
 from __future__ import annotations
@@ -26,32 +26,34 @@ from quintet.executor.model_config.spec import (
 )
 
 
-def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], how: Architecture) -> dict[str, Recipe]:
-    """Return how each tensor is made that a file of this architecture has."""
+def recipes_of(
+    spec: DecoderSpec, tensors: Mapping[str, Tensor], architecture: Architecture
+) -> dict[str, Recipe]:
+    """Return the recipe of each tensor that the file has."""
     found, names = TensorMap(tensors, spec.names), spec.names
     found.module(names.embedding, "token_embd")
     found.module(names.positions, "position_embd")
     found.norm(names.embedding_norm, "token_embd_norm", spec.embedding_norm)
-    final = "output_norm" if found.has("output_norm") else "token_embd_norm"  # so LFM2's is called
+    final = "output_norm" if found.has("output_norm") else "token_embd_norm"  # the name in LFM2 files
     found.norm(names.final_norm, final, spec.final_norm)
     found.module(names.head, "output")
     for index, layer in enumerate(spec.layers):
-        _add_layer(found.in_layer(index), layer, how)
+        _add_layer(found.in_layer(index), layer, architecture)
     return {name: scaled(recipe, tensors) for name, recipe in found.recipes.items()}
 
 
-def _add_layer(found: TensorMap, layer: LayerSpec, how: Architecture) -> None:
+def _add_layer(found: TensorMap, layer: LayerSpec, architecture: Architecture) -> None:
     _add_norms(found, layer)
     mixer = layer.mixer
     if isinstance(mixer, ParallelMixerSpec):
-        add_state(found, mixer.state, how.tiled)
+        add_state(found, mixer.state, architecture.tiled)
         mixer = mixer.attention
     if isinstance(mixer, AttentionSpec):
-        _add_attention(found, mixer, how.neighbours and not mixer.interleaved)
+        _add_attention(found, mixer, architecture.interleaved_rope and not mixer.interleaved)
     elif isinstance(mixer, LatentSpec):
         add_latent(found, mixer)
     elif mixer is not None:
-        add_state(found, mixer, how.tiled)
+        add_state(found, mixer, architecture.tiled)
     if isinstance(layer.mlp, MlpSpec):
         _add_feed_forward(found, layer.mlp)
     elif layer.mlp is not None:
@@ -60,12 +62,12 @@ def _add_layer(found: TensorMap, layer: LayerSpec, how: Architecture) -> None:
 
 def _add_norms(found: TensorMap, layer: LayerSpec) -> None:
     names, mixer, mlp = found.names, layer.mixer_norms, layer.mlp_norms
-    both = found.has("attn_norm_2")  # of one input, the second for attention: Falcon 40b
+    both = found.has("attn_norm_2")  # Falcon 40B: two norms of one input, the second for attention
     found.norm(names.mixer_norm, "attn_norm_2" if both else "attn_norm", mixer.before)
     found.norm(names.mixer_out_norm, "post_attention_norm", mixer.after)
     before = "attn_norm" if both else "ffn_norm"
     if layer.mixer is None and found.has("attn_norm"):
-        before = "attn_norm"  # of whatever the layer is
+        before = "attn_norm"  # norm of any layer kind
     elif mixer.after is None and not found.has(before):
         before = "post_attention_norm"
     found.norm(names.mlp_norm, before, mlp.before)
@@ -93,7 +95,8 @@ def _add_attention(found: TensorMap, spec: AttentionSpec, paired: bool) -> None:
 def _qkv(
     found: TensorMap, spec: AttentionSpec, paired: bool, leaf: str
 ) -> tuple[TensorRows, TensorRows, TensorRows] | None:
-    """Return the rows of queries, keys and values, wherever the file has them, as a model that rotates halves has them."""
+    """Return the rows of queries, keys and values in the order of a model that rotates halves; None if the file has
+    none."""
     heads, kv_heads, dim = spec.num_heads * (2 if spec.output_gate else 1), spec.num_kv_heads, spec.head_dim
     stacked = found.rows(f"attn_qkv.{leaf}")
     if stacked is not None:
@@ -101,17 +104,17 @@ def _qkv(
         q, k = stacked.between(0, first), stacked.between(first, second)
         v = stacked.between(second, second + kv_heads * spec.value_dim)
     else:
-        apart = [found.rows(f"attn_{part}.{leaf}") for part in "qkv"]
-        if apart[0] is None or apart[1] is None or apart[2] is None:
+        separate = [found.rows(f"attn_{part}.{leaf}") for part in "qkv"]
+        if separate[0] is None or separate[1] is None or separate[2] is None:
             return None
-        q, k, v = apart[0], apart[1], apart[2]
+        q, k, v = separate[0], separate[1], separate[2]
     if paired:
         q, k = q.reordered(unpaired(heads, dim)), k.reordered(unpaired(kv_heads, dim))
     return q, k, v
 
 
 def _add_norm_of_heads(found: TensorMap, ours: str, theirs: str, dim: int) -> None:
-    """Say where a norm of each head is: a tensor each, of the file a row."""
+    """Add a norm tensor for each head; the file has one row for each head."""
     tensor, rows = found.tensor(f"{theirs}.weight"), found.rows(f"{theirs}.weight")
     if tensor is None or rows is None:
         return
@@ -121,7 +124,7 @@ def _add_norm_of_heads(found: TensorMap, ours: str, theirs: str, dim: int) -> No
 
 def _add_feed_forward(found: TensorMap, spec: MlpSpec) -> None:
     names, both = found.names, found.rows("ffn_up.weight")
-    if spec.gated and not found.has("ffn_gate") and both is not None:  # gates above ups: Phi 3, ChatGLM
+    if spec.gated and not found.has("ffn_gate") and both is not None:  # fused gate and up: Phi 3, ChatGLM
         found.stacked(f"{names.gate}.weight", (both.between(0, spec.width),))
         found.stacked(f"{names.up}.weight", (both.between(spec.width, 2 * spec.width),))
     else:

@@ -1,4 +1,4 @@
-"""What models with attention and plain feed-forwards say in their own way in a GGUF file. Imports no torch."""
+"""Architecture-specific card values of attention models with plain feed-forwards. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,182 +8,193 @@ from quintet.executor.checkpoints.gguf.common_values import Values, common, laye
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 
-def _gemma_cap(said: GgufMetadata) -> Values:
-    heads, hidden = max(said.whole("attention.head_count"), 1), said.whole("embedding_length")
-    largest = num_layers(said) == (46 if said.architecture == "gemma2" else 62)
+def _gemma_cap(metadata: GgufMetadata) -> Values:
+    heads, hidden = max(metadata.whole("attention.head_count"), 1), metadata.whole("embedding_length")
+    largest = num_layers(metadata) == (46 if metadata.architecture == "gemma2" else 62)
     return {
-        "query_pre_attn_scalar": hidden / heads if largest else said.get("attention.key_length"),
-        "attn_logit_softcapping": said.get("attn_logit_softcapping"),
-        "final_logit_softcapping": said.get("final_logit_softcapping"),
-        "sliding_window": said.get("attention.sliding_window"),
+        "query_pre_attn_scalar": hidden / heads if largest else metadata.get("attention.key_length"),
+        "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+        "sliding_window": metadata.get("attention.sliding_window"),
     }
 
 
-def gemma2(said: GgufMetadata) -> Values:
-    """Gemma 2."""
-    return _gemma_cap(said)
+def gemma2(metadata: GgufMetadata) -> Values:
+    """Return the values of Gemma 2."""
+    return _gemma_cap(metadata)
 
 
-def gemma3(said: GgufMetadata) -> Values:
-    """Gemma 3: layers that slide have a rotation of their own."""
-    local = said.get("rope.freq_base_swa", 10000.0)
-    return {**gemma2(said), "rope_local_base_freq": local, **layer_kinds(said)}
+def gemma3(metadata: GgufMetadata) -> Values:
+    """Return the values of Gemma 3: sliding layers have a separate rotation base."""
+    local = metadata.get("rope.freq_base_swa", 10000.0)
+    return {**gemma2(metadata), "rope_local_base_freq": local, **layer_kinds(metadata)}
 
 
-def phi3(said: GgufMetadata) -> Values:
-    """Phi 3 and 4."""
-    return {"sliding_window": said.get("attention.sliding_window") or None}
+def phi3(metadata: GgufMetadata) -> Values:
+    """Return the values of Phi 3 and 4."""
+    return {"sliding_window": metadata.get("attention.sliding_window") or None}
 
 
-def bitnet(said: GgufMetadata) -> Values:
-    """BitNet b1.58. Files do not say the activation: of the paper's first models, which llama.cpp computes, it is SiLU; 2B4T, the
-    one of another rotation, has squared ReLU.
+def bitnet(metadata: GgufMetadata) -> Values:
+    """Return the values of BitNet b1.58.
+
+    Files lack the activation: SiLU for the paper's first models (as in llama.cpp), squared ReLU for 2B4T, which is
+    recognised by its rotation base.
     """
-    is_2b4t = said.get("rope.freq_base") == 500000.0
+    is_2b4t = metadata.get("rope.freq_base") == 500000.0
     return {"hidden_act": "relu2" if is_2b4t else "silu"}
 
 
-def gpt2(said: GgufMetadata) -> Values:
-    """GPT-2: positions are a table."""
+def gpt2(metadata: GgufMetadata) -> Values:
+    """Return the values of GPT-2; positions are a table."""
     return {
-        "max_position_embeddings": said.rows("position_embd.weight"),
-        "n_inner": said.get("feed_forward_length"),
+        "max_position_embeddings": metadata.rows("position_embd.weight"),
+        "n_inner": metadata.get("feed_forward_length"),
     }
 
 
-def parallel(said: GgufMetadata) -> Values:
-    """GPT-NeoX and StableLM."""
+def parallel(metadata: GgufMetadata) -> Values:
+    """Return the values of GPT-NeoX and StableLM."""
     return {
-        "use_parallel_residual": said.get("use_parallel_residual", True),
-        "use_qkv_bias": said.has("attn_q.bias"),
-        "qk_layernorm": said.has("attn_q_norm.weight"),
+        "use_parallel_residual": metadata.get("use_parallel_residual", True),
+        "use_qkv_bias": metadata.has("attn_q.bias"),
+        "qk_layernorm": metadata.has("attn_q_norm.weight"),
     }
 
 
-def falcon(said: GgufMetadata) -> Values:
-    """Falcon 7B, 40B and 11B."""
-    heads, kv_heads = said.whole("attention.head_count"), said.whole("attention.head_count_kv", 1)
-    both = said.has("attn_norm_2.weight")
+def falcon(metadata: GgufMetadata) -> Values:
+    """Return the values of Falcon 7B, 40B and 11B."""
+    heads, kv_heads = metadata.whole("attention.head_count"), metadata.whole("attention.head_count_kv", 1)
+    both = metadata.has("attn_norm_2.weight")
     return {
         "new_decoder_architecture": both or kv_heads not in (1, heads),
         "num_ln_in_parallel_attn": 2 if both else 1,
         "multi_query": kv_heads == 1,
         "num_kv_heads": kv_heads,
-        "ffn_hidden_size": said.get("feed_forward_length"),
-        "bias": said.has("attn_qkv.bias"),
+        "ffn_hidden_size": metadata.get("feed_forward_length"),
+        "bias": metadata.has("attn_qkv.bias"),
     }
 
 
-def starcoder(said: GgufMetadata) -> Values:
-    """StarCoder 1."""
-    return {**gpt2(said), "multi_query": said.whole("attention.head_count_kv", 1) == 1}
+def starcoder(metadata: GgufMetadata) -> Values:
+    """Return the values of StarCoder 1."""
+    return {**gpt2(metadata), "multi_query": metadata.whole("attention.head_count_kv", 1) == 1}
 
 
-def cohere(said: GgufMetadata) -> Values:
-    """Command R and its heirs."""
+def cohere(metadata: GgufMetadata) -> Values:
+    """Return the values of Command R and its successors."""
     return {
-        "logit_scale": said.get("logit_scale"),
-        "use_qk_norm": said.has("attn_q_norm.weight"),
-        **slides(said),
+        "logit_scale": metadata.get("logit_scale"),
+        "use_qk_norm": metadata.has("attn_q_norm.weight"),
+        **slides(metadata),
     }
 
 
-def granite(said: GgufMetadata) -> Values:
-    """Granite's factors."""
+def granite(metadata: GgufMetadata) -> Values:
+    """Return Granite's factors."""
     return {
-        "attention_multiplier": said.get("attention.scale"),
-        "embedding_multiplier": said.get("embedding_scale"),
-        "residual_multiplier": said.get("residual_scale"),
-        "logits_scaling": said.get("logit_scale"),
+        "attention_multiplier": metadata.get("attention.scale"),
+        "embedding_multiplier": metadata.get("embedding_scale"),
+        "residual_multiplier": metadata.get("residual_scale"),
+        "logits_scaling": metadata.get("logit_scale"),
     }
 
 
-def minicpm(said: GgufMetadata) -> Values:
-    """MiniCPM's files have the factors that its card derives from others."""
+def minicpm(metadata: GgufMetadata) -> Values:
+    """Return the values of MiniCPM; its files have derived factors, its card the original ones."""
     return {
-        "scale_emb": said.get("embedding_scale", 12.0),
-        "scale_depth": said.real("residual_scale", 1.4 / num_layers(said) ** 0.5) * num_layers(said) ** 0.5,
-        "dim_model_base": round(said.whole("embedding_length") / max(said.real("logit_scale", 1.0), 1e-6)),
+        "scale_emb": metadata.get("embedding_scale", 12.0),
+        "scale_depth": metadata.real("residual_scale", 1.4 / num_layers(metadata) ** 0.5)
+        * num_layers(metadata) ** 0.5,
+        "dim_model_base": round(
+            metadata.whole("embedding_length") / max(metadata.real("logit_scale", 1.0), 1e-6)
+        ),
     }
 
 
-def olmo2_name(said: GgufMetadata) -> str:
-    """OLMo 3's files have the name, too."""
-    return "Olmo3ForCausalLM" if said.get("attention.sliding_window") else "Olmo2ForCausalLM"
+def olmo2_name(metadata: GgufMetadata) -> str:
+    """Return the architecture name; OLMo 3 shares the GGUF name."""
+    return "Olmo3ForCausalLM" if metadata.get("attention.sliding_window") else "Olmo2ForCausalLM"
 
 
-def slides(said: GgufMetadata) -> Values:
-    """Say how far layers see that do not see everything."""
-    return {"sliding_window": said.get("attention.sliding_window"), **layer_kinds(said)}
+def slides(metadata: GgufMetadata) -> Values:
+    """Return the sliding window and the sliding layers."""
+    return {"sliding_window": metadata.get("attention.sliding_window"), **layer_kinds(metadata)}
 
 
-def baichuan(said: GgufMetadata) -> Values:
-    """Baichuan: that of 40 layers, 13B, does not rotate. The output layer of Baichuan 2 is normed before it is converted."""
-    context = said.get("context_length")
+def baichuan(metadata: GgufMetadata) -> Values:
+    """Return the values of Baichuan; the 40-layer model (13B) uses ALiBi. The converter normalises Baichuan 2's output
+    layer."""
+    context = metadata.get("context_length")
     return {
-        "max_position_embeddings": None if num_layers(said) == 40 else context,
+        "max_position_embeddings": None if num_layers(metadata) == 40 else context,
         "model_max_length": context,
     }
 
 
-def apertus(said: GgufMetadata) -> Values:
-    """Apertus: its learned activations are settings of the file, below no architecture's name, one for all layers perhaps."""
-    count = num_layers(said)
+def apertus(metadata: GgufMetadata) -> Values:
+    """Return the values of Apertus; learned activations are keys without an architecture prefix, one value or one for
+    each layer."""
+    count = num_layers(metadata)
     curves = {}
     for key in ("alpha_p", "alpha_n", "beta", "eps"):
-        value = said.parts.metadata.get(f"xielu.{key}")
+        value = metadata.parts.metadata.get(f"xielu.{key}")
         values = value.tolist() if isinstance(value, np.ndarray) else value
         curves[key] = values if isinstance(values, list) else [values] * count
-    scaling = common(said)["rope_scaling"] or {"rope_type": "default"}
+    scaling = common(metadata)["rope_scaling"] or {"rope_type": "default"}
     return {"xielu_curves": curves, "rope_scaling": scaling}
 
 
-def qwen1(said: GgufMetadata) -> Values:
-    """Qwen 1: half of what it calls its width; nothing of how contexts beyond its training are stretched."""
-    return {"kv_channels": said.get("attention.key_length"), "seq_length": said.get("context_length")}
+def qwen1(metadata: GgufMetadata) -> Values:
+    """Return the values of Qwen 1. Files lack its context extension."""
+    return {"kv_channels": metadata.get("attention.key_length"), "seq_length": metadata.get("context_length")}
 
 
-def chatglm(said: GgufMetadata) -> Values:
-    """ChatGLM 2 and 3, GLM-4-9B."""
+def chatglm(metadata: GgufMetadata) -> Values:
+    """Return the values of ChatGLM 2 and 3 and GLM-4-9B."""
     return {
         "multi_query_attention": True,
-        "ffn_hidden_size": said.get("feed_forward_length"),
-        "layernorm_epsilon": said.get("attention.layer_norm_rms_epsilon"),
-        "add_qkv_bias": said.has("attn_qkv.bias", "attn_q.bias"),
+        "ffn_hidden_size": metadata.get("feed_forward_length"),
+        "layernorm_epsilon": metadata.get("attention.layer_norm_rms_epsilon"),
+        "add_qkv_bias": metadata.has("attn_qkv.bias", "attn_q.bias"),
     }
 
 
-def mpt(said: GgufMetadata) -> Values:
-    """MPT: learned positions where there is no ALiBi."""
-    octaves = said.real("attention.max_alibi_bias", 0.0)
+def mpt(metadata: GgufMetadata) -> Values:
+    """Return the values of MPT; learned positions without ALiBi."""
+    octaves = metadata.real("attention.max_alibi_bias", 0.0)
     return {
         "attn_config": {
             "alibi": octaves > 0.0,
             "alibi_bias_max": octaves or None,
-            "clip_qkv": said.get("attention.clamp_kqv"),
-            "qk_ln": said.has("attn_q_norm.weight"),
+            "clip_qkv": metadata.get("attention.clamp_kqv"),
+            "qk_ln": metadata.has("attn_q_norm.weight"),
         },
-        "no_bias": not said.has("attn_qkv.bias"),
-        "expansion_ratio": said.whole("feed_forward_length") // max(said.whole("embedding_length"), 1),
+        "no_bias": not metadata.has("attn_qkv.bias"),
+        "expansion_ratio": metadata.whole("feed_forward_length")
+        // max(metadata.whole("embedding_length"), 1),
     }
 
 
-def ministral3(said: GgufMetadata) -> Values:
-    """Ministral 3, whose queries of far positions are scaled up."""
-    usual = common(said)
+def ministral3(metadata: GgufMetadata) -> Values:
+    """Return the values of Ministral 3, which scales queries at far positions."""
+    usual = common(metadata)
     rope = {**(usual["rope_scaling"] or {}), "rope_theta": usual["rope_theta"]}
-    return {"rope_parameters": rope | {"llama_4_scaling_beta": said.get("attention.temperature_scale")}}
+    return {"rope_parameters": rope | {"llama_4_scaling_beta": metadata.get("attention.temperature_scale")}}
 
 
-def deci(said: GgufMetadata) -> Values:
-    """Nemotron-NAS: layers without attention, or without a feed-forward."""
-    count = num_layers(said)
+def deci(metadata: GgufMetadata) -> Values:
+    """Return the values of Nemotron-NAS: layers without attention or without a feed-forward."""
+    count = num_layers(metadata)
     heads, kv_heads, widths = (
-        said.each(key, count)
+        metadata.each(key, count)
         for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
     )
     if any(each and not shared for each, shared in zip(heads, kv_heads, strict=True)):
-        raise said.wrong("attention.head_count_kv", "0 only where head_count is: linear layers are not known")
+        raise metadata.wrong(
+            "attention.head_count_kv",
+            "0 only for layers with head_count 0; linear attention is not supported",
+        )
     blocks = [
         {
             "attention": {"n_heads_in_group": each // shared} if shared else {"no_op": True},

@@ -1,4 +1,4 @@
-"""Where a GGUF file has what experts expect: a matrix of three dimensions for all gates, one for all ups, one for all downs."""
+"""Map expert tensors of a GGUF file: one three-dimensional tensor for all gates, one for all ups, one for all downs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quintet.executor.model_config.experts import ExpertsSpec
 
 
 def add_experts(found: TensorMap, spec: ExpertsSpec) -> None:
-    """Say how the tensors of one layer are made."""
+    """Add the recipes of one layer's experts."""
     names, count = found.names, spec.routing.experts
     found.module(names.router, "ffn_gate_inp")
     row = (1, count) if spec.correction_in_row else (count,)
@@ -34,7 +34,8 @@ def _add_gates_and_ups(found: TensorMap, spec: ExpertsSpec) -> None:
 def _gates_and_ups(
     found: TensorMap, count: int, wide: int
 ) -> tuple[list[TensorRows], list[TensorRows]] | None:
-    """Return the rows of each expert's gates and ups: of a tensor for both, of one for each, or, in old files, of one each."""
+    """Return the gate and up rows of each expert. Files have a fused tensor, one for each kind, or (old) one for each
+    expert."""
     both = found.rows("ffn_gate_up_exps.weight")
     if both is not None:
         pairs = [both.between(2 * wide * expert, 2 * wide * (expert + 1)) for expert in range(count)]
@@ -47,9 +48,9 @@ def _by_expert(found: TensorMap, which: str, count: int, height: int) -> list[Te
     whole = found.rows(f"ffn_{which}_exps.weight")
     if whole is not None:
         return [whole.between(height * expert, height * (expert + 1)) for expert in range(count)]
-    apart = [found.rows(f"ffn_{which}.{expert}.weight") for expert in range(count)]
-    there = [rows for rows in apart if rows is not None]
-    return there if len(there) == count else None
+    separate = [found.rows(f"ffn_{which}.{expert}.weight") for expert in range(count)]
+    present = [rows for rows in separate if rows is not None]
+    return present if len(present) == count else None
 
 
 def _add_downs(found: TensorMap, spec: ExpertsSpec) -> None:

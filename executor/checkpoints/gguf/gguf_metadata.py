@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, by the keys of its architecture. Imports no torch."""
+"""Typed access to a GGUF file's metadata, by keys of its architecture. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _MAX_FACTORS = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class GgufMetadata:
-    """Metadata below the architecture's name, and the tensors: what a card is made of."""
+    """Metadata below the architecture's name, and the tensors: source of a model card."""
 
     parts: Parts
     architecture: str
     tensors: Mapping[str, Tensor]
     in_layers: frozenset[str]
-    """What tensors are called that some layer has."""
+    """Tensor names within layers, without the layer's prefix."""
 
     @classmethod
     def of(cls, parts: Parts) -> GgufMetadata:
-        """Return what a file says. Raises `ConfigError` where it names no architecture."""
+        """Read a file's metadata. Raises `ConfigError` if it names no architecture."""
         name = parts.metadata.get("general.architecture")
         if not isinstance(name, str) or not name.isprintable() or not name:
             raise ConfigError(
-                f"{parts.path}: general.architecture is {name!r:.60}; a model's file names its own"
+                f"{parts.path}: general.architecture is {name!r:.60}; it must be the name of an architecture"
             )
         tensors = dict(parts.tensors())
         in_layers = frozenset(
@@ -43,18 +43,18 @@ class GgufMetadata:
 
     @property
     def path(self) -> Path:
-        """The first file, for error messages."""
+        """Path of the first file, for error messages."""
         return self.parts.path
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value as JSON has it, ``default`` where there is none; whoever reads the card checks it."""
+        """Return a value as JSON type, ``default`` if it is missing. The card's reader validates it."""
         value = self.parts.metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, Strings):
             raise self.wrong(key, "a number, a truth value or a text")
         return default if value is None else value.tolist() if isinstance(value, np.ndarray) else value
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return a whole number, of a list of equal ones that one."""
+        """Return an integer; the single value of a list of equal ones."""
         value = self.get(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
@@ -63,11 +63,11 @@ class GgufMetadata:
         return value
 
     def once(self, key: str) -> int | None:
-        """Return a whole number that is the same for all layers; None where there is none."""
+        """Return an integer that is the same for all layers; None if it is missing."""
         return None if self.get(key) is None else self.whole(key)
 
     def largest(self, key: str, default: int) -> int:
-        """Return a whole number, of a list the largest."""
+        """Return an integer; the largest of a list."""
         value = self.get(key, default)
         values = value if isinstance(value, list) and value else [value]
         if not all(type(each) is int and 0 <= each < 1 << 32 for each in values):
@@ -76,14 +76,14 @@ class GgufMetadata:
         return largest
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return a number."""
+        """Return a float."""
         value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self.wrong(key, "a number")
         return float(value)
 
     def each(self, key: str, count: int, default: int | None = None) -> list[int]:
-        """Return a whole number for each of so many layers: the same for all where the file has one."""
+        """Return an integer for each of ``count`` layers; a single value is repeated."""
         value = self.get(key, default)
         values = value if isinstance(value, list) else [value] * count
         if len(values) != count or not all(type(each) is int and each >= 0 for each in values):
@@ -91,23 +91,23 @@ class GgufMetadata:
         return values
 
     def wrong(self, key: str, allowed: str) -> ConfigError:
-        """Return the error for a value that is not what is allowed."""
+        """Return the error for an invalid value."""
         value = self.parts.metadata.get(f"{self.architecture}.{key}")
         found = "is missing" if value is None else f"is {value!r:.60}"
         return ConfigError(f"{self.path}: {self.architecture}.{key} {found}; it must be {allowed}")
 
     def has(self, *names: str) -> bool:
-        """Whether the file has one of these tensors, or a layer one that is called so."""
+        """Return True if the file, or one of its layers, has one of these tensors."""
         return any(name in self.tensors or name in self.in_layers for name in names)
 
     def rows(self, name: str) -> int:
-        """Return the outermost size of a tensor, which there must be."""
+        """Return the outermost dimension of a tensor. Raises `ConfigError` if it is missing."""
         if name not in self.tensors:
             raise ConfigError(f"{self.path}: tensor {name!r} is missing; the download may be incomplete")
         return self.tensors[name].shape[0]
 
     def factors(self, name: str) -> list[float]:
-        """Return the numbers of a small tensor of float32, read here."""
+        """Read a small float32 tensor."""
         tensor = self.tensors[name]
         if tensor.type.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where a GGUF file has what attention over latents expects (DeepSeek V2 and V3, MiniCPM 3)."""
+"""Map the tensors of latent attention (DeepSeek V2 and V3, MiniCPM 3) in a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quintet.executor.model_config.spec import LatentSpec
 
 
 def add_latent(found: TensorMap, spec: LatentSpec) -> None:
-    """Say how the tensors of one layer are made. What heads make of latents is one tensor in older files, two in newer."""
+    """Add the recipes of one layer. Older files have one KV up-projection; newer ones split it into keys and values."""
     names = found.names
     if spec.q_rank is None:
         found.module(names.q, "attn_q")

@@ -1,4 +1,4 @@
-"""The files of a model in GGUF: one, or several that say of each other that they belong together. Imports no torch."""
+"""Files of a GGUF model: one, or the parts of a split model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from quintet.wire.model_files import GGUF, part_paths
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """All headers of a model."""
+    """Headers of all files of a model."""
 
     headers: tuple[Header, ...]
 
     @property
     def path(self) -> Path:
-        """The first file."""
+        """Path of the first file."""
         return self.headers[0].path
 
     @property
     def metadata(self) -> dict[str, Value]:
-        """The model's: what the first file says."""
+        """Metadata of the first file, which describes the model."""
         return self.headers[0].metadata
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -34,13 +34,13 @@ class Parts:
 
 
 def read_parts(path: Path) -> Parts:
-    """Read the headers of a model. Raises `ConfigError` for a part that is missing, or is of another model."""
+    """Read the headers of a model. Raises `ConfigError` for a part that is missing or belongs to another model."""
     headers = tuple(map(read_header, part_paths(path)))
     first = headers[0]
     count = first.metadata.get("split.count", 0)
     if count not in (0, 1) and count != len(headers):
         raise ConfigError(
-            f"{first.path}: says that it is one of {count!r:.40} files; they must lie side by side and be called"
+            f"{first.path}: split.count is {count!r:.40}; all parts must be in one folder and named"
             f" NAME-00001-of-{count!r:0>5.5}{GGUF} and so on"
         )
     if len(headers) > 1:
@@ -54,11 +54,11 @@ def _check_together(headers: tuple[Header, ...]) -> None:
         for key, due in (("split.no", number), ("split.count", len(headers))):
             if header.metadata.get(key) != due:
                 raise ConfigError(
-                    f"{header.path}: {key} is {header.metadata.get(key)!r:.40}, not {due}: it is of another model, or renamed"
+                    f"{header.path}: {key} is {header.metadata.get(key)!r:.40}, not {due}: of another model or renamed"
                 )
         for name in header.tensors:
             if name in seen:
-                raise ConfigError(f"{header.path}: tensor {name!r:.80} is in {seen[name].name} too")
+                raise ConfigError(f"{header.path}: tensor {name!r:.80} is also in {seen[name].name}")
             seen[name] = header.path
     total = headers[0].metadata.get("split.tensors.count", len(seen))
     if total != len(seen):

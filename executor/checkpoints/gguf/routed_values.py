@@ -1,4 +1,4 @@
-"""What models of experts, and those that attend over latents, say in their own way in a GGUF file. Imports no torch."""
+"""Architecture-specific card values of MoE models and of latent attention. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,62 +7,62 @@ from quintet.executor.checkpoints.gguf.dense_values import granite, slides
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 _SIGMOID = 2
-"""How ``expert_gating_func`` calls scores that are logistic functions."""
+"""``expert_gating_func`` of sigmoid scores."""
 
 
-def experts(said: GgufMetadata, renormalise: bool = False) -> Values:
-    """``renormalise``: what llama.cpp does in this architecture where its file does not say."""
+def experts(metadata: GgufMetadata, renormalise: bool = False) -> Values:
+    """Return the common MoE values. renormalise: llama.cpp's default of ``expert_weights_norm`` for the architecture."""
     return {
-        "num_experts": said.get("expert_count"),
-        "num_experts_per_tok": said.get("expert_used_count"),
-        "moe_intermediate_size": said.once("expert_feed_forward_length"),
-        "n_shared_experts": said.get("expert_shared_count", 0),
-        "shared_expert_intermediate_size": said.get("expert_shared_feed_forward_length"),
-        "n_group": said.get("expert_group_count", 1),
-        "topk_group": said.get("expert_group_used_count", 1),
-        "norm_topk_prob": said.get("expert_weights_norm", renormalise),
-        "routed_scaling_factor": said.get("expert_weights_scale") or 1.0,
-        "first_k_dense_replace": said.get("leading_dense_block_count", 0),
+        "num_experts": metadata.get("expert_count"),
+        "num_experts_per_tok": metadata.get("expert_used_count"),
+        "moe_intermediate_size": metadata.once("expert_feed_forward_length"),
+        "n_shared_experts": metadata.get("expert_shared_count", 0),
+        "shared_expert_intermediate_size": metadata.get("expert_shared_feed_forward_length"),
+        "n_group": metadata.get("expert_group_count", 1),
+        "topk_group": metadata.get("expert_group_used_count", 1),
+        "norm_topk_prob": metadata.get("expert_weights_norm", renormalise),
+        "routed_scaling_factor": metadata.get("expert_weights_scale") or 1.0,
+        "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
     }
 
 
-def mixtral(said: GgufMetadata) -> Values:
-    """Mixtral, as far as a file of Llama is one of it."""
+def mixtral(metadata: GgufMetadata) -> Values:
+    """Return the MoE values of Mixtral, which shares Llama's GGUF name."""
     return {
-        "num_local_experts": said.get("expert_count"),
-        "num_experts_per_tok": said.get("expert_used_count"),
+        "num_local_experts": metadata.get("expert_count"),
+        "num_experts_per_tok": metadata.get("expert_used_count"),
     }
 
 
-def llama_name(said: GgufMetadata) -> str:
-    """Mixtral's files have the name, too."""
-    return "MixtralForCausalLM" if said.get("expert_count") else "LlamaForCausalLM"
+def llama_name(metadata: GgufMetadata) -> str:
+    """Return the architecture name; Mixtral shares Llama's GGUF name."""
+    return "MixtralForCausalLM" if metadata.get("expert_count") else "LlamaForCausalLM"
 
 
-def deepseek2_name(said: GgufMetadata) -> str:
-    """All that attends over latents as DeepSeek V2 does has the name: V3 and its heirs, and Youtu-LLM, which has no experts."""
-    if not said.get("expert_count"):
+def deepseek2_name(metadata: GgufMetadata) -> str:
+    """Return the architecture name. DeepSeek V2, V3 and successors share it, and Youtu-LLM, which has no experts."""
+    if not metadata.get("expert_count"):
         return "YoutuForCausalLM"
-    corrected = said.has("exp_probs_b.bias")
-    kind = said.get("expert_gating_func") or (_SIGMOID if corrected else 0)
+    corrected = metadata.has("exp_probs_b.bias")
+    kind = metadata.get("expert_gating_func") or (_SIGMOID if corrected else 0)
     return "DeepseekV3ForCausalLM" if kind == _SIGMOID else "DeepseekV2ForCausalLM"
 
 
-def deepseek2(said: GgufMetadata) -> Values:
-    """DeepSeek V2 and V3. Where a file has ``_mla`` keys, those without are of latents."""
-    groups = said.get("expert_group_count", 1)
+def deepseek2(metadata: GgufMetadata) -> Values:
+    """Return the values of DeepSeek V2 and V3. With ``_mla`` keys, the plain keys describe latents."""
+    groups = metadata.get("expert_group_count", 1)
     return {
-        **experts(said),
-        **_latent(said, "_mla" if said.get("attention.key_length_mla") else ""),
+        **experts(metadata),
+        **_latent(metadata, "_mla" if metadata.get("attention.key_length_mla") else ""),
         "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
     }
 
 
-def minicpm3(said: GgufMetadata) -> Values:
-    """MiniCPM 3, whose files do not say its factors."""
-    head = said.whole("embedding_length") // max(said.whole("attention.head_count"), 1)
+def minicpm3(metadata: GgufMetadata) -> Values:
+    """Return the values of MiniCPM 3; files lack its factors."""
+    head = metadata.whole("embedding_length") // max(metadata.whole("attention.head_count"), 1)
     return {
-        **_latent(said, ""),
+        **_latent(metadata, ""),
         "v_head_dim": head,
         "scale_emb": 12.0,
         "scale_depth": 1.4,
@@ -70,17 +70,17 @@ def minicpm3(said: GgufMetadata) -> Values:
     }
 
 
-def _latent(said: GgufMetadata, ending: str) -> Values:
-    rotated = said.whole("rope.dimension_count")
-    ranks = {"kv_lora_rank": said.get("attention.kv_lora_rank")}
-    q_rank = said.get("attention.q_lora_rank") if said.has("attn_q_a.weight") else None
-    plain = said.whole(f"attention.key_length{ending}") - rotated
+def _latent(metadata: GgufMetadata, ending: str) -> Values:
+    rotated = metadata.whole("rope.dimension_count")
+    ranks = {"kv_lora_rank": metadata.get("attention.kv_lora_rank")}
+    q_rank = metadata.get("attention.q_lora_rank") if metadata.has("attn_q_a.weight") else None
+    plain = metadata.whole(f"attention.key_length{ending}") - rotated
     return {
         **ranks,
         "q_lora_rank": q_rank,
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": plain,
-        "v_head_dim": said.get(f"attention.value_length{ending}"),
+        "v_head_dim": metadata.get(f"attention.value_length{ending}"),
         "head_dim": None,
         "num_key_value_heads": None,
         "partial_rotary_factor": None,
@@ -88,84 +88,93 @@ def _latent(said: GgufMetadata, ending: str) -> Values:
     }
 
 
-def dots1(said: GgufMetadata) -> Values:
-    """dots.llm1: none of its layers slides."""
-    return {**experts(said), "layer_types": ["full_attention"] * num_layers(said)}
+def dots1(metadata: GgufMetadata) -> Values:
+    """Return the values of dots.llm1; no layer slides."""
+    return {**experts(metadata), "layer_types": ["full_attention"] * num_layers(metadata)}
 
 
-def ernie(said: GgufMetadata) -> Values:
-    """ERNIE 4.5 of experts."""
+def ernie(metadata: GgufMetadata) -> Values:
+    """Return the values of ERNIE 4.5 with experts."""
     return {
-        **experts(said),
-        "moe_layer_interval": said.get("interleave_moe_layer_step", 1),
-        "moe_layer_start_index": said.get("leading_dense_block_count", 0),
+        **experts(metadata),
+        "moe_layer_interval": metadata.get("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": metadata.get("leading_dense_block_count", 0),
     }
 
 
-def hunyuan(said: GgufMetadata) -> Values:
-    """Hunyuan-A13B: its shared expert may be as wide as several."""
-    width = max(said.once("expert_feed_forward_length") or 1, 1)
-    shared = said.whole("expert_shared_feed_forward_length", width)
-    return {**experts(said), "num_shared_expert": shared // width, "use_qk_norm": True}
+def hunyuan(metadata: GgufMetadata) -> Values:
+    """Return the values of Hunyuan-A13B; its shared expert may be as wide as several experts."""
+    width = max(metadata.once("expert_feed_forward_length") or 1, 1)
+    shared = metadata.whole("expert_shared_feed_forward_length", width)
+    return {**experts(metadata), "num_shared_expert": shared // width, "use_qk_norm": True}
 
 
-def glm4(said: GgufMetadata) -> Values:
-    """GLM-4.5 and Solar Open."""
-    return {**experts(said), "use_qk_norm": said.has("attn_q_norm.weight")}
+def glm4(metadata: GgufMetadata) -> Values:
+    """Return the values of GLM-4.5 and Solar Open."""
+    return {**experts(metadata), "use_qk_norm": metadata.has("attn_q_norm.weight")}
 
 
-def exaone(said: GgufMetadata) -> Values:
-    """K-EXAONE."""
-    return {**experts(said), **slides(said)}
+def exaone(metadata: GgufMetadata) -> Values:
+    """Return the values of K-EXAONE."""
+    return {**experts(metadata), **slides(metadata)}
 
 
-def bailing(said: GgufMetadata) -> Values:
-    """Ling 1 and 2."""
-    biased = said.has("attn_qkv.bias", "attn_q.bias")
-    return {**experts(said), "use_qkv_bias": biased, "use_bias": said.has("attn_output.bias")}
+def bailing(metadata: GgufMetadata) -> Values:
+    """Return the values of Ling 1 and 2."""
+    biased = metadata.has("attn_qkv.bias", "attn_q.bias")
+    return {**experts(metadata), "use_qkv_bias": biased, "use_bias": metadata.has("attn_output.bias")}
 
 
-def minimax(said: GgufMetadata) -> Values:
-    """MiniMax M2: it counts the numbers that are rotated."""
-    width = said.once("expert_feed_forward_length")
-    rotated = said.get("rope.dimension_count")
-    return {**experts(said), "intermediate_size": width, "rotary_dim": rotated, "partial_rotary_factor": None}
-
-
-def granite_name(said: GgufMetadata) -> str:
-    """Granite 4 without Mamba and without experts has the name, too."""
-    return "GraniteMoeSharedForCausalLM" if said.get("expert_count") else "GraniteForCausalLM"
-
-
-def granite_moe(said: GgufMetadata) -> Values:
-    """Granite 3 of experts."""
-    shared = said.get("expert_shared_feed_forward_length", 0)
-    return {**granite(said), **experts(said), "shared_intermediate_size": shared}
-
-
-def phi_moe(said: GgufMetadata) -> Values:
-    """Phi 3.5 of experts."""
-    biased = "output.bias" in said.tensors
-    return {**experts(said), "lm_head_bias": biased, "sliding_window": said.get("attention.sliding_window")}
-
-
-def gpt_oss(said: GgufMetadata) -> Values:
-    """gpt-oss. Where its rotation begins and ends to be stretched is not rounded."""
-    scaling = common(said)["rope_scaling"]
+def minimax(metadata: GgufMetadata) -> Values:
+    """Return the values of MiniMax M2; its card has the rotated dimension instead of a fraction."""
+    width = metadata.once("expert_feed_forward_length")
+    rotated = metadata.get("rope.dimension_count")
     return {
-        **experts(said),
-        **slides(said),
-        "intermediate_size": said.once("expert_feed_forward_length"),
+        **experts(metadata),
+        "intermediate_size": width,
+        "rotary_dim": rotated,
+        "partial_rotary_factor": None,
+    }
+
+
+def granite_name(metadata: GgufMetadata) -> str:
+    """Return the architecture name; Granite 4 without Mamba and experts shares it."""
+    return "GraniteMoeSharedForCausalLM" if metadata.get("expert_count") else "GraniteForCausalLM"
+
+
+def granite_moe(metadata: GgufMetadata) -> Values:
+    """Return the values of Granite 3 with experts."""
+    shared = metadata.get("expert_shared_feed_forward_length", 0)
+    return {**granite(metadata), **experts(metadata), "shared_intermediate_size": shared}
+
+
+def phi_moe(metadata: GgufMetadata) -> Values:
+    """Return the values of Phi 3.5 with experts."""
+    biased = "output.bias" in metadata.tensors
+    return {
+        **experts(metadata),
+        "lm_head_bias": biased,
+        "sliding_window": metadata.get("attention.sliding_window"),
+    }
+
+
+def gpt_oss(metadata: GgufMetadata) -> Values:
+    """Return the values of gpt-oss; its YaRN boundaries are not rounded."""
+    scaling = common(metadata)["rope_scaling"]
+    return {
+        **experts(metadata),
+        **slides(metadata),
+        "intermediate_size": metadata.once("expert_feed_forward_length"),
         "rope_scaling": scaling and {**scaling, "truncate": False},
     }
 
 
-def llama4(said: GgufMetadata) -> Values:
-    """Llama 4, Scout and Maverick. Of the experts' number follows whether queries and keys are normed."""
+def llama4(metadata: GgufMetadata) -> Values:
+    """Return the values of Llama 4, Scout and Maverick. The number of experts determines QK norms."""
     return {
-        **experts(said),
-        "intermediate_size": said.once("expert_feed_forward_length"),
-        "intermediate_size_mlp": said.get("feed_forward_length"),
-        "interleave_moe_layer_step": said.get("interleave_moe_layer_step"),
-        "use_qk_norm": said.get("expert_count") != 128,
+        **experts(metadata),
+        "intermediate_size": metadata.once("expert_feed_forward_length"),
+        "intermediate_size_mlp": metadata.get("feed_forward_length"),
+        "interleave_moe_layer_step": metadata.get("interleave_moe_layer_step"),
+        "use_qk_norm": metadata.get("expert_count") != 128,
     }

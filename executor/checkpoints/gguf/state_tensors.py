@@ -1,4 +1,4 @@
-"""Where a GGUF file has what mixers with a state expect: Mamba 1 and 2, short convolutions, the gated delta rule."""
+"""Map the tensors of recurrent mixers in a GGUF file: Mamba 1 and 2, short convolutions, the gated delta rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, Mam
 
 
 def add_state(found: TensorMap, spec: StateSpec, tiled: bool) -> None:
-    """Say how the tensors of one layer's mixer are made; ``tiled``: see `Architecture`."""
+    """Add the recipes of one layer's mixer; ``tiled``: see `Architecture`."""
     match spec:
         case DeltaSpec():
             _add_delta(found, spec, tiled)
@@ -53,7 +53,8 @@ def _add_mamba2(found: TensorMap, spec: Mamba2Spec) -> None:
 
 
 def _add_delta(found: TensorMap, spec: DeltaSpec, tiled: bool) -> None:
-    """Older files of Qwen3-Next have queries, keys, values and gates as its checkpoints do, head by head of keys."""
+    """Add a gated delta rule. Older Qwen3-Next files group queries, keys, values and gates by key head, like
+    checkpoints."""
     keys, values, heads = spec.keys, spec.channels, spec.num_heads
     both, qkv, gates = (found.rows(f"{name}.weight") for name in ("ssm_in", "attn_qkv", "attn_gate"))
     wide, narrow = _grouped(spec, spec.head_dim, tiled), _grouped(spec, 1, tiled)
@@ -84,7 +85,7 @@ def _add_delta(found: TensorMap, spec: DeltaSpec, tiled: bool) -> None:
 
 
 def _grouped(spec: DeltaSpec, width: int, tiled: bool) -> NDArray[np.int64] | None:
-    """Return where the rows of each head of values lie, those of one head of keys side by side; None: as they are."""
+    """Return the rows of value heads grouped by key head; None: no reordering."""
     if not tiled or spec.num_heads == spec.key_heads:
         return None
     order = np.arange(spec.num_heads * width)
@@ -92,7 +93,7 @@ def _grouped(spec: DeltaSpec, width: int, tiled: bool) -> NDArray[np.int64] | No
 
 
 def _by_kind(rows: TensorRows, groups: int, sizes: tuple[int, ...]) -> list[TensorRows]:
-    """Return the rows of each kind, of groups that have some of every kind."""
+    """Return the rows of each kind from groups that contain all kinds."""
     inside = np.arange(groups * sum(sizes)).reshape(groups, -1)
     ends = np.cumsum(sizes)
     return [rows.reordered(part.reshape(-1)) for part in np.split(inside, ends[:-1], axis=1)]

@@ -1,4 +1,4 @@
-"""Collects recipes: what a model calls its tensors, layer by layer, and what a GGUF file does."""
+"""Collect recipes: the model's tensor names, layer by layer, mapped to those of a GGUF file."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from quintet.executor.model_config.norm_spec import NormSpec
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """One layer's, or those around the layers; what the file lacks gets no recipe, and is missed by whoever expects it."""
+    """Recipes of one layer, or of the tensors outside layers. Tensors that the file lacks get no recipe; the loader
+    reports them."""
 
     tensors: Mapping[str, Tensor]
-    """The file's."""
+    """Tensors of the file."""
     names: Names
-    """The model's."""
+    """Tensor names of the model."""
     layer: int | None = None
     recipes: dict[str, Recipe] = field(default_factory=dict)
-    """By the model's whole name."""
+    """Keyed by the model's full name."""
 
     def in_layer(self, index: int) -> TensorMap:
-        """Return the same for a layer."""
+        """Return the map of a layer, with the same recipes."""
         return TensorMap(self.tensors, self.names, index, self.recipes)
 
     def tensor(self, theirs: str) -> Tensor | None:
@@ -42,23 +43,23 @@ class TensorMap:
         return self.tensors.get(self._theirs(theirs))
 
     def has(self, module: str) -> bool:
-        """Whether the file has the weight of a module, or of a norm that is called by its bare name (Falcon-H1's)."""
+        """Return True if the file has the weight of a module, or of a norm without the suffix (Falcon-H1)."""
         return self.tensor(f"{module}.weight") is not None or self.tensor(module) is not None
 
     def rows(self, theirs: str) -> TensorRows | None:
-        """Return all rows of a tensor; None where the file lacks it."""
+        """Return all rows of a tensor; None if the file lacks it."""
         tensor = self.tensor(theirs)
         return None if tensor is None else all_rows(self._theirs(theirs), tensor)
 
     def add(
         self, ours: str, rows: tuple[TensorRows, ...], shape: tuple[int, ...], finish: Finish | None = None
     ) -> None:
-        """Say how a tensor is made."""
+        """Add a recipe."""
         whole = ours if self.layer is None else self.names.in_layer(self.layer, ours)
         self.recipes[whole] = Recipe(rows, shape, finish)
 
     def stacked(self, ours: str, rows: tuple[TensorRows, ...]) -> None:
-        """Say that a tensor is rows one below the other, of one depth; of vectors one behind the other."""
+        """Add a tensor of concatenated rows of equal depth, or of concatenated vectors."""
         tensors = [self.tensors[each.name] for each in rows]
         num_rows = sum(height_of(each, tensor) for each, tensor in zip(rows, tensors, strict=True))
         shape = (num_rows,) if len(tensors[0].shape) == 1 else (num_rows, tensors[0].shape[-1])
@@ -72,20 +73,20 @@ class TensorMap:
         shape: tuple[int, ...] | None = None,
         order: NDArray[np.int64] | None = None,
     ) -> None:
-        """Say that a tensor is one of the file's: of another ``shape``, its rows in another ``order``, or finished, perhaps."""
+        """Add a copy of a file's tensor, optionally with another ``shape``, row ``order``, or a ``finish`` step."""
         rows, tensor = self.rows(theirs), self.tensor(theirs)
         if rows is not None and tensor is not None:
             self.add(ours, (rows.reordered(order),), tensor.shape if shape is None else shape, finish)
 
     def module(self, ours: str, theirs: str) -> None:
-        """Say that a linear layer, or a table, is one of the file's."""
+        """Add weight and bias of a linear layer or table."""
         for leaf in ("weight", "bias"):
             rows = self.rows(f"{theirs}.{leaf}")
             if rows is not None:
                 self.stacked(f"{ours}.{leaf}", (rows,))
 
     def norm(self, ours: str, theirs: str, spec: NormSpec | None) -> None:
-        """Say that a norm is one of the file's, which has added the offset."""
+        """Add a norm; the file's weight includes the offset."""
         if spec is not None:
             bare = self.tensor(theirs) is not None
             self.whole(
@@ -100,7 +101,7 @@ class TensorMap:
 
 
 def height_of(rows: TensorRows, tensor: Tensor) -> int:
-    """Return how many rows are taken."""
+    """Return the number of selected rows."""
     if isinstance(rows.order, slice):
         return len(range(*rows.order.indices(height(tensor.shape))))
     return len(rows.order)

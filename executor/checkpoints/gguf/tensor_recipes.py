@@ -1,7 +1,7 @@
-"""How a tensor that a model expects is made of those that a GGUF file has: rows of these, in some order.
+"""Recipes of the model's tensors: selected rows of GGUF tensors, in some order.
 
-TensorRows are whole blocks, so whatever is said of rows holds of packed numbers as of those that they stand for. What is done to
-numbers themselves (a norm's offset, a transposition) is a `Finish`; a tensor with one cannot be kept packed.
+Rows are whole blocks, so row operations apply to packed and dequantized data. Operations on values (a norm's offset,
+a transposition) are a `Finish`; a tensor with one cannot stay packed.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from numpy.typing import NDArray
 from quintet.executor.checkpoints.gguf.header import Tensor
 
 Finish = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""From the numbers of each `TensorRows`, ``[rows, depth]`` or of vectors ``[rows]``, to the whole."""
+"""Takes the values of each `TensorRows`, ``[rows, depth]`` or ``[rows]`` for vectors; returns the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """TensorRows of one tensor of the file; of a vector its numbers are the rows."""
+    """Selected rows of one tensor of the file; the elements of a vector count as rows."""
 
     name: str
     order: slice | NDArray[np.int64]
-    """Which, in which order; a slice has both ends."""
+    """Selected indices, in order; a slice has both ends."""
 
     def between(self, begin: int, end: int) -> TensorRows:
-        """Return some of these that follow each other."""
+        """Return a range of these rows."""
         if isinstance(self.order, slice):
             return TensorRows(self.name, slice(self.order.start + begin, self.order.start + end))
         return TensorRows(self.name, self.order[begin:end])
 
     def reordered(self, order: NDArray[np.int64] | None) -> TensorRows:
-        """Return these in another order; None: as they are."""
+        """Return these rows in another order; None: unchanged."""
         if order is None:
             return self
         if isinstance(self.order, slice):
@@ -44,14 +44,14 @@ class TensorRows:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One expected tensor."""
+    """Recipe of one expected tensor."""
 
     rows: tuple[TensorRows, ...]
-    """One below the other, unless ``finish`` puts them together."""
+    """Concatenated, unless ``finish`` combines them."""
     shape: tuple[int, ...]
     finish: Finish | None = None
     computes: bool = False
-    """Whether ``finish`` computes with numbers: it is given fp32, so that what comes of it is rounded once."""
+    """True: ``finish`` does arithmetic; it gets fp32, so the result is rounded once."""
 
 
 def all_rows(name: str, tensor: Tensor) -> TensorRows:
@@ -60,7 +60,7 @@ def all_rows(name: str, tensor: Tensor) -> TensorRows:
 
 
 def height(shape: tuple[int, ...]) -> int:
-    """Return how many rows a tensor has: the product of all dimensions but the innermost, of a vector that one."""
+    """Return the number of rows: the product of all dimensions but the innermost; the length of a vector."""
     rows = 1
     for size in shape[:-1] or shape:
         rows *= size
@@ -68,7 +68,7 @@ def height(shape: tuple[int, ...]) -> int:
 
 
 def scaled(recipe: Recipe, tensors: Mapping[str, Tensor]) -> Recipe:
-    """Return the recipe of what is multiplied by a number too, where the file has that in a tensor: early ones of BitNet."""
+    """Return the recipe with the factor of a ``.scale`` tensor, if the file has one: early BitNet files."""
     stem, _, leaf = recipe.rows[0].name.rpartition(".")
     scale = tensors.get(f"{stem}.scale") if leaf == "weight" and len(recipe.rows) == 1 else None
     if scale is None or scale.shape != (1,) or recipe.finish is not None:
@@ -82,26 +82,26 @@ def _product(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpaired(heads: int, dim: int) -> NDArray[np.int64]:
-    """Return where rows of queries or keys lie whose pairs are neighbours, for a model that rotates halves of a head."""
+    """Return the row order that converts adjacent rotary pairs of queries or keys to halves of a head."""
     return np.arange(heads * dim).reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Finish what is expected as columns of one matrix."""
+    """Concatenate parts as columns of one matrix."""
     return torch.cat(list(parts), 1)
 
 
 def minus(offset: float) -> Finish:
-    """Finish the weight of a norm that the file has with its offset added."""
+    """Return a step that subtracts the offset that the file added to a norm's weight."""
     return lambda parts: parts[0].float() - offset
 
 
 def log_of_negative(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Finish ``A_log``, which the file has as ``-exp`` of it."""
+    """Convert the file's ``-exp(A_log)`` to ``A_log``."""
     return torch.log(-parts[0].float())
 
 
 def permuted(order: NDArray[np.int64]) -> Finish:
-    """Finish a matrix whose columns are expected in another order."""
+    """Return a step that reorders columns."""
     columns = torch.from_numpy(order)
     return lambda parts: parts[0][:, columns]

@@ -1,6 +1,6 @@
-"""The number formats of GGML: how many numbers a block has, and how many bytes. Imports no torch.
+"""GGML number formats: values and bytes of a block. Imports no torch.
 
-Format: the structs of ggml-common.h and the enumeration of ggml.h in ggml-org/llama.cpp.
+Format: structs of ggml-common.h and the enumeration of ggml.h in ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ class GgmlType:
 
     name: str
     block: int
-    """Numbers of a block: rows hold whole blocks."""
+    """Values of a block; rows are whole blocks."""
     block_bytes: int
     packed_bytes: int | None = None
-    """Of a block that the host's kernels multiply as it is; None: its numbers are kept in the model's format."""
+    """Bytes of a block in the host's packed format; None: dequantized to the model's number format."""
 
     def num_bytes(self, count: int) -> int:
-        """Return the size of so many numbers, a multiple of a block's."""
+        """Return the size of ``count`` values, a multiple of the block."""
         return count // self.block * self.block_bytes
 
     def num_packed_bytes(self, num_bytes: int, dtype_bytes: int) -> int:
-        """Return the memory that so many bytes of a file take where the model's numbers have ``dtype_bytes``."""
+        """Return the memory of ``num_bytes`` of a file, for a model number format of ``dtype_bytes``."""
         kept = self.block * dtype_bytes if self.packed_bytes is None else self.packed_bytes
         return num_bytes // self.block_bytes * kept
 
@@ -57,7 +57,7 @@ TYPES = {
     35: GgmlType("TQ2_0", 256, 66),
     39: GgmlType("MXFP4", 32, 17, 17),
 }
-"""By the number that a file has: those of weights that are read."""
+"""Keyed by the type number in files: supported types of weights."""
 
 BY_NAME = {each.name: each for each in TYPES.values()}
 
@@ -79,4 +79,4 @@ UNREAD = {
     40: "NVFP4",
     41: "Q1_0",
 }
-"""Those that have a name: withdrawn, of activations, of no model that is served, or not read yet."""
+"""Known unsupported types: withdrawn, for activations, or without a served model."""

@@ -1,11 +1,11 @@
-"""Architectures that GGUF has a name for and that are not read, by why. Imports no torch."""
+"""GGUF architectures that are not supported, by reason. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 _REASONS: Mapping[str, tuple[str, ...]] = {
-    "it embeds texts, images or sound and writes nothing": (
+    "it is an embedding or encoder model and generates no text": (
         *(
             "bert",
             "clip",
@@ -18,14 +18,12 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         ),
         *("neo-bert", "nomic-bert", "nomic-bert-moe", "t5encoder", "wavtokenizer-dec"),
     ),
-    "it reads with one stack of layers and writes with another": ("t5",),
-    "it fills in all places of an answer in turns, rather than one after the other": (
-        *("dream", "llada", "llada-moe", "rnd1"),
-    ),
-    "its layers keep a state that none of ours keeps": (
+    "it is an encoder-decoder model": ("t5",),
+    "it is a diffusion model, not an autoregressive one": (*("dream", "llada", "llada-moe", "rnd1"),),
+    "its recurrent layers are not implemented": (
         *("arwkv7", "kimi-linear", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7"),
     ),
-    "it is no family that Quintet computes itself; its checkpoint may run through transformers (docs/fallback.md)": (
+    "the family is not implemented; its checkpoint may run through transformers (docs/fallback.md)": (
         *(
             "afmoe",
             "arctic",
@@ -52,11 +50,9 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         ),
         *("smallthinker", "step35"),
     ),
-    "images are part of what it reads, and its text alone is another model": (
-        *("chameleon", "cogvlm", "deepseek2-ocr", "hunyuan_vl", "paddleocr"),
-    ),
-    "no program computes files of it: take the checkpoint": ("gptj",),
+    "it is a multimodal model": (*("chameleon", "cogvlm", "deepseek2-ocr", "hunyuan_vl", "paddleocr"),),
+    "use the original checkpoint": ("gptj",),
 }
 
 REFUSED: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
-"""By ``general.architecture``."""
+"""Keyed by ``general.architecture``."""

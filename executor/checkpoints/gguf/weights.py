@@ -1,4 +1,4 @@
-"""The weights of a GGUF file as a checkpoint's: tensors by the names a model expects, dequantized as they are asked for."""
+"""Weights of a GGUF file under the model's tensor names, dequantized on access."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
 
 BLOCKS = ".blocks"
-"""Behind a layer's name, in place of ``.weight``: its rows as bytes, ``[rows, bytes of a row]``."""
-_READ_ELSEWHERE = (
+"""Suffix of a layer's name, instead of ``.weight``: its rows as bytes, ``[rows, bytes of a row]``."""
+_READ_BY_CARD = (
     "rope_freqs.weight",
     "rope_factors_*.weight",
     "blk.*.rope_freqs.weight",
     "blk.*.attn_rot_embd",
 )
-"""What the card has of these."""
+"""Tensors that the card contains."""
 
 
 def in_torch(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
@@ -43,24 +43,24 @@ def in_torch(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
 
 
 ReadBlocks = Callable[[torch.Tensor, GgmlType, torch.Tensor], None]
-"""Writes the numbers of rows of blocks, uint8 ``[rows, bytes of a row]``, to ``[rows, depth]`` of any floating format."""
+"""Dequantizes rows of blocks, uint8 ``[rows, bytes of a row]``, into ``[rows, depth]`` of any floating-point format."""
 
 
 def open_gguf(
     path: Path, model: ModelConfig, dtype: torch.dtype, read: ReadBlocks = in_torch
 ) -> list[GgufFile]:
-    """Open the files of a model. What is quantized is handed out in ``dtype``, by ``read``, the rest as it is."""
+    """Open the files of a model. ``read`` dequantizes to ``dtype``; other tensors keep their format."""
     parts = read_parts(path)
-    said, spec = GgufMetadata.of(parts), FAMILIES[model.architecture].read(card_of(model))
+    metadata, spec = GgufMetadata.of(parts), FAMILIES[model.architecture].read(card_of(model))
     assert isinstance(spec, DecoderSpec), spec
-    recipes = recipes_of(spec, said.tensors, architecture_of(said))
+    recipes = recipes_of(spec, metadata.tensors, architecture_of(metadata))
     maps = {header.path: _Mapped(header) for header in parts.headers}
     owners = {name: maps[header.path] for header in parts.headers for name in header.tensors}
     return [GgufFile(header, recipes, owners, len(spec.layers), dtype, read) for header in parts.headers]
 
 
 class _Mapped:
-    """One file's bytes. Views keep the map alive; the pages behind them are the page cache's."""
+    """Mapped bytes of one file. Views keep the map alive; its pages belong to the page cache."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -76,7 +76,7 @@ class _Mapped:
         return whole.view(height(tensor.shape) if len(tensor.shape) > 1 else 1, -1)
 
     def drop(self, tensor: Tensor, rows: slice) -> None:
-        """Let the kernel take back the pages that hold nothing but these rows of a tensor."""
+        """Release the pages that hold only these rows of a tensor."""
         row_bytes = tensor.num_bytes // height(tensor.shape)
         begin = -(-(tensor.begin + rows.start * row_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.begin + rows.stop * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -85,9 +85,8 @@ class _Mapped:
 
 
 class GgufFile:
-    """A `quintet.executor.checkpoints.weights.file.WeightFile`: of a split model those tensors whose first rows are
-    in this file.
-    """
+    """A `quintet.executor.checkpoints.weights.file.WeightFile`; for a split model, the tensors with their first rows in
+    this file."""
 
     def __init__(
         self,
@@ -112,20 +111,20 @@ class GgufFile:
                 self.entries[f"{name.removesuffix('.weight')}{BLOCKS}"] = entry
         used = {rows.name for recipe in recipes.values() for rows in recipe.rows}
         for name, tensor in header.tensors.items():
-            if name not in used and not _is_read_elsewhere(name, num_layers):
+            if name not in used and not _is_unneeded(name, num_layers):
                 self.entries[name] = Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
 
     @property
     def made(self) -> Collection[str]:
-        """Names of the tensors that are made of the file's: not their blocks, nor what nobody knows."""
+        """Names of the tensors that recipes produce; without blocks and unknown tensors."""
         return self._recipes.keys()
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names in the order in which their first rows lie in the file."""
+        """Yield the names in the order of their first rows in the file."""
         return iter(sorted(self.entries, key=lambda name: self.entries[name].begin))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor: a view of the file where it is one of its tensors and not quantized."""
+        """Return a tensor: a view of the file for an unchanged, unquantized tensor."""
         if name.endswith(BLOCKS):
             rows = self._recipe(name).rows
             raw = [_taken(self._owners[each.name].blocks(self._tensor(each)), each) for each in rows]
@@ -137,7 +136,7 @@ class GgufFile:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(recipe.shape)
 
     def drop(self, name: str) -> None:
-        """Say that a tensor was consumed; a view that was kept reads its pages again."""
+        """Release the pages of a consumed tensor; a kept view reads them again."""
         for rows in self._recipe(name).rows:
             tensor = self._tensor(rows)
             if isinstance(rows.order, slice):
@@ -152,7 +151,7 @@ class GgufFile:
         return self._owners[rows.name].header.tensors[rows.name]
 
     def _blocks_entry(self, recipe: Recipe) -> Entry | None:
-        """Return what is known of a matrix's blocks; None where it is none, or of several types."""
+        """Return the entry of a matrix's blocks; None if it is not a matrix of one quantized type."""
         tensors = [self._tensor(rows) for rows in recipe.rows]
         kind = tensors[0].type
         if (
@@ -166,7 +165,7 @@ class GgufFile:
         return Entry(kind.name, (recipe.shape[0], row_bytes), tensors[0].begin, recipe.shape[0] * row_bytes)
 
     def kind(self, name: str) -> str | None:
-        """Return the number format that holds a tensor of `made` as the file has it; None where it is quantized."""
+        """Return the unquantized number format of a tensor of `made`; None if it is quantized."""
         recipe = self._recipes[name]
         kinds = {self._tensor(rows).type.name for rows in recipe.rows}
         if not kinds <= set(PLAIN):
@@ -180,14 +179,14 @@ class GgufFile:
         return Entry(self.kind(name) or "F32", recipe.shape, tensors[0].begin, num_bytes)
 
     def _numbers(self, rows: TensorRows, in_single: bool) -> torch.Tensor:
-        """Return the numbers of some rows, ``[rows, depth]``, of a vector ``[rows]``."""
+        """Return the values of some rows: ``[rows, depth]``; ``[rows]`` for a vector."""
         numbers = self._numbers_of(rows, torch.float32 if in_single else self._dtype)
         return numbers.float() if in_single else numbers
 
     def _numbers_of(self, rows: TensorRows, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._tensor(rows)
         blocks = self._owners[rows.name].blocks(tensor)
-        if len(tensor.shape) == 1:  # a row in the file, whose numbers are what is taken
+        if len(tensor.shape) == 1:  # a vector: one row in the file, its values are selected
             return _taken(_of_blocks(blocks, tensor, dtype, self._read).view(-1), rows)
         return _of_blocks(_taken(blocks, rows), tensor, dtype, self._read).view(-1, tensor.shape[-1])
 
@@ -195,12 +194,12 @@ class GgufFile:
 def _taken(values: torch.Tensor, rows: TensorRows) -> torch.Tensor:
     if isinstance(rows.order, slice):
         return values[rows.order]
-    # Copies whole rows, where an index goes byte by byte.
+    # index_select copies whole rows; indexing copies byte by byte.
     return values.index_select(0, torch.from_numpy(rows.order))
 
 
 def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype, read: ReadBlocks) -> torch.Tensor:
-    """Return the numbers of a tensor's bytes, flat."""
+    """Return the values of a tensor's bytes, flat."""
     plain = PLAIN.get(tensor.type.name)
     if plain is not None:
         is_even = blocks.data_ptr() % plain.itemsize == 0
@@ -211,9 +210,9 @@ def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype, read: R
     return whole.view(-1)
 
 
-def _is_read_elsewhere(name: str, num_layers: int) -> bool:
-    """Whether a tensor is the card's, or of a layer behind the last one, which predicts further tokens."""
-    if any(fnmatchcase(name, pattern) for pattern in _READ_ELSEWHERE):
+def _is_unneeded(name: str, num_layers: int) -> bool:
+    """Return True if a tensor belongs to the card, or to a next-token-prediction layer after the last layer."""
+    if any(fnmatchcase(name, pattern) for pattern in _READ_BY_CARD):
         return True
     layer = name.removeprefix("blk.").partition(".")[0] if name.startswith("blk.") else ""
     return layer.isdecimal() and int(layer) >= num_layers

@@ -1,4 +1,4 @@
-"""Quantization: which number format each linear layer's weight gets, decided while a model is built, unknown to the model.
+"""Quantization: selects the number format of each linear layer's weight while a model is built.
 
-A method object owns one layer's tensors. Third parties add theirs as a row of `quintet.executor.checkpoints.quant.registry`.
+A method object owns one layer's tensors. Third parties add a row to `quintet.executor.checkpoints.quant.registry`.
 """

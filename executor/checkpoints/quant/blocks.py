@@ -1,4 +1,4 @@
-"""Rows of a GGUF file's blocks, and how the host keeps them: in packed formats of their own, nothing rounded."""
+"""Rows of GGUF blocks, and their packed formats on the host; nothing is rounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quintet.executor.checkpoints.gguf.blocks.integers import INTEGERS, Integers
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 
-NUMBERS = {
+PACKED_FORMATS = {
     "Q8_0": PackedFormat(WeightFormat.INT8, 32),
     "Q4_0": PackedFormat(WeightFormat.INT4, 32),
     **{
@@ -23,26 +23,27 @@ NUMBERS = {
         if each.has_own_group and each.block(0) is not None
     },
 }
-"""By the name of a type: what a packed weight has for it."""
+"""Packed format by the name of a GGUF type."""
 
 
 _AT_A_TIME = 4 << 20
-"""PackedFormat: 16 MB as fp32, and all threads have enough to do."""
+"""Values at a time: 16 MB as fp32, enough work for all threads."""
 
 
 def read_blocks(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
-    """Write the numbers of rows of blocks, uint8 ``[rows, bytes of a row]``, to ``out [rows, depth]`` of any floating format.
+    """Dequantize rows of blocks, uint8 ``[rows, bytes of a row]``, into ``out [rows, depth]`` of any floating-point
+    format.
 
-    By the host's kernels where they know the type, which takes a quarter of torch's time: to the same bits.
+    Uses the host's kernels if they support the type: a quarter of torch's time, same bits.
     """
-    library, numbers = linear_library(), NUMBERS.get(kind.name)
-    if library is None or numbers is None or raw.device.type != "cpu":
+    library, packed_format = linear_library(), PACKED_FORMATS.get(kind.name)
+    if library is None or packed_format is None or raw.device.type != "cpu":
         dequantize(raw.reshape(-1), kind, out.view(-1))
         return
     rows, depth = out.shape
     step = max(1, _AT_A_TIME // depth)
-    group = 0 if numbers.weight_format.has_own_group else numbers.group
-    packed = PackedWeight(library, numbers.weight_format, min(step, rows), depth, group=group)
+    group = 0 if packed_format.weight_format.has_own_group else packed_format.group
+    packed = PackedWeight(library, packed_format.weight_format, min(step, rows), depth, group=group)
     for begin in range(0, rows, step):
         some = raw[begin : begin + step]
         packed.fill_blocks(some)
@@ -51,14 +52,14 @@ def read_blocks(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Rows of a matrix as they lie in the file."""
+    """Rows of a matrix as stored in the file."""
 
     raw: torch.Tensor
     """uint8 ``[rows, bytes of a row]``."""
     kind: GgmlType
 
     def integers(self) -> Integers:
-        """Return codes, scales and minima of rows, of a type of `INTEGERS`, or of MXFP4, whose codes are floats."""
+        """Return codes, scales and minima of rows; the type is one of `INTEGERS`, or MXFP4 (codes are floats)."""
         blocks = self.raw.reshape(-1, self.kind.block_bytes)
         if self.kind.name == "MXFP4":
             ones = torch.ones(len(blocks), 1, device=blocks.device)
@@ -70,7 +71,7 @@ class Blocks:
         return Integers(its.codes.reshape(rows, -1), its.zero, its.scales.view(rows, -1), minima)
 
     def floats(self) -> torch.Tensor:
-        """Return the numbers, fp32 ``[rows, depth]``."""
+        """Return the dequantized values, fp32 ``[rows, depth]``."""
         whole = torch.empty(len(self.raw), self.raw.shape[1] // self.kind.block_bytes * self.kind.block)
         read_blocks(self.raw, self.kind, whole)
         return whole

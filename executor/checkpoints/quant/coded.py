@@ -1,7 +1,8 @@
-"""Linear layers on a device that multiplies codes: what a checkpoint has is kept as it is, nothing is rounded.
+"""Linear layers on a device with kernels that multiply codes: the checkpoint's codes stay unchanged, without rounding.
 
-Owns which rows are kept so: integers of up to 8 bits, fp8 (e4m3) and fp4 (e2m1) whose groups are whole 16 inputs. Others are
-rounded to the model's number format beside them. The reference of a layer multiplies its numbers with torch.
+Supported rows: integers of up to 8 bits, fp8 (e4m3) and fp4 (e2m1) with group sizes that are multiples of 16. Other
+rows of the same layer are rounded to the model's number format. The reference multiplies dequantized weights with
+torch.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.wire.errors import ConfigError
 
 PACK_INPUTS = 8
-"""Rows of x are read 16 bytes at a time."""
+"""Kernels read rows of x 16 bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """How rows are kept."""
+    """Format of coded rows on the device."""
 
     code: Code
     group: int
     has_zeros: bool = False
     has_minima: bool = False
     fp8_inputs: bool = False
-    """Of fp8 with one scale for each output: whether inputs are rounded to fp8, each token by its own scale. Not of experts."""
+    """For fp8 with one scale for each output: inputs are rounded to fp8, one scale for each token. Not supported for
+    experts."""
 
     def layout(self, columns: int, depth: int) -> CodedLayout:
-        """Return the layout of so many of them."""
+        """Return the layout of a weight ``[columns, depth]``."""
         return CodedLayout(self.code, columns, depth, self.group, self.has_zeros, self.has_minima)
 
 
@@ -72,11 +74,12 @@ KEPT_BLOCKS = {
     "IQ4_XS": StoredRows(Code.INT8, 32),
     "MXFP4": StoredRows(Code.FP4, 32),
 }
-"""By the name of a type of GGUF files. The numbers that the 4 bits of IQ4 choose from have 8."""
+"""Keyed by the name of a GGUF type. IQ4 codes have 4 bits, but their table has values of 8 bits."""
 
 
 def kept_of(scheme: Scheme | None, depth: int, dtype: torch.dtype) -> StoredRows | None:
-    """Return how a scheme's rows are kept; None where they are rounded to ``dtype``. None as scheme: rows without codes."""
+    """Return the device format of a scheme's rows; None: they are rounded to ``dtype``. scheme: None for rows without
+    codes."""
     if scheme is None or scheme.table or not multiplies(depth, dtype):
         return None
     if scheme.group % RUNS[-1] or scheme.input_factors is not None:
@@ -94,12 +97,12 @@ def kept_of(scheme: Scheme | None, depth: int, dtype: torch.dtype) -> StoredRows
 
 
 def multiplies(depth: int, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for inputs of this number and format."""
+    """Return True if a kernel supports this number of inputs in this format."""
     return dtype in SUFFIXES and depth % PACK_INPUTS == 0
 
 
 class CodedRun:
-    """Neighbouring columns of a layer, in codes."""
+    """Adjacent columns of a layer, in codes."""
 
     def __init__(
         self, shape: LinearShape, plan: WeightPlan, kept: StoredRows, sources: Sequence[RowSource]
@@ -111,12 +114,12 @@ class CodedRun:
             source.declare(plan, plan.expect, partial(self._fill, first))
             first += source.rows
         self.order = declare_order(list(sources), shape.depth, plan)
-        """The input that is first, second … for the weight: int32 ``[depth]`` on the device; None: as they are."""
+        """Permutation of the inputs for the weight, int32 ``[depth]`` on the device; None: no permutation."""
         self.bias = plan.stacked(shape.biases) if shape.biased else None
         self._result_dtype = shape.result_dtype
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ weight.T + bias``, the reference."""
+        """Return ``x @ weight.T + bias`` (reference)."""
         x = x if self.order is None else x.index_select(1, self.order)
         return coded_matmul_reference(x, self.weight, self.bias, self._result_dtype)
 
@@ -125,7 +128,7 @@ class CodedRun:
 
 
 class Fp8Run:
-    """Neighbouring columns of a layer in fp8, multiplied with inputs in fp8."""
+    """Adjacent columns of a layer in fp8, multiplied with fp8 inputs."""
 
     def __init__(self, shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource]) -> None:
         self.weight = torch.empty(shape.columns, shape.depth, dtype=FP8, device=plan.device)
@@ -139,14 +142,14 @@ class Fp8Run:
         self._result_dtype = shape.result_dtype
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ weight.T + bias``, the reference."""
+        """Return ``x @ weight.T + bias`` (reference)."""
         return fp8_matmul_reference(x, self.weight, self.scales, self.bias, self._result_dtype)
 
     def _fill(self, first: int, place: int, rows: Rows) -> None:
         assert isinstance(rows, Coded), "rows in codes"
         codes, place = rows.codes.view(torch.uint8), first + place
         if bool(((codes & 0x7F) == 0x7F).any()):
-            raise ConfigError("a weight in fp8 is no number (NaN)")
+            raise ConfigError("an fp8 weight is NaN")
         self.weight.view(torch.uint8)[place : place + len(codes)] = codes.to(self.weight.device)
         self.scales[place : place + len(codes)] = rows.scales[:, 0].to(self.weight.device)
 
@@ -155,14 +158,14 @@ Part = CodedRun | Fp8Run | RowMajorLinear
 
 
 class CodedLinear:
-    """A layer in runs of columns that are kept alike, some of them perhaps rounded. A `LinearMethod`."""
+    """A layer as runs of columns of one format each; some may be rounded. A `LinearMethod`."""
 
     packed = None
     runs = ()
     table = None
     bias = None
     is_quantized = True
-    """The embedding that is tied to it reads a table of its own."""
+    """A tied embedding reads its own table."""
 
     def __init__(self, activation: GatedActivation, parts: Sequence[Part]) -> None:
         self._activation = activation
@@ -181,27 +184,30 @@ class CodedLinear:
 def coded_linear(
     shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource], kept: Sequence[StoredRows | None]
 ) -> LinearMethod | None:
-    """Return the owner of a layer on a device, whose parts are kept so; None where none is, or they cannot lie side by side."""
-    keys = [(way, is_ordered(source)) for way, source in zip(kept, sources, strict=True)]
+    """Return the owner of a layer on a device; ``kept`` has the format of each source.
+
+    None if no source stays coded or the runs are misaligned.
+    """
+    keys = [(row_format, is_ordered(source)) for row_format, source in zip(kept, sources, strict=True)]
     ends = _ends(keys)
     widths = [sum(source.rows for source in sources[begin:end]) for begin, end in ends]
-    if not any(kept) or any(width % 2 for width in widths[:-1]):  # results are written in pairs
+    if not any(kept) or any(width % 2 for width in widths[:-1]):  # kernels write results in pairs
         return None
     parts: list[Part] = []
     for begin, end in ends:
         its = replace(shape, parts=shape.parts[begin:end], activation=GatedActivation.NONE)
-        way = kept[begin]
-        if way is None:
+        row_format = kept[begin]
+        if row_format is None:
             parts.append(RowMajorLinear(its, plan, sources[begin:end]))
-        elif way.fp8_inputs:
+        elif row_format.fp8_inputs:
             parts.append(Fp8Run(its, plan, sources[begin:end]))
         else:
-            parts.append(CodedRun(its, plan, way, sources[begin:end]))
+            parts.append(CodedRun(its, plan, row_format, sources[begin:end]))
     return CodedLinear(shape.activation, parts)
 
 
 class CodedStack:
-    """Experts' matrices in codes, all alike. A `StackMethod`."""
+    """Experts' matrices in codes, all of one format. A `StackMethod`."""
 
     packed = None
     table = None
@@ -219,15 +225,15 @@ class CodedStack:
 
 
 def coded_stack(shape: StackShape, plan: WeightPlan, kept: Sequence[StoredRows | None]) -> StackMethod | None:
-    """Return the owner of experts' matrices whose pieces are kept so; None where they are not all kept alike."""
-    alike = kept[0]
-    if shape.is_exact or alike is None or any(way != alike for way in kept):
+    """Return the owner of experts' matrices with these formats of the pieces; None unless all formats are equal."""
+    common_format = kept[0]
+    if shape.is_exact or common_format is None or any(row_format != common_format for row_format in kept):
         return None
-    return CodedStack(shape, plan, alike)
+    return CodedStack(shape, plan, common_format)
 
 
 def put(weight: CodedWeight, rows: Rows, first: int, index: int | None = None) -> None:
-    """Put rows of a checkpoint into a weight's columns from ``first`` on. index: which weight, of several."""
+    """Write checkpoint rows into a weight's columns, starting at ``first``. index: expert, in a weight of several."""
     if isinstance(rows, Blocks):
         _put_blocks(weight, rows, first, index)
         return
@@ -237,13 +243,13 @@ def put(weight: CodedWeight, rows: Rows, first: int, index: int | None = None) -
     if rows.order is not None:
         codes = codes[:, sorted_inputs(rows.order)]
     if zeros is not None and layout.has_minima:
-        # Zeros that are no integers: their product with a scale of 16 bits is exact.
+        # Fractional zero points: their product with a 16-bit scale is exact.
         minima, zeros = zeros * rows.scales, None
     elif layout.code.is_integer:
         if codes.dtype == torch.int8:
             codes = codes.view(torch.uint8) ^ 128
         elif not layout.has_zeros:
-            codes = codes + (layout.zero - rows.zero)  # of fewer bits: about the zero of more
+            codes = codes + (layout.zero - rows.zero)  # re-centre codes of fewer bits
         elif zeros is None:
             zeros = torch.full(rows.scales.shape, rows.zero, dtype=torch.uint8)
     try:
@@ -253,7 +259,7 @@ def put(weight: CodedWeight, rows: Rows, first: int, index: int | None = None) -
 
 
 def _put_blocks(weight: CodedWeight, rows: Blocks, first: int, index: int | None) -> None:
-    """A few million numbers at a time."""
+    """Write blocks, a few million values at a time."""
     step = max(1, MOST_CODES // (weight.layout.depth * BRICK_COLUMNS)) * BRICK_COLUMNS
     for begin in range(0, len(rows.raw), step):
         its = Blocks(rows.raw[begin : begin + step], rows.kind).integers()
@@ -268,7 +274,7 @@ def _width(part: Part) -> int:
 
 
 def _ends(keys: Sequence[object]) -> list[tuple[int, int]]:
-    """Return where runs of equal neighbours begin and end."""
+    """Return begin and end of each run of equal keys."""
     found, begin = [], 0
     for _, equal in groupby(keys):
         end = begin + len(list(equal))

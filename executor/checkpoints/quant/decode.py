@@ -1,7 +1,7 @@
-"""From the tensors of a quantized layer to codes, scales and zeros: what `quintet.executor.checkpoints.quant.formats`
-describes, in torch.
+"""Decode checkpoint tensors of a quantized layer to codes, scales and zero points, with torch.
 
-Rows are made some at a time, so that what is unpacked stays small beside the packed weight.
+`quintet.executor.checkpoints.quant.formats` describes the tensors. Rows are decoded in chunks, which bounds the
+memory for unpacked codes.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from quintet.executor.checkpoints.quant.formats.scheme import E2M1, Packing, Sch
 from quintet.wire.errors import ConfigError
 
 ROWS_STEP = 128
-"""Rows are asked for in whole steps of so many, as far as there are rows: blocks of scales and words of codes are whole then."""
+"""Row ranges begin and end on multiples of this, except at the last row: blocks of scales and words of codes stay whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Rows of a weight, before it is decided how they are kept."""
+    """Rows of a weight before packing."""
 
     codes: torch.Tensor
-    """``[rows, depth]``: uint8, or numbers that mean themselves."""
+    """``[rows, depth]``: uint8, or floating-point values."""
     scales: torch.Tensor
     """fp32 ``[rows, groups]``."""
     zeros: torch.Tensor | None
-    """uint8 ``[rows, groups]``, or fp32 where they are no integers; None where every zero is `zero`."""
+    """uint8 ``[rows, groups]``, or fp32 if fractional; None: every zero point is `zero`."""
     zero: int
     group: int
-    """Neighbouring inputs of a group; 0: all."""
+    """Group size: adjacent inputs that share a scale; 0: all inputs."""
     order: torch.Tensor | None = None
-    """int64 ``[depth]``: the group of each input, where they are not neighbours."""
+    """int64 ``[depth]``: group of each input, if groups are not contiguous."""
     table: torch.Tensor | None = None
-    """fp32: the number that each code means."""
+    """fp32: value of each code."""
     scale_bytes: torch.Tensor | None = None
-    """uint8 ``[rows, groups]``: the scales of fp4 numbers as the checkpoint has them, before `factor`."""
+    """uint8 ``[rows, groups]``: fp4 scales as stored, before `factor`."""
     factor: torch.Tensor | None = None
-    """fp32 ``[1]``: what all of them are multiplied with besides."""
+    """fp32 ``[1]``: global factor of all scales."""
     row_tables: torch.Tensor | None = None
-    """fp32 ``[rows, 16]``: the number that each code means in a row. Scales are 1."""
+    """fp32 ``[rows, 16]``: value of each code in a row. Scales are 1."""
     outliers: Outliers | None = None
-    """What is added to some of these."""
+    """Values that are added to some weights."""
 
     def rows(self, some: range) -> Coded:
-        """Return some of the rows."""
+        """Return a range of the rows."""
         if len(some) == len(self.codes):
             return self
         cut = slice(some.start, some.stop)
@@ -63,7 +63,7 @@ class Coded:
         )
 
     def floats(self) -> torch.Tensor:
-        """Return the numbers, fp32 ``[rows, depth]``."""
+        """Return the dequantized values, fp32 ``[rows, depth]``."""
         depth = self.codes.shape[1]
         if self.row_tables is not None:
             numbers = self.row_tables.gather(1, self.codes.long())
@@ -78,11 +78,11 @@ class Coded:
         return values.mul_(self._spread(self.scales, depth))
 
     def with_inputs_multiplied(self, factors: torch.Tensor) -> Coded:
-        """Return the rows for inputs that are not yet multiplied by ``factors [depth]``: in floating-point numbers."""
+        """Return dequantized rows multiplied by ``factors [depth]``, which replace the scaling of the inputs."""
         return Coded(self.floats() * factors.float(), torch.ones(len(self.codes), 1), None, 0, 0)
 
     def _spread(self, by_group: torch.Tensor, depth: int) -> torch.Tensor:
-        """Return ``[rows, depth]`` of ``[rows, groups]``; ``[rows, 1]`` where there is one group."""
+        """Expand ``[rows, groups]`` to ``[rows, depth]``; ``[rows, 1]`` for a single group."""
         if self.order is not None:
             return by_group[:, self.order]
         if by_group.shape[1] == 1:
@@ -91,8 +91,8 @@ class Coded:
 
 
 Decoder = Callable[[Scheme, Mapping[str, torch.Tensor], int, int, int], Coded]
-"""From a scheme, its tensors by their endings, the depth, and a range of rows that begins on a multiple of `ROWS_STEP` and ends
-on one or at the last row, to those rows. Raises `ConfigError` for numbers that cannot be."""
+"""Arguments: scheme, tensors by suffix, depth, begin and end of a row range. The range begins on a multiple of
+`ROWS_STEP` and ends on one or at the last row. Raises `ConfigError` for invalid values."""
 
 
 def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begin: int, end: int) -> Coded:
@@ -114,7 +114,7 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
     if codes.dtype is torch.int8 and scheme.has_int8_zeros and scheme.all_zeros is not None:
         if bool((tensors[scheme.stored[2].ending] != scheme.all_zeros).any()):
             raise ConfigError(
-                f"{scheme.stored[2].ending} has zeros other than {scheme.all_zeros}, though quantization_config says that the"
+                f"{scheme.stored[2].ending} has zero points other than {scheme.all_zeros}, but by quantization_config the"
                 " weights are symmetric: download config.json again"
             )
     elif codes.dtype is torch.int8 and scheme.has_int8_zeros:
@@ -128,7 +128,7 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
         if scheme.all_zeros is not None:
             if bool((zeros != scheme.all_zeros).any()):
                 raise ConfigError(
-                    f"{scheme.stored[2].ending} has zeros other than {scheme.all_zeros}, though quantization_config says that the"
+                    f"{scheme.stored[2].ending} has zero points other than {scheme.all_zeros}, but by quantization_config the"
                     " weights are symmetric: download config.json again"
                 )
             zeros = None
@@ -137,7 +137,7 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
         order = tensors[scheme.order].long()
         if int(order.min()) < 0 or int(order.max()) >= groups:
             raise ConfigError(
-                f"{scheme.order} names groups from {int(order.min())} to {int(order.max())} of {groups}"
+                f"{scheme.order} has groups {int(order.min())} to {int(order.max())}; the layer has {groups} groups"
             )
     if scheme.is_fp4:
         its = second[begin:end].view(torch.uint8)
@@ -148,25 +148,27 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
 
 
 def mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> Coded:
-    """Return rows of numbers of 4 bits. blocks: uint8 ``[rows, depth / 32, 16]``, the first of two numbers in the low bits;
-    exponents: uint8 ``[rows, depth / 32]``, of powers of two, 127 more than they are."""
+    """Return rows of MXFP4 codes.
+
+    blocks: uint8 ``[rows, depth / 32, 16]``, first code in the low bits; exponents: uint8 ``[rows, depth / 32]``,
+    biased by 127.
+    """
     codes = stream(blocks.flatten(1), 4)
     scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127)
     return Coded(codes, scales, None, 0, 32, table=torch.tensor(E2M1), scale_bytes=exponents)
 
 
 def unpacked(packing: Packing, tensor: torch.Tensor, rows: range, depth: int) -> torch.Tensor:
-    """Return codes of some rows, uint8 ``[rows, depth]``."""
+    """Unpack codes of some rows: uint8 ``[rows, depth]``."""
     bits, begin, end = packing.bits, rows.start, rows.stop
-    if packing.neighbours == "rows":
+    if packing.packed_along == "rows":
         begin, end = begin * bits // packing.word_bits, -(-end * bits // packing.word_bits)
     words = tensor[:, begin:end] if packing.transposed else tensor[begin:end]
-    if packing.transposed != (packing.neighbours == "rows"):
-        words = (
-            words.contiguous().t()
-        )  # neighbours are in the last dimension; torch turns what is contiguous much faster
+    if packing.transposed != (packing.packed_along == "rows"):
+        # Codes of a word lie along the last dimension; contiguous() first is faster.
+        words = words.contiguous().t()
     codes = stream(words.contiguous().view(torch.uint8), bits)
-    if packing.neighbours == "depth":
+    if packing.packed_along == "depth":
         return codes[:, :depth]
     if packing.evens_first:
         halves = codes.view(len(codes), -1, 2, 4)  # of a word: rows 0 2 4 6, rows 1 3 5 7
@@ -175,19 +177,19 @@ def unpacked(packing: Packing, tensor: torch.Tensor, rows: range, depth: int) ->
 
 
 _WIDE = {2: torch.int32, 4: torch.int16}
-"""What the codes of one byte, a byte each, fill; of other bits, eight codes fill an int64."""
+"""Integer dtype that the unpacked codes of one byte fill; for other bits, eight codes fill an int64."""
 
 
 def stream(octets: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in bytes ``[rows, bytes]``, the first in the lowest bits: uint8 ``[rows, bytes * 8 / bits]``.
+    """Unpack codes from bytes ``[rows, bytes]``, first code in the lowest bits: uint8 ``[rows, bytes * 8 / bits]``.
 
-    The codes of a word are parted in halves, then in quarters, until each has a byte.
+    Splits the codes of a word into halves, then quarters, until each code has a byte.
     """
     if bits == 8:
         return octets
     if bits in _WIDE:
         word = octets.to(_WIDE[bits])
-    else:  # eight codes in as many bytes as they have bits
+    else:  # eight codes in ``bits`` bytes
         parts = torch.nn.functional.pad(octets, (0, -octets.shape[1] % bits)).unflatten(1, (-1, bits))
         word = parts[..., 0].long()
         for i in range(1, bits):
@@ -203,7 +205,7 @@ def stream(octets: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _scales(scheme: Scheme, tensor: torch.Tensor, rows: range) -> torch.Tensor:
-    """Return fp32 ``[rows, groups]``."""
+    """Return scales, fp32 ``[rows, groups]``."""
     step = scheme.row_group or (rows.stop + 1)
     if tensor.dim() < 2:
         tensor = tensor.reshape(-1, 1)

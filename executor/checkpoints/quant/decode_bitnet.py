@@ -1,4 +1,4 @@
-"""From BitNet's tensors to rows; see `quintet.executor.checkpoints.quant.formats.bitnet`."""
+"""Decode BitNet's tensors to rows; see `quintet.executor.checkpoints.quant.formats.bitnet`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
         found.append(packed[first:last] >> 2 * part & 3)
     codes = torch.cat(found)
     if bool((codes == 3).any()):
-        raise ConfigError("its weight has codes of 3, which mean nothing: download it again")
+        raise ConfigError("the weight has the invalid code 3: download the checkpoint again")
     one = scale.float().reshape(1, 1)
     return Coded(codes, (1 / one if scheme.divides else one).expand(end - begin, 1), None, ZERO, 0)

@@ -1,4 +1,4 @@
-"""From bitsandbytes' tensors of 4-bit codes to rows; see `quintet.executor.checkpoints.quant.formats.bitsandbytes`."""
+"""Decode bitsandbytes' tensors of 4-bit codes to rows; see `quintet.executor.checkpoints.quant.formats.bitsandbytes`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
         offset = state.get("nested_offset")
         if size != 256 or not isinstance(offset, float):
             raise ConfigError(
-                f"its quant_state has nested_blocksize {size!r:.40}, not 256, or nested_offset {offset!r:.40}, no number"
+                f"quant_state has nested_blocksize {size!r:.40} (must be 256) and nested_offset {offset!r:.40} (must be a float)"
             )
         of_block = torch.arange(begin * groups, end * groups) // 256
         absmax = (
@@ -35,7 +35,9 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
     known = torch.tensor(TABLES[scheme.table])
     table = tensors.get("weight.quant_map", known)  # dummy weights have none
     if not torch.allclose(table.float(), known, rtol=0, atol=1e-6):
-        raise ConfigError(f"its weight.quant_map is not the table of {scheme.table}: download it again")
+        raise ConfigError(
+            f"weight.quant_map is not the table of {scheme.table}: download the checkpoint again"
+        )
     return Coded(
         codes,
         absmax.float().view(end - begin, groups),
@@ -56,5 +58,5 @@ def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
             if isinstance(state, dict):
                 return state
     raise ConfigError(
-        "it has no readable weight.quant_state, which says how its scales are quantized: download it again"
+        "no readable weight.quant_state (the quantization of the scales): download the checkpoint again"
     )

@@ -1,4 +1,4 @@
-"""From SqueezeLLM's tensors to rows; see `quintet.executor.checkpoints.quant.formats.squeezellm`."""
+"""Decode SqueezeLLM's tensors to rows; see `quintet.executor.checkpoints.quant.formats.squeezellm`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
         return coded
     rows, inputs, numbers = (torch.cat(each) for each in zip(*added, strict=True))
     order = rows.argsort(stable=True)
-    order = order[numbers[order] != 0]  # a rank's inputs have zeros in the place of what others' have
+    order = order[numbers[order] != 0]  # inputs of other ranks are zeroed
     begins = torch.searchsorted(rows[order], torch.arange(end - begin + 1))
     return replace(coded, outliers=Outliers(begins, inputs[order], numbers[order]))
 
@@ -40,17 +40,17 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
 def _outliers(
     tensors: Mapping[str, torch.Tensor], depth: int, begin: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the rows, from the first on, the inputs and the numbers of what is sparse."""
+    """Return row offsets, input indices and values of the sparse outliers."""
     ends, columns = tensors["rows"][begin : end + 1].long(), tensors["cols"]
     counts = ends.diff()
     first, last = int(ends[0]), int(ends[-1])
     if first < 0 or last > len(columns) or bool((counts < 0).any()):
         raise ConfigError(
-            f"its rows do not divide the {len(columns)} outliers among themselves: download it again"
+            f"the row pointers of the {len(columns)} outliers are invalid: download the checkpoint again"
         )
     mine = columns[first:last].long()
     if len(mine) and (int(mine.min()) < 0 or int(mine.max()) >= depth):
         raise ConfigError(
-            f"its cols name inputs from {int(mine.min())} to {int(mine.max())} of {depth}: download it again"
+            f"cols has inputs {int(mine.min())} to {int(mine.max())} of {depth}: download the checkpoint again"
         )
     return torch.repeat_interleave(torch.arange(end - begin), counts), mine, tensors["vals"][first:last]

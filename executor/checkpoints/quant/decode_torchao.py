@@ -1,4 +1,4 @@
-"""From torchao's tensors to rows; see `quintet.executor.checkpoints.quant.formats.torchao`."""
+"""Decode torchao's tensors to rows; see `quintet.executor.checkpoints.quant.formats.torchao`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def decode_int4(
     """See `quintet.executor.checkpoints.quant.decode.Decoder`."""
     assert scheme.codes is not None
     packed, scales, added = (tensors[each.ending] for each in scheme.stored[:3])
-    codes = unpacked(scheme.codes, packed, range(begin, end), depth) ^ MIDDLE  # signed, of 4 bits
+    codes = unpacked(scheme.codes, packed, range(begin, end), depth) ^ MIDDLE  # signed 4-bit codes
     scales, added = (each[:, begin:end].t().float() for each in (scales, added))
     if bool(((scales == 0) & (added != 0)).any()):
-        raise ConfigError("some of its scales are 0 where zero points are not: quantize it again")
+        raise ConfigError("a scale is 0 but its zero point is not: quantize the model again")
     zeros = MIDDLE - torch.where(scales == 0, 0.0, added / scales)
     return Coded(codes, scales.contiguous(), zeros.contiguous(), 0, scheme.group)

@@ -1,4 +1,4 @@
-"""How the host keeps rows of a checkpoint: which numbers a packed weight has for them, and putting them there."""
+"""Packed formats on the host: selection of an exact format, and writing of checkpoint rows into packed weights."""
 
 from __future__ import annotations
 
@@ -19,50 +19,52 @@ from quintet.executor.checkpoints.quant.source import Rows, floats_of
 from quintet.wire.errors import ConfigError
 
 GROUPS = (128, 64, 32, 16)
-"""Of inputs that can share a scale in a packed weight, beside all of them."""
+"""Supported group sizes of a packed weight; 0 (one group) is supported too."""
 
 FP4 = {32: WeightFormat.MXFP4, 16: WeightFormat.NVFP4}
-"""By inputs that share a scale."""
+"""Keyed by group size."""
 TABLES = {"nf4": WeightFormat.NF4, "fp4": WeightFormat.FP4}
 _HALVES = (
     (WeightFormat.INT4, WeightFormat.INT4_ZEROS),
     (WeightFormat.INT8, WeightFormat.INT8_ZEROS),
 )
-"""Integers of 4 and of 8 bits, without zeros and with them: groups' scales are fp16 times a power of two, zeros integers."""
+"""Integers of 4 and 8 bits, without and with zero points. Scales of groups are fp16 times a power of two, zero points
+are integers."""
 _SINGLES = (
     (WeightFormat.INT4_SINGLE, WeightFormat.INT4_SINGLE_ZEROS),
     (WeightFormat.INT8_SINGLE, WeightFormat.INT8_SINGLE_ZEROS),
 )
-"""Likewise, of which both are fp32."""
+"""Integers of 4 and 8 bits, without and with zero points; scales and zero points are fp32."""
 ALONE = {WeightFormat.FP8, *FP4.values(), *TABLES.values(), WeightFormat.TABLES}
-"""What nothing else is widened to."""
+"""Formats that hold only their own rows."""
 
 
-def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> PackedFormat:
-    """Return the numbers that hold the rows of all schemes exactly; where none do, those of ``dtype``: rows are rounded to it.
+def packed_format_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> PackedFormat:
+    """Return a format that holds the rows of all schemes exactly; the float format of ``dtype`` if none does (rows are
+    rounded).
 
-    None among the schemes: rows in floating-point numbers.
+    None among the schemes: rows in floating point.
     """
     each = {None if scheme is None else _exact(scheme) for scheme in schemes}
-    known = [numbers for numbers in each if numbers is not None]
-    formats = {numbers.weight_format for numbers in known}
+    known = [packed_format for packed_format in each if packed_format is not None]
+    formats = {packed_format.weight_format for packed_format in known}
     if len(each) == 1 and formats <= ALONE:
         return known[0] if known else PackedFormat(FLOAT_FORMATS[dtype])
     orders = {scheme is not None and scheme.order is not None for scheme in schemes}
-    inputs = {numbers.inputs for numbers in known}
+    inputs = {packed_format.inputs for packed_format in known}
     if len(known) < len(each) or formats & ALONE or len(orders) > 1 or len(inputs) > 1:
         return PackedFormat(FLOAT_FORMATS[dtype])
     eight = any(each.code_levels == 256 for each in formats)
     zeros = any(each.has_zeros for each in formats)
     integers = _SINGLES if any(each.has_singles for each in formats) else _HALVES
-    group = min((numbers.group for numbers in known if numbers.group), default=0)
+    group = min((packed_format.group for packed_format in known if packed_format.group), default=0)
     if not group and (zeros or not eight):
         group = GROUPS[0]
     return PackedFormat(integers[eight][zeros], group, known[0].inputs)
 
 
 def _exact(scheme: Scheme) -> PackedFormat | None:
-    """Return the numbers that hold one scheme's rows exactly; None where none do. A group of 0 may become any."""
+    """Return a format that holds the rows of one scheme exactly, or None. A group of 0 may become any."""
     if scheme.input_factors is not None:
         return None
     if scheme.is_fp4:
@@ -90,7 +92,7 @@ def _exact(scheme: Scheme) -> PackedFormat | None:
 
 
 def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
-    """Put rows into the columns from ``first_column`` on, in the packed weight's numbers."""
+    """Write rows into columns from ``first_column`` on, converted to the packed weight's format."""
     if isinstance(rows, Blocks) and not packed.format.is_float:
         packed.fill_blocks(rows.raw, first_column)
         return
@@ -111,7 +113,7 @@ def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
             _fill_fp4(packed, rows, first_column)
         else:
             _fill_integers(packed, rows, first_column)
-    except PackedWeightError as error:  # the checkpoint's scales, of which nothing is known before
+    except PackedWeightError as error:  # invalid scales in the checkpoint
         raise ConfigError(str(error)) from error
 
 

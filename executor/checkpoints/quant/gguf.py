@@ -1,7 +1,8 @@
-"""The numbers of a GGUF file, packed as they are: each layer in the types that its tensors have.
+"""Quantization of GGUF files: each layer keeps the types of its tensors.
 
-Where the parts of a layer differ in type, as values do from queries and keys in some layers of Q4_K_M, it is several packed
-weights. What has no packed format, and what is no matrix of rows of the file, is kept in the model's number format.
+A layer with parts of different types is several packed weights; in some layers of Q4_K_M the values differ from queries
+and keys. Types without a packed format, and tensors that are not plain row matrices, are kept in the model's number
+format.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.checkpoints.gguf.types import BY_NAME, GgmlType
 from quintet.executor.checkpoints.gguf.weights import BLOCKS
-from quintet.executor.checkpoints.quant.blocks import NUMBERS, Blocks
+from quintet.executor.checkpoints.quant.blocks import PACKED_FORMATS, Blocks
 from quintet.executor.checkpoints.quant.coded import (
     KEPT_BLOCKS,
     StoredRows,
@@ -40,12 +41,12 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.wire.errors import ConfigError
 
 _DUMMIES = (0, 0)
-"""Bytes of dummy blocks: there are none, for a file is needed to know of them."""
+"""Range of dummy bytes: unused, since GGUF always needs a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """A part of a weight. A `quintet.executor.checkpoints.quant.source.RowSource`."""
+    """A part of a weight in blocks. A `quintet.executor.checkpoints.quant.source.RowSource`."""
 
     part: RowRange
     depth: int
@@ -94,8 +95,10 @@ class GgufQuantization:
     def __init__(
         self, contents: Mapping[str, Entry] | None, rest: Quantization, on_device: bool = False
     ) -> None:
-        """contents: the file's tensors by the model's names, None where none is read; rest: makes the layers that are kept in
-        floating-point numbers; on_device: whether our kernels of a device multiply.
+        """contents: the file's tensors by the model's names, None if no file is read; rest: makes the floating-point
+        layers.
+
+        on_device: device kernels multiply.
         """
         self._contents = contents or {}
         self._on_device = on_device
@@ -109,29 +112,29 @@ class GgufQuantization:
             rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
             kept = [None if shape.is_exact else _kept(source, plan) for source in sources]
             return coded_linear(shape, plan, rows, kept) or self._rest.linear(shape, plan)
-        numbers = [_numbers(source, plan) for source in sources]
+        packed_formats = [_packed_format(source, plan) for source in sources]
         is_plain = not any(sources)
         if library is None or plan.device.type != "cpu" or shape.is_exact or is_plain:
             return self._rest.linear(shape, plan)
         rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
         if shape.activation:
-            assert len(set(numbers)) == 1, numbers  # whoever asks has asked `pairs`
-            return PackedLinear(library, shape, plan, numbers[0], rows)
-        return packed_by_part(library, shape, plan, numbers, rows)
+            assert len(set(packed_formats)) == 1, packed_formats  # the model checks `pairs` first
+            return PackedLinear(library, shape, plan, packed_formats[0], rows)
+        return packed_by_part(library, shape, plan, packed_formats, rows)
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
-        """See `Quantization.embedding`. Packed, it takes a third of the memory, and is not computed at the start."""
+        """See `Quantization.embedding`. The packed table takes a third of the memory and needs no computation at start."""
         library = linear_library()
         (source,) = (self._source(part, shape.depth, plan) for part in shape.parts)
         if self._on_device or library is None or plan.device.type != "cpu" or source is None:
             return None
-        return PackedLinear(library, shape, plan, NUMBERS[source.kind.name], [source])
+        return PackedLinear(library, shape, plan, PACKED_FORMATS[source.kind.name], [source])
 
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
-        """See `Quantization.pairs`. Gates and ups of different types are packed each by itself."""
+        """See `Quantization.pairs`. Gates and ups of different types are packed separately."""
         sources = [self._source(part, shape.depth, plan) for part in shape.parts]
         packs = not self._on_device and linear_library() is not None and plan.device.type == "cpu"
-        return not packs or len({_numbers(source, plan) for source in sources}) == 1
+        return not packs or len({_packed_format(source, plan) for source in sources}) == 1
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
@@ -147,7 +150,7 @@ class GgufQuantization:
         (kind,) = kinds
         packed = [piece for piece in pieces if piece is not None]
         shape = replace(shape, weights=packed, label=f"{shape.label} of {kind}")
-        return PackedStack(library, shape, plan, NUMBERS[kind])
+        return PackedStack(library, shape, plan, PACKED_FORMATS[kind])
 
     def _piece(self, piece: StackRows, plan: WeightPlan) -> BlockPiece | None:
         if not isinstance(piece, StackPiece) or not piece.is_whole or not piece.names[0].endswith(".weight"):
@@ -157,23 +160,23 @@ class GgufQuantization:
         return None if source is None else BlockPiece(source, piece.first, piece.begin)
 
     def _source(self, part: RowRange, depth: int, plan: WeightPlan) -> BlockRows | None:
-        """Return the part's rows in blocks; None where they are to be had in floating-point numbers alone."""
+        """Return the part's rows in blocks; None if only floating-point rows are available."""
         entry = self._contents.get(f"{part.name}{BLOCKS}")
-        if entry is None or entry.dtype not in NUMBERS or part.transposed or part.unit_rows:
+        if entry is None or entry.dtype not in PACKED_FORMATS or part.transposed or part.unit_rows:
             return None
         kind, kept = BY_NAME[entry.dtype], part.kept_inputs
         if entry.shape != (part.height, kind.num_bytes(depth if kept is None else kept.whole)):
             return None
         if kept is not None and (kept.begin % kind.block or kept.end % kind.block):
             raise ConfigError(
-                f"layer {part.name!r}: a rank would have inputs {kept.begin} to {kept.end}, no whole blocks of {kind.block}"
-                f" ({kind.name}): it is not to be divided by so many ranks (--tensor-parallel-size)"
+                f"layer {part.name!r}: a rank would have inputs {kept.begin} to {kept.end}, not whole blocks of {kind.block}"
+                f" ({kind.name}): lower --tensor-parallel-size"
             )
         return BlockRows(part, depth, kind)
 
 
-def _numbers(source: BlockRows | None, plan: WeightPlan) -> PackedFormat:
-    return PackedFormat(FLOAT_FORMATS[plan.dtype]) if source is None else NUMBERS[source.kind.name]
+def _packed_format(source: BlockRows | None, plan: WeightPlan) -> PackedFormat:
+    return PackedFormat(FLOAT_FORMATS[plan.dtype]) if source is None else PACKED_FORMATS[source.kind.name]
 
 
 def _kept(source: BlockRows | None, plan: WeightPlan) -> StoredRows | None:
@@ -183,5 +186,5 @@ def _kept(source: BlockRows | None, plan: WeightPlan) -> StoredRows | None:
 
 
 def _kinds(sources: Sequence[BlockRows | None]) -> set[str]:
-    """Return the names of the types; none where some rows are in no blocks."""
+    """Return the names of the types; empty if some rows are not in blocks."""
     return set() if None in sources else {source.kind.name for source in sources if source is not None}

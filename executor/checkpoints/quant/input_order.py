@@ -1,4 +1,4 @@
-"""In which order a layer's inputs stand before its packed weight: those of one group of a checkpoint's scales side by side."""
+"""Permutation of a layer's inputs before its packed weight: inputs of one group become adjacent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quintet.wire.errors import ConfigError
 
 
 def declare_order(sources: list[RowSource], depth: int, plan: WeightPlan) -> torch.Tensor | None:
-    """Return the order, int32 ``[depth]``, which a loader fills; None where the layer's groups are of neighbours.
+    """Return the order, int32 ``[depth]``, filled by a loader; None if the groups are contiguous.
 
-    It is filled where the packed weight is only mapped, too. All sources must have one order: they get one x.
+    The loader fills it also for a mapped packed weight. All sources must have one order, since they share one x.
     """
     ordered = [source for source in sources if isinstance(source, CodedRows) and is_ordered(source)]
     if not ordered:
@@ -27,12 +27,12 @@ def declare_order(sources: list[RowSource], depth: int, plan: WeightPlan) -> tor
 
 
 def is_ordered(source: RowSource) -> bool:
-    """Whether the groups of a source's scales are of other inputs than neighbours."""
+    """Return True if the groups of a source's scales are not contiguous inputs."""
     return isinstance(source, CodedRows) and source.scheme.order is not None
 
 
 def sorted_inputs(groups: torch.Tensor) -> torch.Tensor:
-    """Return the inputs by their groups, those of one as they stand: int64 ``[depth]``."""
+    """Return the inputs sorted by group (stable): int64 ``[depth]``."""
     return torch.argsort(groups, stable=True)
 
 
@@ -40,11 +40,11 @@ def _fill(order: torch.Tensor, group: int, layer: str, groups: torch.Tensor) -> 
     its = sorted_inputs(groups).to(order.device)
     groups = groups.to(order.device)
     if not torch.equal(groups[its].long(), torch.arange(len(groups), device=order.device) // group):
-        raise ConfigError(f"layer {layer!r}: its g_idx does not put {group} inputs into each group")
+        raise ConfigError(f"layer {layer!r}: g_idx must have {group} inputs in each group")
     if int(order[0]) < 0:
         order.copy_(its)
     elif not torch.equal(order, its.int()):
         raise ConfigError(
-            f"layer {layer!r}: its inputs are in another order than those of the layer that is computed with it: quantize the"
+            f"layer {layer!r}: its order of inputs differs from that of the layer fused with it: quantize the"
             " model again with desc_act false, or static_groups"
         )

@@ -1,4 +1,4 @@
-"""A linear layer whose parts differ in their numbers: a packed weight for each run of parts of equal ones."""
+"""Linear layers with parts of different formats: one packed weight for each run of equal formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 
 
 class PackedRuns:
-    """Packed weights side by side. A `LinearMethod`."""
+    """Packed weights of adjacent columns. A `LinearMethod`."""
 
     packed = None
     table = None
@@ -42,16 +42,16 @@ def packed_by_part(
     library: LinearLibrary,
     shape: LinearShape,
     plan: WeightPlan,
-    numbers: Sequence[PackedFormat],
+    packed_formats: Sequence[PackedFormat],
     sources: Sequence[RowSource],
 ) -> LinearMethod:
-    """Return the owner of a layer whose parts have these numbers and sources, one each. Not of gates beside their ups."""
+    """Return the owner of a layer with parts of these formats and sources, one each. Not for fused gate and up."""
     assert not shape.activation, "a gate and its up are of one weight"
     runs, first = [], 0
-    kinds = zip(numbers, map(is_ordered, sources), strict=True)
-    for (its_numbers, _), equal in groupby(kinds):
+    kinds = zip(packed_formats, map(is_ordered, sources), strict=True)
+    for (run_format, _), equal in groupby(kinds):
         end = first + len(list(equal))
         run = replace(shape, parts=shape.parts[first:end])
-        runs.append(PackedLinear(library, run, plan, its_numbers, sources[first:end]))
+        runs.append(PackedLinear(library, run, plan, run_format, sources[first:end]))
         first = end
     return runs[0] if len(runs) == 1 else PackedRuns(runs, shape.result_dtype)

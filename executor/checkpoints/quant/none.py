@@ -19,7 +19,8 @@ from quintet.wire.errors import ConfigError
 
 
 class Unquantized:
-    """See `quintet.executor.checkpoints.quant.method.Quantization`. Packed for the host kernels where those compute."""
+    """See `quintet.executor.checkpoints.quant.method.Quantization`. Packs weights for the host kernels if those are
+    available."""
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """See `Quantization.linear`."""
@@ -45,7 +46,7 @@ class Unquantized:
 
 
 class RowMajorLinear:
-    """A weight as the checkpoint has it, multiplied by torch: the reference, and what runs without the host library."""
+    """Row-major weight multiplied by torch: the reference, and the fallback without the host library."""
 
     packed = None
     runs = ()
@@ -57,7 +58,7 @@ class RowMajorLinear:
         """sources: see `quintet.executor.checkpoints.quant.packed.PackedLinear`."""
         if shape.leaves > 1:
             raise ConfigError(
-                "--layout-invariant needs Quintet's host kernels, and they were not built: install a C++ compiler (g++ or"
+                "--layout-invariant needs Quintet's host kernels, which are not built: install a C++ compiler (g++ or"
                 " clang++) and Quintet again, or drop the flag"
             )
         self._activation = shape.activation

@@ -1,6 +1,6 @@
-"""Linear layers on the host library's packed weights: in the model's number format, or quantized while they are packed.
+"""Linear layers on the host library's packed weights: in the model's number format, or quantized during packing.
 
-Quantization happens in the kernels of ``csrc/cpu`` as rows arrive; here is only which format each layer gets.
+The kernels of ``csrc/cpu`` quantize arriving rows; this module selects the format of each layer.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from quintet.wire.errors import ConfigError
 class PackedQuantization:
     """See `quintet.executor.checkpoints.quant.method.Quantization`."""
 
-    def __init__(self, name: str, numbers: PackedFormat, of_output_layer: PackedFormat) -> None:
+    def __init__(self, name: str, packed_format: PackedFormat, of_output_layer: PackedFormat) -> None:
         library = linear_library()
         if library is None:
             raise ConfigError(
-                f"--quantization {name} needs Quintet's host kernels, and they were not built: install a C++ compiler"
+                f"--quantization {name} needs Quintet's host kernels, which are not built: install a C++ compiler"
                 " (g++ or clang++) and Quintet again, or drop the flag"
             )
         self._library = library
-        self._numbers = numbers
+        self._packed_format = packed_format
         self._of_output_layer = of_output_layer
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """See `Quantization.linear`."""
-        numbers = self._of_output_layer if shape.is_output_layer else self._numbers
+        packed_format = self._of_output_layer if shape.is_output_layer else self._packed_format
         if shape.is_exact:
-            numbers = PackedFormat(FLOAT_FORMATS[plan.dtype])
-        return PackedLinear(self._library, shape, plan, numbers)
+            packed_format = PackedFormat(FLOAT_FORMATS[plan.dtype])
+        return PackedLinear(self._library, shape, plan, packed_format)
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
         """See `Quantization.embedding`."""
@@ -54,25 +54,25 @@ class PackedQuantization:
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
-        numbers = PackedFormat(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._numbers
-        return PackedStack(self._library, shape, plan, numbers)
+        packed_format = PackedFormat(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._packed_format
+        return PackedStack(self._library, shape, plan, packed_format)
 
 
 def int8() -> PackedQuantization:
-    """8 bits a weight, one scale for each output."""
-    numbers = PackedFormat(WeightFormat.INT8)
-    return PackedQuantization("int8", numbers, of_output_layer=numbers)
+    """Return 8-bit weights with one scale for each output."""
+    packed_format = PackedFormat(WeightFormat.INT8)
+    return PackedQuantization("int8", packed_format, of_output_layer=packed_format)
 
 
 def int4() -> PackedQuantization:
-    """4 bits a weight in groups of 128 that share a scale; the output layer has 8 (see ``docs/quantization.md``)."""
+    """Return 4-bit weights with group size 128; the output layer has 8 bits (see ``docs/quantization.md``)."""
     return PackedQuantization(
         "int4", PackedFormat(WeightFormat.INT4, group=128), of_output_layer=PackedFormat(WeightFormat.INT8)
     )
 
 
 def w8a8() -> PackedQuantization:
-    """8 bits a weight, and activations quantized to 8 bits, each token by its own scale."""
+    """Return 8-bit weights with activations quantized to 8 bits, one scale for each token."""
     return PackedQuantization(
         "w8a8",
         PackedFormat(WeightFormat.INT8, inputs=Inputs.EIGHT_BITS),
@@ -90,21 +90,22 @@ class PackedLinear:
         library: LinearLibrary,
         shape: LinearShape,
         plan: WeightPlan,
-        numbers: PackedFormat,
+        packed_format: PackedFormat,
         sources: Sequence[RowSource] | None = None,
     ) -> None:
-        """sources: of the weight, one for each part of the shape; None: the checkpoint has it in floating-point numbers."""
+        """sources: sources of the weight, one for each part of the shape; None: the checkpoint stores it in floating
+        point."""
         self._library = library
         self._shape = shape
-        self._numbers = numbers
+        self._packed_format = packed_format
         self._sources = shape.sources if sources is None else sources
         self._packed: PackedWeight | None = None
-        self._outliers = _outliers_of(self._sources) if numbers.weight_format.has_tables else 0
-        self.is_quantized = sources is None and not numbers.weight_format.is_float
-        self.inputs = numbers.inputs
+        self._outliers = _outliers_of(self._sources) if packed_format.weight_format.has_tables else 0
+        self.is_quantized = sources is None and not packed_format.weight_format.is_float
+        self.inputs = packed_format.inputs
         self.num_bytes: int = shape.leaves * library.weight_bytes(
-            *(int(numbers.weight_format), shape.columns, shape.depth // shape.leaves),
-            *(numbers.group, bool(shape.activation)),
+            *(int(packed_format.weight_format), shape.columns, shape.depth // shape.leaves),
+            *(packed_format.group, bool(shape.activation)),
         )
         self.num_bytes += library.weight_outlier_bytes(
             shape.columns, shape.depth, bool(shape.activation), self._outliers
@@ -114,13 +115,13 @@ class PackedLinear:
         for source in self._sources:
             source.declare(plan, plan.pack, partial(self._fill, first))
             first += source.rows
-        is_float = numbers.weight_format.is_float
+        is_float = packed_format.weight_format.is_float
         self.order = None if is_float else declare_order(list(self._sources), shape.depth, plan)
         self.bias = plan.stacked(shape.biases) if shape.biased else None
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight, once a loader has given it memory."""
+        """The packed weight; only after a loader has set its memory."""
         assert self._packed is not None, "used before it was loaded"
         return self._packed
 
@@ -135,8 +136,8 @@ class PackedLinear:
         return {
             "layer": "+".join(source.label for source in self._sources),
             "layout": LAYOUT,
-            "format": self._numbers.weight_format.name,
-            "group": self._numbers.group,
+            "format": self._packed_format.weight_format.name,
+            "group": self._packed_format.group,
             "columns": self._shape.columns,
             "depth": self._shape.depth,
             "paired": bool(self._shape.activation),
@@ -146,13 +147,13 @@ class PackedLinear:
 
     def open(self, memory: torch.Tensor) -> None:
         """See `PackedStore`."""
-        shape, numbers = self._shape, self._numbers
+        shape, packed_format = self._shape, self._packed_format
         self._packed = PackedWeight(
             self._library,
-            numbers.weight_format,
+            packed_format.weight_format,
             shape.columns,
             shape.depth,
-            group=numbers.group,
+            group=packed_format.group,
             paired=bool(shape.activation),
             memory=memory,
             leaves=shape.leaves,
@@ -162,11 +163,11 @@ class PackedLinear:
 
     def round_inputs(self) -> bool:
         """See `PackedRun`."""
-        self.inputs = self._numbers.rounded_inputs
+        self.inputs = self._packed_format.rounded_inputs
         return self.inputs is not Inputs.SIXTEEN_BITS
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `LinearMethod.apply`. out: what it is written to, where it is given."""
+        """See `LinearMethod.apply`. out: tensor for the result; None: a new one."""
         return self.packed.linear(
             x if self.order is None else x[:, self.order],
             self.bias,
@@ -181,6 +182,6 @@ class PackedLinear:
 
 
 def _outliers_of(sources: Sequence[RowSource]) -> int:
-    """Return how many there are at most, of a tensor that several parts are of once."""
+    """Return the maximum number of outliers; a tensor that several parts share counts once."""
     coded = [source for source in sources if isinstance(source, CodedRows)]
     return sum({source.part.name: source.scheme.outliers for source in coded}.values())

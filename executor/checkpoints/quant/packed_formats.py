@@ -1,4 +1,4 @@
-"""How packed weights store their numbers, and which version of the packed form that is."""
+"""Formats of packed weights, and the version of their layout."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ FLOAT_FORMATS = {
 }
 
 LAYOUT = 2
-"""Version of what packed bytes mean (csrc/cpu/linear.hpp). Part of the packed cache's key: raise it when that changes."""
+"""Version of the packed bytes (csrc/cpu/linear.hpp). Part of the packed cache's key: raise it with every change of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """How a layer's numbers are stored and multiplied."""
+    """Storage format of a layer's weight and precision of its inputs."""
 
     weight_format: WeightFormat
     group: int = 0
-    """Neighbouring inputs that share a scale; 0: one scale for each output."""
+    """Group size: adjacent inputs that share a scale; 0: one scale for each output."""
     inputs: Inputs = Inputs.SIXTEEN_BITS
-    """What inputs are rounded to, where weights are integers."""
+    """Precision that inputs are rounded to, for integer weights."""
 
     @property
     def rounded_inputs(self) -> Inputs:
-        """What inputs are rounded to where 8 bits are asked for."""
+        """Precision of the inputs when 8 bits are requested."""
         has_wide = self.inputs is Inputs.SIXTEEN_BITS and self.weight_format.is_integer
         return Inputs.EIGHT_BITS_IN_GROUPS if has_wide else self.inputs

@@ -1,4 +1,4 @@
-"""Quantization name, as in ``--quantization``, to what makes a model's linear layers."""
+"""Registry from ``--quantization`` names to quantizations."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def open_quantization(
     *,
     on_device: bool = False,
 ) -> Quantization:
-    """Return the quantization of that name, or that of the checkpoint, where it is ``stored`` in a format.
+    """Return the quantization of that name, or the checkpoint's if it is ``stored`` in a format.
 
-    contents: the checkpoint's tensors, where it is read; on_device: whether our kernels of a device multiply. Raises
-    `ConfigError` for a name that does not exist.
+    contents: checkpoint tensors, None if no checkpoint is read; on_device: device kernels multiply. Raises
+    `ConfigError` for an unknown name.
     """
     if stored is not None and stored.name == "gguf":
         if name != "gguf":

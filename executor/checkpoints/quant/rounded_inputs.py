@@ -1,4 +1,4 @@
-"""A quantization whose layers round their inputs to 8 bits, where their weights are integers: ``--activation-dtype int8``."""
+"""Quantization wrapper that rounds inputs of integer layers to 8 bits (``--activation-dtype int8``)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 
 
 class RoundedInputs:
-    """See `quintet.executor.checkpoints.quant.method.Quantization`. The output layer keeps its inputs, and so do exact layers."""
+    """See `quintet.executor.checkpoints.quant.method.Quantization`. Inputs of the output layer and of exact layers are
+    not rounded."""
 
     def __init__(self, inner: Quantization) -> None:
         """inner: makes the layers."""
         self._inner = inner
         self.num_layers = 0
-        """Those with such weights, so far."""
+        """Number of layers with rounded inputs so far."""
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """See `Quantization.linear`."""

@@ -1,4 +1,4 @@
-"""Where rows of a matrix come from: one tensor of a checkpoint, or those that a format has in its place."""
+"""Sources of matrix rows: one checkpoint tensor, or the tensors of a quantization format."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Expect = Callable[[str, tuple[int, ...], Sink], None]
 """`WeightPlan.expect` or `WeightPlan.pack`."""
 
 MOST_CODES = 4 << 20
-"""Numbers that are unpacked at a time: 16 MB as fp32, and all threads have enough to do."""
+"""Values unpacked at a time: 16 MB as fp32, enough work for all threads."""
 
 
 def floats_of(rows: Rows) -> torch.Tensor:
-    """Return rows in floating-point numbers."""
+    """Return rows dequantized to floating point."""
     return rows if isinstance(rows, torch.Tensor) else rows.floats()
 
 
 def _rows_of(runs: Sequence[range], kept: KeptRange) -> list[range]:
-    """Return these of the rows that runs have one behind the other."""
+    """Return the ranges within ``runs`` that ``kept`` selects of their concatenation."""
     found, first = [], 0
     for run in runs:
         begin, end = max(kept.begin - first, 0), min(kept.end - first, len(run))
@@ -43,23 +43,23 @@ def _rows_of(runs: Sequence[range], kept: KeptRange) -> list[range]:
 
 
 class RowSource(Protocol):
-    """Rows of a matrix, and the tensors of a checkpoint that they are made of."""
+    """Rows of a matrix and the checkpoint tensors that hold them."""
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
 
     @property
     def label(self) -> str:
-        """Says what is made of what: part of the packed cache's key."""
+        """Identifies source and transformation: part of the packed cache's key."""
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
-        """Expect the tensors; when all are there call ``fill(first, rows)`` until every row was handed over."""
+        """Expect the tensors; after the last one arrives, call ``fill(first, rows)`` for all rows in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainRows:
-    """A part of a weight in floating-point numbers."""
+    """A part of a floating-point weight."""
 
     part: RowRange
     depth: int
@@ -71,7 +71,7 @@ class PlainRows:
 
     @property
     def label(self) -> str:
-        """See `RowSource`: the tensor's name alone where these are all of its rows, as they are."""
+        """See `RowSource`: the tensor's name alone if the part is the unchanged whole tensor."""
         part = self.part
         if part == RowRange(part.name, part.rows):
             return part.name
@@ -89,7 +89,7 @@ class PlainRows:
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """A part of a weight that a format holds in codes."""
+    """A part of a quantized weight."""
 
     part: RowRange
     depth: int
@@ -126,7 +126,7 @@ class CodedRows:
             plan.as_codes(name, each.kinds, each.dummy_bytes)
 
     def _decoded(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[int, Coded]]:
-        """Yield the part's rows, some at a time, with the place of the first of each."""
+        """Yield the part's rows in chunks, each with the index of its first row."""
         decoder: Decoder = import_string(self.scheme.decoder)
         if self.part.kept_inputs is not None:
             tensors = of_inputs(self.scheme, tensors, self.part.kept_inputs)
@@ -143,7 +143,7 @@ class CodedRows:
                 place += len(wanted)
 
     def _runs(self) -> Sequence[range]:
-        """Return which rows of the checkpoint's matrix these are: runs of neighbours, in order."""
+        """Return ranges of adjacent rows of the checkpoint's matrix, in order."""
         part = self.part
         height, count = part.height // part.groups, part.described // part.groups
         begins = [group * height + part.begin for group in range(part.groups)]

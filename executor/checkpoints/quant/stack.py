@@ -1,6 +1,6 @@
-"""One matrix of every expert of a layer: what a model says of it, and who owns its numbers.
+"""One matrix of every expert of a layer: its description and the owners of its weights.
 
-A method object declares the checkpoint's tensors in a plan when it is made, and is filled by the loader.
+A method object declares the checkpoint's tensors in a plan when it is made; the loader fills it.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ class StackRows(Protocol):
     """Rows of some experts' matrices."""
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
-        """Expect tensors of the checkpoint; once all are there, call ``fill(expert, begin, rows)`` until every row was given."""
+        """Expect checkpoint tensors; after the last one arrives, call ``fill(expert, begin, rows)`` for all rows in
+        turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackPiece:
-    """Rows that are taken from one tensor of the checkpoint, or from several that are needed together. `StackRows`."""
+    """Rows from one checkpoint tensor, or from several that are needed together. A `StackRows`."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of each tensor."""
+    """Shape of each tensor."""
     first: int
     """Experts ``[first, first + count)``."""
     count: int
     begin: int
-    """The rows' place in the matrix: from here on."""
+    """Index of the first row in the matrix."""
     take: Callable[[Sequence[torch.Tensor], int], Rows]
-    """From the tensors and a number below ``count`` to that expert's rows: ``[rows, depth]``, of a bias ``[rows]``."""
+    """Takes the tensors and an expert's index below ``count``; returns its rows ``[rows, depth]``, of a bias ``[rows]``."""
     bytes_between: tuple[tuple[int, int], ...] = ()
-    """Of each tensor, where they are bytes: what dummy ones lie between. Empty: they are numbers."""
+    """For byte tensors, the range of dummy values of each. Empty: the tensors are numbers."""
     scheme: Scheme | None = None
-    """How the rows that ``take`` returns are coded; None: they are floating-point numbers."""
+    """Coding of the rows that ``take`` returns; None: they are floating point."""
     is_whole: bool = False
-    """Whether the rows are all of one expert's tensor, as they are."""
+    """True: the rows are all rows of one expert's tensor, unchanged."""
 
     def declare(
         self,
@@ -76,26 +77,26 @@ class StackPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackShape:
-    """What a model says about one matrix of its experts."""
+    """Description that a model gives of one matrix of its experts."""
 
     label: str
-    """Says which matrices of the checkpoint these are, and how they are taken from it: part of the packed cache's key."""
+    """Identifies the checkpoint's matrices and their transformation: part of the packed cache's key."""
     experts: int
     columns: int
     depth: int
     paired: bool
-    """Whether the first half of the columns are gates and the others the ups that belong to them."""
+    """True: the first half of the columns are gates, the second half the matching up projections."""
     weights: Sequence[StackRows]
     biases: Sequence[StackRows] = ()
-    """Of ``[columns]`` an expert; empty: there are none."""
+    """``[columns]`` for each expert; empty: no biases."""
     is_exact: bool = False
     """See `quintet.executor.checkpoints.quant.method.LinearShape`."""
     places: int = 0
-    """Behind the experts, for copies of others: nothing of the checkpoint goes there."""
+    """Spare slots after the experts, for copies of other experts. The checkpoint does not fill them."""
 
 
 class StackMethod(Protocol):
-    """Owns the tensors."""
+    """Owner of the experts' tensors."""
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -103,11 +104,11 @@ class StackMethod(Protocol):
 
     @property
     def packed(self) -> Sequence[PackedWeight] | None:
-        """The weights in the form of the host library, those of places last; None where torch multiplies."""
+        """Packed weights of the host library, spare slots last; None if torch multiplies."""
 
     @property
     def table(self) -> torch.Tensor | None:
-        """The weights row-major in the model's number format ``[experts, columns, depth]``, where they are held so."""
+        """Row-major weights ``[experts, columns, depth]`` in the model's number format; None if held in another form."""
 
     @property
     def inputs(self) -> Inputs:
@@ -126,18 +127,18 @@ class RowMajorStack:
 
 
 class PackedStack:
-    """Weights packed for the host kernels, all in one section, and places besides. A `StackMethod` and a `PackedStore`."""
+    """Weights packed for the host kernels in one section, plus spare slots. A `StackMethod` and a `PackedStore`."""
 
     table = None
 
     def __init__(
-        self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, numbers: PackedFormat
+        self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, packed_format: PackedFormat
     ) -> None:
-        self._library, self._shape, self._numbers = library, shape, numbers
+        self._library, self._shape, self._packed_format = library, shape, packed_format
         self._packed: list[PackedWeight] | None = None
-        self.inputs = numbers.inputs
+        self.inputs = packed_format.inputs
         one = library.weight_bytes(
-            *(int(numbers.weight_format), shape.columns, shape.depth, numbers.group, shape.paired)
+            *(int(packed_format.weight_format), shape.columns, shape.depth, packed_format.group, shape.paired)
         )
         self.num_bytes: int = one * shape.experts
         plan.store(self)
@@ -152,19 +153,19 @@ class PackedStack:
 
     @property
     def packed(self) -> Sequence[PackedWeight]:
-        """The weights, once a loader has given them memory."""
+        """The packed weights; only after a loader has set their memory."""
         assert self._packed is not None, "used before they were loaded"
         return self._packed
 
     @property
     def description(self) -> Description:
         """See `PackedStore`."""
-        shape, numbers = self._shape, self._numbers
+        shape, packed_format = self._shape, self._packed_format
         return {
             "layer": shape.label,
             "layout": LAYOUT,
-            "format": numbers.weight_format.name,
-            "group": numbers.group,
+            "format": packed_format.weight_format.name,
+            "group": packed_format.group,
             "experts": shape.experts,
             "columns": shape.columns,
             "depth": shape.depth,
@@ -176,20 +177,20 @@ class PackedStack:
         self._packed = [*map(self._weight, memory.chunk(self._shape.experts)), *self._places]
 
     def _weight(self, memory: torch.Tensor) -> PackedWeight:
-        shape, numbers = self._shape, self._numbers
+        shape, packed_format = self._shape, self._packed_format
         return PackedWeight(
             self._library,
-            numbers.weight_format,
+            packed_format.weight_format,
             shape.columns,
             shape.depth,
-            group=numbers.group,
+            group=packed_format.group,
             paired=shape.paired,
             memory=memory,
         )
 
     def round_inputs(self) -> bool:
-        """Have inputs rounded to 8 bits, if weights are in integers. Return whether they are."""
-        self.inputs = self._numbers.rounded_inputs
+        """Round inputs to 8 bits if the weights are integer. Return True if they are."""
+        self.inputs = self._packed_format.rounded_inputs
         return self.inputs is not Inputs.SIXTEEN_BITS
 
     def _fill(self, expert: int, begin: int, rows: Rows) -> None:
@@ -197,12 +198,12 @@ class PackedStack:
 
 
 def bias_of(shape: StackShape, plan: WeightPlan) -> torch.Tensor | None:
-    """Return what will hold the biases ``[experts + places, columns]``; None where there are none."""
+    """Return the tensor for the biases ``[experts + places, columns]``; None if there are none."""
     return _filled(shape.biases, plan, shape.experts + shape.places, shape.columns) if shape.biases else None
 
 
 def _filled(pieces: Sequence[StackRows], plan: WeightPlan, *size: int) -> torch.Tensor:
-    """Return a tensor ``[experts, columns, …]`` that pieces will fill, but for what they do not have."""
+    """Return a tensor ``[experts, columns, …]`` that the pieces fill; rows without a piece stay uninitialized."""
     whole = torch.empty(size, dtype=plan.dtype, device=plan.device)
     plan.num_bytes += whole.numel() * whole.element_size()
 

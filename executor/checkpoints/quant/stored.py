@@ -1,6 +1,7 @@
-"""The quantization that a checkpoint has already: each layer gets the numbers that its tensors hold.
+"""Quantization stored in the checkpoint: each layer keeps the codes and scales of its checkpoint tensors.
 
-`quintet.executor.checkpoints.quant.formats` says what those are; layers that the format left alone are made as without it.
+`quintet.executor.checkpoints.quant.formats` describes them. Layers that the format leaves unquantized are made by the
+other quantization.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.checkpoints.quant.coded import coded_linear, coded_stack, kept_of
-from quintet.executor.checkpoints.quant.fill import numbers_of
+from quintet.executor.checkpoints.quant.fill import packed_format_of
 from quintet.executor.checkpoints.quant.formats.cut import why_not
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
@@ -45,10 +46,11 @@ class StoredQuantization:
         rounds: bool = False,
         on_device: bool = False,
     ) -> None:
-        """rest: makes the layers that the checkpoint has in floating-point numbers; contents: its tensors, where it is read.
+        """rest: makes the layers that the checkpoint stores in floating point; contents: checkpoint tensors, None if no
+        checkpoint is read.
 
-        rounds: whether the rest makes those of experts, too, that the model's own layout has in codes; on_device: whether our
-        kernels of a device multiply.
+        rounds: ``rest`` also makes expert layers that the model's own layout stores in codes; on_device: device
+        kernels multiply.
         """
         self._format = stored
         self._rest = rest
@@ -59,7 +61,7 @@ class StoredQuantization:
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         """See `Quantization.linear`."""
         self._ignore(plan)
-        if self._contents is None and shape.is_exact:  # nobody quantizes what decides by small differences
+        if self._contents is None and shape.is_exact:  # layers sensitive to rounding are never quantized
             return self._rest.linear(shape, plan)
         sources = [self._source(part, shape.depth, plan, shape.is_output_layer) for part in shape.parts]
         if not any(isinstance(source, CodedRows) for source in sources):
@@ -72,11 +74,11 @@ class StoredQuantization:
             return coded_linear(shape, plan, sources, kept) or RowMajorLinear(shape, plan, sources)
         if plan.device.type != "cpu" or library is None:
             return RowMajorLinear(shape, plan, sources)
-        numbers = numbers_of(schemes, plan.dtype)
-        if numbers.weight_format.is_float and not shape.activation:  # nothing holds all parts exactly
-            by_part = [numbers_of([scheme], plan.dtype) for scheme in schemes]
+        packed_format = packed_format_of(schemes, plan.dtype)
+        if packed_format.weight_format.is_float and not shape.activation:  # no format holds all parts exactly
+            by_part = [packed_format_of([scheme], plan.dtype) for scheme in schemes]
             return packed_by_part(library, shape, plan, by_part, sources)
-        return PackedLinear(library, shape, plan, numbers, sources)
+        return PackedLinear(library, shape, plan, packed_format, sources)
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
         """See `Quantization.embedding`."""
@@ -96,20 +98,20 @@ class StoredQuantization:
         labels = "+".join(dict.fromkeys(str(scheme) for scheme in schemes))
         shape = replace(shape, weights=pieces, label=f"{shape.label} of {labels}")
         is_ordered = any(scheme is not None and scheme.order is not None for scheme in schemes)
-        if self._on_device:  # inputs of experts would be in an order each
+        if self._on_device:  # each expert would need its own order of inputs
             kept = [None if is_ordered else kept_of(scheme, shape.depth, plan.dtype) for scheme in schemes]
             return coded_stack(shape, plan, kept) or RowMajorStack(shape, plan)
         library = linear_library()
         if plan.device.type != "cpu" or library is None:
             return RowMajorStack(shape, plan)
-        numbers = numbers_of(schemes, plan.dtype)
+        packed_format = packed_format_of(schemes, plan.dtype)
         has_outliers = any(scheme is not None and scheme.outliers for scheme in schemes)
         if shape.is_exact or is_ordered or has_outliers:
-            numbers = PackedFormat(FLOAT_FORMATS[plan.dtype])  # as above
-        return PackedStack(library, shape, plan, numbers)
+            packed_format = PackedFormat(FLOAT_FORMATS[plan.dtype])  # see `linear`
+        return PackedStack(library, shape, plan, packed_format)
 
     def _ignore(self, plan: WeightPlan) -> None:
-        """Let the checkpoint have what is not needed of it."""
+        """Add the format's ignored tensors to those of the plan."""
         if not set(self._format.ignored) <= set(plan.ignored):
             plan.ignored += tuple(self._format.ignored)
 
@@ -121,10 +123,11 @@ class StoredQuantization:
         if scheme is not None and kept is not None:
             reason = why_not(scheme, kept)
             if reason is not None:
-                layer.refuse(f"{reason}: it is not to be divided by so many ranks (--tensor-parallel-size)")
-        if scheme is not None and (part.unit_rows or (part.transposed and not _is_turned(scheme))):
+                layer.refuse(f"{reason}: lower --tensor-parallel-size")
+        if scheme is not None and (part.unit_rows or (part.transposed and not _is_transposed(scheme))):
             layer.refuse(
-                f"this kind of layer is not read from {self._format.words}: take the checkpoint that it was made from"
+                f"layers with transposed or normalised rows are not supported in {self._format.words}:"
+                " use the original checkpoint"
             )
         return scheme
 
@@ -135,7 +138,7 @@ class StoredQuantization:
         return PlainRows(part, depth) if scheme is None else CodedRows(part, depth, scheme)
 
     def _piece(self, piece: StackRows, plan: WeightPlan) -> StackRows:
-        """Return what takes a piece's rows from the format's tensors; the piece itself where it is none of its layers."""
+        """Return a source of the piece's rows in the format's tensors; the piece itself if the format does not store it."""
         if (
             not isinstance(piece, StackPiece)
             or len(piece.names) != 1
@@ -150,13 +153,14 @@ class StoredQuantization:
         return CodedPiece(source, piece.first, piece.begin, None if piece.is_whole else piece)
 
     def _expect_no_biases(self, parts: Sequence[RowRange], plan: WeightPlan) -> None:
-        """Take biases that a checkpoint has of layers without any, as old ones do, if they are zeros."""
+        """Accept checkpoint biases of layers that have none in the architecture, if they are zeros; old checkpoints have
+        them."""
         for part in parts:
             layer = StoredLayer(part.name, part.height, 0, False, self._contents, plan.prefix)
 
             def check(bias: torch.Tensor, layer: StoredLayer = layer) -> None:
                 if bool(bias.any()):
-                    layer.refuse("the checkpoint has a bias of it, and config.json's architecture none")
+                    layer.refuse("the checkpoint has a bias, but config.json's architecture has none")
 
             if layer.entry("bias") is not None:
                 plan.expect(f"{part.name}.bias", (part.height,), check)
@@ -164,13 +168,14 @@ class StoredQuantization:
 
 @dataclass(frozen=True, slots=True)
 class CodedPiece:
-    """Rows of experts, or of heads, from a layer that a format holds in codes. A `StackRows`."""
+    """Rows of experts, or of heads, from a quantized layer of the checkpoint. A `StackRows`."""
 
     source: CodedRows
     first: int
     begin: int
     take: StackPiece | None
-    """Who makes the matrices of the layer's numbers; None: the rows are those of one expert as they are."""
+    """Piece that builds the matrices from the layer's dequantized rows; None: the rows belong to one expert and stay
+    coded."""
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
         """See `StackRows`."""
@@ -195,13 +200,13 @@ class CodedPiece:
 
 
 def _scheme_of_piece(piece: StackRows) -> Scheme | None:
-    """Return how a piece's rows are coded; None where they are, or become, floating-point numbers."""
+    """Return the scheme of a piece's rows; None if they are floating point or are dequantized."""
     if isinstance(piece, CodedPiece):
         return piece.source.scheme if piece.take is None else None
     return piece.scheme if isinstance(piece, StackPiece) else None
 
 
-def _is_turned(scheme: Scheme) -> bool:
+def _is_transposed(scheme: Scheme) -> bool:
     return scheme.codes is not None and scheme.codes.transposed
 
 

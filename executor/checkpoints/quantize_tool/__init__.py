@@ -1,1 +1,1 @@
-"""Checkpoints of fewer bits out of plain ones: which tensors are linear layers, how they are rounded, how they are written."""
+"""Quantize plain checkpoints: detection of linear layers, rounding, writing."""

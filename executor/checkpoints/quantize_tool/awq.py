@@ -1,10 +1,10 @@
-"""AWQ: inputs that are large are given more of the codes' steps, by multiplying their columns and dividing what makes them.
+"""AWQ: large inputs get more quantization steps; their columns are multiplied, and the producer of the inputs is
+divided.
 
-J. Lin, J. Tang, H. Tang, S. Yang, W.-M. Chen, W.-C. Wang, G. Xiao, X. Dang, C. Gan, S. Han, "AWQ: Activation-aware weight
-quantization for LLM compression and acceleration", MLSys 2024 (arXiv 2306.00978), section 3.2: factors are a power of how large
-inputs are, of 20 powers that which loses least; then ranges of groups are narrowed where that loses less. Here inputs are as
-large as the root of their mean square, and errors of inputs count as if they were independent: so only the sum of squares
-is needed.
+J. Lin, J. Tang, H. Tang, S. Yang, W.-M. Chen, W.-C. Wang, G. Xiao, X. Dang, C. Gan, S. Han, "AWQ: Activation-aware
+weight quantization for LLM compression and acceleration", MLSys 2024 (arXiv 2306.00978), section 3.2. Factors are a
+power of the inputs' size, the best of 20 powers; then ranges of groups are narrowed if that reduces the error. Here
+the size is the root mean square, and errors of inputs count as independent: only the sum of squares is needed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _POWERS = 20
 _NARROWED = 10
 _NARROWEST = 0.5
 _IN_WORD = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Rows of each place in a word."""
+"""Row of each position in a word."""
 
 
 @dataclass(slots=True)
 class AwqRounded:
-    """A weight: ``(codes - zeros) * scales`` of their groups."""
+    """A quantized weight: ``(codes - zeros) * scales`` of their groups."""
 
     codes: torch.Tensor
     """uint8 ``[rows, depth]``."""
@@ -36,15 +36,15 @@ class AwqRounded:
 
     @property
     def numbers(self) -> torch.Tensor:
-        """fp32 ``[rows, depth]``."""
+        """Dequantized weight, fp32 ``[rows, depth]``."""
         grouped: torch.Tensor = self.codes.unflatten(1, (-1, GROUP)).float() - self.zeros[..., None].float()
         return (grouped * self.scales.float()[..., None]).flatten(1)
 
 
 def factors_of(weights: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
-    """Return what the columns of weights fp32 ``[rows, depth]`` that see the same inputs are multiplied with, fp32 ``[depth]``.
+    """Return the factors of the columns of weights fp32 ``[rows, depth]`` with the same inputs: fp32 ``[depth]``.
 
-    squares: of inputs, summed, fp32 ``[depth]``.
+    squares: sums of squared inputs, fp32 ``[depth]``.
     """
     sizes = squares.clamp(min=1e-12).sqrt()
     least, found = float("inf"), torch.ones_like(squares)
@@ -62,15 +62,15 @@ def factors_of(weights: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.
 
 
 def rounded(weight: torch.Tensor) -> AwqRounded:
-    """Return a weight fp32 ``[rows, depth]`` with each number at the nearest code of its group's whole range."""
+    """Quantize a weight fp32 ``[rows, depth]`` to the nearest codes of its groups' full ranges."""
     grouped = weight.unflatten(1, (-1, GROUP))
     return _rounded(grouped, grouped.amin(2), grouped.amax(2))
 
 
 def narrowed(weight: torch.Tensor, squares: torch.Tensor) -> AwqRounded:
-    """Return the same with the range of each group that loses least, by the squares of inputs fp32 ``[depth]``."""
+    """Quantize with the group ranges that lose least, weighted by squared inputs fp32 ``[depth]``."""
     if not weight.isfinite().all():
-        raise ValueError("has numbers that are not finite")
+        raise ValueError("has values that are not finite")
     grouped = weight.unflatten(1, (-1, GROUP))
     low, high = grouped.amin(2), grouped.amax(2)
     counts = squares.unflatten(0, (-1, GROUP))
@@ -86,7 +86,7 @@ def narrowed(weight: torch.Tensor, squares: torch.Tensor) -> AwqRounded:
 
 
 def _rounded(grouped: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> AwqRounded:
-    """Return numbers ``[rows, groups, GROUP]`` as codes of ranges ``[rows, groups]``, which are made to hold zero."""
+    """Quantize values ``[rows, groups, GROUP]`` with ranges ``[rows, groups]``, widened to contain zero."""
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     scales = ((high - low) / MOST_CODE).clamp(min=1e-6).half()
     zeros = (-low / scales.float()).round().clamp(0, MOST_CODE)
@@ -95,7 +95,7 @@ def _rounded(grouped: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Aw
 
 
 def in_words(codes: torch.Tensor) -> torch.Tensor:
-    """Return codes uint8 ``[rows, columns]`` as AutoAWQ's words for many rows, int32 ``[columns, rows / 8]``."""
+    """Pack codes uint8 ``[rows, columns]`` into AutoAWQ's ``gemm`` words, int32 ``[columns, rows / 8]``."""
     placed = codes.t().unflatten(1, (-1, len(_IN_WORD)))[..., list(_IN_WORD)].to(torch.int32)
     words = torch.zeros(placed.shape[:2], dtype=torch.int32)
     for place in range(len(_IN_WORD)):

@@ -1,7 +1,8 @@
-"""Quantizes a model while it reads a text: each linear layer as it first sees its inputs, all of the text's at once.
+"""Quantize a model during a forward pass over a calibration text: each linear layer on its first inputs, all tokens at
+once.
 
-So the inputs of a layer are those that the quantized layers before it make, as they will be when it is served, and no more is
-kept than one layer's Hessian. The pass is the one that serves (`quintet.executor.backends.torch.eager`), with torch.
+So each layer sees the inputs that the quantized layers before it produce, as in serving, and memory holds one layer's
+Hessian. The pass is the one of serving (`quintet.executor.backends.torch.eager`), with torch.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
 
 Round = Callable[[Sequence[str], torch.Tensor], Sequence[torch.Tensor]]
-"""From tensors' names in the model and their inputs' products to their numbers, rounded."""
+"""Takes the model's tensor names and their inputs' Hessian; returns the dequantized rounded weights."""
 _TOKENS = 4096
-"""Inputs that are multiplied at a time."""
+"""Tokens multiplied at a time."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _CPU = torch.device("cpu")
 
 
 class _Calibrating:
-    """A `Quantization` whose layers quantize themselves."""
+    """A `Quantization` with layers that quantize themselves."""
 
     def __init__(self, round_: Round) -> None:
         self._round = round_
@@ -62,7 +63,7 @@ class _Calibrating:
 
 
 class _CalibratingLinear(RowMajorLinear):
-    """A layer that is quantized by its first inputs, and then multiplies with what it became."""
+    """A layer that is quantized on its first inputs and then multiplies with the quantized weight."""
 
     def __init__(self, shape: LinearShape, plan: WeightPlan, round_: Round) -> None:
         super().__init__(shape, plan)
@@ -89,23 +90,23 @@ def calibrated(
     config: ModelConfig,
     windows: Sequence[list[int]],
     rounder: Rounder,
-    told: Callable[[int], object],
+    on_progress: Callable[[int], object],
 ) -> None:
-    """Have the model's linear layers rounded for these windows, in the order in which they are computed.
+    """Round the model's linear layers on these windows, in the order of computation.
 
-    told: hears of each so many numbers that were rounded. Raises `ConfigError`.
+    on_progress: called with the number of rounded values. Raises `ConfigError`.
     """
     files = open_files(Path(config.path))
-    there = {name: file for file in files for name in file}
+    owners = {name: file for file in files for name in file}
     names: dict[str, str] = {}
 
     def round_(ours: Sequence[str], hessian: torch.Tensor) -> Sequence[torch.Tensor]:
         stored = [names[name] for name in ours]
         try:
-            numbers = rounder.round(stored, [there[name].tensor(name) for name in stored], hessian)
+            numbers = rounder.round(stored, [owners[name].tensor(name) for name in stored], hessian)
         except ValueError as error:
             raise ConfigError(f"{config.path}: tensor {'+'.join(stored)!r:.90} {error}") from None
-        told(sum(each.numel() for each in numbers))
+        on_progress(sum(each.numel() for each in numbers))
         return numbers
 
     dtype = _DTYPES[config.dtype]

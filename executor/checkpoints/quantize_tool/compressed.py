@@ -1,8 +1,8 @@
-"""Writes a checkpoint of compressed-tensors, or of AutoAWQ: the folder's files, with linear layers in integers of 4 or 8 bits.
+"""Write a checkpoint of compressed-tensors or AutoAWQ: the folder's files, with linear layers in integers of 4 or 8
+bits.
 
 Format: the `compressed-tensors` package; `quintet.executor.checkpoints.quant.formats.compressed_tensors` reads it.
-Weights alone are packed into words (``pack-quantized``); where activations have 8 bits, too, weights lie in bytes
-(``int-quantized``).
+Weight-only formats pack words (``pack-quantized``); with 8-bit activations weights are bytes (``int-quantized``).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from quintet.executor.model_config.card import ModelCard
 from quintet.wire.errors import ConfigError
 from quintet.wire.number_formats import ITEM_BYTES
 
-Told = Callable[[int], object]
-"""Hears of each so many numbers that were rounded."""
+Progress = Callable[[int], object]
+"""Called with the number of rounded values."""
 FORMATS: Mapping[torch.dtype, str] = {torch.bfloat16: "BF16", torch.float16: "F16"}
 _ROWS_OF = 1 << 20
-"""Numbers of a task."""
+"""Values of a task."""
 _KEPT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checkpoint that will be written."""
+    """A planned checkpoint."""
 
     folder: Path
     target: Target
@@ -53,33 +53,33 @@ class Plan:
     layers: Layers
     scale_dtype: torch.dtype
     known: Mapping[str, Rounded | AwqRounded]
-    """Layers that are rounded already, by the names of their weights."""
+    """Layers that are already rounded, by weight name."""
     divided: Mapping[str, Division] = field(default_factory=dict)
-    """What becomes of other tensors."""
+    """Divisions of other tensors, by name."""
     card: Mapping[str, object] = field(default_factory=dict)
-    """The folder's, as it was read."""
+    """The folder's parsed card."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(entry.num_bytes for file in self.outputs() for entry in file.entries.values())
 
     @property
     def num_numbers(self) -> int:
-        """Of the layers that are rounded."""
+        """Values of the layers that are rounded."""
         entries = (file.entries for file in self.files)
         return sum(
             math.prod(each[name].shape) for each in entries for name in each if name in self.layers.quantized
         )
 
-    def outputs(self, told: Told = lambda count: None) -> Iterator[_Output]:
-        """Yield the files, one for each of the folder's."""
+    def outputs(self, on_progress: Progress = lambda count: None) -> Iterator[_Output]:
+        """Yield the output files, one for each of the folder's."""
         for file in self.files:
-            yield _Output(self, file, told)
+            yield _Output(self, file, on_progress)
 
 
 def plan_of(folder: Path, architecture: str, card: ModelCard, target: Target) -> Plan:
-    """Return what a folder would become. Raises `ConfigError` for layers that the target, or the format, cannot hold."""
+    """Return the plan of a folder. Raises `ConfigError` for layers that the target or the format cannot hold."""
     files = open_files(folder)
     layers = layers_of(architecture, card, files)
     for file in files:
@@ -91,22 +91,22 @@ def plan_of(folder: Path, architecture: str, card: ModelCard, target: Target) ->
                 )
             if target.is_awq and shape[0] % 8:
                 raise ConfigError(
-                    f"{folder}: {name!r:.80} has {shape[0]} outputs, no whole words of 8: take --format gptq"
+                    f"{folder}: {name!r:.80} has {shape[0]} outputs, not a multiple of 8: use --format gptq"
                 )
             if target.group and shape[1] % target.group:
                 raise ConfigError(
-                    f"{folder}: {name!r:.80} has {shape[1]} inputs, no whole groups of {target.group}: take --format int8, or a"
-                    " GGUF file in q4_0 or q8_0, whose groups have 32"
+                    f"{folder}: {name!r:.80} has {shape[1]} inputs, not a multiple of {target.group}: use --format int8, or a"
+                    " GGUF file in q4_0 or q8_0 (groups of 32)"
                 )
     scale_dtype = _scale_dtype_of(files, layers)
     return Plan(folder, target, files, layers, scale_dtype, {}, card=card.values)
 
 
 class _Output:
-    """A file as it will be: a `WeightFile` whose tensors are made when they are asked for, in the order of ``entries``."""
+    """An output file: a `WeightFile` that makes tensors on access, in the order of ``entries``."""
 
-    def __init__(self, plan: Plan, source: WeightFile, told: Told) -> None:
-        self._plan, self._source, self._told = plan, source, told
+    def __init__(self, plan: Plan, source: WeightFile, on_progress: Progress) -> None:
+        self._plan, self._source, self._on_progress = plan, source, on_progress
         self._made: dict[str, torch.Tensor] = {}
         self.entries: dict[str, Entry] = {}
         self._of: dict[str, str] = {}
@@ -144,7 +144,7 @@ class _Output:
         return self._made.pop(name)
 
     def drop(self, name: str) -> None:
-        """Let go of what the tensor was made of."""
+        """Release the source of the tensor."""
         self._source.drop(self._of[name])
 
     def _make(self, name: str) -> None:
@@ -174,7 +174,7 @@ class _Output:
             with ThreadPoolExecutor(cpu_count(), initializer=partial(torch.set_num_threads, 1)) as pool:
                 for each in pool.map(work, parts):
                     found.append(each)
-                    self._told(each.codes.numel())
+                    self._on_progress(each.codes.numel())
         except ValueError as error:
             raise ConfigError(f"{plan.folder}: tensor {name!r:.90} {error}") from None
         return Rounded(torch.cat([each.codes for each in found]), torch.cat([each.scales for each in found]))
@@ -188,7 +188,8 @@ def _entries_of(stem: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) ->
 
 
 def in_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return int8 codes ``[rows, depth]`` in words int32 ``[rows, words]``: none is negative there, the first is lowest."""
+    """Pack int8 codes ``[rows, depth]``, offset to be non-negative, into words int32 ``[rows, words]``, the first code
+    lowest."""
     each, middle = 32 // bits, 1 << (bits - 1)
     padded = torch.nn.functional.pad(codes.to(torch.int32) + middle, (0, -codes.shape[1] % each))
     grouped = padded.view(len(codes), -1, each)
@@ -235,8 +236,8 @@ def section_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def write_compressed(plan: Plan, out: Path, told: Told) -> None:
-    """Write the folder. Raises `ConfigError` for numbers that cannot be rounded, and OSError."""
+def write_compressed(plan: Plan, out: Path, on_progress: Progress) -> None:
+    """Write the folder. Raises `ConfigError` for values that cannot be rounded, and OSError."""
     out.mkdir()
     for path in sorted(plan.folder.iterdir()):
         if path.suffix in _KEPT_FILES and path.is_file() and not path.name.endswith(".index.json"):
@@ -246,7 +247,7 @@ def write_compressed(plan: Plan, out: Path, told: Told) -> None:
     config = {**plan.card, "quantization_config": section_of(plan)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     count, weight_map, total = len(plan.files), {}, 0
-    for number, output in enumerate(plan.outputs(told), 1):
+    for number, output in enumerate(plan.outputs(on_progress), 1):
         name = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
         write_safetensors(out / name, output)
         weight_map.update(dict.fromkeys(output.entries, name))
@@ -257,7 +258,7 @@ def write_compressed(plan: Plan, out: Path, told: Told) -> None:
 
 
 def _scale_dtype_of(files: Sequence[WeightFile], layers: Layers) -> torch.dtype:
-    """Return the number format of scales: the layers' own where that has 16 bits, else bfloat16."""
+    """Return the number format of scales: the layers' own if it has 16 bits, else bfloat16."""
     kinds = {
         DTYPES[file.entries[name].dtype] for file in files for name in layers.quantized & file.entries.keys()
     }

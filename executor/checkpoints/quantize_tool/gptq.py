@@ -1,12 +1,12 @@
-"""GPTQ: rounds one input after the other, and lets the inputs that are left make up for what that cost.
+"""GPTQ: rounds one input at a time and compensates its error in the remaining inputs.
 
-E. Frantar, S. Ashkboos, T. Hoefler, D. Alistarh, "GPTQ: Accurate post-training quantization for generative pre-trained
-transformers", ICLR 2023 (arXiv 2210.17323): the error that is minimised is that of the layer's outputs over some inputs X,
-``|| W X - Q X ||``, whose Hessian is the same for all rows, ``H = X X^T``. Steps of section 3.3: the Cholesky factor of the
-inverse, updates of the rest of a block at once and of all that is behind it after that, a damping of 1 % of the mean diagonal.
+E. Frantar, S. Ashkboos, T. Hoefler, D. Alistarh, "GPTQ: Accurate post-training quantization for generative
+pre-trained transformers", ICLR 2023 (arXiv 2210.17323). It minimises the error of the layer's outputs over inputs X,
+``|| W X - Q X ||``, with one Hessian ``H = X X^T`` for all rows. Section 3.3: the Cholesky factor of the inverse,
+immediate updates within a block, one batched update of the rest, a damping of 1 % of the mean diagonal.
 
-Inputs are taken from the largest of the diagonal to the least (the paper's code has it as an option), but groups stay neighbours,
-and their scales are found before anything is rounded: so no order of the inputs has to be kept.
+Inputs are taken in descending order of the diagonal (an option of the paper's code). Groups stay contiguous and their
+scales are fixed first, so no input order is stored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BLOCK = 128
 
 
 def gptq(weight: torch.Tensor, hessian: torch.Tensor, target: Target, dtype: torch.dtype) -> Rounded:
-    """Return a weight ``[rows, depth]`` rounded for inputs whose products are ``hessian``, fp32 ``[depth, depth]``.
+    """Quantize a weight ``[rows, depth]`` for inputs with this ``hessian``, fp32 ``[depth, depth]``.
 
-    Raises ValueError for numbers that are not finite.
+    Raises ValueError for values that are not finite.
     """
     weight = weight.float()
     stored = scales_of(weight, target, dtype)
@@ -51,10 +51,10 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, target: Target, dtype: tor
 
 
 def _factor(hessian: torch.Tensor) -> torch.Tensor:
-    """Return the upper Cholesky factor of the inverse, damped until there is one."""
+    """Return the upper Cholesky factor of the inverse; damping increases until it exists."""
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
-    diagonal[diagonal == 0] = 1.0  # inputs that are always zero: any code will do
+    diagonal[diagonal == 0] = 1.0  # inputs that are always zero: any code fits
     damping = DAMPING * float(diagonal.mean())
     for _ in range(8):
         diagonal += damping
@@ -65,4 +65,4 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
             if not int(failed):
                 return upper
         damping *= 10
-    raise ValueError("has inputs that no damping makes a Hessian of: is the calibration text of one token?")
+    raise ValueError("has inputs without a positive definite Hessian: use a longer calibration text")

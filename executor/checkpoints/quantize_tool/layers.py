@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are linear layers: those that the model declares while it is built, without a number of it."""
+"""Find a checkpoint's linear layers by building the model on the meta device."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A checkpoint's linear layers, by the names of their weights in it."""
+    """A checkpoint's linear layers, by weight name."""
 
     quantized: frozenset[str]
     kept: frozenset[str]
-    """Those that stay as they are: the output layer, routers, and what is laid out otherwise."""
+    """Layers that are not quantized: the output layer, routers, and other layouts."""
     has_experts: bool
     makers: Mapping[str, Maker]
-    """What makes the inputs of some, by the name of the first weight that sees them; names are the checkpoint's."""
+    """Producers of layer inputs, by the name of the first weight that reads them; names are the checkpoint's."""
 
 
-class _Noting:
-    """A `Quantization` that only looks."""
+class _RecordingQuantization:
+    """A `Quantization` that only records shapes."""
 
     def __init__(self) -> None:
         self.linears: list[LinearShape] = []
@@ -63,22 +63,22 @@ class _Noting:
 
 
 def layers_of(architecture: str, card: ModelCard, files: Sequence[WeightFile]) -> Layers:
-    """Return which tensors are linear layers. Raises `ConfigError` for a model whose layers no such checkpoint can have."""
-    noting = _Noting()
-    model = build_model(architecture, card, Setting(torch.device("meta"), torch.bfloat16, noting))
+    """Return the linear layers. Raises `ConfigError` for a model with layers that the format cannot hold."""
+    recorded = _RecordingQuantization()
+    model = build_model(architecture, card, Setting(torch.device("meta"), torch.bfloat16, recorded))
     theirs = {ours: name for name, ours in expected_names(model.weights, files).items()}
     quantized: set[str] = set()
     kept: set[str] = set()
-    for shape in noting.linears:
+    for shape in recorded.linears:
         for part in shape.parts:
             name = theirs[part.name + _WEIGHT]
             if part.transposed and not shape.is_output_layer:
                 raise ConfigError(
-                    f"{card.path}: {name!r:.80} lies transposed, as in every {architecture} checkpoint, and compressed-tensors"
-                    " has no such layers: write a GGUF file"
+                    f"{card.path}: {name!r:.80} is transposed in {architecture} checkpoints, which compressed-tensors"
+                    " does not support: write a GGUF file"
                 )
             (kept if shape.is_output_layer or shape.is_exact else quantized).add(name)
-    for stack in noting.stacks:
+    for stack in recorded.stacks:
         for piece in stack.weights:
             names = piece.names if isinstance(piece, StackPiece) else ()
             is_plain = isinstance(piece, StackPiece) and piece.is_whole and not stack.is_exact
@@ -86,10 +86,8 @@ def layers_of(architecture: str, card: ModelCard, files: Sequence[WeightFile]) -
                 (quantized if is_plain else kept).add(theirs[ours])
     whole = {name for name in quantized if name.endswith(_WEIGHT)}
     if not whole:
-        raise ConfigError(
-            f"{card.path}: {architecture} has no linear layer that compressed-tensors could hold"
-        )
-    has_experts = any(not stack.is_exact for stack in noting.stacks)
+        raise ConfigError(f"{card.path}: {architecture} has no linear layer that compressed-tensors supports")
+    has_experts = any(not stack.is_exact for stack in recorded.stacks)
     family = FAMILIES.get(architecture)
     spec = None if family is None else family.read(card)
     makers = {

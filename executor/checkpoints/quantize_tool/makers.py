@@ -1,7 +1,7 @@
-"""What makes the inputs of linear layers, where dividing them is dividing a norm's weight, or the rows of another layer.
+"""Producers of linear layers' inputs that can absorb a division: a norm's weight, or rows of another layer.
 
-Follows from a family's spec alone: a norm before a mixer or a feed-forward whose result nobody else reads; of gated
-feed-forwards the ups before the downs. Where others read the norm's result, or an activation lies between, there is none.
+Derived from the family's spec: a norm with a single reader before a mixer or feed-forward; in gated feed-forwards the
+up projection before the down projection. A shared norm result or an activation in between excludes it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from quintet.executor.model_config.spec import (
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """A norm, or a linear layer."""
+    """A norm or a linear layer that produces inputs."""
 
     name: str
-    """Of its tensors, without ``.weight`` and ``.bias``."""
+    """Name of its tensors, without ``.weight`` and ``.bias``."""
     offset: float = 0.0
-    """What a norm adds to its weight."""
+    """Constant that a norm adds to its weight."""
     first_row: int = 0
-    """Of a layer: the rows from here on make the inputs, in their order."""
+    """First row of a layer that produces the inputs, in order."""
 
 
 def makers_of(spec: DecoderSpec) -> dict[str, Maker]:
-    """Return them by the model's name, without ``.weight``, of the first tensor of the layer whose inputs they make."""
+    """Return the producers by the model's name, without ``.weight``, of the first tensor of the reading layer."""
     return {
         spec.names.in_layer(index, name): maker
         for index, layer in enumerate(spec.layers)

@@ -1,4 +1,4 @@
-"""What becomes of linear layers that see a text: rounded one after the other, each by the inputs that the former ones make."""
+"""Rounders of linear layers during calibration; each layer sees the inputs of the layers rounded before."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from quintet.executor.checkpoints.quantize_tool.targets import Target
 
 
 class Rounder(Protocol):
-    """Rounds what it is given, and keeps what it made by the names of weights in the checkpoint."""
+    """Rounds weights and keeps the results by checkpoint weight name."""
 
     def round(
         self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """Return the numbers of weights ``[rows, depth]`` that see the same inputs. Raises ValueError.
+        """Return the rounded values of weights ``[rows, depth]`` with the same inputs. Raises ValueError.
 
-        hessian: the inputs' products, fp32 ``[depth, depth]``.
+        hessian: products of the inputs, fp32 ``[depth, depth]``.
         """
 
 
@@ -45,15 +45,15 @@ class GptqRounder:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What becomes of a norm's weight, or of a bias."""
+    """Division of a norm's weight or a bias by AWQ factors."""
 
     factors: torch.Tensor
-    """What divides it, fp32 ``[depth]``."""
+    """Divisor, fp32 ``[depth]``."""
     offset: float = 0.0
-    """What is added to it before, and taken away afterwards."""
+    """Constant added before the division and subtracted afterwards."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, divided, in its own number format."""
+        """Return the divided tensor in its number format."""
         return ((tensor.float() + self.offset) / self.factors - self.offset).to(tensor.dtype)
 
 
@@ -65,7 +65,7 @@ class AwqRounder:
         self._makers = makers
         self.found: dict[str, AwqRounded] = {}
         self.divided: dict[str, Division] = {}
-        """By names of norms' weights and of biases, if there are such."""
+        """Keyed by names of norm weights and biases, which need not exist."""
 
     def round(
         self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
@@ -84,14 +84,14 @@ class AwqRounder:
         layer = self.found.get(f"{maker.name}.weight")
         if layer is None:
             self.divided[f"{maker.name}.weight"] = Division(factors, maker.offset)
-        else:  # its outputs' scales
+        else:  # the scales of its outputs
             factors = torch.cat([torch.ones(maker.first_row), factors])
             layer.scales = (layer.scales.float() / factors[:, None]).half()
         self.divided[f"{maker.name}.bias"] = Division(factors)
 
 
 def tensors_of(made: AwqRounded) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint has of a layer, by the endings of names."""
+    """Return a layer's checkpoint tensors by name suffix."""
     return {
         "qweight": in_words(made.codes),
         "qzeros": in_words(made.zeros),

@@ -1,4 +1,4 @@
-"""Weights as integers with scales: each number to the nearest, with scales that lose least."""
+"""Round weights to integers with the scales that lose least."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from quintet.executor.checkpoints.gguf.blocks.scale_search import Levels, fit_sc
 from quintet.executor.checkpoints.quantize_tool.targets import Target
 
 _SPREAD = 2.0**-24
-"""The least scale of a group, in parts of its row's largest: loaders hold scales relative to that."""
+"""Smallest scale of a group relative to the row's largest; loaders store scales relative to it."""
 _CHUNK = 1 << 16
 
 
 def levels_of(target: Target) -> Levels:
-    """Return what codes may be."""
+    """Return the allowed codes."""
     half = 1 << (target.bits - 1)
     return Levels(-half, half - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A weight: ``codes * scales`` of their groups."""
+    """A quantized weight: ``codes * scales`` of their groups."""
 
     codes: torch.Tensor
     """int8 ``[rows, depth]``."""
     scales: torch.Tensor
-    """``[rows, groups]`` in the number format that they are stored in."""
+    """``[rows, groups]`` in their stored number format."""
 
     @property
     def numbers(self) -> torch.Tensor:
-        """fp32 ``[rows, depth]``."""
+        """Dequantized weight, fp32 ``[rows, depth]``."""
         grouped: torch.Tensor = self.codes.unflatten(1, (self.scales.shape[1], -1)).float()
         return (grouped * self.scales.float()[..., None]).flatten(1)
 
 
 def scales_of(weight: torch.Tensor, target: Target, dtype: torch.dtype) -> torch.Tensor:
-    """Return the scales of a weight fp32 ``[rows, depth]``, none of which is negative: ``[rows, groups]`` in ``dtype``."""
+    """Return the non-negative scales of a weight fp32 ``[rows, depth]``: ``[rows, groups]`` in ``dtype``."""
     rows, depth = weight.shape
     if not weight.isfinite().all():
-        raise ValueError("has numbers that are not finite")
+        raise ValueError("has values that are not finite")
     if target.bits == 8:
         largest = weight.unflatten(1, (-1, target.group or depth)).abs().amax(2)
         scales = largest / levels_of(target).high
@@ -59,7 +59,7 @@ def scales_of(weight: torch.Tensor, target: Target, dtype: torch.dtype) -> torch
 
 
 def rounded(weight: torch.Tensor, target: Target, dtype: torch.dtype) -> Rounded:
-    """Return a weight ``[rows, depth]`` of any floating format with each number at the nearest code. Raises ValueError."""
+    """Round a weight ``[rows, depth]`` of any floating-point format to the nearest codes. Raises ValueError."""
     weight = weight.float()
     scales = scales_of(weight, target, dtype)
     grouped = weight.unflatten(1, (scales.shape[1], -1)) / scales.float()[..., None]

@@ -1,4 +1,4 @@
-"""What `quintet quantize` writes as folders, by name. Imports no torch."""
+"""Folder formats of `quintet quantize`, by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a format makes of every linear layer."""
+    """Format of every quantized linear layer."""
 
     bits: int
     group: int
-    """Inputs that share a scale; 0: all of a row."""
+    """Group size; 0: the whole row."""
     int8_activations: bool
     words: str
-    """For people."""
+    """Description for messages."""
     is_calibrated: bool = False
-    """Whether a text is read while layers are rounded."""
+    """True: rounding needs a calibration text."""
     is_awq: bool = False
-    """Whether tensors are AutoAWQ's rather than those of compressed-tensors."""
+    """True: tensors of AutoAWQ instead of compressed-tensors."""
 
 
 TARGETS: Mapping[str, Target] = {
@@ -30,16 +30,16 @@ TARGETS: Mapping[str, Target] = {
         4,
         128,
         False,
-        "W4A16 by GPTQ: the same, each rounding made up for by the next; needs --calibration",
+        "W4A16 by GPTQ: the same with error compensation; needs --calibration",
         is_calibrated=True,
     ),
     "awq": Target(
         4,
         128,
         False,
-        "AWQ: 4 bits with zero points, more steps for large inputs; needs --calibration",
+        "AWQ: 4 bits with zero points and input scaling; needs --calibration",
         is_calibrated=True,
         is_awq=True,
     ),
 }
-"""By name."""
+"""Keyed by name."""

@@ -1,1 +1,1 @@
-"""Weights: what a checkpoint must hold (`plan`), and reading it (`load`)."""
+"""Weights: the tensors that a model expects of a checkpoint (`plan`), and loading them (`load`)."""

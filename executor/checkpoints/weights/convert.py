@@ -1,4 +1,4 @@
-"""From pickled weights to safetensors, file by file, tensor by tensor: what ``quintet convert`` does."""
+"""Convert pickled weights to safetensors, file by file (``quintet convert``)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
 
 _ALIGNMENT = 64
-"""Where the tensors begin: at least as even as any number format needs, so that they are mapped, not copied."""
+"""Tensors begin aligned for every number format, so they can be mapped without a copy."""
 
 
-def convert(folder: Path, told: Callable[[str], object]) -> list[Path]:
-    """Write the folder's pickled weights beside them as safetensors, and return those files; ``told`` hears of each.
+def convert(folder: Path, report: Callable[[str], object]) -> list[Path]:
+    """Write the folder's pickled weights as safetensors into the same folder; return the files. ``report`` gets a line
+    for each.
 
-    A file gets its name when it is whole. Raises `ConfigError` where there is nothing to convert, or no space.
+    A file is renamed into place when it is complete. Raises `ConfigError` if there is nothing to convert, or no
+    space.
     """
     if is_gguf(folder):
         raise ConfigError(
-            f"{folder} is served as it is; name OUT, a folder, to have its numbers as safetensors"
+            f"{folder} is a GGUF file, which needs no conversion; pass an output folder OUT to write safetensors"
         )
     pickled = checkpoint_files(folder)
     if pickled[0].suffix not in PICKLED:
-        raise ConfigError(f"{folder} has safetensors already ({pickled[0].name}): nothing to convert")
+        raise ConfigError(f"{folder} already has safetensors ({pickled[0].name}): nothing to convert")
     count, weight_map, written = len(pickled), {}, []
     total_bytes = 0
     for number, path in enumerate(pickled, 1):
@@ -46,7 +48,7 @@ def convert(folder: Path, told: Callable[[str], object]) -> list[Path]:
         weight_map.update(dict.fromkeys(file.entries, name))
         total_bytes += sum(entry.num_bytes for entry in file.entries.values())
         written.append(folder / name)
-        told(f"{path.name} -> {name}: {len(file.entries)} tensors")
+        report(f"{path.name} -> {name}: {len(file.entries)} tensors")
     if count > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_whole(folder / INDEX_FILE, lambda temporary: temporary.write_text(json.dumps(index, indent=1)))
@@ -54,7 +56,7 @@ def convert(folder: Path, told: Callable[[str], object]) -> list[Path]:
 
 
 class Tensors(Protocol):
-    """As much of a `quintet.executor.checkpoints.weights.file.WeightFile` as is written."""
+    """Part of `quintet.executor.checkpoints.weights.file.WeightFile` that writing needs."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -64,7 +66,7 @@ class Tensors(Protocol):
         """Return a tensor."""
 
     def drop(self, name: str) -> None:
-        """Hear that it was written."""
+        """Release a written tensor."""
 
 
 def write_safetensors(path: Path, file: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""A file of a checkpoint, whatever its format, as a loader sees it."""
+"""Interface of a checkpoint file (shard) for loaders, independent of its format."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from quintet.executor.checkpoints.weights.header import Entry
 
 
 class WeightFile(Protocol):
-    """Tensors by name, in a file that is never written to."""
+    """Tensors by name, in a read-only file."""
 
     path: Path
     size: int
     """In bytes."""
     modified_ns: int
     header: bytes
-    """Names, formats and shapes of all tensors: equal bytes, equal meaning."""
+    """Names, formats and shapes of all tensors: equal bytes mean equal tensors."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What is known of each tensor before it is read."""
+        """Format, shape and place of each tensor."""
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names in the order in which they are read fastest."""
+        """Yield the names in the fastest order for reading."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor, on the host, not to be written to."""
+        """Return the tensor, on the host, read-only."""
 
     def drop(self, name: str) -> None:
-        """Say that a tensor was consumed."""
+        """Release a consumed tensor."""

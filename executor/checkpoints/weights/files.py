@@ -1,4 +1,4 @@
-"""Which files hold a model's weights: the checkpoint's, and the one with their packed form. Opens none but the index."""
+"""Locate the files of a model's weights: checkpoint shards and the packed cache. Opens only the index."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from quintet.wire.model_files import is_gguf, part_paths
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt")
-"""Endings of files that torch pickled: older families exist in no other form."""
+"""Suffixes of pickled files; some older families have no other form."""
 PICKLED_FILE = "pytorch_model.bin"
 SQUEEZELLM_FILES = "sq-*.pt"
-"""As SqueezeLLM's authors name their models' weights."""
+"""File names of SqueezeLLM's authors."""
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 MAX_NAME_BYTES = 255
-"""What Linux allows."""
+"""Linux limit."""
 
 
-def packed_file(folder: Path, model: Path, quantization: str, dtype: str, whose: str = "") -> Path:
-    """Return the file in ``folder`` for the model of that folder: one for each quantization and number format.
+def packed_file(folder: Path, model: Path, quantization: str, dtype: str, rank_label: str = "") -> Path:
+    """Return the packed-cache file in ``folder`` for a model: one for each quantization and number format.
 
-    whose: of several ranks, which one's.
+    rank_label: rank of several; empty: a single rank.
     """
-    told = f"{model.resolve()}\0{quantization}\0{dtype}" + f"\0{whose}" * bool(whose)
-    named = hashlib.sha256(told.encode()).hexdigest()[:16]
+    key = f"{model.resolve()}\0{quantization}\0{dtype}" + f"\0{rank_label}" * bool(rank_label)
+    named = hashlib.sha256(key.encode()).hexdigest()[:16]
     return folder / f"{model.name}-{quantization}-{named}.packed"
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the weights of a folder: the safetensors that its index lists, or all, else the pickled files likewise.
+    """Return the weight files of a folder: indexed safetensors, else all of them, else pickled files in the same way.
 
-    A file of GGUF, with those it is split into, stands for its own. Raises `ConfigError` where there are none.
+    A GGUF file returns itself with its split parts. Raises `ConfigError` if there are none.
     """
     if is_gguf(folder):
         return part_paths(folder)
@@ -52,17 +52,17 @@ def checkpoint_files(folder: Path) -> list[Path]:
             return others
     unread = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = (
-        f"; {unread[0]} is of a kind Quintet does not read: convert it with transformers' save_pretrained, which writes"
+        f"; {unread[0]} has an unsupported format: convert it with transformers' save_pretrained, which writes"
         " safetensors"
         if unread
         else ""
     )
     found = (
-        "".join(f"; {path} is a model of its own: name it" for path in sorted(folder.glob("*.gguf"))[:1])
+        "".join(f"; {path} is a complete model: pass its path" for path in sorted(folder.glob("*.gguf"))[:1])
         or found
     )
     raise ConfigError(
-        f"{folder} has no weights ({SINGLE_FILE} or {INDEX_FILE}){found}. To try the rest without: --load-format dummy or"
+        f"{folder} has no weights ({SINGLE_FILE} or {INDEX_FILE}){found}. To test without weights: --load-format dummy or"
         " --executor mock"
     )
 
@@ -74,7 +74,7 @@ def _listed(folder: Path, index: Path) -> list[Path]:
         raise ConfigError(f"{index}: not an index of weights (it has no `weight_map`); download it again")
     for name in weight_map.values():
         if not isinstance(name, str) or not _is_file_name(name):
-            raise ConfigError(f"{index}: names {name!r:.80}, which is not a plain file name beside it")
+            raise ConfigError(f"{index}: names {name!r:.80}, which is not a file name in the same folder")
     files = [folder / name for name in sorted(set(weight_map.values()))]
     kinds = {path.suffix for path in files}
     if len(kinds) > 1:

@@ -1,8 +1,8 @@
-"""The header of a safetensors file: which tensors there are, of which kind and shape, and where they lie.
+"""Header of a safetensors file: type, shape and place of each tensor.
 
-Read here rather than by the safetensors package, which copies each tensor. Nothing in it is believed: every offset, shape and
-number format is checked against the file's size. Format: the README of huggingface/safetensors, section "Format". Imports no
-torch.
+Parsed here because the safetensors package copies each tensor. The header is untrusted: offsets, shapes and number
+formats are checked against the file's size. Format: the README of huggingface/safetensors, section "Format". Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor lies."""
+    """Type, shape and place of a tensor."""
 
     dtype: str
-    """A name of `ITEM_BYTES`."""
+    """A key of `ITEM_BYTES`."""
     shape: tuple[int, ...]
     begin: int
-    """Byte of the file."""
+    """Byte offset in the file."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself."""
+    """Parsed header of a file."""
 
     raw: bytes
     entries: dict[str, Entry]
-    """By name."""
+    """Keyed by tensor name."""
 
 
 def read_header(path: Path, file: BinaryIO, size: int) -> Header:
-    """Return the header of a file of so many bytes, opened at its beginning. Raises `ConfigError` of one line."""
+    """Read the header of a file of ``size`` bytes, opened at its beginning. Raises `ConfigError`."""
     try:
         raw = _raw(file, size)
         parsed = json.loads(raw)
         if not isinstance(parsed, dict):
-            raise ValueError("its header is not a JSON object")
+            raise ValueError("the header is not a JSON object")
         begin = 8 + len(raw)
         return Header(
             raw,
@@ -59,7 +59,7 @@ def read_header(path: Path, file: BinaryIO, size: int) -> Header:
         )
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: not a readable safetensors file ({error}); download it again, or try the rest without weights: "
+            f"{path}: not a readable safetensors file ({error}); download it again, or test without weights: "
             "--load-format dummy or --executor mock"
         ) from error
 
@@ -67,24 +67,24 @@ def read_header(path: Path, file: BinaryIO, size: int) -> Header:
 def _raw(file: BinaryIO, size: int) -> bytes:
     prefix = file.read(8)
     if len(prefix) < 8:
-        raise ValueError(f"it has {size} bytes, not even a header")
+        raise ValueError(f"the file has only {size} bytes, less than a header")
     (num_bytes,) = struct.unpack("<Q", prefix)
     if not 2 <= num_bytes <= min(MAX_HEADER_BYTES, size - 8):
-        raise ValueError(f"its header claims {num_bytes} bytes of {size}")
+        raise ValueError(f"the header claims {num_bytes} of {size} bytes")
     return file.read(num_bytes)
 
 
 def _entry(name: str, value: object, data_begin: int, size: int) -> Entry:
     if not isinstance(value, dict):
-        raise ValueError(f"tensor {name!r:.80} is described by {value!r:.80}")
+        raise ValueError(f"tensor {name!r:.80} has the invalid description {value!r:.80}")
     dtype = value.get("dtype")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ValueError(f"tensor {name!r:.80} has the number format {dtype!r:.80}")
+        raise ValueError(f"tensor {name!r:.80} has the unknown number format {dtype!r:.80}")
     shape = _whole_numbers(name, "shape", value.get("shape"))
     offsets = _whole_numbers(name, "data_offsets", value.get("data_offsets"))
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - data_begin:
         raise ValueError(
-            f"tensor {name!r:.80} lies at {list(offsets)!s:.80} of {size - data_begin} bytes; the file may be cut off"
+            f"tensor {name!r:.80} is at {list(offsets)!s:.80} of {size - data_begin} bytes; the file may be truncated"
         )
     num_bytes = offsets[1] - offsets[0]
     if num_bytes != math.prod(shape) * ITEM_BYTES[dtype]:
@@ -96,5 +96,5 @@ def _whole_numbers(name: str, key: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(
         type(number) is int and 0 <= number < 1 << 63 for number in value
     ):
-        raise ValueError(f"tensor {name!r:.80} has {key} {value!s:.80}")
+        raise ValueError(f"tensor {name!r:.80} has invalid {key} {value!s:.80}")
     return tuple(value)

@@ -1,4 +1,4 @@
-"""Streams a checkpoint into a model: tensors go from the mapped file straight to what packs or keeps them."""
+"""Stream a checkpoint into a model: each tensor goes from the mapped file to its sinks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def load_checkpoint(
 ) -> None:
     """Deliver every tensor that ``plan`` expects from the files of a checkpoint.
 
-    With a ``cache``, what is packed there is mapped, and otherwise written there. ahead: see `reserve`. Raises `ConfigError`, one
-    line, for a tensor that is missing, superfluous or of another shape; no tensor is read before all were compared.
+    With a ``cache``, packed weights are mapped from it, or written to it. ahead: see `reserve`. Raises `ConfigError`
+    for a tensor that is missing, unexpected or of another shape, before any tensor is read.
     """
     names = expected_names(plan, files)
     _check_tied(plan, files)
@@ -52,13 +52,13 @@ def load_checkpoint(
     if cache is None or plan.reservation is None:
         return
     if cache.write(files, plan.stores, plan.reservation.memory) and cache.open(files, plan.stores):
-        plan.reservation = None  # instead of it the file: other servers share these pages
+        plan.reservation = None  # replaced by the mapped file: servers share its pages
 
 
 def _check_tied(plan: WeightPlan, files: Sequence[WeightFile]) -> None:
-    """Reject a pickled checkpoint with two tensors, one of which would not be read, where the card says that they are one.
+    """Reject a pickled checkpoint with two different tensors that the card declares tied.
 
-    Of safetensors files this was seen before: `deploy` corrects the card (`quintet.deploy.config.model.untied_head`).
+    For safetensors `deploy` corrects the card earlier (`quintet.deploy.config.model.untied_head`).
     """
     pickled = {name: file for file in files if isinstance(file, PickledFile) for name in file}
     for name, other in plan.aliases.items():
@@ -68,26 +68,26 @@ def _check_tied(plan: WeightPlan, files: Sequence[WeightFile]) -> None:
         one, two = pickled[first].tensor(first), pickled[other].tensor(other)
         if one.shape == two.shape and one.data_ptr() != two.data_ptr() and not torch.equal(one, two):
             raise ConfigError(
-                f"{pickled[other].path}: tensor {other!r} is not {first!r}, though config.json says that they are one: write"
+                f"{pickled[other].path}: tensor {other!r} is not {first!r}, but config.json ties them: write"
                 ' "tie_word_embeddings": false into config.json'
             )
 
 
 def fill_randomly(plan: WeightPlan, seed: int) -> None:
-    """Deliver seeded random numbers of a sane scale: for trying sizes without a checkpoint.
+    """Deliver seeded random values of a typical scale, to test sizes without a checkpoint.
 
-    Their spread is that of initialised weights to within a factor of the square root of two, and they are made without
-    arithmetic: drawing a normal number takes longer than packing it. On a GPU they are drawn there, and are others.
+    The spread is that of initialised weights, within a factor of the square root of two. The values need no
+    arithmetic: drawing normal values takes longer than packing them. A GPU draws its own, different values.
     """
     plan.reservation = reserve(plan.stores)
     if plan.device.type == "cuda":
         for name, expected in plan.expected.items():
-            drawn_there = random_tensor_on(plan.device, name, expected, plan.dtype, seed)
+            drawn_on_device = random_tensor_on(plan.device, name, expected, plan.dtype, seed)
             for sink in (*expected.sinks, *expected.packers):
-                sink(drawn_there)
+                sink(drawn_on_device)
         return
     names = list(plan.expected)
-    with ThreadPoolExecutor(1) as ahead:  # the next tensor is drawn while this one is packed
+    with ThreadPoolExecutor(1) as ahead:  # draws the next tensor during packing
 
         def draw(name: str) -> Future[torch.Tensor]:
             return ahead.submit(random_tensor, name, plan.expected[name], plan.dtype, seed)
@@ -107,7 +107,7 @@ def open_files(folder: Path) -> list[WeightFile]:
     if paths[0].suffix not in PICKLED:
         return [MappedFile(path) for path in paths]
     log.info(
-        "%s: the weights are pickled, and read by torch's weights-only reader; `quintet convert %s` writes safetensors",
+        "%s: pickled weights, loaded by torch's weights-only reader; `quintet convert %s` writes safetensors",
         *(paths[0], folder),
     )
     return [PickledFile(path) for path in paths]
@@ -136,7 +136,7 @@ def _deliver(plan: WeightPlan, files: Sequence[WeightFile], names: Mapping[str, 
 
 
 def random_tensor(name: str, expected: Expected, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return numbers of either sign between a power of two and its double: random bits, but for the exponent."""
+    """Return values of either sign between a power of two and its double: random bits with a fixed exponent."""
     if expected.codes is not None:
         return _random_codes(expected.shape, expected.codes, seed)
     generator = np.random.Generator(np.random.SFC64([seed & MAX_UINT64, zlib.crc32(name.encode())]))
@@ -149,7 +149,7 @@ def random_tensor(name: str, expected: Expected, dtype: torch.dtype, seed: int) 
 def random_tensor_on(
     device: torch.device, name: str, expected: Expected, dtype: torch.dtype, seed: int
 ) -> torch.Tensor:
-    """Return other numbers of the same kind, drawn where they will be: copying them there takes longer than all else."""
+    """Return values of the same kind, drawn on the device; copying them there would take longer than everything else."""
     if expected.codes is not None:
         return _random_codes(expected.shape, expected.codes, seed)
     generator = torch.Generator(device).manual_seed(
@@ -178,14 +178,14 @@ def _integer_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _numbers_of(bits: torch.Tensor, expected: Expected, dtype: torch.dtype) -> torch.Tensor:
-    """Replace the exponents of random ``bits``, in place, by the one that gives the expected scale."""
+    """Replace the exponents of random ``bits``, in place, with that of the expected scale."""
     if expected.scale == 0.0:
         return torch.ones(expected.shape, dtype=dtype, device=bits.device)
 
     def bits_of(value: float) -> int:
         return int(torch.tensor(value, dtype=dtype).view(bits.dtype).item())
 
-    # An even spread over (2^e, 2^(e+1)) has a mean square of 7/3 * 4^e.
+    # A uniform spread over (2^e, 2^(e+1)) has a mean square of 7/3 * 4^e.
     power = 2.0 ** round(math.log2(expected.scale / math.sqrt(7 / 3)))
     bits.bitwise_and_(~bits_of(math.inf)).bitwise_or_(bits_of(power))
     return bits.view(dtype).view(expected.shape)

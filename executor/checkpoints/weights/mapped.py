@@ -1,6 +1,5 @@
-"""A safetensors file, mapped: tensors are views of it, without a copy. `quintet.executor.checkpoints.weights.header`
-checks what it says.
-"""
+"""A mapped safetensors file: tensors are views without a copy. `quintet.executor.checkpoints.weights.header` validates
+it."""
 
 from __future__ import annotations
 
@@ -33,10 +32,10 @@ DTYPES = {
 
 
 class MappedFile:
-    """One file. Views keep the map alive; the pages behind them are the page cache's."""
+    """A mapped file. Views keep the map alive; its pages belong to the page cache."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file and check its header. Raises `ConfigError` of one line."""
+        """Map the file and check its header. Raises `ConfigError`."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -51,11 +50,11 @@ class MappedFile:
             raise ConfigError(f"{path}: {error.strerror or error}") from None
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names in the order in which they lie in the file."""
+        """Yield the names in file order."""
         return iter(sorted(self.entries, key=lambda name: self.entries[name].begin))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a view of the tensor; a copy where it is not aligned to its number format."""
+        """Return a view of the tensor; a copy if it is misaligned for its number format."""
         entry = self.entries[name]
         dtype = DTYPES[entry.dtype]
         if entry.num_bytes == 0:
@@ -67,7 +66,7 @@ class MappedFile:
         return read_only_tensor(self._map, dtype, count, entry.begin).view(entry.shape)
 
     def drop(self, name: str) -> None:
-        """Let the kernel take back the pages of a tensor that was consumed; a view that was kept reads them again."""
+        """Release the pages of a consumed tensor; a kept view reads them again."""
         entry = self.entries[name]
         begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (entry.begin + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -76,7 +75,7 @@ class MappedFile:
 
 
 def read_only_tensor(mapped: mmap.mmap, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
-    """Return a view of mapped memory, which it keeps alive. Whoever writes to it ends the process."""
+    """Return a view of mapped memory and keep it alive. A write to it crashes the process."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # meant to be so
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # intended
         return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)

@@ -1,11 +1,11 @@
-"""Packed weights kept in a file, so that the next start maps them instead of packing again, and servers share the pages.
+"""Packed-weight cache: a file that later starts map instead of packing again; servers share its pages.
 
-    magic, version | length of the header | header (JSON) | section | section | ...       each section on a page of its own
+    magic, version | length of the header | header (JSON) | section | section | ...       sections are page-aligned
 
-The header says of which checkpoint (every file's size, time and header hash), for which quantization and number format the
-sections are, and what each means. It is never interpreted: a file whose header is not, byte for byte, the one that would
-be written now, or whose length is another, is written anew. The sections are not hashed: reading them all is what the
-file is there to save. A file gets its name only when it is whole and on disk.
+The header identifies the checkpoint (size, time and header hash of every file), quantization, number format and
+sections. It is compared byte for byte, not interpreted; a file with another header or length is rewritten. Sections
+are not hashed, since reading them all would cost the time that the cache saves. A file is renamed into place when it
+is complete and on disk.
 """
 
 from __future__ import annotations
@@ -32,34 +32,36 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"quintet packed weights\n\0"
 VERSION = 1
-"""Of this file's layout. What the sections hold is versioned by their descriptions."""
+"""Version of the file layout. Descriptions version the content of sections."""
 PREFIX = struct.Struct("<24sQQ")
 
 
 class PackedCache:
-    """The file of one model in one quantization."""
+    """Cache file of one model in one quantization."""
 
-    def __init__(self, folder: Path, model: Path, quantization: str, dtype: str, whose: str = "") -> None:
+    def __init__(
+        self, folder: Path, model: Path, quantization: str, dtype: str, rank_label: str = ""
+    ) -> None:
         self._folder = folder
         self._quantization = quantization
         self._dtype = dtype
-        self.path = packed_file(folder, model, quantization, dtype, whose)
+        self.path = packed_file(folder, model, quantization, dtype, rank_label)
 
     def open(self, files: Sequence[WeightFile], stores: Sequence[PackedStore]) -> bool:
-        """Open every store on the file's pages. Return False, with the reason in the log, where there is no such file."""
+        """Open every store on the file's pages. Return False, with the reason in the log, if no usable file exists."""
         head = self._head(files, stores)
         begins, end = offsets(stores, len(head))
         try:
             with self.path.open("rb") as file:
                 reason = _difference(file.read(len(head)), head, os.fstat(file.fileno()).st_size, end)
                 if reason:
-                    log.info("packed weights in %s are not used: %s; packing again", self.path, reason)
+                    log.info("packed cache %s not used: %s; packing again", self.path, reason)
                     return False
                 mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             return False
         except OSError as error:
-            log.info("packed weights in %s cannot be read (%s); packing again", self.path, error)
+            log.info("packed cache %s unreadable (%s); packing again", self.path, error)
             return False
         mapped.madvise(mmap.MADV_WILLNEED)
         memory = read_only_tensor(mapped, torch.uint8, end)
@@ -68,11 +70,11 @@ class PackedCache:
         return True
 
     def write(self, files: Sequence[WeightFile], stores: Sequence[PackedStore], memory: torch.Tensor) -> bool:
-        """Write the file from ``memory``, the reservation that the stores are open in.
+        """Write the file from ``memory``, the reservation of the stores.
 
-        A folder that cannot be written to, or a full disk, costs a line in the log; return whether it worked.
+        Returns False, with a log line, for an unwritable folder or a full disk.
         """
-        begun = time.monotonic()
+        start = time.monotonic()
         head = self._head(files, stores)
         begins, _ = offsets(stores, len(head))
         temporary = None
@@ -87,16 +89,16 @@ class PackedCache:
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
         except OSError as error:
-            log.warning("packed weights cannot be kept in %s: %s", self.path, error)
+            log.warning("packed cache not written to %s: %s", self.path, error)
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)
             return False
-        took_s = time.monotonic() - begun
-        log.info("packed weights kept in %s: %.0f MB in %.1f s", self.path, memory.numel() / 1e6, took_s)
+        took_s = time.monotonic() - start
+        log.info("packed cache written to %s: %.0f MB in %.1f s", self.path, memory.numel() / 1e6, took_s)
         return True
 
     def _head(self, files: Sequence[WeightFile], stores: Sequence[PackedStore]) -> bytes:
-        """Return the beginning of a file that may be used: all that must agree, in one spelling."""
+        """Return the required beginning of a usable file, in canonical form."""
         content = {
             "checkpoint": [
                 [file.path.name, file.size, file.modified_ns, hashlib.sha256(file.header).hexdigest()]
@@ -111,13 +113,13 @@ class PackedCache:
 
 
 def _difference(found: bytes, wanted: bytes, found_bytes: int, wanted_bytes: int) -> str:
-    """Say why a file cannot be used; nothing where it can."""
+    """Return the reason why a file cannot be used; empty if it can."""
     if not found.startswith(MAGIC) or len(found) < PREFIX.size:
-        return "it is no file of packed weights"
+        return "not a packed-cache file"
     if found[: PREFIX.size - 8] != wanted[: PREFIX.size - 8]:
-        return "it was written by another version"
+        return "written by another version"
     if found != wanted:
-        return "it is of another checkpoint, or was packed differently"
+        return "another checkpoint or another packing"
     if found_bytes != wanted_bytes:
-        return f"it has {found_bytes} bytes of {wanted_bytes}"
+        return f"{found_bytes} of {wanted_bytes} bytes"
     return ""

@@ -1,6 +1,6 @@
-"""A checkpoint's file that torch pickled: ``pytorch_model.bin``, the only form in which some older families exist.
+"""Checkpoint files pickled by torch (``pytorch_model.bin``), the only form of some older families.
 
-A pickle is a program. Torch's weights-only reader runs none but what makes tensors, and nothing else reads such a file here.
+A pickle can execute code. Only torch's weights-only reader opens such files; it restricts them to tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from quintet.wire.errors import ConfigError
 _FORMATS = {dtype: name for name, dtype in DTYPES.items()}
 
 _COUNTS = "sparse_threshold."
-"""SqueezeLLM's files say of each layer how many outliers it has, which its tensors do as well."""
+"""Prefix of SqueezeLLM's outlier counts, which the tensor shapes repeat."""
 
 
 class PickledFile:
-    """A `quintet.executor.checkpoints.weights.file.WeightFile`. Its tensors are views of the mapped file, if torch can map it."""
+    """A `quintet.executor.checkpoints.weights.file.WeightFile`. Tensors are views of the mapped file if torch can map
+    it."""
 
     def __init__(self, path: Path) -> None:
-        """Read what the tensors are. Raises `ConfigError` of one line."""
+        """Load the tensors' metadata. Raises `ConfigError`."""
         self.path = path
         try:
             status = os.stat(path)
@@ -44,7 +45,7 @@ class PickledFile:
         self.header = json.dumps(described, sort_keys=True).encode()
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names as the file has them."""
+        """Yield the names in file order."""
         return iter(list(self._tensors))
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -52,7 +53,7 @@ class PickledFile:
         return self._tensors[name]
 
     def drop(self, name: str) -> None:
-        """Let go of it: its memory, if the file is not mapped, is what no other tensor shares."""
+        """Release the tensor; frees its memory if the file is not mapped and no tensor shares it."""
         self._tensors.pop(name)
 
 
@@ -69,25 +70,21 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
             )  # before torch 1.6: not a zip file
     except OSError:
         raise
-    except (
-        Exception
-    ) as error:  # of the many that a file of noise, or another program's, makes the reader raise
+    except Exception as error:  # invalid files raise many exception types
         if "torchao." in str(error):
             raise ConfigError(
-                f"{path}: holds torchao's tensor classes, which only its own code can make; save the model again as safetensors,"
+                f"{path}: torchao's pickled tensor classes are not supported; save the model again as safetensors"
                 " with torchao 0.15 or later"
             ) from error
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{path}: torch's weights-only reader does not take it ({first:.200}); download it again"
+            f"{path}: torch's weights-only reader rejects it ({first:.200}); download it again"
         ) from error
     if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
-        raise ConfigError(f"{path}: holds no tensors by name; the weights belong to another program")
+        raise ConfigError(f"{path}: is not a dictionary of tensors; it is not a model checkpoint")
     loaded = {name: each for name, each in loaded.items() if not name.startswith(_COUNTS)}
     for name, tensor in loaded.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FORMATS:
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ConfigError(
-                f"{path}: holds {name!r:.80}, of the kind {kind}, which is no tensor of a model"
-            )
+            raise ConfigError(f"{path}: the entry {name!r:.80} of type {kind} is not a supported tensor")
     return dict(loaded)

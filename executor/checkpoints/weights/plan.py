@@ -1,7 +1,7 @@
-"""What a model expects of a checkpoint: names, shapes, and who takes each tensor.
+"""Checkpoint tensors that a model expects: names, shapes and sinks.
 
-A sink is handed its tensor once, at once does with it what it must (copies, packs, quantizes, or keeps the view of the
-mapped file) and lets go: so there are never two copies of a model in memory. Knows no file format and no layer.
+A sink receives its tensor once and consumes it immediately: it copies, packs, quantizes, or keeps the mapped view. So
+memory never holds two copies of a model. Independent of file formats and layers.
 """
 
 from __future__ import annotations
@@ -16,88 +16,88 @@ from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 from quintet.executor.checkpoints.weights.store import PackedStore
 
 Sink = Callable[[torch.Tensor], object]
-"""Takes a tensor of the declared shape, in the checkpoint's number format, on the host. It may be a view of a mapped file:
-never written to, and kept only where the memory it occupies is meant to be kept."""
+"""Consumes a tensor of the declared shape, in the checkpoint's number format, on the host. The tensor may be a read-only
+view of a mapped file; a kept view keeps its pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRows:
-    """Rows that are taken from a tensor of the checkpoint."""
+    """Rows taken from a checkpoint tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """The tensor's."""
+    """Shape of the tensor."""
     rows: int
     take: Callable[[torch.Tensor], torch.Tensor]
-    """From the tensor to the rows."""
+    """Selects the rows of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What a tensor is that has no floating-point numbers of the model."""
+    """Format of a tensor that holds codes instead of floating-point values."""
 
     kinds: tuple[str, ...]
-    """Number formats that it may have, as the headers of files name them; dummy ones have the first."""
+    """Allowed number formats, as in file headers; dummy tensors have the first."""
     dummies: tuple[int, int]
-    """Between what its bytes lie in dummy weights."""
+    """Range of its bytes in dummy weights."""
 
 
 @dataclass(slots=True)
 class Expected:
-    """One name of the checkpoint."""
+    """One expected name of the checkpoint."""
 
     shape: tuple[int, ...]
     scale: float
-    """Standard deviation of dummy weights; 0 means that all are 1 (norms)."""
+    """Standard deviation of dummy weights; 0: all ones (norms)."""
     sinks: list[Sink]
     packers: list[Sink]
-    """Sinks that need not be called where the stores were opened on what was packed before."""
+    """Sinks that are skipped if the stores are opened on a packed cache."""
     codes: Codes | None = None
-    """Of a tensor whose numbers are not what they look like: its sink knows what they mean."""
+    """Format of coded tensors, which only the sink interprets; None: floating-point values."""
 
 
 @dataclass(slots=True)
 class WeightPlan:
-    """Checkpoint names to what takes them. Models declare, a loader delivers."""
+    """Expected checkpoint tensors and their sinks. Models declare them, a loader delivers them."""
 
     dtype: torch.dtype
     device: torch.device
     expected: dict[str, Expected] = field(default_factory=dict)
     prefix: str = ""
-    """What names of a checkpoint begin with or not, whatever the expected ones do."""
+    """Optional prefix of checkpoint names; expected names may have it or not."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Expected names to others under which a checkpoint may have the tensor instead."""
+    """Alternative checkpoint names by expected name."""
     ignored: tuple[str, ...] = ()
-    """Patterns (``*`` for anything) of names that a checkpoint may have although nobody expects them."""
+    """Name patterns (``*`` matches anything) of checkpoint tensors that are ignored."""
     elsewhere: set[str] = field(default_factory=set)
-    """What names begin with, up to a dot, of which other ranks take all."""
+    """Name prefixes, up to a dot, of tensors that other ranks load."""
     stores: list[PackedStore] = field(default_factory=list)
     num_bytes: int = 0
-    """Size of all weights in memory, as far as it was declared."""
+    """Declared size of all weights in memory."""
     reservation: HugePages | None = None
-    """What the stores lie in, once a loader has opened them in memory of this process alone."""
+    """Memory of the stores, after a loader has opened them in private memory."""
 
     def expect(
         self, name: str, shape: tuple[int, ...], sink: Sink, *, scale: float = 0.02, num_bytes: int = 0
     ) -> None:
-        """Expect ``name`` and have it delivered to ``sink``, which will hold ``num_bytes``.
+        """Expect ``name`` and deliver it to ``sink``, which will hold ``num_bytes``.
 
-        A name may be expected several times, with one shape: a tied embedding, or what several layers' parts are taken from.
+        A name may be expected several times with one shape: a tied embedding, or a tensor that several layers share.
         """
         self._expected(name, shape, scale).sinks.append(sink)
         self.num_bytes += num_bytes
 
     def store(self, store: PackedStore) -> None:
-        """Give ``store`` memory before anything is delivered."""
+        """Allocate memory for ``store`` before the delivery."""
         self.stores.append(store)
         self.num_bytes += store.num_bytes
 
     def pack(self, name: str, shape: tuple[int, ...], packer: Sink, *, scale: float = 0.02) -> None:
-        """Expect ``name`` and have it delivered to ``packer``, which fills a part of a store, unless that is full already."""
+        """Expect ``name`` and deliver it to ``packer``, which fills a part of a store; skipped with a packed cache."""
         self._expected(name, shape, scale).packers.append(packer)
 
     def as_codes(self, name: str, kinds: tuple[str, ...], dummies: tuple[int, int]) -> None:
-        """Say that the tensor expected under ``name`` is of one of these kinds; see `Codes`."""
+        """Declare the tensor expected under ``name`` as codes of one of these formats; see `Codes`."""
         self.expected[name].codes = Codes(kinds, dummies)
 
     def tensor(self, name: str, *shape: int, scale: float = 0.02) -> torch.Tensor:
@@ -107,7 +107,7 @@ class WeightPlan:
         return whole
 
     def floats(self, name: str, width: int) -> torch.Tensor:
-        """Expect ``name`` ``[width]``; return it in fp32, whatever the model computes in."""
+        """Expect ``name`` ``[width]``; return it in fp32."""
         vector = torch.empty(width, dtype=torch.float32, device=self.device)
         self.expect(name, (width,), vector.copy_, num_bytes=vector.nbytes)
         return vector
@@ -117,7 +117,7 @@ class WeightPlan:
         return self.tensor(name, width, scale=0.0)
 
     def stacked(self, pieces: Sequence[PlannedRows], *rest: int) -> torch.Tensor:
-        """Return one tensor ``[all rows, *rest]`` that pieces of the checkpoint's tensors will fill, one below the other."""
+        """Return one tensor ``[all rows, *rest]`` of concatenated rows of the checkpoint's tensors."""
         heights = [piece.rows for piece in pieces]
         whole = torch.empty((sum(heights), *rest), dtype=self.dtype, device=self.device)
         for piece, place in zip(pieces, whole.split(heights), strict=True):
@@ -135,7 +135,7 @@ class WeightPlan:
         return known
 
     def release(self) -> None:
-        """Let go of the sinks; only the size and the reservation stay known."""
+        """Release the sinks; size and reservation remain."""
         self.expected = {}
         self.stores = []
 

@@ -1,7 +1,6 @@
-"""Has the disk read a model's weights, and memory made ready for them, while torch is still being imported. Imports no torch.
+"""Prefetch a model's weights from disk and reserve their memory during the import of torch. Imports no torch.
 
-Nothing depends on it: what is in the page cache already, or cannot be read, is somebody else's business; so is memory of
-which there turns out to be too little.
+Best effort: cached pages, unreadable files and insufficient memory are ignored.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
 PIECE_BYTES = 16 << 20
-"""Asked for at a time: one call for a whole file does not return before all of its pages have been reserved."""
+"""Bytes of one request; a request for a whole file blocks until all of its pages are reserved."""
 MAX_SHARE_OF_MEMORY = 0.5
-"""Of more than this, the first pages would be gone before they are used."""
-ROOM = 1.25
-"""Reserved, over what weights are expected to take. What is too much is given back."""
+"""Maximum fraction of memory; beyond it the first pages are evicted before use."""
+RESERVE_FACTOR = 1.25
+"""Reservation over expected weight size. The excess is returned."""
 USUALLY_NEEDED = 0.9
-"""Of what is expected: so much is made ready before it is known."""
+"""Fraction of the expected size that is faulted in early."""
 
 
-def read_ahead(config: EngineConfig, whose: str = "") -> None:
-    """Ask for the files that will be loaded, from a thread of its own. whose: see `packed_file`."""
-    if hasattr(os, "posix_fadvise"):  # not on every system
-        threading.Thread(target=_ask, args=(files_ahead(config, whose),), daemon=True).start()
+def read_ahead(config: EngineConfig, rank_label: str = "") -> None:
+    """Prefetch the files that will be loaded, on a background thread. rank_label: see `packed_file`."""
+    if hasattr(os, "posix_fadvise"):  # Linux only
+        threading.Thread(target=_prefetch, args=(files_ahead(config, rank_label),), daemon=True).start()
 
 
 def reserve_ahead(config: EngineConfig) -> HugeMemory | None:
-    """Begin to make memory ready for packed weights, from a thread of its own, where this process may pack all of a model's.
+    """Reserve memory for packed weights on a background thread; None unless this process packs all weights.
 
-    Whoever gets it uses it or gives it back.
+    The caller uses or returns the memory.
     """
     executor = config.executor
     packs_all = (
@@ -44,23 +43,23 @@ def reserve_ahead(config: EngineConfig) -> HugeMemory | None:
     if not packs_all or executor.weight_bytes == 0 or executor.packed_cache is not None:
         return None
     try:
-        memory = HugeMemory(int(executor.weight_bytes * ROOM))
-    except OSError:  # a system that promises no more than it has
+        memory = HugeMemory(int(executor.weight_bytes * RESERVE_FACTOR))
+    except OSError:  # a system without overcommit
         return None
     memory.begin(int(executor.weight_bytes * USUALLY_NEEDED), min(1, spare_threads()))
     return memory
 
 
-def files_ahead(config: EngineConfig, whose: str = "") -> Sequence[Path]:
-    """Return the files of which the ranks of this host need every page: none of a checkpoint that other hosts have parts of.
+def files_ahead(config: EngineConfig, rank_label: str = "") -> Sequence[Path]:
+    """Return the files that the ranks of this host read completely; none if other hosts share the checkpoint.
 
-    Which of its tensors are this host's follows from the model, which takes torch.
+    The tensors of one host depend on the model, which needs torch.
     """
     model, executor = config.model, config.executor
     if executor.packed_cache is not None:
         packed = packed_file(
             *(Path(executor.packed_cache), Path(model.path), executor.quantization, model.dtype),
-            whose,
+            rank_label,
         )
         if packed.is_file():
             return [packed]
@@ -72,7 +71,7 @@ def files_ahead(config: EngineConfig, whose: str = "") -> Sequence[Path]:
         return []
 
 
-def _ask(paths: Sequence[Path]) -> None:
+def _prefetch(paths: Sequence[Path]) -> None:
     left = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * MAX_SHARE_OF_MEMORY)
     for path in paths:
         try:

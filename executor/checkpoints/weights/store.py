@@ -1,4 +1,4 @@
-"""Where packed weights lie: a section of one large piece of memory for each layer that is packed."""
+"""Memory of packed weights: one section for each packed layer in a single reservation."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
 from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 
 SECTION_ALIGNMENT = 4096
-"""Sections begin on pages, in memory as in a file that is mapped."""
+"""Sections are page-aligned, in memory and in the cache file."""
 
 Description = Mapping[str, str | int | bool]
 
 
 class PackedStore(Protocol):
-    """A layer whose packed weight needs memory."""
+    """A layer with a packed weight that needs memory."""
 
     @property
     def num_bytes(self) -> int:
-        """How much."""
+        """Size of the packed weight."""
 
     @property
     def description(self) -> Description:
-        """What the bytes mean, in full: equal descriptions, equal meaning. JSON."""
+        """Complete description of the bytes: equal descriptions mean equal content. JSON."""
 
     def open(self, memory: torch.Tensor) -> None:
-        """Use this memory (uint8, 64-byte aligned), which stays: zeros to be packed into, or what was packed before."""
+        """Use this memory (uint8, 64-byte aligned, never moved): zeros to be packed into, or cached packed bytes."""
 
 
 def offsets(stores: Iterable[PackedStore], begin: int = 0) -> tuple[list[int], int]:
-    """Return where each section begins, the first no earlier than ``begin``, and where the last one ends."""
+    """Return the begin of each section, the first at or after ``begin``, and the end of the last one."""
     begins, end = [], begin
     for store in stores:
         end = -(-end // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
@@ -42,9 +42,9 @@ def offsets(stores: Iterable[PackedStore], begin: int = 0) -> tuple[list[int], i
 
 
 def reserve(stores: Iterable[PackedStore], ahead: HugeMemory | None = None) -> HugePages | None:
-    """Open every store in memory of its own, taken from one reservation; return that, None where there are no stores.
+    """Open every store in one new reservation and return it; None without stores.
 
-    ahead: what may be that, if it is large enough; what is not used of it is given back.
+    ahead: early reservation, used if it is large enough; the unused part is released.
     """
     stores = list(stores)
     begins, end = offsets(stores)

@@ -1,36 +1,36 @@
-"""Fields of GGML's blocks, whatever their format: read, and written."""
+"""Reading and writing of fields of GGML blocks."""
 
 from __future__ import annotations
 
 import torch
 
 MOST_HALF = 65504.0
-"""The largest number of fp16."""
+"""Largest fp16 value."""
 
 
 def half_of(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the fp16 number at a byte of each block, as float32 ``[num_blocks, 1]``."""
+    """Return the fp16 value at a byte offset of each block, as float32 ``[num_blocks, 1]``."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def bits_of(raw: torch.Tensor, run: int, width: int) -> torch.Tensor:
-    """Return the numbers of ``width`` bits in bytes ``[num_blocks, n]``: of each ``run`` of bytes first all lowest bits."""
+    """Unpack ``width``-bit values from bytes ``[num_blocks, n]``: for each ``run`` of bytes, all lowest bits first."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
     return (raw.reshape(len(raw), -1, 1, run) >> shifts & (1 << width) - 1).flatten(1)
 
 
 def as_half(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the nearest numbers of fp16, of which the largest are finite, as float32."""
+    """Return the nearest finite fp16 values, as float32."""
     return numbers.clamp(-MOST_HALF, MOST_HALF).half().float()
 
 
 def bytes_of_half(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of fp16 numbers ``[num_blocks, 1]``."""
+    """Return the bytes of fp16 values ``[num_blocks, 1]``."""
     return numbers.half().view(torch.uint8)
 
 
 def bits_in(numbers: torch.Tensor, run: int, width: int) -> torch.Tensor:
-    """Return uint8 ``[num_blocks, n]`` of ``width`` bits in bytes, such that `bits_of` gives them back."""
+    """Pack ``width``-bit values, uint8 ``[num_blocks, n]``, into bytes; inverse of `bits_of`."""
     each = 8 // width
     runs = numbers.reshape(len(numbers), -1, each, run)
     whole = runs[:, :, 0].clone()

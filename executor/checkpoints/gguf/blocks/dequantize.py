@@ -1,7 +1,7 @@
-"""From GGML's blocks to the numbers that they stand for, in float32, rounded as the format's reference rounds them.
+"""Dequantize GGML blocks to float32, with the rounding of the reference implementation.
 
-Each function takes the bytes of blocks, ``[num_blocks, block_bytes]``, and returns their numbers, ``[num_blocks, block]``.
-Format: the structs of ggml-common.h in ggml-org/llama.cpp, and what reads them in ggml-quants.c.
+Each function takes blocks as bytes, ``[num_blocks, block_bytes]``, and returns values, ``[num_blocks, block]``.
+Format: structs of ggml-common.h in ggml-org/llama.cpp and their readers in ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from quintet.executor.checkpoints.gguf.blocks.integers import INTEGERS
 from quintet.executor.checkpoints.gguf.types import GgmlType
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""What those of MXFP4 do, doubled (OCP Microscaling Formats 1.0, section 5.3.3)."""
+"""Doubled values of the MXFP4 codes (OCP Microscaling Formats 1.0, section 5.3.3)."""
 _CHUNK_BYTES = 1 << 22
-"""Dequantized at a time: what is between fits in a cache."""
+"""Bytes dequantized at a time; intermediates fit in a cache."""
 
 
 def dequantize(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
-    """Write the numbers of blocks, bytes one after another, to ``out``, flat and of any floating format."""
+    """Dequantize contiguous blocks to ``out``, flat and of any floating-point format."""
     if kind.name in PLAIN:
         out.copy_(raw.view(PLAIN[kind.name]))
         return
@@ -40,14 +40,14 @@ def _reader(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def q8_k(blocks: torch.Tensor) -> torch.Tensor:
-    """8 bits with a scale of 32; sums of groups are behind, for products."""
+    """Dequantize Q8_K: 8 bits with a float32 scale; trailing group sums are ignored."""
     return blocks[:, :4].contiguous().view(torch.float32) * _signed(blocks[:, 4:260])
 
 
 def mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """Numbers of 4 bits with a power of two."""
+    """Dequantize MXFP4: 4-bit floats with a power of two."""
     exponent = blocks[:, :1].int()
-    # Half of the power: E2M1 is doubled.
+    # Half of the power, since E2M1 is doubled.
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
     chosen = torch.tensor(E2M1, dtype=torch.float32)[bits_of(blocks[:, 1:], 16, 4).int()]
     return bits.view(torch.float32) * chosen
@@ -70,4 +70,4 @@ READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "IQ3_S": iq.iq3_s,
     "MXFP4": mxfp4,
 }
-"""By the name of the type: those that are no `INTEGERS`."""
+"""Keyed by type name: types outside `INTEGERS`."""

@@ -1,6 +1,6 @@
-"""From blocks of GGML's IQ1, IQ2 and IQ3 to numbers: a code chooses a row of a table, its signs lie beside it.
+"""Dequantize GGML's IQ1, IQ2 and IQ3 blocks: codes index rows of a table, signs are stored separately.
 
-The tables are the formats' own, in ``grids.json``: of each row which of the table's values its numbers are. Format: as of
+``grids.json`` has the formats' tables: for each row the indices into the table's values. Format: see
 `quintet.executor.checkpoints.gguf.blocks.dequantize`.
 """
 
@@ -15,11 +15,11 @@ import torch
 from quintet.executor.checkpoints.gguf.blocks.bits import bits_of, half_of
 
 _DELTA = 0.125
-"""What IQ1 adds to its numbers, or takes from them."""
+"""Offset that IQ1 adds to or subtracts from its values."""
 
 
 def iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
-    """Of 32 numbers four rows, signs of each 8 by 7 bits, and 4 bits of scale."""
+    """Dequantize IQ2_XXS: for 32 values four table rows, 7-bit signs for each 8, a 4-bit scale."""
     words = _words(blocks[:, 2:], torch.int32).view(-1, 8, 2)
     scale = _quarters(half_of(blocks, 0), words[..., 1] >> 28 & 15)
     rows = words[..., 0].contiguous().view(torch.uint8).view(-1, 8, 4)
@@ -27,21 +27,21 @@ def iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def iq2_xs(blocks: torch.Tensor) -> torch.Tensor:
-    """Of 8 numbers a row by 9 bits and signs by 7, scales of 4 bits for each 16."""
+    """Dequantize IQ2_XS: for 8 values a 9-bit row and 7-bit signs; a 4-bit scale for each 16."""
     codes = _words(blocks[:, 2:66], torch.int16).int() & 0xFFFF
     scale = _quarters(half_of(blocks, 0), bits_of(blocks[:, 66:], 1, 4))
     return _signed_rows("IQ2_XS", scale, codes.view(-1, 16, 2) & 511, _spread(codes >> 9).view(-1, 16, 2, 8))
 
 
 def iq2_s(blocks: torch.Tensor) -> torch.Tensor:
-    """Of 8 numbers a row by 10 bits, a sign each, scales of 4 bits for each 16."""
+    """Dequantize IQ2_S: for 8 values a 10-bit row and one sign each; a 4-bit scale for each 16."""
     scale = _quarters(half_of(blocks, 0), bits_of(blocks[:, 74:], 1, 4))
     rows = blocks[:, 2:34].int() | bits_of(blocks[:, 66:74], 1, 2).int() << 8
     return _signed_rows("IQ2_S", scale, rows.view(-1, 16, 2), _signs(blocks[:, 34:66]).view(-1, 16, 2, 8))
 
 
 def iq3_xxs(blocks: torch.Tensor) -> torch.Tensor:
-    """Of 4 numbers a row, signs of each 8 by 7 bits, 4 bits of scale for each 32."""
+    """Dequantize IQ3_XXS: for 4 values a row; 7-bit signs for each 8, a 4-bit scale for each 32."""
     words = _words(blocks[:, 66:], torch.int32)
     scale = half_of(blocks, 0) * (0.5 + (words >> 28 & 15).float()) * 0.5
     return _signed_rows(
@@ -50,14 +50,14 @@ def iq3_xxs(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def iq3_s(blocks: torch.Tensor) -> torch.Tensor:
-    """Of 4 numbers a row by 9 bits, a sign each, scales of 4 bits for each 32."""
+    """Dequantize IQ3_S: for 4 values a 9-bit row and one sign each; a 4-bit scale for each 32."""
     scale = half_of(blocks, 0) * (1 + 2 * bits_of(blocks[:, 106:], 1, 4).float())
     rows = blocks[:, 2:66].int() | bits_of(blocks[:, 66:74], 1, 1).int() << 8
     return _signed_rows("IQ3_S", scale, rows.view(-1, 8, 8), _signs(blocks[:, 74:106]).view(-1, 8, 8, 4))
 
 
 def iq1_s(blocks: torch.Tensor) -> torch.Tensor:
-    """Of 8 numbers a row by 11 bits; of 32 a scale of 3 bits, and one that says in which direction all are moved."""
+    """Dequantize IQ1_S: for 8 values an 11-bit row; for 32 a 3-bit scale and the sign of the offset."""
     high = _words(blocks[:, 34:], torch.int16).int() & 0xFFFF  # [num_blocks, 8]
     scale = half_of(blocks, 0) * (2 * (high >> 12 & 7) + 1).float()
     delta = torch.where((high & 0x8000) == 0, _DELTA, -_DELTA)
@@ -67,7 +67,8 @@ def iq1_s(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def iq1_m(blocks: torch.Tensor) -> torch.Tensor:
-    """As `iq1_s`, with a direction for each 8 and a scale for each 16; the block's own scale lies in the upper bits of theirs."""
+    """Dequantize IQ1_M: as `iq1_s`, with an offset sign for each 8 and a scale for each 16; upper bits of the scales
+    hold the block's scale."""
     scales = _words(blocks[:, 48:], torch.int16).int() & 0xFFFF  # [num_blocks, 4]
     whole = sum((scales[:, i] >> 12) << 4 * i for i in range(4))
     assert isinstance(whole, torch.Tensor)
@@ -82,7 +83,8 @@ def iq1_m(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _signed_rows(name: str, scale: torch.Tensor, rows: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Return numbers. scale: ``[num_blocks, groups]``; rows: ``[num_blocks, groups, rows]``; signs: a number for each."""
+    """Return scaled values. scale: ``[num_blocks, groups]``; rows: ``[num_blocks, groups, rows]``; signs: one for each
+    value."""
     return (scale[..., None, None] * _grid(name)[rows.int()] * signs).flatten(1)
 
 
@@ -100,12 +102,12 @@ def _signs(raw: torch.Tensor) -> torch.Tensor:
 
 
 def _signs_of_seven(words: torch.Tensor) -> torch.Tensor:
-    """Return the signs of 32 numbers for each word ``[..., groups]``: four times 7 bits."""
+    """Return the signs of 32 values for each word ``[..., groups]``: four times 7 bits."""
     return torch.stack([_spread(words >> shift & 127) for shift in (0, 7, 14, 21)], -2)
 
 
 def _spread(codes: torch.Tensor) -> torch.Tensor:
-    """Return 8 signs for each 7 bits: an even number of them is negative."""
+    """Expand 7 bits to 8 signs; the number of negative ones is even."""
     bits = codes[..., None] >> torch.arange(7) & 1
     last = bits.sum(-1, keepdim=True) & 1
     return 1.0 - 2.0 * torch.cat([bits, last], -1).float()
@@ -113,7 +115,7 @@ def _spread(codes: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _grid(name: str) -> torch.Tensor:
-    """Return a table ``[rows, numbers]``."""
+    """Return a table ``[rows, values]``."""
     table = json.loads((Path(__file__).parent / "grids.json").read_text())[name]
     values = torch.tensor(table["values"], dtype=torch.float32)
     return values[torch.tensor([int(digit) for digit in table["rows"]])].view(-1, table["numbers_a_row"])

@@ -1,8 +1,8 @@
-"""From numbers to k-quants: blocks of 256 in groups of 16 or 32, whose scales (and minima) are integers times one of the block.
+"""Quantize values to k-quants: blocks of 256 in groups of 16 or 32, with integer group scales (and minima) times a block
+scale.
 
-The groups' best scales are searched first (`quintet.executor.checkpoints.gguf.blocks.scale_search`). Then each is
-rounded to the integer that, of the nearest three, leaves the least error, and the block's own scale is solved for
-once more with all codes given.
+`quintet.executor.checkpoints.gguf.blocks.scale_search` finds the groups' scales. Each is rounded to the best of the three
+nearest integers. A least-squares solution for the block scale with fixed codes follows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _NEAR = (-1.0, 0.0, 1.0)
 
 
 def q6_k(x: torch.Tensor) -> torch.Tensor:
-    """6 bits in groups of 16, scales of 8 bits."""
+    """Encode Q6_K: 6 bits in groups of 16, 8-bit scales."""
     scale, scales, codes = _scaled(x, 16, Levels(-32, 31), 128)
     lows, highs = bits_in(codes & 15, 64, 4), bits_in(codes >> 4, 32, 2)
     return torch.cat([lows, highs, scales.to(torch.int8).view(torch.uint8), bytes_of_half(scale)], 1)
 
 
 def q3_k(x: torch.Tensor) -> torch.Tensor:
-    """3 bits in groups of 16, scales of 6 bits."""
+    """Encode Q3_K: 3 bits in groups of 16, 6-bit scales."""
     scale, scales, codes = _scaled(x, 16, Levels(-4, 3), 32)
     stored = (scales + 32).to(torch.uint8)
     packed = torch.cat([bits_in(stored & 15, 8, 4), bits_in(stored >> 4, 4, 2)], 1)
@@ -32,7 +32,7 @@ def q3_k(x: torch.Tensor) -> torch.Tensor:
 
 
 def iq4_xs(x: torch.Tensor) -> torch.Tensor:
-    """4 bits that choose from `NL4`, in groups of 32, scales of 6 bits."""
+    """Encode IQ4_XS: 4-bit indices into `NL4`, in groups of 32, 6-bit scales."""
     scale, scales, codes = _scaled(x, 32, Levels(NL4[0], NL4[-1], NL4), 32)
     stored = (scales + 32).to(torch.uint8)
     highs, lows = bits_in(stored >> 4, 1, 2), bits_in(stored & 15, 1, 4)
@@ -40,26 +40,26 @@ def iq4_xs(x: torch.Tensor) -> torch.Tensor:
 
 
 def q4_k(x: torch.Tensor) -> torch.Tensor:
-    """4 bits in groups of 32, scales and minima of 6 bits."""
+    """Encode Q4_K: 4 bits in groups of 32, 6-bit scales and minima."""
     factors, scales, minima, codes = _with_minima(x, 32, 15, 63)
     return torch.cat([factors, _six_bits(scales, minima), bits_in(codes, 32, 4)], 1)
 
 
 def q5_k(x: torch.Tensor) -> torch.Tensor:
-    """5 bits, otherwise as `q4_k`."""
+    """Encode Q5_K: 5 bits, otherwise as `q4_k`."""
     factors, scales, minima, codes = _with_minima(x, 32, 31, 63)
     fifths, lows = bits_in(codes >> 4, 32, 1), bits_in(codes & 15, 32, 4)
     return torch.cat([factors, _six_bits(scales, minima), fifths, lows], 1)
 
 
 def q2_k(x: torch.Tensor) -> torch.Tensor:
-    """2 bits in groups of 16, scales and minima of 4 bits."""
+    """Encode Q2_K: 2 bits in groups of 16, 4-bit scales and minima."""
     factors, scales, minima, codes = _with_minima(x, 16, 3, 15)
     return torch.cat([scales | minima << 4, bits_in(codes, 32, 2), factors], 1)
 
 
 def _six_bits(scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
-    """Return 8 scales and 8 minima in 12 bytes; see `quintet.executor.checkpoints.gguf.blocks.dequantize`."""
+    """Pack 8 scales and 8 minima into 12 bytes; see `quintet.executor.checkpoints.gguf.blocks.integers`."""
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = minima[:, :4] | minima[:, 4:] >> 4 << 6
     return torch.cat([first, second, scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4], 1)
@@ -71,16 +71,16 @@ def _grouped(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _each(block: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return a block's number for each of its groups ``[num_blocks * groups]``."""
+    """Repeat a block's value for each of its groups ``[num_blocks * groups]``."""
     return block.repeat_interleave(groups)
 
 
 def _scaled(
     x: torch.Tensor, size: int, levels: Levels, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the scale of each block, fp16 numbers ``[num_blocks, 1]``, whole scales of its groups, and codes.
+    """Return block scales, fp16 values ``[num_blocks, 1]``, integer scales of the groups, and codes.
 
-    limit: groups' scales lie from ``-limit`` to ``limit - 1``.
+    limit: group scales are in ``[-limit, limit - 1]``.
     """
     count, columns = x.shape[1] // size, _grouped(x, size)
     wanted = fit_scale(columns, levels).view(-1, count)
@@ -99,7 +99,7 @@ def _scaled(
 def _nearest_scales(
     columns: torch.Tensor, wanted: torch.Tensor, scale: torch.Tensor, levels: Levels, limit: int
 ) -> torch.Tensor:
-    """Return the whole scale of each group that leaves the least error."""
+    """Return the integer scale of each group with the least error."""
     middle = (wanted / safe(scale)).round_()
     best, least = middle, torch.full_like(middle, torch.inf)
     for offset in _NEAR:
@@ -113,7 +113,7 @@ def _nearest_scales(
 def _with_minima(
     x: torch.Tensor, size: int, most: int, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return both fp16 numbers of each block in bytes, whole scales and minima of its groups, and codes."""
+    """Return both fp16 factors of each block as bytes, integer scales and minima of the groups, and codes."""
     count, columns = x.shape[1] // size, _grouped(x, size)
     wanted, lows = fit_affine(columns, most)
     scale, low = (as_half(each.view(-1, count).amax(1) / limit) for each in (wanted, lows))
@@ -140,7 +140,7 @@ def _nearest_pairs(
     most: int,
     limit: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the whole scale and minimum of each group that leave the least error."""
+    """Return the integer scale and minimum of each group with the least error."""
     middles = [(each / safe(factor)).round_() for each, factor in zip(wanted, factors, strict=True)]
     best = (middles[0], middles[1])
     least = torch.full_like(best[0], torch.inf)
@@ -158,7 +158,7 @@ def _nearest_pairs(
 def _solved(
     columns: torch.Tensor, scaled: torch.Tensor, minima: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each block's best scale and factor of minima, for ``scale * scaled - low * minima``: two normal equations."""
+    """Solve the two normal equations for each block's scale and factor of minima in ``scale * scaled - low * minima``."""
 
     def of_block(each: torch.Tensor) -> torch.Tensor:
         return each.view(-1, count).sum(1)

@@ -1,7 +1,7 @@
-"""GGML's blocks as integers, scales and minima, for the types whose numbers are those.
+"""Decode GGML blocks to integer codes, scales and minima, for types of that form.
 
-Each function takes the bytes of blocks, ``[num_blocks, block_bytes]``. Format: the structs of ggml-common.h in
-ggml-org/llama.cpp, and what reads them in ggml-quants.c.
+Each function takes blocks as bytes, ``[num_blocks, block_bytes]``. Format: structs of ggml-common.h in
+ggml-org/llama.cpp and their readers in ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -14,57 +14,57 @@ import torch
 from quintet.executor.checkpoints.gguf.blocks.bits import bits_of, half_of
 
 NL4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the 4 bits of IQ4 stand for."""
+"""Values of IQ4's 4-bit codes."""
 _POWERS_OF_3 = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)
-"""What brings a digit to base 3 to the front: what is before it is lost beyond 8 bits."""
+"""Factors that shift a base-3 digit to the front; higher digits overflow 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """Numbers of blocks: ``(code - zero) * scale - least``, rounded in float32 as the format's reference rounds them."""
+    """Values of blocks: ``(code - zero) * scale - minimum``, rounded in float32 like the reference implementation."""
 
     codes: torch.Tensor
-    """uint8 ``[num_blocks, numbers of a block]``."""
+    """uint8 ``[num_blocks, values of a block]``."""
     zero: int
     scales: torch.Tensor
-    """fp32 ``[num_blocks, groups]``: neighbouring numbers share one."""
+    """fp32 ``[num_blocks, groups]``: one for each group of adjacent values."""
     minima: torch.Tensor | None = None
-    """Likewise."""
+    """fp32 ``[num_blocks, groups]``; None: no minima."""
 
     def floats(self) -> torch.Tensor:
-        """Return the numbers, fp32 ``[num_blocks, numbers of a block]``."""
+        """Return the dequantized values, fp32 ``[num_blocks, values of a block]``."""
         groups = self.codes.float().view(len(self.codes), self.scales.shape[1], -1)
         numbers = (groups - self.zero) * self.scales[..., None]
         return (numbers if self.minima is None else numbers - self.minima[..., None]).flatten(1)
 
 
 def q4_0(blocks: torch.Tensor) -> Integers:
-    """4 bits, centred on 8."""
+    """Decode Q4_0: 4 bits, zero point 8."""
     return Integers(bits_of(blocks[:, 2:], 16, 4), 8, half_of(blocks, 0))
 
 
 def q4_1(blocks: torch.Tensor) -> Integers:
-    """4 bits and a minimum."""
+    """Decode Q4_1: 4 bits and a minimum."""
     return Integers(bits_of(blocks[:, 4:], 16, 4), 0, half_of(blocks, 0), -half_of(blocks, 2))
 
 
 def q5_0(blocks: torch.Tensor) -> Integers:
-    """5 bits, centred on 16: the fifth bits are 32 of their own."""
+    """Decode Q5_0: 5 bits, zero point 16; the fifth bits are 32 separate bits."""
     return Integers(_five(blocks[:, 2:6], blocks[:, 6:]), 16, half_of(blocks, 0))
 
 
 def q5_1(blocks: torch.Tensor) -> Integers:
-    """5 bits and a minimum."""
+    """Decode Q5_1: 5 bits and a minimum."""
     return Integers(_five(blocks[:, 4:8], blocks[:, 8:]), 0, half_of(blocks, 0), -half_of(blocks, 2))
 
 
 def q8_0(blocks: torch.Tensor) -> Integers:
-    """8 bits with a sign."""
+    """Decode Q8_0: signed 8 bits."""
     return Integers(blocks[:, 2:] ^ 128, 128, half_of(blocks, 0))
 
 
 def q2_k(blocks: torch.Tensor) -> Integers:
-    """2 bits in groups of 16, each with a scale and a minimum of 4 bits."""
+    """Decode Q2_K: 2 bits in groups of 16, each with a 4-bit scale and minimum."""
     scales = blocks[:, :16]
     scale = half_of(blocks, 80) * (scales & 15).float()
     least = half_of(blocks, 82) * (scales >> 4).float()
@@ -72,7 +72,7 @@ def q2_k(blocks: torch.Tensor) -> Integers:
 
 
 def q3_k(blocks: torch.Tensor) -> Integers:
-    """3 bits in groups of 16, each with a scale of 6 bits; a third bit that is clear takes 4 away."""
+    """Decode Q3_K: 3 bits in groups of 16, each with a 6-bit scale; a clear third bit subtracts 4."""
     thirds, lows, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
     scales = bits_of(packed[:, :8], 8, 4) | bits_of(packed[:, 8:], 4, 2) << 4
     codes = bits_of(lows, 32, 2) | bits_of(thirds, 32, 1) << 2
@@ -80,29 +80,29 @@ def q3_k(blocks: torch.Tensor) -> Integers:
 
 
 def tq1_0(blocks: torch.Tensor) -> Integers:
-    """Three values, five in a byte as a fraction whose digits they are, to base 3: the last bytes have four."""
+    """Decode TQ1_0: ternary values, five base-3 digits of a fraction in a byte; the last bytes have four."""
     runs = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
     codes = [(run[:, None] * _POWERS_OF_3[:count, None]).int() * 3 >> 8 for run, count in runs]
     return Integers(torch.cat([each.flatten(1) for each in codes], 1).to(torch.uint8), 1, half_of(blocks, 52))
 
 
 def tq2_0(blocks: torch.Tensor) -> Integers:
-    """Three values in 2 bits."""
+    """Decode TQ2_0: ternary values in 2 bits."""
     return Integers(bits_of(blocks[:, :64], 32, 2), 1, half_of(blocks, 64))
 
 
 def q4_k(blocks: torch.Tensor) -> Integers:
-    """4 bits in groups of 32, each with a scale and a minimum of 6 bits."""
+    """Decode Q4_K: 4 bits in groups of 32, each with a 6-bit scale and minimum."""
     return _with_minima(blocks, bits_of(blocks[:, 16:], 32, 4))
 
 
 def q5_k(blocks: torch.Tensor) -> Integers:
-    """5 bits, otherwise as `q4_k`."""
+    """Decode Q5_K: 5 bits, otherwise as `q4_k`."""
     return _with_minima(blocks, bits_of(blocks[:, 48:], 32, 4) | bits_of(blocks[:, 16:48], 32, 1) << 4)
 
 
 def q6_k(blocks: torch.Tensor) -> Integers:
-    """6 bits, centred on 32, in groups of 16, each with a scale of 8 bits."""
+    """Decode Q6_K: 6 bits, zero point 32, in groups of 16, each with an 8-bit scale."""
     codes = bits_of(blocks[:, :128], 64, 4) | bits_of(blocks[:, 128:192], 32, 2) << 4
     return Integers(
         codes, 32, half_of(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
@@ -110,27 +110,27 @@ def q6_k(blocks: torch.Tensor) -> Integers:
 
 
 def iq4_nl(blocks: torch.Tensor) -> Integers:
-    """4 bits that choose from `NL4`."""
+    """Decode IQ4_NL: 4-bit indices into `NL4`."""
     return Integers(_chosen(bits_of(blocks[:, 2:], 16, 4)), 128, half_of(blocks, 0))
 
 
 def iq4_xs(blocks: torch.Tensor) -> Integers:
-    """4 bits that choose from `NL4`, in groups of 32, each with a scale of 6 bits."""
+    """Decode IQ4_XS: 4-bit indices into `NL4`, in groups of 32, each with a 6-bit scale."""
     highs, lows = blocks[:, 2:4], blocks[:, 4:8]
     scales = bits_of(lows, 1, 4) | bits_of(highs, 1, 2) << 4
     return Integers(_chosen(bits_of(blocks[:, 8:], 16, 4)), 128, half_of(blocks, 0) * (scales.float() - 32))
 
 
 def _five(fifths: torch.Tensor, lows: torch.Tensor) -> torch.Tensor:
-    """Return numbers of 5 bits: 32 fifth bits in order, and the lower four of 16 numbers below those of 16 others."""
+    """Return 5-bit values: 32 fifth bits in order, and lower four bits of 16 values below those of the other 16."""
     return bits_of(lows, 16, 4) | bits_of(fifths, 1, 1) << 4
 
 
 def _with_minima(blocks: torch.Tensor, codes: torch.Tensor) -> Integers:
-    """Return codes in groups of 32 with the scales and minima of k-quants: 6 bits each, 8 of either in 12 bytes.
+    """Return codes in groups of 32 with k-quant scales and minima: 6 bits each, 8 of each kind in 12 bytes.
 
-    The first four of each lie in the low 6 bits of bytes 0 to 3, and 4 to 7. Of the others bytes 8 to 11 have the low 4 bits,
-    side by side, and the first eight bytes the high 2.
+    The first four scales are in the low 6 bits of bytes 0 to 3, the first four minima in bytes 4 to 7. Of the others,
+    bytes 8 to 11 hold the low 4 bits and the top 2 bits of the first eight bytes the high 2.
     """
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], 1)
@@ -159,4 +159,4 @@ INTEGERS: dict[str, Callable[[torch.Tensor], Integers]] = {
     "IQ4_NL": iq4_nl,
     "IQ4_XS": iq4_xs,
 }
-"""By the name of the type."""
+"""Keyed by type name."""

@@ -1,13 +1,12 @@
-"""Which scales round a group of numbers with the least squared error, by search.
+"""Search for group scales with the least squared rounding error.
 
-A group is rounded to codes, ``x ~ scale * code`` or ``x ~ scale * code - minimum``. With the codes given, the best scale (and
-minimum) is a small least-squares problem with a closed solution; with these given, the best codes are the nearest. So each
-search takes some scales around the one that just holds the group's extremes, solves for each, keeps the best, and goes on from
-there. This is Lloyd's iteration with evenly spaced levels (S. Lloyd, "Least squares quantization in PCM", 1982), from several
-starts.
+Values are rounded to codes, ``x ~ scale * code`` or ``x ~ scale * code - minimum``. For fixed codes, the best scale
+(and minimum) is a small least-squares problem with a closed solution. For a fixed scale, the nearest codes are best.
+The search starts from several scales around the one that just covers the extremes, solves each, and iterates from the
+best. It is Lloyd's iteration with uniform levels (S. Lloyd, "Least squares quantization in PCM", 1982).
 
-Numbers are float32 ``[n, groups]``: a group lies along the first dimension, so that all arithmetic is over long rows. What is
-returned has a number for each group.
+Values are float32 ``[n, groups]``: groups are columns, so arithmetic runs over long rows. Results have one value for
+each group.
 """
 
 from __future__ import annotations
@@ -17,43 +16,44 @@ from dataclasses import dataclass
 import torch
 
 TINY = 1e-30
-"""In place of nothing as a divisor: a group of zeros has a scale of zero."""
+"""Smallest divisor: a group of zeros has scale zero."""
 SPREAD = 0.11
-"""How far from a group's extreme the search begins, in parts of it: Gaussian numbers lose most by less, and by more."""
+"""Relative distance of the first candidates from the extreme; 0.11 loses least for Gaussian values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What codes stand for, before the scale."""
+    """Values of codes before scaling."""
 
     low: float
     high: float
     table: tuple[int, ...] | None = None
-    """In rising order; None: all whole numbers from ``low`` to ``high``."""
+    """Ascending values; None: all integers from ``low`` to ``high``."""
 
     def nearest(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the nearest level of each number; x may be written to."""
+        """Return the nearest level of each value; may overwrite x."""
         if self.table is None:
             return x.round_().clamp_(self.low, self.high)
         return torch.tensor(self.table, dtype=torch.float32)[self.codes(x).int()]
 
     def codes(self, x: torch.Tensor) -> torch.Tensor:
-        """Return which level is nearest, counted from the lowest."""
+        """Return the index of the nearest level."""
         if self.table is None:
             return x.round_().clamp_(self.low, self.high).sub_(self.low).to(torch.uint8)
         return self._of_whole()[x.round_().clamp_(self.low, self.high).sub_(self.low).to(torch.int32)]
 
     def _of_whole(self) -> torch.Tensor:
-        """Return the nearest level of each whole number, counted from the lowest: no level lies between two of these."""
+        """Return the index of the nearest level of each integer; levels are integers."""
         assert self.table is not None
         whole = torch.arange(self.low, self.high + 1, dtype=torch.float32)
         return (whole[:, None] - torch.tensor(self.table)).abs().argmin(1).to(torch.uint8)
 
 
 def fit_scale(x: torch.Tensor, levels: Levels, steps: int = 3, positive: bool = False) -> torch.Tensor:
-    """Return the scale, of either sign unless it is to be ``positive``.
+    """Return the scale, of either sign unless ``positive``.
 
-    steps: starts on each side of the one with which the extreme is the lowest level."""
+    steps: candidates on each side of the scale that maps the extreme to the lowest level.
+    """
     extreme = safe(torch.gather(x, 0, x.abs().argmax(0, keepdim=True)))
     best, best_gain = torch.zeros_like(extreme), torch.zeros_like(extreme)
     if positive:
@@ -72,14 +72,14 @@ def fit_scale(x: torch.Tensor, levels: Levels, steps: int = 3, positive: bool = 
 
 
 def _solved(x: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best scale for these codes, and how much of the squared numbers it explains."""
+    """Return the best scale for these codes, and the explained sum of squares."""
     product, square = (x * codes).sum(0, keepdim=True), codes.square().sum(0, keepdim=True)
     scale = product / square.clamp_min(TINY)
     return scale, product * scale
 
 
 def fit_affine(x: torch.Tensor, most: int, steps: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale of codes from 0 to ``most``, and the minimum, neither negative, for ``scale * code - minimum``."""
+    """Return scale and minimum, both non-negative, for ``scale * code - minimum`` with codes from 0 to ``most``."""
     least, largest = x.amin(0, keepdim=True).clamp_max(0), x.amax(0, keepdim=True)
     width = (largest - least).clamp_min(TINY)
     best, best_gain = (width / most, -least), torch.full_like(width, -torch.inf)
@@ -96,14 +96,14 @@ def fit_affine(x: torch.Tensor, most: int, steps: int = 4) -> tuple[torch.Tensor
 def _solved_affine(x: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the best scale and minimum for these codes, and the gain: see `_solved`.
 
-    Where the minimum would be negative it is zero, and the scale the best one to that.
+    A negative minimum is replaced by zero with its best scale.
     """
     count = x.shape[0]
     sum_x, sum_q = x.sum(0, keepdim=True), codes.sum(0, keepdim=True)
     product, square = (x * codes).sum(0, keepdim=True), codes.square().sum(0, keepdim=True)
     determinant = count * square - sum_q.square()
     scale = (count * product - sum_x * sum_q) / determinant.clamp_min(TINY)
-    scale = torch.where(determinant > 0, scale, torch.zeros_like(scale))  # of codes that are all alike
+    scale = torch.where(determinant > 0, scale, torch.zeros_like(scale))  # all codes are equal
     minimum = (scale * sum_q - sum_x) / count
     without = minimum < 0
     scale = torch.where(without, product / square.clamp_min(TINY), scale).clamp_min_(0)
@@ -112,5 +112,5 @@ def _solved_affine(x: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def safe(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales by which may be divided: what a scale of zero divides is of a group of zeros."""
+    """Return scales with 1 for 0, to divide groups of zeros."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)

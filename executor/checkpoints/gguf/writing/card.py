@@ -1,4 +1,4 @@
-"""What the cards of all families agree on, by one spelling each."""
+"""Normalisation of keys that model cards spell differently."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SPELLED = {
     "hidden_size": ("d_model",),
     "num_attention_heads": ("n_heads",),
 }
-"""How a few cards spell what the others agree on."""
+"""Alternative spellings of common keys, by common key."""
 
 
 def usual(config: Config) -> Config:
-    """Return the card as most would have it."""
+    """Return the card with the common keys."""
     found = {key: either(config, key, *others) for key, others in _SPELLED.items()}
     layers = found["num_hidden_layers"]
     found["num_hidden_layers"] = len(layers) if isinstance(layers, list) else layers
@@ -31,7 +31,7 @@ def usual(config: Config) -> Config:
 
 
 def kv_heads_of(config: Config) -> int:
-    """Return how many heads of keys there are."""
+    """Return the number of KV heads."""
     heads = int(either(config, "num_attention_heads", "n_head", missing=1))
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
@@ -39,13 +39,13 @@ def kv_heads_of(config: Config) -> int:
 
 
 def head_dim(config: Config) -> int:
-    """Return the numbers of a head."""
+    """Return the head dimension."""
     heads = either(config, "num_attention_heads", "n_head", missing=1)
     return int(config.get("head_dim") or either(config, "hidden_size", "n_embd") // heads)
 
 
 def rope_of(config: Config) -> Config:
-    """Return what a card says of the rotation, of the layers that see everything."""
+    """Return the rotation's settings, of full-attention layers."""
     found: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = dict(found.get("full_attention", found))
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
@@ -53,5 +53,5 @@ def rope_of(config: Config) -> Config:
 
 
 def either(config: Config, *keys: str, missing: Any = None) -> Any:
-    """Return the first of the keys' values that there is."""
+    """Return the first value that is present."""
     return next((config[key] for key in keys if config.get(key) is not None), missing)

@@ -1,6 +1,6 @@
-"""Whether a GGUF file says of its model what the folder says: both are read as any other, and what they became is compared.
+"""Compare a GGUF file's metadata with the folder's card: both are parsed as usual, then the specs are compared.
 
-So a card with a setting that GGUF has no key for is refused, rather than becoming the file of another model.
+A card with a setting that GGUF cannot express is refused instead of becoming a different model.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json
 
 _CLOSE = 1e-6
-"""Files have numbers in float32."""
+"""Files store float32."""
 
 
-def check_says_the_same(folder: Path, file: Path) -> None:
-    """Raise `ConfigError` naming the first setting in which the file differs from the folder."""
+def check_matches(folder: Path, file: Path) -> None:
+    """Raise `ConfigError` with the first setting that differs between file and folder."""
     theirs = _spec(json.loads(card_of_gguf(read_parts(file))), file)
     ours = _spec(read_json(folder / "config.json") | {SEPARATE_MATRICES: True}, folder / "config.json")
-    for path, wanted, said in _differences(ours, theirs, ""):
+    for path, wanted, found in _differences(ours, theirs, ""):
         raise ConfigError(
-            f"{folder}: GGUF has no words for its {path.strip('.')}: it is {wanted!s:.60}, and a file would say {said!s:.60}."
-            " Formats of compressed-tensors keep config.json as it is"
+            f"{folder}: GGUF cannot express {path.strip('.')}: the card has {wanted!s:.60}, a file would have {found!s:.60}."
+            " Use a compressed-tensors format, which keeps config.json"
         )
 
 
@@ -40,7 +40,7 @@ def _spec(card: dict[str, object], path: Path) -> object:
     names = card.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ConfigError(f"{path}: the architecture {name!r:.60} is none that is served")
+        raise ConfigError(f"{path}: unsupported architecture {name!r:.60}")
     spec = FAMILIES[name].read(ModelCard(card, str(path)))
     return (
         _without_idle_windows(_without_curves(_without_factors(spec)))
@@ -50,7 +50,7 @@ def _spec(card: dict[str, object], path: Path) -> object:
 
 
 def _without_factors(spec: DecoderSpec) -> DecoderSpec:
-    """Leave out the factors of Falcon-H1, which become those of matrices."""
+    """Remove the factors of Falcon-H1, which are folded into matrices."""
     layers = []
     for layer in spec.layers:
         mixer, mlp = layer.mixer, layer.mlp
@@ -66,7 +66,7 @@ def _without_factors(spec: DecoderSpec) -> DecoderSpec:
 
 
 def _without_curves(spec: DecoderSpec) -> DecoderSpec:
-    """Leave out the curves of Apertus' activations, which in a folder are tensors."""
+    """Remove the curves of Apertus' activations, which are tensors in a folder."""
     layers = [
         dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, curve=None))
         if isinstance(layer.mlp, MlpSpec)
@@ -77,7 +77,7 @@ def _without_curves(spec: DecoderSpec) -> DecoderSpec:
 
 
 def _without_idle_windows(spec: DecoderSpec) -> DecoderSpec:
-    """Leave out windows that no context outgrows: files name one that no layer has."""
+    """Remove windows that are at least the context length; files may name one that no layer uses."""
     layers = []
     for layer in spec.layers:
         mixer = layer.mixer
@@ -106,7 +106,7 @@ def _differences(ours: object, theirs: object, path: str) -> Iterator[tuple[str,
 
 
 def _rotation(rope: RopeSpec) -> tuple[object, ...] | RopeSpec:
-    """Return what counts: a plain rotation has no original context; Llama 3's factors are told one by one, in a tensor."""
+    """Return the comparable settings: default RoPE has no original context; Llama 3's factors are a tensor."""
     match rope.kind:
         case "default":
             return rope.theta, rope.rotary_dim

@@ -1,7 +1,7 @@
-"""What becomes of tensors before they are named: parts cut out of stacks, stacks of parts, factors, rows in other orders.
+"""Conversions of tensors before they are named: splitting and stacking parts, factors, row orders.
 
-By architecture, from a folder's tensor to those of the file: each under a name that the `gguf` package knows, or under the file's
-own (``blk.0…``), and how it is made. What is said here are the conventions of llama.cpp's converter.
+By architecture, a folder's tensor becomes tensors of the file. Each has a name known to the `gguf` package or a file
+name (``blk.0…``), and a conversion. The conventions are those of llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Named = tuple[str, Arrange]
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.*)")
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 _OFFSET = ("qwen3next", "qwen35", "qwen35moe")
-"""Architectures whose norms a file has with their offset, but for those of mixers with a state."""
+"""Architectures with the offset added to the file's norms, except norms of recurrent mixers."""
 
 
 def converted(name: str, config: Config, arch: str) -> Iterator[Named]:
-    """Yield what becomes of a folder's tensor."""
+    """Yield the file's tensors made from a folder's tensor."""
     found, convert = _LAYER.fullmatch(name), CONVERT.get(arch)
     if found is not None and found[2].endswith(_CORRECTIONS):
         yield f"blk.{found[1]}.exp_probs_b.bias", lambda tensor: tensor.reshape(-1)
@@ -44,12 +44,12 @@ def _of_an_end(name: str, config: Config, arch: str) -> Arrange:
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """Return it."""
+    """Return the tensor unchanged."""
     return tensor
 
 
 def paired(heads: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return rows of queries or keys such that those are neighbours that were half a head apart."""
+    """Return rows of queries or keys with rotary pairs adjacent instead of half a head apart."""
     return tensor.reshape(heads, 2, len(tensor) // heads // 2, -1).transpose(1, 2).reshape(tensor.shape)
 
 
@@ -66,7 +66,7 @@ def _squeezed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fading(tensor: torch.Tensor) -> torch.Tensor:
-    """Return how fast a state fades, of its logarithm."""
+    """Return the decay rate of a state from its logarithm."""
     return -torch.exp(tensor.float())
 
 
@@ -84,8 +84,8 @@ def _of_pairs(block: str, leaf: str, name: str, config: Config) -> Iterator[Name
     yield name, _rotated(leaf, config)
 
 
-def _apart(block: str, leaf: str, config: Config) -> Iterator[Named]:
-    """Cut queries, keys and values out of a stack of them."""
+def _split_qkv(block: str, leaf: str, config: Config) -> Iterator[Named]:
+    """Split queries, keys and values out of a fused tensor."""
     dim, heads, kv_heads = head_dim(config), config["num_attention_heads"], kv_heads_of(config)
     q, k = heads * dim, kv_heads * dim
     yield f"{block}.attn_q.{leaf}", lambda tensor: paired(heads, tensor[:q])
@@ -95,14 +95,14 @@ def _apart(block: str, leaf: str, config: Config) -> Iterator[Named]:
 
 def _baichuan(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
     if "W_pack" in leaf:
-        yield from _apart(block, "weight", config)
+        yield from _split_qkv(block, "weight", config)
     else:
         yield name, as_it_is
 
 
 def _bailing(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
     if "query_key_value" in leaf:
-        yield from _apart(block, leaf.rpartition(".")[2], config)
+        yield from _split_qkv(block, leaf.rpartition(".")[2], config)
     elif leaf == "attention.dense.weight":
         yield f"{block}.attn_output.weight", as_it_is
     else:
@@ -110,7 +110,7 @@ def _bailing(block: str, leaf: str, name: str, config: Config) -> Iterator[Named
 
 
 def _internlm2(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
-    """Rows are grouped by heads of keys."""
+    """Split rows that are grouped by KV head."""
     if "wqkv" not in leaf:
         yield name, as_it_is
         return
@@ -127,7 +127,7 @@ def _internlm2(block: str, leaf: str, name: str, config: Config) -> Iterator[Nam
 
 
 def _latent(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
-    """DeepSeek V2: what heads make of latents is two tensors, that of keys turned."""
+    """Split DeepSeek V2's KV up-projection into two tensors; the one of keys is transposed."""
     if not leaf.endswith("kv_b_proj.weight"):
         yield name, as_it_is
         return
@@ -146,7 +146,7 @@ def _gates_and_ups(block: str, ending: str, dim: int) -> Iterator[Named]:
 
 
 def _granite(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
-    """Gates and ups are cut apart; without experts the shared feed-forward is the only one."""
+    """Split gates and ups; without experts the shared feed-forward is the only one."""
     shared = "_shexp" if config.get("num_local_experts") else ""
     match leaf:
         case "block_sparse_moe.input_linear.weight":
@@ -162,7 +162,7 @@ def _granite(block: str, leaf: str, name: str, config: Config) -> Iterator[Named
 
 
 def _of_mamba2(leaf: str, groups: int) -> Arrange:
-    """Mamba 2: a column for each number of a head; no empty dimensions."""
+    """Return the conversion of Mamba 2 tensors: a column for each head value; no dimensions of size 1."""
     if leaf.endswith("A_log"):
         return lambda tensor: _fading(tensor).reshape(-1, 1)
     if leaf.endswith(".D"):
@@ -181,7 +181,7 @@ def _of_states(block: str, leaf: str, name: str, config: Config) -> Iterator[Nam
 
 
 def _falcon_h1(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
-    """Factors become those of matrices."""
+    """Fold factors into the matrices."""
     gate, down = config["mlp_multipliers"]
     inner, outer = config["attention_in_multiplier"], config["attention_out_multiplier"]
     factors = {
@@ -210,7 +210,7 @@ def _projected_in(config: Config, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gpt_oss(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
-    """Gates and ups take turns in a folder; matrices are turned."""
+    """De-interleave gates and ups; transpose matrices."""
     kinds = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}
     found = kinds.get(leaf.removesuffix("_bias"))
     if found is None:
@@ -237,7 +237,7 @@ def _llama4(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]
 
 
 def _delta(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
-    """Qwen3-Next and 3.5: of the former all queries, then all keys, then all values; of the latter heads of values in turns."""
+    """Convert Qwen3-Next (all queries, then keys, then values) and Qwen 3.5 (interleaved value heads)."""
     if leaf.endswith("norm.weight") and leaf != "linear_attn.norm.weight":
         yield name, _offset
     elif leaf == "mlp.experts.gate_up_proj":
@@ -256,7 +256,7 @@ def _delta(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
 
 
 def _by_kind(config: Config, begin: int, end: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return some of queries, keys, values and gates, one kind below the other, of rows that are grouped by heads of keys."""
+    """Return rows of some kinds (queries, keys, values, gates), concatenated, from rows grouped by key head."""
     key_heads, keys = config["linear_num_key_heads"], config["linear_key_head_dim"]
     each = config["linear_num_value_heads"] // key_heads * config["linear_value_head_dim"]
     parts = tensor.reshape(key_heads, -1, tensor.shape[-1]).split([keys, keys, each, each], 1)
@@ -264,7 +264,7 @@ def _by_kind(config: Config, begin: int, end: int, tensor: torch.Tensor) -> torc
 
 
 def _in_turns(leaf: str, config: Config, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with the first head of values of each head of keys first, then each one's second, and so on."""
+    """Return the tensor with value heads interleaved over the key heads: the first of each, then the second, and so on."""
     key_heads, wide = config["linear_num_key_heads"], config["linear_value_head_dim"]
 
     def moved(rows: torch.Tensor, width: int) -> torch.Tensor:

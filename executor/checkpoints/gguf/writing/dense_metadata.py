@@ -1,4 +1,4 @@
-"""What GGUF files of models without experts or states say besides: see `metadata`."""
+"""Additional metadata of GGUF files of dense models: see `metadata`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quintet.executor.checkpoints.gguf.writing.card import Config, either, head_
 
 
 def dimensions(config: Config) -> Config:
-    """Return how wide heads are."""
+    """Return the head dimensions."""
     return {"attention.key_length": head_dim(config), "attention.value_length": head_dim(config)}
 
 
@@ -23,7 +23,7 @@ def granite(config: Config) -> Config:
 
 
 def windows(config: Config) -> Config:
-    """Return which layers slide."""
+    """Return the sliding window and the sliding layers."""
     kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
     return {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": kinds}
 
@@ -62,7 +62,7 @@ def _phi3(config: Config) -> Config:
 
 
 def hunyuan(config: Config) -> Config:
-    """Return the base of a rotation that was stretched by changing it."""
+    """Return the scaled rotation base."""
     rope = rope_of(config)
     theta, dim = rope["rope_theta"], head_dim(config)
     if rope.get("alpha"):
@@ -137,4 +137,4 @@ DENSE: dict[str, Callable[[Config], Config]] = {
     "seed_oss": dimensions,
     "stablelm": _parallel,
 }
-"""By architecture."""
+"""Keyed by architecture."""

@@ -1,8 +1,7 @@
-"""Which tensors a GGUF file has of a model's folder, and how each is made of those of the folder.
+"""Tensors of a GGUF file, and their conversion from a model folder's tensors.
 
-Names of tensors are those that the `gguf` package has for each architecture. What is not named but made (rows of queries and
-keys for neighbours that are rotated, norms with their offset, experts in one tensor) is here. Whatever only moves rows also holds
-of rows in blocks.
+Tensor names come from the `gguf` package. This module makes the others: reordered queries and keys for interleaved
+RoPE, norms with their offset, stacked experts. Pure row operations also apply to rows in blocks.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "youtu": "deepseek2",
 }
-"""By the card's model_type."""
+"""Keyed by the card's model_type."""
 _OF_CARDS = {
     "BailingMoeForCausalLM": "bailingmoe",
     "BailingMoeV2ForCausalLM": "bailingmoe2",
@@ -105,11 +104,11 @@ _OF_CARDS = {
     "OrionForCausalLM": "orion",
     "XverseForCausalLM": "xverse",
 }
-"""By the card's architecture, of families whose cards call their type otherwise, or like another's."""
+"""Keyed by the card's architecture, for families with an unusual or shared model_type."""
 _KINDS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-"""What checkpoints call the matrices of an expert."""
-_NEIGHBOURS = frozenset({"llama", "arcee", "granite", "olmo", "smollm3"})
-"""Architectures where llama.cpp rotates neighbours, and the card's family halves of a head."""
+"""Names of an expert's matrices in checkpoints."""
+_INTERLEAVED_ROPE = frozenset({"llama", "arcee", "granite", "olmo", "smollm3"})
+"""Architectures with interleaved RoPE in llama.cpp but rotated halves in the card's family."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123]|gate_proj|up_proj|down_proj)\.weight")
 _HEAD_NORM = re.compile(r"(.*_layernorm)\.norms\.(\d+)\.weight")
 _BUFFERS = (
@@ -119,13 +118,13 @@ _BUFFERS = (
     ".attention.bias",
     ".attention.masked_bias",
 )
-"""Endings of tensors that older versions of transformers saved although they can be computed."""
+"""Suffixes of computable buffers that older versions of transformers saved."""
 CURVES = (".act_fn.alpha_p", ".act_fn.alpha_n", ".act_fn.beta", ".act_fn.eps")
-"""Endings of tensors that a file has as settings: of Apertus' activations."""
+"""Suffixes of tensors that become metadata: Apertus' activations."""
 
 
 class HasNoPlace(Exception):
-    """A tensor of the folder that the architecture knows nothing of, by its name."""
+    """Unknown tensor of the folder, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +133,19 @@ class FileTensor:
 
     name: str
     sources: tuple[str, ...]
-    """Of the folder."""
+    """Tensors of the folder."""
     make: Make
-    """From these to the tensor: rows in another order, or numbers in fp32."""
+    """Converts the sources to the tensor: rows in another order, or values in fp32."""
 
 
 def architecture_of(config: Config) -> str | None:
-    """Return GGUF's architecture of a card; None where it has none, or we do not write it."""
+    """Return the GGUF architecture of a card; None if it is not supported for writing."""
     names = config.get("architectures") or [None]
     return _OF_CARDS.get(names[0]) or ARCHITECTURES.get(str(config.get("model_type")))
 
 
 def model_type_of(architecture: str) -> str | None:
-    """Return the ``model_type`` of cards with this architecture; None where no file of such cards is written."""
+    """Return the ``model_type`` of cards with this architecture; None if it is not supported for writing."""
     return next(
         (kind for kind in ARCHITECTURES if registry.architecture_of(kind, is_part=False) == architecture),
         None,
@@ -154,7 +153,7 @@ def model_type_of(architecture: str) -> str | None:
 
 
 def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[FileTensor]:
-    """Yield the file's tensors, in the order of the folder's. Raises `HasNoPlace`."""
+    """Yield the file's tensors, in the folder's order. Raises `HasNoPlace`."""
     names = gguf.get_tensor_name_map(
         _arch_of(arch), either(config, "num_hidden_layers", "n_layer", "n_layers")
     )
@@ -201,12 +200,12 @@ def renamed(names: Any, name: str) -> str:
 
 
 def _arch_of(name: str) -> Any:
-    """Return the `gguf` package's architecture of that name."""
+    """Return the `gguf` package's architecture by name."""
     return next(arch for arch, each in gguf.MODEL_ARCH_NAMES.items() if each == name)
 
 
 def _of_rope(config: Config) -> Iterator[FileTensor]:
-    """Yield what the file has of rope scaling."""
+    """Yield the RoPE factors."""
     rope = rope_of(config)
     if rope.get("rope_type") == "llama3":
         yield FileTensor("rope_freqs.weight", (), lambda _: _llama3_factors(config, rope))
@@ -217,7 +216,7 @@ def _of_rope(config: Config) -> Iterator[FileTensor]:
 
 
 def _llama3_factors(config: Config, rope: Mapping[str, Any]) -> torch.Tensor:
-    """Return what each frequency is divided by: 1 for the high ones, ``factor`` for the low ones, a blend between."""
+    """Return the divisor of each frequency: 1 for high ones, ``factor`` for low ones, a blend between."""
     dim, theta = head_dim(config), rope.get("rope_theta") or config["rope_theta"]
     frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     wavelengths = 2 * math.pi / frequencies
@@ -237,16 +236,16 @@ def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _arranged(name: str, config: Config, arch: str) -> Make:
-    """Return how a tensor of one of the folder's is made."""
+    """Return the conversion of a single source tensor."""
     if (arch.startswith("gemma") or arch == "nemotron") and name.endswith("norm.weight"):
         return lambda tensors: tensors[0].float() + 1.0
     if ".query_key_value." in name and arch not in ("bailingmoe", "bailingmoe2", "chatglm"):
-        return lambda tensors: _one_after_the_other(tensors[0], config)
+        return lambda tensors: _ungrouped(tensors[0], config)
     if arch in ("mamba", "mamba2", "lfm2"):
         return lambda tensors: _of_a_state(name, tensors[0], config)
     if arch == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
         return lambda tensors: tensors[0].t()
-    if arch in _NEIGHBOURS:
+    if arch in _INTERLEAVED_ROPE:
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if f".{part}." in name:
                 heads = config.get(key) or config["num_attention_heads"]
@@ -254,8 +253,8 @@ def _arranged(name: str, config: Config, arch: str) -> Make:
     return _as_it_is
 
 
-def _one_after_the_other(tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    """Return all queries, then all keys, then all values, of rows that are grouped by heads of keys."""
+def _ungrouped(tensor: torch.Tensor, config: Config) -> torch.Tensor:
+    """Return all queries, then all keys, then all values, from rows grouped by KV head."""
     heads, kv_heads = either(config, "num_attention_heads", "n_head"), kv_heads_of(config)
     groups = tensor.reshape(kv_heads, heads // kv_heads + 2, head_dim(config), *tensor.shape[1:])
     parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
@@ -263,7 +262,8 @@ def _one_after_the_other(tensor: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def _of_a_state(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    """Return what llama.cpp keeps of a mixer's parameters: how fast a state fades, not its logarithm; no empty dimensions."""
+    """Return a recurrent mixer's parameter in llama.cpp's form: decay rate instead of its logarithm; no dimensions of
+    size 1."""
     if name.endswith("A_log"):
         tensor = -torch.exp(tensor.float())
     if tensor.dim() == 3:

@@ -1,7 +1,7 @@
-"""What a GGUF file says of a model, as llama.cpp's converter takes it from the card: here what all say, and the rotation.
+"""Metadata of a GGUF file from a model card, like llama.cpp's converter: common keys and RoPE.
 
-What models without experts say besides is in `dense_metadata`, of experts and latents in `routed_metadata`, of states in
-`state_metadata`. None takes away what was said before.
+`dense_metadata`, `routed_metadata` (experts, latents) and `state_metadata` (recurrent models) add keys; none removes
+one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from quintet.executor.checkpoints.gguf.writing.state_metadata import STATES
 
 
 def metadata_of(config: Config, arch: str) -> Config:
-    """Return what the file says of the model's shape."""
+    """Return the metadata of the model's shape."""
     hidden = either(config, "hidden_size", "n_embd")
     heads = either(config, "num_attention_heads", "n_head", missing=1)
     rope, theta = rope_of(config), config.get("rope_theta")
-    said = {
+    found = {
         "block_count": either(config, "num_hidden_layers", "n_layer"),
         "context_length": either(config, "max_position_embeddings", "n_positions", missing=2048),
         "embedding_length": hidden,
@@ -36,24 +36,24 @@ def metadata_of(config: Config, arch: str) -> Config:
         **_scaling(config, rope),
     }
     if config.get("head_dim") and arch not in LATENT:
-        said |= dimensions(config)
+        found |= dimensions(config)
     for table in (DENSE, ROUTED, STATES):
         if arch in table:
-            said |= table[arch](config)
-    return {key: value for key, value in said.items() if value is not None}
+            found |= table[arch](config)
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _scaling(config: Config, rope: Config) -> Config:
-    """Return what files say of a rotation that was stretched, where they say it in words."""
+    """Return the RoPE scaling keys."""
     kind, scale = rope["rope_type"], rope.get("mscale_all_dim")
-    said: Config = {"rope.scaling.yarn_log_multiplier": 0.1 * scale} if scale else {}
+    found: Config = {"rope.scaling.yarn_log_multiplier": 0.1 * scale} if scale else {}
     if kind == "longrope":
         longest = config.get("max_position_embeddings")
         original = either(rope | config, "original_max_position_embeddings", missing=longest)
-        return said | {"rope.scaling.original_context_length": original}
+        return found | {"rope.scaling.original_context_length": original}
     if kind not in ("linear", "yarn"):
-        return said
-    return said | {
+        return found
+    return found | {
         "rope.scaling.type": kind,
         "rope.scaling.factor": float(rope["factor"]),
         "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
@@ -68,7 +68,7 @@ def _real(value: Any) -> float | None:
 
 
 def _rotated(config: Config) -> int:
-    """Return how many numbers of a head are rotated."""
+    """Return the rotated values of a head."""
     rope = config.get("rope_parameters") or {}
     share = either(rope | config, "partial_rotary_factor", "rotary_pct", missing=1.0)
     return int(head_dim(config) * share)

@@ -1,6 +1,6 @@
-"""Writes a model's folder as one GGUF file: a tensor at a time, its rows in parallel, whatever its size in memory.
+"""Write a model folder as one GGUF file: one tensor at a time, its rows in parallel, with bounded memory.
 
-Knows no tokenizer: whoever asks brings what the file says of it.
+The caller supplies the tokenizer's metadata.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from quintet.executor.checkpoints.gguf.blocks.encode import encode
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.gguf.writing.card import Config, either, kv_heads_of, usual
-from quintet.executor.checkpoints.gguf.writing.check import check_says_the_same
+from quintet.executor.checkpoints.gguf.writing.check import check_matches
 from quintet.executor.checkpoints.gguf.writing.layout import (
     ARCHITECTURES,
     CURVES,
@@ -37,10 +37,10 @@ from quintet.executor.checkpoints.weights.mapped import DTYPES
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json
 
-Told = Callable[[int], object]
-"""Hears of each so many numbers that were written."""
+Progress = Callable[[int], object]
+"""Called with the number of values written."""
 _ROWS_OF = 1 << 20
-"""Numbers of a task: enough that handing them out costs nothing, few enough that all threads have some."""
+"""Values of a task: enough to amortise the dispatch, few enough to use all threads."""
 ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
 _FLOATS = ("BF16", "F16", "F32")
 _REALS = frozenset(
@@ -63,30 +63,30 @@ _REALS = frozenset(
         "yarn_log_multiplier",
     ]
 )
-"""How keys end whose values are real numbers, also where a card says 12 for 12.0: readers refuse another type."""
+"""Suffixes of float keys; readers refuse an integer type, though cards may have 12 for 12.0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A tensor that will be written."""
+    """A tensor of the planned file."""
 
     laid: FileTensor
     type: GgmlType
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
-    """Returns its numbers; or its blocks as bytes, uint8 ``[…, bytes of a row]``, which are written as they are."""
+    """Returns its values; or its blocks as bytes, uint8 ``[…, bytes of a row]``, which are written unchanged."""
     done: Callable[[], object]
-    """To be called when what was read is not needed any more."""
+    """Called when the source is no longer needed."""
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return self.type.num_bytes(math.prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class GgufPlan:
-    """A file that will be written."""
+    """A planned file."""
 
     folder: Path
     arch: str
@@ -95,50 +95,50 @@ class GgufPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors; what the file says besides is small, but for the vocabulary."""
+        """Bytes of all tensors, without metadata; only the vocabulary is large."""
         return sum(each.num_bytes for each in self.tensors)
 
     @property
     def padded_bytes(self) -> int:
-        """With what is between tensors."""
+        """Bytes of all tensors with alignment padding."""
         return sum(gguf.GGUFWriter.ggml_pad(each.num_bytes, ALIGNMENT) for each in self.tensors) + ALIGNMENT
 
     @property
     def num_numbers(self) -> int:
-        """Of all tensors."""
+        """Values of all tensors."""
         return sum(math.prod(each.shape) for each in self.tensors)
 
 
 def plan_of(folder: Path, mix: Mix, card: Config | None = None) -> GgufPlan:
-    """Return what the file of a folder's model would have. card: the folder's, unless it is read here.
+    """Return the plan of a folder's file. card: None reads the folder's.
 
-    Raises `ConfigError` for what GGUF, or we, have no place for.
+    Raises `ConfigError` for a model that GGUF or this writer cannot express.
     """
     config = usual(read_json(folder / "config.json") if card is None else card)
     arch = architecture_of(config)
     if arch is None:
         raise ConfigError(
-            f"{folder}: model_type {config.get('model_type')!r:.60} is not written as GGUF; these are:"
-            f" {', '.join(ARCHITECTURES)}. Formats of compressed-tensors take any family"
+            f"{folder}: model_type {config.get('model_type')!r:.60} is not supported for GGUF output; supported:"
+            f" {', '.join(ARCHITECTURES)}. Or use a compressed-tensors format"
         )
     files = {name: file for file in open_files(folder) for name in file}
     for name, file in files.items():
         if file.entries[name].dtype not in _FLOATS:
             raise ConfigError(
-                f"{file.path}: tensor {name!r:.80} is {file.entries[name].dtype}; a checkpoint in {', '.join(_FLOATS)} is"
-                " needed: take the one that this was quantized from"
+                f"{file.path}: tensor {name!r:.80} is {file.entries[name].dtype}; a source in {', '.join(_FLOATS)} is"
+                " required: use the unquantized checkpoint"
             )
     try:
         laid = list(laid_out(config, arch, list(files)))
         metadata = metadata_of(config, arch)
     except HasNoPlace as error:
         raise ConfigError(
-            f"{folder}: GGUF's architecture {arch!r} has no place for the tensor {error.args[0]!r:.90}"
+            f"{folder}: GGUF's architecture {arch!r} has no tensor for {error.args[0]!r:.90}"
         ) from None
     except KeyError as error:
         raise ConfigError(
-            f"{folder / 'config.json'} leaves {error.args[0]!r:.90} to its family's default, and a file of GGUF's architecture"
-            f" {arch!r} has to say it: write the value into config.json"
+            f"{folder / 'config.json'} has no {error.args[0]!r:.90}, which a file of GGUF's architecture"
+            f" {arch!r} requires: add the value to config.json"
         ) from None
     metadata = {f"{arch}.{key}": value for key, value in metadata.items()}
     metadata |= _curves_of(files, either(config, "num_hidden_layers", "n_layer")) if arch == "apertus" else {}
@@ -158,7 +158,7 @@ def plan_of(folder: Path, mix: Mix, card: Config | None = None) -> GgufPlan:
 
 
 def _curves_of(files: Mapping[str, WeightFile], num_layers: int) -> Config:
-    """Return Apertus' activations, layer by layer, as files have them: below no architecture's name."""
+    """Return Apertus' activations, layer by layer, under keys without an architecture prefix."""
     found: dict[str, list[float]] = {}
     for ending in CURVES:
         names = [f"model.layers.{index}.mlp{ending}" for index in range(num_layers)]
@@ -170,7 +170,7 @@ def _curves_of(files: Mapping[str, WeightFile], num_layers: int) -> Config:
 
 
 def _shape_of(laid: FileTensor, files: Mapping[str, WeightFile]) -> tuple[int, ...]:
-    """Return the shape of what would be made, of tensors without numbers."""
+    """Return the shape of the converted tensor, computed on the meta device."""
     entries = [files[name].entries[name] for name in laid.sources]
     empty = [torch.empty(each.shape, dtype=DTYPES[each.dtype], device="meta") for each in entries]
     return tuple(laid.make(empty).shape)
@@ -185,11 +185,13 @@ def _drop(laid: FileTensor, files: Mapping[str, WeightFile]) -> None:
         files[name].drop(name)
 
 
-def write_gguf(plan: GgufPlan, target: Path, vocabulary: Config, told: Told = lambda count: None) -> None:
-    """Write the file. Raises `ConfigError` for numbers that its types cannot hold, and OSError, also where space is missing,
-    before any tensor is written.
+def write_gguf(
+    plan: GgufPlan, target: Path, vocabulary: Config, on_progress: Progress = lambda count: None
+) -> None:
+    """Write the file.
 
-    vocabulary: what it says besides, by the whole key.
+    vocabulary: additional metadata by full key. Raises `ConfigError` for values that its types cannot hold. Raises
+    OSError, also for missing space before any tensor is written.
     """
     writer = gguf.GGUFWriter(str(target), plan.arch)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -205,24 +207,24 @@ def write_gguf(plan: GgufPlan, target: Path, vocabulary: Config, told: Told = la
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        _write_tensors(writer, plan, target, told)
+        _write_tensors(writer, plan, target, on_progress)
     finally:
         writer.close()
 
 
-def _write_tensors(writer: Any, plan: GgufPlan, target: Path, told: Told) -> None:
+def _write_tensors(writer: Any, plan: GgufPlan, target: Path, on_progress: Progress) -> None:
     file = writer.fout[0]
     os.posix_fallocate(file.fileno(), 0, file.tell() + plan.padded_bytes)
     num_of_rope = sum(
         not each.laid.sources for each in plan.tensors
-    )  # what the card of a file needs: the first ones
+    )  # the first tensors, which the card needs
     with ThreadPoolExecutor(os.cpu_count(), initializer=partial(torch.set_num_threads, 1)) as pool:
         for number, each in enumerate(plan.tensors):
             if number == num_of_rope:
                 file.flush()
-                check_says_the_same(plan.folder, target)
+                check_matches(plan.folder, target)
             try:
-                blocks = _encoded(each, pool, told)
+                blocks = _encoded(each, pool, on_progress)
             except ValueError as error:
                 raise ConfigError(
                     f"{plan.folder}: tensor {'+'.join(each.laid.sources)!r:.90} {error}"
@@ -237,7 +239,7 @@ def _write_tensors(writer: Any, plan: GgufPlan, target: Path, told: Told) -> Non
 _BYTES = torch.empty(0, dtype=torch.uint8).numpy().dtype
 
 
-def _encoded(planned: Planned, pool: ThreadPoolExecutor, told: Told) -> torch.Tensor:
+def _encoded(planned: Planned, pool: ThreadPoolExecutor, on_progress: Progress) -> torch.Tensor:
     """Return a tensor's bytes."""
     numbers = planned.read()
     if numbers.dtype is torch.uint8:
@@ -253,12 +255,12 @@ def _encoded(planned: Planned, pool: ThreadPoolExecutor, told: Told) -> torch.Te
         return part.numel()
 
     for count in pool.map(work, range(0, len(rows), step)):
-        told(count)
+        on_progress(count)
     return out
 
 
 def add_value(writer: Any, key: str, value: Any) -> None:
-    """Say something in a file."""
+    """Add a metadata value."""
     match value:
         case bool():
             writer.add_bool(key, value)

@@ -1,4 +1,4 @@
-"""What GGUF files of models of experts, and of latents, say besides: see `metadata`."""
+"""Additional metadata of GGUF files of MoE and latent-attention models: see `metadata`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from quintet.executor.checkpoints.gguf.writing.card import Config, either
 from quintet.executor.checkpoints.gguf.writing.dense_metadata import dimensions, granite, hunyuan, windows
 
 SIGMOID = 2
-"""How experts are scored: ``expert_gating_func``."""
+"""``expert_gating_func`` of sigmoid scores."""
 LATENT = frozenset(("deepseek2", "minicpm3"))
 
 
 def experts(config: Config) -> Config:
-    """Return how many experts there are, how wide, and how they are chosen."""
+    """Return number, width and routing of experts."""
     kinds = config.get("mlp_layer_types")
     dense = config.get("first_k_dense_replace") if kinds is None else kinds.index("sparse")
-    said = {
+    found = {
         "expert_count": either(
             config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
         ),
@@ -34,11 +34,11 @@ def experts(config: Config) -> Config:
         "expert_weights_norm": config.get("norm_topk_prob"),
         "leading_dense_block_count": dense,
     }
-    return {key: value[0] if isinstance(value, list) else value for key, value in said.items()}
+    return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
 
 
 def _few(config: Config) -> Config:
-    """Return what the first architectures with experts say of them."""
+    """Return the metadata of the first MoE architectures."""
     return {
         "expert_count": _count(config),
         "expert_used_count": config.get("num_experts_per_tok"),
@@ -62,14 +62,14 @@ def _bailing2(config: Config) -> Config:
 
 def _latent(config: Config) -> Config:
     plain, rotated = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["qk_rope_head_dim"]
-    said = {
+    found = {
         "attention.q_lora_rank": config.get("q_lora_rank"),
         "attention.kv_lora_rank": config["kv_lora_rank"],
         "rope.dimension_count": rotated,
     }
     if config["model_type"] == "minicpm3":
-        return said | {"attention.key_length": plain, "attention.value_length": config["v_head_dim"]}
-    return said | {
+        return found | {"attention.key_length": plain, "attention.value_length": config["v_head_dim"]}
+    return found | {
         "attention.head_count_kv": 1,
         "attention.key_length": config["kv_lora_rank"] + rotated,
         "attention.value_length": config["kv_lora_rank"],
@@ -79,17 +79,17 @@ def _latent(config: Config) -> Config:
 
 
 def _deepseek2(config: Config) -> Config:
-    said = experts(config) | _latent(config)
+    found = experts(config) | _latent(config)
     if "n_routed_experts" not in config:
         dense = config["num_hidden_layers"]
         width = config["intermediate_size"]
         none = {"expert_count": None, "expert_used_count": None, "expert_shared_count": 0}
-        return said | none | {"leading_dense_block_count": dense, "expert_feed_forward_length": width}
+        return found | none | {"leading_dense_block_count": dense, "expert_feed_forward_length": width}
     sigmoid = config["model_type"] != "deepseek_v2"
     groups = {}
     if config.get("topk_method") == "greedy":
         groups = {"expert_group_count": 1, "expert_group_used_count": 1}
-    return said | groups | {"expert_gating_func": SIGMOID if sigmoid else 1}
+    return found | groups | {"expert_gating_func": SIGMOID if sigmoid else 1}
 
 
 def _ernie(config: Config) -> Config:
@@ -140,4 +140,4 @@ ROUTED: dict[str, Callable[[Config], Config]] = {
     "qwen2moe": lambda config: _few(config) | dimensions(config),
     "qwen3moe": lambda config: _few(config) | dimensions(config),
 }
-"""By architecture."""
+"""Keyed by architecture."""

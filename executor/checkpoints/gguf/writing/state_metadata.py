@@ -1,4 +1,4 @@
-"""What GGUF files of models that keep states say besides: see `metadata`."""
+"""Additional metadata of GGUF files of recurrent models: see `metadata`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _kv_heads(config: Config, attends: list[bool]) -> Config:
 
 
 def _mamba(config: Config) -> Config:
-    """Return what files of Mamba say."""
+    """Return Mamba's metadata."""
     inner = config["num_heads"] * config["head_dim"] if "num_heads" in config else config["intermediate_size"]
     return {
         "feed_forward_length": 0,
@@ -53,8 +53,8 @@ def _granite_hybrid(config: Config) -> Config:
     width = (
         config["intermediate_size"] if config.get("num_local_experts") else config["shared_intermediate_size"]
     )
-    said = experts(config) | granite(config) | _mamba2(config) | _kv_heads(config, attends) | plain
-    return said | {"rope.scaling.finetuned": rotated, "feed_forward_length": width}
+    found = experts(config) | granite(config) | _mamba2(config) | _kv_heads(config, attends) | plain
+    return found | {"rope.scaling.finetuned": rotated, "feed_forward_length": width}
 
 
 def _falcon_h1(config: Config) -> Config:
@@ -125,7 +125,7 @@ def _lfm2_dense(config: Config) -> Config:
 
 
 def _lfm2_width(config: Config) -> int:
-    """Return the width of its feed-forwards, of which the card has another that is rounded."""
+    """Return the width of the feed-forwards; the card has it before rounding."""
     if not config.get("block_auto_adjust_ff_dim"):
         return int(config["intermediate_size"])
     step = config["block_multiple_of"]
@@ -155,4 +155,4 @@ STATES: dict[str, Callable[[Config], Config]] = {
     "qwen35moe": _delta_of_experts,
     "qwen3next": _delta_of_experts,
 }
-"""By architecture."""
+"""Keyed by architecture."""

@@ -1,8 +1,8 @@
-"""What the names of GGUF's mixes promise: which type each tensor has.
+"""GGUF mixes: the type of each tensor by the mix's name.
 
-The names, and which tensors of a layer deserve more bits, are llama.cpp's (``llama_tensor_get_type`` in llama-quant.cpp): values
-and downs in the first and last eighth of the layers and each third one between, the output layer, and the embedding where it is
-the output layer, too. What is small stays in float32: vectors, routers, convolutions, positions.
+Names and choices follow llama.cpp (``llama_tensor_get_type`` in llama-quant.cpp). More bits go to values and downs in
+the first and last eighth of the layers and every third one between, to the output layer, and to a tied embedding.
+Small tensors stay in float32: vectors, routers, convolutions, positions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FALLBACK = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }
-"""Of rows that are no whole blocks of 256: the type in blocks of 32 that is at least as good."""
+"""Replacement with blocks of 32 and at least the same quality, for rows that are not multiples of 256."""
 _KEPT = re.compile(r"ffn_gate_inp|ssm_conv1d|shortconv\.conv|position_embd|rope_")
 """Matrices that stay in float32: routers, convolutions, positions."""
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
@@ -29,28 +29,28 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """One name."""
+    """A named mix."""
 
     file_type: str
-    """Its name in the `gguf` package's list of such."""
+    """Name in the `gguf` package's LlamaFileType."""
     usual: str
     better: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    """By part of a layer: types that it has in some layers, and which these are, a word of `_is_among`; the first counts."""
+    """By part of a layer: types with a class of layers (an argument of `_is_among`); the first match wins."""
     output: str | None = None
-    """Of the output layer; None: the usual."""
+    """Type of the output layer; None: the usual."""
     words: str = ""
-    """For people."""
+    """Description for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model its types depend on."""
+    """Properties of a model that determine types."""
 
     num_layers: int
     is_tied: bool
-    """Whether the embedding is the output layer."""
+    """True: the embedding is the output layer."""
     heads_per_kv: int
-    """Heads of queries that share one of keys and values."""
+    """Query heads for each KV head."""
 
 
 def _downs(*types: tuple[str, str]) -> dict[str, tuple[tuple[str, str], ...]]:
@@ -121,7 +121,7 @@ MIXES = {
         "2 bits, 3 and 4 where it matters most",
     ),
 }
-"""By name, the largest first."""
+"""Keyed by name, largest first."""
 
 
 def type_of(mix: Mix, name: str, shape: tuple[int, ...], model: Model) -> GgmlType:
@@ -143,13 +143,13 @@ def type_of(mix: Mix, name: str, shape: tuple[int, ...], model: Model) -> GgmlTy
 
 
 def _is_among(which: str, layer: int, model: Model) -> bool:
-    """Whether a layer is one of those that get more."""
+    """Return True if a layer belongs to a class that gets more bits."""
     count = model.num_layers
     first = {"first two": 2, "first four": 4, "first eighth": count // 8, "first sixteenth": count // 16}
     match which:
         case "all":
             return True
-        case "shared":  # what few keys and values cost is little
+        case "shared":  # few KV heads cost little
             return model.heads_per_kv >= 4
         case "more":
             eighth = count // 8

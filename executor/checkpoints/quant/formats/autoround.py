@@ -1,12 +1,12 @@
 """AutoRound (Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023).
 
-Its rounding is its own. What it saves are GPTQ's tensors, whose zeros are less one only where ``packing_format`` names auto_gptq;
-AWQ's; and for floats those of compressed-tensors and of FP8:
+It saves tensors of GPTQ (zero points minus one only if ``packing_format`` names auto_gptq) or AWQ. Floats use tensors
+of compressed-tensors and FP8:
 
-mx_fp, nv_fp   4 bits: weight_packed, weight_scale, of nv_fp weight_global_scale; mx_fp of 8 bits: weight, weight_scale
-fp, fp8        8 bits: weight, and weight_scale, or weight_scale_inv of blocks
+mx_fp, nv_fp   4 bits: weight_packed, weight_scale, for nv_fp weight_global_scale; mx_fp of 8 bits: weight, weight_scale
+fp, fp8        8 bits: weight, and weight_scale, or weight_scale_inv for blocks
 
-Layers may have bits of their own.
+Bits can differ between layers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from quintet.wire.errors import ConfigError
 
 USUAL = "auto_round:auto_gptq"
 RAW_ZEROS = ("", "gptqmodel", "exllamav2", "triton", "tritonv2")
-"""What follows ``auto_round`` where zeros are stored as they are."""
+"""Suffixes of ``auto_round`` for zero points without offset."""
 FLOAT_BITS = 16
 MICROSCALED = {("mx_fp", 4): 32, ("mx_fp", 8): 32, ("nv_fp", 4): 16}
-"""By kind and bits: inputs that share a scale."""
+"""Group size by kind and bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """A `Format`: groups of floats."""
+    """A `Format`: floats with group scales."""
 
     kind: str
     bits: int
@@ -68,14 +68,14 @@ class Floats:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format that a card's ``quantization_config`` describes."""
+    """Return the format of a card's ``quantization_config``."""
     kind = section.values.get("data_type") or "int"
     packing = section.values.get("packing_format") or section.values.get("backend") or USUAL
     if not isinstance(kind, str) or not isinstance(packing, str):
-        raise section.wrong("packing_format", f"words, as {USUAL!r}, beside a data_type")
+        raise section.wrong("packing_format", f"a string such as {USUAL!r}, with a data_type")
     if section.has("rotation_config"):
         raise ConfigError(
-            f"{section.path}: {section.inside}rotation_config has inputs rotated while they are computed, which is not done:"
+            f"{section.path}: {section.inside}rotation_config is not supported (inputs rotated at run time):"
             " quantize the model again without rotations"
         )
     return _integers(section, packing) if kind.startswith("int") else _floats(section, kind, packing)
@@ -96,8 +96,8 @@ def _floats(section: ModelCard, kind: str, packing: str) -> Format:
             return fp8.Fp8("auto-round", (group[0], group[1]), (), "weight_scale_inv")
         return fp8.Fp8("auto-round", None, (), "weight_scale")
     raise ConfigError(
-        f"{section.path}: {section.inside}data_type is {kind!r:.40} of {bits} bits ({packing!r:.60}); of AutoRound's checkpoints"
-        " int, mx_fp of 4 and 8 bits, nv_fp of 4 and fp of 8 load: export with the scheme W4A16, MXFP4, NVFP4 or FP8_BLOCK"
+        f"{section.path}: {section.inside}data_type is {kind!r:.40} of {bits} bits ({packing!r:.60}); supported:"
+        " int, mx_fp (4, 8), nv_fp (4), fp (8): export as W4A16, MXFP4, NVFP4 or FP8_BLOCK"
     )
 
 
@@ -107,12 +107,13 @@ def _integers(section: ModelCard, packing: str) -> Format:
     name = packing.removeprefix("auto_round").removeprefix(":")
     if name not in RAW_ZEROS and "gptq" not in name:
         raise ConfigError(
-            f"{section.path}: {section.inside}packing_format is {packing!r:.40}, which is not read; export with the format"
+            f"{section.path}: {section.inside}packing_format {packing!r:.40} is not supported; export with the format"
             " 'auto_round', 'auto_gptq' or 'auto_awq'"
         )
     if section.whole("act_bits", 1, 32, FLOAT_BITS) < FLOAT_BITS:
         raise section.wrong(
-            "act_bits", f"{FLOAT_BITS}: export integers with activations with the format 'llm_compressor'"
+            "act_bits",
+            f"{FLOAT_BITS}: export integer weights with integer activations in the format 'llm_compressor'",
         )
     numbers = gptq.numbers_of(section, gptq.GptqConfig(4, 128, True, False))
     return gptq.Gptq(
@@ -128,7 +129,7 @@ def _integers(section: ModelCard, packing: str) -> Format:
 def _others(
     section: ModelCard, usual: gptq.GptqConfig
 ) -> tuple[tuple[re.Pattern[str], gptq.GptqConfig | None], ...]:
-    """Return the layers of ``extra_config``: with other bits, or left as they are."""
+    """Return the overrides of ``extra_config``: other bits, or None for unquantized layers."""
     found = []
     extra = section.section("extra_config")
     for name in extra.values:

@@ -1,10 +1,12 @@
-"""AWQ (Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023), 4 bits with zeros.
+"""AWQ (Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023): 4 bits, zero
+points.
 
-As AutoAWQ saves it for its kernel ``gemm``, where a word has the codes of rows 0 2 4 6 1 3 5 7 of eight:
+AutoAWQ's layout ``gemm``; a word has the codes of rows 0 2 4 6 1 3 5 7 of eight:
 
     qweight  int32 [depth, rows / 8]      qzeros  int32 [groups, rows / 8]      scales  [groups, rows]
 
-and for ``gemv``, where it has those of eight neighbouring inputs, or groups; zeros and scales are filled up to whole words:
+Layout ``gemv``; a word has the codes of eight adjacent inputs or groups. Zero points and scales are padded to whole
+words:
 
     qweight  int32 [rows, depth / 8]      qzeros  int32 [rows, words]           scales  [rows, 8 words]
 """
@@ -38,7 +40,7 @@ class Awq:
     """A `Format`."""
 
     group: int
-    """0: all of a row."""
+    """Group size; 0: the whole row."""
     version: str
     left_out: tuple[str, ...]
     name: Quantization = "awq"
@@ -61,7 +63,7 @@ class Awq:
             return None
         rows, depth, group = layer.rows, layer.depth, self.group or layer.depth
         if (rows if self.version == "gemm" else depth) % IN_WORD or depth % group:
-            layer.refuse(f"AWQ's tensors hold whole words of {IN_WORD} and whole groups of {group} inputs")
+            layer.refuse(f"AWQ needs whole words of {IN_WORD} codes and whole groups of {group} inputs")
         return (
             self._gemm(layer, depth // group) if self.version == "gemm" else self._gemv(layer, depth // group)
         )
@@ -98,20 +100,20 @@ class Awq:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format that a card's ``quantization_config`` describes."""
+    """Return the format of a card's ``quantization_config``."""
     return of(section)
 
 
 def of(section: ModelCard) -> Awq:
-    """Return what a section of a card says."""
+    """Return the format that a section of a card describes."""
     bits = section.whole(("bits", "w_bit"), 1, 16, BITS)
     if bits != BITS:
-        raise section.wrong(("bits", "w_bit"), "4: AWQ of other bits was never saved by AutoAWQ")
+        raise section.wrong(("bits", "w_bit"), "4: AutoAWQ saves no other bits")
     version = str(section.values.get("version") or "gemm").lower()
     if version not in ("gemm", "gemv"):
         raise ConfigError(
-            f"{section.path}: an AWQ checkpoint in the layout {version!r:.40}, which was shuffled for one kernel: take one whose"
-            " `version` is 'gemm' or 'gemv'"
+            f"{section.path}: unsupported AWQ version {version!r:.40}, a layout for one kernel: use a checkpoint with"
+            " `version` 'gemm' or 'gemv'"
         )
     group = section.whole(("group_size", "q_group_size"), -1, MOST_GROUP, 128)
     if group == 0:

@@ -1,7 +1,8 @@
-"""BitNet b1.58 (Ma et al., "The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits", 2024), as transformers saves it:
+"""BitNet b1.58 (Ma et al., "The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits", 2024), as transformers
+saves it:
 
 weight        uint8 [rows / 4, depth]   0, 1, 2 for -1, 0, 1; byte i has rows i, i + rows / 4 …, the first in the lowest bits
-weight_scale  one number                what the product is multiplied with; divided by of ``bitlinear``
+weight_scale  one number                factor of the product; divisor for ``bitlinear``
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class BitNet:
         if layer.contents is None and layer.is_output_layer:
             return None
         if layer.rows % IN_BYTE:
-            layer.refuse(f"BitNet's weights hold {IN_BYTE} rows in a byte")
+            layer.refuse(f"BitNet needs a multiple of {IN_BYTE} rows")
         return Scheme(
             stored=(
                 Stored("weight", (layer.rows // IN_BYTE, layer.depth), ("U8",)),
@@ -67,15 +68,15 @@ class BitNet:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format that a card's ``quantization_config`` describes."""
+    """Return the format of a card's ``quantization_config``."""
     linear = section.word("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
     if section.word("quantization_mode", ("offline", "online"), "offline") == "online":
         raise section.wrong(
             "quantization_mode",
-            "offline: take the packed checkpoint, whose weights have three values already",
+            "offline: use the packed checkpoint with ternary weights",
         )
     if section.flag("use_rms_norm", False):
-        raise section.wrong("use_rms_norm", "false: norms of each linear layer's own are not read")
+        raise section.wrong("use_rms_norm", "false: norms inside linear layers are not supported")
     key = "modules_to_not_convert"
     return BitNet(
         linear == "bitlinear", word_list(section.values.get(key), section.path, section.inside + key)

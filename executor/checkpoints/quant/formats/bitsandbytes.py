@@ -1,8 +1,8 @@
 """bitsandbytes, as transformers saves it (Dettmers et al., "QLoRA", 2023, for 4 bits; "LLM.int8()", 2022, for 8).
 
-4 bits  weight uint8 [rows * depth / 2, 1]    two codes in a byte, the first in the high bits, row after row
-        weight.absmax [blocks]                fp32, or uint8 with a scale of its own: weight.nested_absmax, .nested_quant_map
-        weight.quant_map fp32 [16]            the number that each code means
+4 bits  weight uint8 [rows * depth / 2, 1]    two codes in a byte, the first in the high bits, row-major
+        weight.absmax [blocks]                fp32, or uint8 scaled by weight.nested_absmax, .nested_quant_map
+        weight.quant_map fp32 [16]            value of each code
         weight.quant_state.bitsandbytes__nf4  JSON
 8 bits  weight int8 [rows, depth]             SCB fp32 [rows]: 127 times the scales
 """
@@ -25,10 +25,10 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""Of QLoRA's appendix E."""
+"""Table of QLoRA's appendix E."""
 _TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 TABLES = {"nf4": NF4, "fp4": tuple(sign * each / 12 for sign in (1, -1) for each in _TWELFTHS)}
-"""The numbers that codes stand for; a checkpoint has them as well."""
+"""Values of the codes; a checkpoint stores them too."""
 USUAL_BLOCK = 64
 NESTED_BLOCK = 256
 
@@ -74,7 +74,7 @@ class BitsAndBytes:
         absmax = layer.entry("weight.absmax")
         blocks = count // USUAL_BLOCK if absmax is None else math.prod(absmax.shape)
         if blocks == 0 or count % blocks or layer.depth % (count // blocks):
-            layer.refuse(f"{blocks} blocks of bitsandbytes' are not whole parts of its rows")
+            layer.refuse(f"{blocks} bitsandbytes blocks do not divide its rows evenly")
         stored = [Stored("weight", (count // 2, 1), ("U8",))]
         if absmax is not None and absmax.dtype == "U8":
             stored += [
@@ -100,7 +100,7 @@ class BitsAndBytes:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format that a card's ``quantization_config`` describes."""
+    """Return the format of a card's ``quantization_config``."""
     key = "llm_int8_skip_modules"
     left_out = word_list(section.values.get(key), section.path, section.inside + key)
     eight, four = (

@@ -1,8 +1,8 @@
-"""compressed-tensors, as LLM Compressor saves it: groups of layers, each with its bits, strategy and format.
+"""compressed-tensors, as LLM Compressor saves it: groups of layers, each with bits, strategy and format.
 
 pack-quantized         weight_packed int32 [rows, words]    weight_scale [rows, groups]   weight_zero_point int32 [words, groups]
 int-, naive-quantized  weight int8 [rows, depth]            weight_scale [rows, groups]   weight_zero_point int8 [rows, groups]
-float-quantized        weight fp8 [rows, depth]             weight_scale: one, of rows, or of blocks
+float-quantized        weight fp8 [rows, depth]             weight_scale: for the tensor, rows, or blocks
 nvfp4-pack-quantized   weight_packed uint8 [rows, depth/2]  weight_scale fp8 [rows, depth/16], divided by weight_global_scale
 mxfp4-pack-quantized   weight_packed uint8 [rows, depth/2]  weight_scale uint8 [rows, depth/32], exponents
 mxfp8-quantized        weight fp8 [rows, depth]             weight_scale uint8 [rows, depth/32], exponents
@@ -49,20 +49,20 @@ UNUSED = (
     "v_scale",
     "q_scale",
 )
-"""Endings of tensors that are not needed: inputs are measured as they come. Those of keys and values are read by themselves:
-`quintet.executor.checkpoints.quant.kv_scales`."""
+"""Suffixes of unneeded tensors: activation scales are computed at run time, and
+`quintet.executor.checkpoints.quant.kv_scales` reads those of keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """What a group's layers have."""
+    """Configuration of a group's layers."""
 
     format: str
     bits: int
     is_float: bool
     strategy: str
     group: int
-    """0: all of a row."""
+    """Group size; 0: the whole row."""
     block: tuple[int, int]
     symmetric: bool
     by_activations: bool
@@ -71,7 +71,7 @@ class GroupConfig:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """For messages."""
         kind = "floats" if self.is_float else "integers"
         by = {"group": f"groups of {self.group}", "tensor_group": f"groups of {self.group}"}.get(
             self.strategy, f"a scale for each {self.strategy}"
@@ -130,7 +130,7 @@ class CompressedTensors:
         return _packed(layer, numbers) if numbers.format == PACKED else _integers(layer, numbers)
 
     def _numbers_of(self, layer: StoredLayer) -> GroupConfig | None:
-        """Return the numbers of a layer by the configuration alone: a name counts more than a class."""
+        """Return the configuration of a layer; a name takes precedence over a class."""
         if is_named(layer, self.ignore, self.path, "ignore"):
             return None
         for group in self.groups:
@@ -140,7 +140,7 @@ class CompressedTensors:
 
 
 def _scale_shapes(layer: StoredLayer, numbers: GroupConfig) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes that scales may have."""
+    """Return the allowed shapes of scales."""
     match numbers.strategy:
         case "tensor":
             return ((1,), (), (1, 1))
@@ -163,11 +163,11 @@ def _packed(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
     if not numbers.symmetric:
         if numbers.strategy == "tensor":
             layer.refuse(
-                "one zero point for a whole packed tensor is not read: take a checkpoint with one for each row or group"
+                "one zero point for a whole packed tensor is not supported: use a checkpoint with one for each row or group"
             )
         groups = shapes[0][1]
         stored += (Stored("weight_zero_point", (-(-rows * bits // 32), groups), ("I32",)),)
-    is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs stay as they are
+    is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs keep their order
     if is_ordered:
         stored += (Stored("weight_g_idx", (depth,), ("I32",), (0, 0)),)
     return Scheme(
@@ -191,7 +191,7 @@ def _integers(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
     if not numbers.symmetric:
         if numbers.strategy in ("tensor", "block"):
             layer.refuse(
-                "zero points of whole tensors or blocks are not read: take a checkpoint with one for each row or group"
+                "zero points of whole tensors or blocks are not supported: use a checkpoint with one for each row or group"
             )
         stored += (Stored("weight_zero_point", layer.shaped("weight_zero_point", *shapes), ("I8",)),)
     return Scheme(
@@ -234,8 +234,8 @@ def _floats(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format that a card's ``quantization_config`` describes."""
-    _refuse_what_is_more(section)
+    """Return the format of a card's ``quantization_config``."""
+    _refuse_unsupported(section)
     usual = section.values.get("format") or PACKED
     found = section.section("config_groups")
     groups = tuple(_group(found.section(key), usual) for key in found.values)
@@ -248,19 +248,19 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return CompressedTensors(groups, ignore, section.path, mark=mark)
 
 
-def _refuse_what_is_more(section: ModelCard) -> None:
-    """Refuse by name what changes weights or inputs besides."""
+def _refuse_unsupported(section: ModelCard) -> None:
+    """Refuse sparse weights and transforms."""
     for key in ("sparsity_config", "sparsity_compression_config"):
         sparsity = section.section(key).values.get("format", "dense")
         if sparsity != "dense":
             raise ConfigError(
-                f"{section.path}: {section.inside}{key} says that weights are stored sparsely ({sparsity!r:.40}), which is not"
-                " read: take the dense checkpoint that it was made from"
+                f"{section.path}: {section.inside}{key}: sparse weights ({sparsity!r:.40}) are not supported:"
+                " use the dense original checkpoint"
             )
     if section.section("transform_config").values.get("config_groups"):
         raise ConfigError(
-            f"{section.path}: {section.inside}transform_config has inputs rotated while they are computed, which is not done:"
-            " take a checkpoint without transforms, or one whose rotations were folded into the weights"
+            f"{section.path}: {section.inside}transform_config is not supported (inputs rotated at run time):"
+            " use a checkpoint without transforms, or with rotations folded into the weights"
         )
 
 
@@ -269,11 +269,11 @@ def _group(section: ModelCard, usual: object) -> Group:
     kind, weights = section.values.get("format") or usual, section.section("weights")
     if not isinstance(kind, str) or kind not in KNOWN:
         raise ConfigError(
-            f"{section.path}: {section.inside}format is {kind!r:.40}, which is not read; the formats of compressed-tensors"
-            f" that load are {', '.join(KNOWN)}"
+            f"{section.path}: {section.inside}format {kind!r:.40} is not supported; supported formats of compressed-tensors"
+            f" are {', '.join(KNOWN)}"
         )
     if not weights.values:
-        raise section.wrong("weights", "an object: groups that quantize activations alone are not read")
+        raise section.wrong("weights", "an object: groups that quantize only activations are not supported")
     is_float = weights.word("type", ("int", "float"), "int") == "float"
     bits = weights.whole("num_bits", 2, 8, 8)
     fits = (
@@ -284,7 +284,7 @@ def _group(section: ModelCard, usual: object) -> Group:
     if not fits or (is_float and kind == PACKED):
         raise ConfigError(
             f"{section.path}: {weights.inside}num_bits is {bits}, of type {'float' if is_float else 'int'}, in the format"
-            f" {kind}, which is not read: integers load of 2 to 8 bits, floats of 8, and of 4 as nvfp4 and mxfp4"
+            f" {kind}, is not supported: integers have 2 to 8 bits; floats have 8, or 4 as nvfp4 or mxfp4"
         )
     if kind in _GROUP_OF and weights.whole("group_size", 1, MOST_GROUP, _GROUP_OF[kind]) != _GROUP_OF[kind]:
         raise weights.wrong("group_size", f"{_GROUP_OF[kind]}, as of every {kind}")

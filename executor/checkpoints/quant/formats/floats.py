@@ -1,4 +1,4 @@
-"""What several formats have: weights in floating-point numbers of 8 and of 4 bits, times their scales. Imports no torch."""
+"""Schemes of 8-bit and 4-bit float weights with scales, shared by several formats. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from quintet.executor.checkpoints.quant.formats.scheme import FLOATS, Packing, S
 FP8 = ("F8_E4M3", "F8_E5M2")
 EXPONENTS = ("U8", "F8_E8M0")
 _SMALL_EXPONENTS = (118, 122)
-"""Of dummy weights: powers of two below 1."""
+"""Dummy exponents: powers of two below 1."""
 _SMALL_FLOATS = (0x18, 0x28)
-"""Likewise, as e4m3."""
+"""Dummy scales in e4m3: small values."""
 
 
 def fp8_scheme(
@@ -23,10 +23,10 @@ def fp8_scheme(
     fp8_activations: bool = False,
     weight: str = "weight",
 ) -> Scheme:
-    """Return the scheme of numbers in fp8.
+    """Return the scheme of fp8 weights.
 
-    scale: ending of the scales, which have one of the shapes; exponents: whether they are those of powers of two;
-    fp8_activations: see `Scheme`; weight: ending of the numbers.
+    scale: suffix of the scales, which have one of ``shapes``; exponents: scales are powers of two; fp8_activations:
+    see `Scheme`; weight: suffix of the weight.
     """
     shape = layer.shaped(scale, *shapes)
     kinds = EXPONENTS if exponents else (*FLOATS, "F8_E8M0")
@@ -50,12 +50,13 @@ def fp4_scheme(
     divides: bool,
     scale: str = "weight_scale",
 ) -> Scheme:
-    """Return the scheme of two 4-bit floats in a byte, the first in the low bits, with a scale for each group of inputs.
+    """Return the scheme of fp4 weights: two codes in a byte, the first in the low bits, one scale for each group of
+    inputs.
 
-    global_scale: ending of what the scales, fp8, are multiplied with, or divided by; None: scales are exponents.
+    global_scale: suffix of the factor (or divisor) of the fp8 scales; None: scales are exponents.
     """
     if layer.depth % group:
-        layer.refuse(f"4-bit floats come in whole groups of {group} inputs")
+        layer.refuse(f"4-bit floats need a multiple of {group} inputs")
     groups = layer.depth // group
     stored: tuple[Stored, ...] = (Stored(weight, (layer.rows, layer.depth // 2), ("U8",)),)
     if global_scale is None:

@@ -1,8 +1,9 @@
-"""Weights in fp8 as publishers release them: DeepSeek and Qwen with a scale for each block, others for each tensor or row.
+"""fp8 weights as published by DeepSeek and Qwen (a scale for each block) and others (for each tensor or row).
 
-    weight fp8 [rows, depth]    weight_scale_inv [rows / 128, depth / 128]    or    weight_scale: one number, or one for each row
+    weight fp8 [rows, depth]    weight_scale_inv [rows / 128, depth / 128]    or    weight_scale: one, or one for each row
 
-What is named an inverse is multiplied. Scales of activations are not needed: who rounds them to fp8 measures each token.
+``weight_scale_inv`` is a factor despite its name. Activation scales are ignored: fp8 activations use one scale for
+each token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Fp8:
 
     name: Quantization
     block: tuple[int, int] | None
-    """Rows and inputs that share a scale; None: all of a tensor, or of a row."""
+    """Rows and inputs that share a scale; None: a whole tensor or row."""
     left_out: tuple[str, ...]
     mark: str
     takes_quantization: bool = False
@@ -64,7 +65,7 @@ class Fp8:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card whose ``quant_method`` is ``fp8``."""
+    """Return the format of a card with ``quant_method`` ``fp8``."""
     block = None
     if section.has("weight_block_size"):
         block = block_size(section, "weight_block_size")
@@ -73,7 +74,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
 
 
 def recognise_fbgemm(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of one whose ``quant_method`` is ``fbgemm_fp8``: a scale for each row."""
+    """Return the format of a card with ``quant_method`` ``fbgemm_fp8``: a scale for each row."""
     return Fp8("fbgemm_fp8", None, _left_out(section), "weight_scale")
 
 

@@ -1,4 +1,4 @@
-"""GGUF: tensors of one file in types of their own, which its header says; see `quintet.executor.checkpoints.gguf`."""
+"""GGUF: the file's header gives the type of each tensor; see `quintet.executor.checkpoints.gguf`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Gguf:
         )
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`: `quintet.executor.checkpoints.quant.gguf` makes the layers."""
+        """See `Format`. Returns None: `quintet.executor.checkpoints.quant.gguf` makes the layers."""
         return None
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card that was made of a file."""
+    """Return the format of a card that was made from a GGUF file."""
     types = section.values.get("types")
     if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
         raise section.wrong("types", "the types of the file's tensors: serve the .gguf file itself")

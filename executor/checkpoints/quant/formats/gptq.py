@@ -1,10 +1,11 @@
-"""GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022), as AutoGPTQ
-and GPTQModel save it:
+"""GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022).
 
-    qweight  int32 [depth * bits / 32, rows]    codes, of neighbouring inputs in a word
-    qzeros   int32 [groups, rows * bits / 32]   zeros, of neighbouring rows; less one in the first version of the format
+Tensors of AutoGPTQ and GPTQModel:
+
+    qweight  int32 [depth * bits / 32, rows]    codes of adjacent inputs in a word
+    qzeros   int32 [groups, rows * bits / 32]   zero points of adjacent rows; minus one in version 1
     scales         [groups, rows]
-    g_idx    int32 [depth]                      the group of each input: not of neighbours where the order was by activations
+    g_idx    int32 [depth]                      group of each input; not contiguous with desc_act
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ MOST_GROUP = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class GptqConfig:
-    """What the configuration says of the layers, or of some that it names."""
+    """Configuration of the layers, or of some named ones."""
 
     bits: int
     group: int
-    """0: all of a row."""
+    """Group size; 0: the whole row."""
     symmetric: bool
     by_activations: bool
-    """Whether inputs were put in the order of their activations before they were grouped."""
+    """True: inputs were sorted by activation before grouping (desc_act)."""
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Description for messages."""
         marks = "" if self.symmetric else ", zero points"
         return f"{self.bits} bits, {groups_in_words(self.group)}{marks}{', in the order of activations' * self.by_activations}"
 
@@ -57,11 +58,11 @@ class Gptq:
     name: Quantization
     numbers: GptqConfig
     zero_offset: int
-    """1 where what is stored is a zero less one."""
+    """1 if stored zero points are one less than the real ones."""
     of_output_layer: bool
     left_out: tuple[str, ...] = ()
     others: tuple[tuple[re.Pattern[str], GptqConfig | None], ...] = ()
-    """By pattern of names: layers with numbers of their own, or with none."""
+    """Name patterns of layers with another configuration, or None for unquantized ones."""
     mark = "qweight"
     takes_quantization = False
     ignored: Sequence[str] = ()
@@ -83,9 +84,9 @@ class Gptq:
             return None
         bits, rows, depth = numbers.bits, layer.rows, layer.depth
         if depth * bits % 32 or rows * bits % 32:
-            layer.refuse(f"rows and columns of {bits} bits must fill whole words of 32 in GPTQ's tensors")
+            layer.refuse(f"GPTQ needs rows and columns of {bits} bits that fill whole 32-bit words")
         groups = -(-depth // (numbers.group or depth))
-        # Dummy zeros are bytes of which all are one value: there is none that repeats 3 bits.
+        # Dummy zero points repeat one byte, and no byte repeats a 3-bit code.
         symmetric = numbers.symmetric and (bits != 3 or layer.contents is not None)
         middle = (1 << (bits - 1)) - self.zero_offset
         middles = sum(middle << at for at in range(0, 8, bits)) & 255
@@ -96,7 +97,7 @@ class Gptq:
                 "qzeros", (groups, rows * bits // 32), ("I32",), (middles, middles) if symmetric else None
             ),
         )
-        is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs stay as they are
+        is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs keep their order
         if is_ordered:
             stored += (Stored("g_idx", (depth,), ("I32",), (0, 0)),)
         return Scheme(
@@ -112,7 +113,7 @@ class Gptq:
         )
 
     def _numbers_of(self, layer: StoredLayer) -> GptqConfig | None:
-        """Return the numbers of a layer by the configuration alone; None where it is not quantized."""
+        """Return the configuration of a layer; None if it is not quantized."""
         for pattern, numbers in self.others:
             if any(pattern.match(name) for name in layer.names):
                 return numbers
@@ -122,7 +123,7 @@ class Gptq:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format that a card's ``quantization_config`` describes."""
+    """Return the format of a card's ``quantization_config``."""
     version = section.word(
         ("checkpoint_format", "format"),
         ("gptq", "gptq_v2", "gptq_pack", "marlin", "bitblas", "gptq_gemm"),
@@ -130,8 +131,8 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     )
     if version not in ("gptq", "gptq_v2") or section.flag("is_marlin_format", False):
         raise ConfigError(
-            f"{section.path}: a GPTQ checkpoint in the layout {version!r}, which was shuffled for one GPU's kernels: take the"
-            " one it was made from, whose `checkpoint_format` is 'gptq' or 'gptq_v2'"
+            f"{section.path}: unsupported GPTQ checkpoint_format {version!r}, a layout for one GPU's kernels: use the"
+            " original with `checkpoint_format` 'gptq' or 'gptq_v2'"
         )
     numbers = numbers_of(section, GptqConfig(4, 128, True, False))
     symmetric = section.flag(("sym", "symmetric"), True)
@@ -144,13 +145,13 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
             section.values.get("modules_to_not_convert"), section.path, "modules_to_not_convert"
         ),
         others=_others(section, numbers),
-        # Each group's inputs are neighbours without the order of activations; old versions saved biases of zeros as well.
+        # Without desc_act groups are contiguous.
         ignored=() if numbers.by_activations else ("*.g_idx",),
     )
 
 
 def numbers_of(section: ModelCard, usual: GptqConfig) -> GptqConfig:
-    """Return what a section says; ``usual`` where it says nothing."""
+    """Return a section's configuration; missing keys come from ``usual``."""
     bits = section.whole("bits", 2, 8, usual.bits)
     if bits not in (2, 3, 4, 8):
         raise section.wrong("bits", "2, 3, 4 or 8")
@@ -166,7 +167,7 @@ def numbers_of(section: ModelCard, usual: GptqConfig) -> GptqConfig:
 
 
 def _others(section: ModelCard, usual: GptqConfig) -> tuple[tuple[re.Pattern[str], GptqConfig | None], ...]:
-    """Return GPTQModel's ``dynamic``: patterns, after ``-:`` of layers that it left out, else with what is other of them."""
+    """Return GPTQModel's ``dynamic``: patterns with overrides; the prefix ``-:`` marks unquantized layers."""
     found = []
     dynamic = section.section("dynamic")
     for pattern in dynamic.values:

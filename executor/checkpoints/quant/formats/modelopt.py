@@ -1,4 +1,4 @@
-"""ModelOpt (NVIDIA): floats of 8 and of 4 bits, integers, as its export for Hugging Face writes them.
+"""ModelOpt (NVIDIA): 8-bit and 4-bit floats and integers, as its export for Hugging Face writes them.
 
 FP8, FP8_PER_CHANNEL_PER_TOKEN      weight fp8 [rows, depth]          weight_scale: one number; one for each row
 MXFP8                               weight fp8 [rows, depth]          weight_scale uint8 [rows, depth / 32], exponents
@@ -7,8 +7,8 @@ W4A8_MXFP4_FP8                      weight uint8 [rows, depth / 2]    weight_sca
 W8A16, W8A8_SQ_PER_CHANNEL          weight int8 [rows, depth]         weight_scale [rows]
 W4A16_AWQ                           weight uint8 [rows / 2, depth]    weight_scale [rows, groups]; two rows in a byte, signed
 
-Of AWQ and SmoothQuant (Xiao et al., 2022), inputs of layers whose factors were not folded into what is before them are multiplied
-by pre_quant_scale [depth].
+AWQ and SmoothQuant (Xiao et al., 2022): pre_quant_scale [depth] multiplies the inputs, unless it was folded into the
+previous layer.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ ALGORITHMS = {
     "W8A8_SQ_PER_CHANNEL": "8-bit integers, a scale for each row, 8-bit activations",
     "W4A16_AWQ": "4-bit integers, groups of {group}",
 }
-"""What loads, in words."""
+"""Supported algorithms and their descriptions."""
 GROUPS = dict.fromkeys(NVFP4, 16) | {"MXFP8": 32, "W4A8_MXFP4_FP8": 32}
-"""Inputs that share a scale, where there is one choice."""
+"""Fixed group sizes."""
 MOST_GROUP = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptConfig:
-    """What a layer's weights are."""
+    """Configuration of a layer's weights."""
 
     algorithm: str
     group: int
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Description for messages."""
         return ALGORITHMS[self.algorithm].format(group=self.group)
 
 
@@ -70,7 +70,7 @@ class ModelOpt:
 
     usual: ModelOptConfig | None
     left_out: tuple[str, ...]
-    """Patterns of names, ``*`` for anything."""
+    """Name patterns; ``*`` matches anything."""
     by_name: Mapping[str, ModelOptConfig]
     name: Quantization = "modelopt"
     mark: str = "weight_scale"
@@ -137,7 +137,9 @@ def _scheme(layer: StoredLayer, numbers: ModelOptConfig, scale: str) -> Scheme:
 
 def _four_bits(layer: StoredLayer, group: int, scale: str) -> Scheme:
     if layer.rows % 2 or layer.depth % group:
-        layer.refuse(f"ModelOpt's 4-bit integers come in pairs of rows and whole groups of {group} inputs")
+        layer.refuse(
+            f"ModelOpt's 4-bit integers need an even number of rows and whole groups of {group} inputs"
+        )
     return Scheme(
         stored=(
             Stored("weight", (layer.rows // 2, layer.depth), ("U8",)),
@@ -150,7 +152,7 @@ def _four_bits(layer: StoredLayer, group: int, scale: str) -> Scheme:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``, or of the ``quantization`` in a ``hf_quant_config.json``."""
+    """Return the format of a card's ``quantization_config``, or of ``quantization`` in ``hf_quant_config.json``."""
     inner = section.section("quantization") if section.has("quantization") else section
     left_out: tuple[str, ...] = ()
     for key in ("exclude_modules", "ignore"):
@@ -159,7 +161,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
         return ModelOpt(_numbers(inner), left_out, {})
     layers = inner.section("quantized_layers")
     if not layers.values:
-        raise inner.wrong("quantized_layers", "an object that says of each layer how it is quantized")
+        raise inner.wrong("quantized_layers", "an object with the quantization of each layer")
     return ModelOpt(None, left_out, {name: _numbers(layers.section(name)) for name in layers.values})
 
 
@@ -167,7 +169,7 @@ def _numbers(section: ModelCard) -> ModelOptConfig:
     algorithm = section.values.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ConfigError(
-            f"{section.path}: {section.inside}quant_algo is {algorithm!r:.40}, which is not read of ModelOpt; these load:"
+            f"{section.path}: {section.inside}quant_algo {algorithm!r:.40} of ModelOpt is not supported; supported:"
             f" {', '.join(ALGORITHMS)}"
         )
     if algorithm == "W4A16_AWQ":

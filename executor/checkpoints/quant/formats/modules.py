@@ -1,4 +1,4 @@
-"""Which layers a checkpoint's configuration names: exactly, by a part of the name, or by a regular expression.
+"""Match layers by name against a checkpoint's configuration: exact name, part of a name, or regular expression.
 
 Imports no torch.
 """
@@ -14,27 +14,27 @@ from quintet.wire.errors import ConfigError
 
 MOST_BLOCK = 1 << 20
 MAX_PATTERN = 400
-"""Characters of a regular expression; more than any publisher's."""
+"""Maximum length of a regular expression; published ones are shorter."""
 
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-"""What can make a match take forever: a card is another's file."""
+"""Repeated groups can backtrack exponentially; a card is untrusted input."""
 
 
 def compiled(pattern: object, path: str, key: str) -> re.Pattern[str]:
-    """Return a card's regular expression. Raises `ConfigError` for what is none, or may not end."""
+    """Return a card's compiled regular expression. Raises `ConfigError` for an invalid or unsafe pattern."""
     if isinstance(pattern, str) and len(pattern) <= MAX_PATTERN and not _REPEATED_GROUP.search(pattern):
         try:
             return re.compile(pattern)
         except re.error:
             pass
     raise ConfigError(
-        f"{path}: {key} has the pattern {pattern!r:.80}; it must be a regular expression of at most {MAX_PATTERN} characters that"
-        " repeats no group"
+        f"{path}: {key} has the pattern {pattern!r:.80}; it must be a regular expression of at most {MAX_PATTERN} characters"
+        " without repeated groups"
     )
 
 
 def block_size(section: ModelCard, key: str) -> tuple[int, int]:
-    """Return how many rows and inputs share a scale. Raises `ConfigError`."""
+    """Return the numbers of rows and inputs that share a scale. Raises `ConfigError`."""
     value = section.values.get(key)
     if (
         not isinstance(value, list)
@@ -46,7 +46,7 @@ def block_size(section: ModelCard, key: str) -> tuple[int, int]:
 
 
 def word_list(values: object, path: str, key: str) -> tuple[str, ...]:
-    """Return a card's list of names; an empty one for null. Raises `ConfigError`."""
+    """Return a card's list of names; empty for null. Raises `ConfigError`."""
     if values is None:
         return ()
     if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
@@ -55,12 +55,12 @@ def word_list(values: object, path: str, key: str) -> tuple[str, ...]:
 
 
 def is_part_of(layer: StoredLayer, words: Iterable[str]) -> bool:
-    """Whether one of the words is in the layer's name, between dots (``mlp.gate`` is not in ``mlp.gate_proj``)."""
+    """Return True if a word is in the layer's name, between dots (``mlp.gate`` does not match ``mlp.gate_proj``)."""
     return any(f".{word.strip('.')}." in f".{name}." for word in words for name in layer.names)
 
 
 def is_named(layer: StoredLayer, names: Iterable[str], path: str, key: str) -> bool:
-    """Whether one of the names is the layer's, or, after ``re:``, a regular expression that its name begins with."""
+    """Return True if a name equals the layer's, or is ``re:`` and a regular expression that matches its beginning."""
     for each in names:
         if each.startswith("re:"):
             pattern = compiled(each[3:], path, key)

@@ -1,9 +1,10 @@
-"""MXFP4 (Open Compute Project, "OCP Microscaling Formats (MX) Specification", 2023) as gpt-oss has its experts.
+"""MXFP4 (Open Compute Project, "OCP Microscaling Formats (MX) Specification", 2023) in gpt-oss's experts.
 
-    …_blocks  uint8 [experts, rows, depth / 32, 16]   two numbers in a byte, the first in the low bits
-    …_scales  uint8 [experts, rows, depth / 32]       powers of two
+    …_blocks  uint8 [experts, rows, depth / 32, 16]   two codes in a byte, the first in the low bits
+    …_scales  uint8 [experts, rows, depth / 32]       exponents of powers of two
 
-The experts' layout says where their tensors are (`quintet.executor.models.blocks.expert_weights`); all other layers are plain.
+The experts' layout locates these tensors (`quintet.executor.models.blocks.expert_weights`); all other layers are
+unquantized.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Mxfp4:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format, of the one family that has it."""
+    """Return the format; only gpt-oss has it."""
     if "GptOssForCausalLM" not in (card.values.get("architectures") or ()):
         raise ConfigError(
-            f"{card.path}: the weights are quantized ('mxfp4'), which is read of gpt-oss's experts alone: take the checkpoint"
-            " that it was made from"
+            f"{card.path}: quant_method 'mxfp4' is supported only for gpt-oss's experts: use the"
+            " original checkpoint"
         )
     return Mxfp4()

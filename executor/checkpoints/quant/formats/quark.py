@@ -1,11 +1,11 @@
-"""Quark (AMD): floats of 8 bits, microscaled floats of 4 bits, integers of 8 and of 4 bits.
+"""Quark (AMD): 8-bit floats, microscaled 4-bit floats, integers of 8 and 4 bits.
 
 fp8_e4m3     weight fp8 [rows, depth]         weight_scale: one number, or one for each row
 fp4          weight uint8 [rows, depth / 2]   weight_scale uint8 [rows, depth / 32], exponents
-int8         weight int8 [rows, depth]        weight_scale: one number, or one for each row   weight_zero_point likewise
+int8         weight int8 [rows, depth]        weight_scale, weight_zero_point: one number, or one for each row
 int4, uint4  weight int32 [depth, rows / 8]   weight_scale [groups, rows]   weight_zero_point int32 [groups, rows / 8]
 
-Words of int4 and uint4 are AWQ's where ``pack_method`` is reorder; codes and zeros of int4 are signed.
+With ``pack_method`` reorder, words of int4 and uint4 are AWQ's. Codes and zero points of int4 are signed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KNOWN = {
     "int4": ("per_group",),
     "uint4": ("per_group",),
 }
-"""QuarkConfig of weights, and what may share a scale."""
+"""Supported weight dtypes and their scale granularities."""
 GROUP, IN_WORD = 32, 8
 MOST_GROUP = 1 << 20
 ZEROS = "weight_zero_point"
@@ -46,7 +46,7 @@ ZEROS = "weight_zero_point"
 
 @dataclass(frozen=True, slots=True)
 class QuarkConfig:
-    """What the configuration says of layers."""
+    """Configuration of layers."""
 
     dtype: str
     by: str
@@ -56,7 +56,7 @@ class QuarkConfig:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Description for messages."""
         scales = groups_in_words(self.group, f"scales {self.by.replace('_', ' ')}")
         marks = "" if self.symmetric else ", zero points"
         return f"{self.dtype}, {scales}{marks}{', 8-bit activations' * self.int8_activations}"
@@ -68,7 +68,7 @@ class Quark:
 
     usual: QuarkConfig | None
     others: tuple[tuple[str, QuarkConfig | None], ...]
-    """By pattern of names, ``*`` for anything: layers with numbers of their own, or with none."""
+    """By name pattern (``*`` matches anything): layers with another configuration, or None for unquantized ones."""
     reorders: bool
     left_out: tuple[str, ...]
     path: str
@@ -118,9 +118,11 @@ def _eight_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str) -> Scheme:
     )
     entry = layer.entry(ZEROS)
     if not numbers.symmetric and not by_row:
-        layer.refuse("one zero point for a whole tensor is not read: take a checkpoint with one for each row")
+        layer.refuse(
+            "one zero point for a whole tensor is not supported: use a checkpoint with one for each row"
+        )
     has_zeros = entry is not None or not numbers.symmetric
-    if has_zeros:  # symmetric weights may have zeros as well, which are 0
+    if has_zeros:  # symmetric weights may have zero points, all 0
         kinds = ("I8", "I32", *FLOATS) if numbers.symmetric else ("I8", "I32")
         stored += (Stored(ZEROS, layer.shaped(ZEROS, *shapes), kinds, (0, 0)),)
     return Scheme(
@@ -137,7 +139,7 @@ def _eight_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str) -> Scheme:
 def _four_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str, reorders: bool) -> Scheme:
     rows, depth, group = layer.rows, layer.depth, numbers.group
     if rows % IN_WORD or depth % group:
-        layer.refuse(f"Quark's tensors hold whole words of {IN_WORD} and whole groups of {group} inputs")
+        layer.refuse(f"Quark needs whole words of {IN_WORD} codes and whole groups of {group} inputs")
     is_signed = numbers.dtype == "int4"
     packing = Packing(4, "rows", transposed=True, evens_first=reorders, is_signed=is_signed)
     stored: tuple[Stored, ...] = (
@@ -159,38 +161,38 @@ def _four_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str, reorders: b
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format that a card's ``quantization_config`` describes."""
+    """Return the format of a card's ``quantization_config``."""
     if any(each is not None for each in section.section("layer_type_quant_config").values.values()):
         raise ConfigError(
-            f"{card.path}: {section.inside}layer_type_quant_config has kinds of layers with numbers of their own, which is not"
-            " read of Quark's: take a checkpoint that names layers"
+            f"{card.path}: {section.inside}layer_type_quant_config (quantization by layer type) is not"
+            " supported: use a checkpoint with layer_quant_config"
         )
     layers = section.section("layer_quant_config")
     others = tuple((name, _numbers(layers.section(name))) for name in layers.values)
     usual = _numbers(section.section("global_quant_config"))
     if usual is None and not any(numbers for _, numbers in others):
-        raise section.wrong("global_quant_config", "an object that says what weights are quantized to")
+        raise section.wrong("global_quant_config", "an object with the quantization of weights")
     reorders = section.section("export").word("pack_method", ("reorder", "order"), "reorder") == "reorder"
     left_out = word_list(section.values.get("exclude"), section.path, f"{section.inside}exclude")
     return Quark(usual, others, reorders, left_out, section.path)
 
 
 def _numbers(section: ModelCard) -> QuarkConfig | None:
-    """Return what a section says of its layers; None where their weights are left as they are."""
+    """Return a section's configuration; None if the weights are not quantized."""
     if not section.has("weight"):
         return None
     if isinstance(section.values["weight"], list):
-        raise section.wrong("weight", "one kind of numbers: those that are quantized twice are not read")
+        raise section.wrong("weight", "one object: weights that are quantized twice are not supported")
     weight = section.section("weight")
     dtype, by = weight.values.get("dtype"), weight.values.get("qscheme")
     if not isinstance(dtype, str) or by not in KNOWN.get(dtype, ()):
         raise ConfigError(
-            f"{section.path}: {weight.inside}dtype is {dtype!r:.40} with scales {by!r:.40}, which is not read of Quark's; these"
-            " load: fp8_e4m3 and int8 with scales per_tensor or per_channel, fp4, int4 and uint4 with scales per_group"
+            f"{section.path}: {weight.inside}dtype is {dtype!r:.40} with scales {by!r:.40}, which is not supported;"
+            " supported: fp8_e4m3 and int8 with scales per_tensor or per_channel, fp4, int4 and uint4 with scales per_group"
         )
     group = weight.whole("group_size", 1, MOST_GROUP, GROUP) if by == "per_group" else 0
     if dtype == "fp4" and group != GROUP:
-        raise weight.wrong("group_size", f"{GROUP}, whose scales are exponents")
+        raise weight.wrong("group_size", f"{GROUP}, with exponents as scales")
     inputs = section.values.get("input_tensors")
     return QuarkConfig(
         dtype,

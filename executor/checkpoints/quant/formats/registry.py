@@ -1,4 +1,4 @@
-"""``quant_method`` of a checkpoint's configuration to what recognises its format. Imports no torch."""
+"""Registry from ``quant_method`` of a checkpoint's configuration to formats. Imports no torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FORMATS: dict[str, Recognise] = {
     "torchao": torchao.recognise,
     "bitnet": bitnet.recognise,
 }
-"""By ``quant_method``: what reads it off the card and its section of the card."""
+"""Recognisers by ``quant_method``; each reads the card and its quantization section."""
 
 _SPELLINGS = {
     "compressed_tensors": "compressed-tensors",
@@ -58,23 +58,23 @@ _SPELLINGS = {
 }
 """Other names of the same methods."""
 
-_AGAIN = "take the checkpoint that it was made from, and quantize that with"
+_AGAIN = "quantize the original checkpoint with"
 REFUSED = {
-    "smoothquant": "fold its factors into the weights and save them as compressed-tensors, as LLM Compressor does",
-    "aqlm": f"its codebooks are of vectors; {_AGAIN} GPTQ of 2 bits",
-    "vptq": f"its codebooks are of vectors; {_AGAIN} GPTQ of 2 bits",
-    "quip": f"its codebooks are of vectors; {_AGAIN} GPTQ of 2 bits",
-    "eetq": f"its bytes are shuffled for one GPU's kernels; {_AGAIN} compressed-tensors, or give --quantization int8",
-    "spqr": f"its outliers are stored sparsely; {_AGAIN} GPTQ",
-    "higgs": f"its codebooks are of vectors; {_AGAIN} GPTQ",
+    "smoothquant": "fold the factors into the weights and save as compressed-tensors (LLM Compressor)",
+    "aqlm": f"vector codebooks are not supported; {_AGAIN} 2-bit GPTQ",
+    "vptq": f"vector codebooks are not supported; {_AGAIN} 2-bit GPTQ",
+    "quip": f"vector codebooks are not supported; {_AGAIN} 2-bit GPTQ",
+    "eetq": f"its layout is specific to one GPU's kernels; {_AGAIN} compressed-tensors, or set --quantization int8",
+    "spqr": f"sparse outliers are not supported; {_AGAIN} GPTQ",
+    "higgs": f"vector codebooks are not supported; {_AGAIN} GPTQ",
 }
-"""By ``quant_method``: why it does not load, and what does."""
+"""Unsupported values of ``quant_method``, with reason and alternative."""
 
 
 def recognise(card: ModelCard) -> Format | None:
-    """Return the format of a model's checkpoint; None where it is not quantized.
+    """Return the format of a model's checkpoint; None if it is not quantized.
 
-    Raises `ConfigError` of one line for a format, or a variant of one, that does not load, with what does.
+    Raises `ConfigError` for an unsupported format or variant, with an alternative.
     """
     for holder in (card, card.section("text_config")):
         if holder.has("quantization_config"):
@@ -83,28 +83,28 @@ def recognise(card: ModelCard) -> Format | None:
 
 
 def check_agrees(quantization: str, found: Format | None, path: str) -> None:
-    """Raise `ConfigError` where ``--quantization`` asks for something else than the checkpoint is."""
+    """Raise `ConfigError` if ``--quantization`` contradicts the checkpoint's format."""
     if found is None:
         if quantization in FORMATS:
             raise ConfigError(
-                f"--quantization {quantization} is a format of checkpoints, and {path} has no quantization_config: give int8,"
-                " int4 or w8a8 to quantize this one while it is loaded, or drop the flag"
+                f"--quantization {quantization} is a checkpoint format, but {path} has no quantization_config: set int8,"
+                " int4 or w8a8 to quantize while loading, or drop the flag"
             )
     elif quantization not in ("none", found.name) and (
         quantization in FORMATS or not found.takes_quantization
     ):
         raise ConfigError(
-            f"--quantization {quantization}, but the checkpoint is quantized already ({found.words}; {path}): drop the flag, or"
-            " take the checkpoint that it was made from"
+            f"--quantization {quantization}, but the checkpoint is already quantized ({found.words}; {path}): drop the flag, or"
+            " use the original checkpoint"
         )
 
 
 def check_contents(found: Format, contents: Mapping[str, Entry], path: str) -> None:
-    """Raise `ConfigError` where no tensor of a checkpoint is quantized, though its configuration says that they are."""
+    """Raise `ConfigError` if the configuration declares quantized weights but no checkpoint tensor is quantized."""
     if contents and not any(name.endswith(found.mark) for name in contents):
         raise ConfigError(
-            f"{path}: the weights are said to be quantized ({found.words}), and no tensor of the checkpoint ends with"
-            f" {found.mark!r}: the configuration belongs to other weights"
+            f"{path}: the configuration declares quantized weights ({found.words}), but no tensor name ends with"
+            f" {found.mark!r}: use the configuration that belongs to these weights"
         )
 
 
@@ -118,8 +118,6 @@ def _of(card: ModelCard, section: ModelCard) -> Format:
     near = difflib.get_close_matches(method, FORMATS, n=1)
     instead = REFUSED.get(
         method,
-        f"{f'the nearest that loads is {near[0]!r}; ' if near else ''}these load: {', '.join(FORMATS)}",
+        f"{f'the nearest supported format is {near[0]!r}; ' if near else ''}supported: {', '.join(FORMATS)}",
     )
-    raise ConfigError(
-        f"{card.path}: the weights are quantized ({method!r:.40}), which is not supported: {instead}"
-    )
+    raise ConfigError(f"{card.path}: unsupported quant_method {method!r:.40}: {instead}")

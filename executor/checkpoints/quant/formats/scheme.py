@@ -1,7 +1,7 @@
-"""What a format says of one linear layer: which tensors a checkpoint has of it, and what their bits mean. Imports no torch.
+"""Description of one quantized linear layer: its checkpoint tensors and the meaning of their bits. Imports no torch.
 
-A weight is ``[rows, depth]`` (rows are outputs) of numbers ``(code - zero) * scale``;
-`quintet.executor.checkpoints.quant.decode` makes them.
+A weight is ``[rows, depth]`` (rows are outputs) of values ``(code - zero) * scale``;
+`quintet.executor.checkpoints.quant.decode` computes them.
 """
 
 from __future__ import annotations
@@ -17,108 +17,109 @@ from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 FLOATS = ("F16", "BF16", "F32")
-"""Number formats that scales may have."""
+"""Number formats of scales."""
 
 _SMALL = {"F16": (0x10, 0x1F), "F32": (0x3C, 0x3D)}
-"""Bytes that make some thousandths in either format."""
+"""Byte ranges that give values of some thousandths in either format."""
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What 4 bits mean: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats specification, 2023)."""
+"""Values of the 16 e2m1 codes: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats specification,
+2023)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a layer, as a checkpoint has it."""
+    """A checkpoint tensor of a layer."""
 
     ending: str
-    """Behind the layer's name and a dot."""
+    """Suffix of the name, after the layer's name and a dot."""
     shape: tuple[int, ...]
     kinds: tuple[str, ...]
-    """Number formats that it may have, as the headers of files name them."""
+    """Allowed number formats, as in safetensors headers."""
     dummies: tuple[int, int] | None = None
-    """Between what its bytes lie in dummy weights; None: small numbers of its first kind, or any bits of an integer."""
+    """Range of its bytes in dummy weights; None: small values of its first kind, or any bits of an integer."""
 
     @property
     def dummy_bytes(self) -> tuple[int, int]:
-        """Between what its bytes lie in dummy weights."""
+        """Range of its bytes in dummy weights."""
         return self.dummies or _SMALL.get(self.kinds[0], (0, 255))
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a tensor holds codes of a few bits: words of them that are neighbours in the depth, or in the rows.
+    """Bit layout of codes: words of codes that are adjacent along the depth or along the rows.
 
-    ``[rows, depth]`` unless ``transposed``; the dimension of neighbours is shorter by the number of codes in a word. Codes of
-    one tensor are one stream of bits, the first in the lowest.
+    ``[rows, depth]`` unless ``transposed``; the packed dimension is divided by the number of codes in a word. The
+    codes of a tensor are one stream of bits, the first code in the lowest bits.
     """
 
     bits: int
-    neighbours: str = "depth"
-    """``depth`` or ``rows``."""
+    packed_along: str = "depth"
+    """Packed dimension: ``depth`` or ``rows``."""
     transposed: bool = False
     evens_first: bool = False
-    """Whether a word of eight codes has the first, third, fifth and seventh before the others."""
+    """True: a word of eight codes has codes 0, 2, 4, 6 before codes 1, 3, 5, 7."""
     word_bits: int = 32
-    """Of the tensor's numbers."""
+    """Bits of one element of the tensor."""
     is_signed: bool = False
-    """Whether codes are integers of both signs: zero, not the middle of their range, is what all their bits 0 mean."""
+    """True: codes are two's-complement integers; the code 0 means 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """One layer. `stored` begins with the codes; scales follow, and zeros where there are any."""
+    """Coding of one layer. `stored` begins with the codes; scales follow, then zero points if there are any."""
 
     stored: tuple[Stored, ...]
     codes: Packing | None = None
-    """None: the first tensor ``[rows, depth]`` holds numbers of 8 bits that mean themselves: floats, or signed integers."""
+    """None: the first tensor ``[rows, depth]`` holds 8-bit values: floats or signed integers."""
     scale_transposed: bool = False
-    """Whether scales are ``[groups, rows]``."""
+    """True: scales are ``[groups, rows]``."""
     scale_factor: float = 1.0
-    """What every scale is multiplied by."""
+    """Constant factor of every scale."""
     global_scale: str | None = None
-    """Ending of a tensor of one number, by which every scale is multiplied; or divided, if `divides`."""
+    """Suffix of a one-element tensor that multiplies every scale, or divides it if `divides`."""
     divides: bool = False
     weight_kind: str = ""
-    """Number format of weights that are floats of 8 bits."""
+    """Number format of 8-bit float weights."""
     scale_kind: str | None = None
-    """Number format of the scales, where it is known."""
+    """Number format of the scales; None: unknown."""
     group: int
-    """Neighbouring inputs that share a scale; 0: all of a row."""
+    """Group size: adjacent inputs that share a scale; 0: the whole row."""
     row_group: int = 1
-    """Neighbouring rows that share their scales; 0: all."""
+    """Adjacent rows that share their scales; 0: all rows."""
     zeros: Packing | None = None
-    """How zeros are held; None: the zero of every code is the middle of its range."""
+    """Packing of the zero points; None: every zero point is the middle of the code range."""
     has_int8_zeros: bool = False
-    """Whether the third tensor has a signed zero for each scale."""
+    """True: the third tensor has a signed zero point for each scale."""
     real_zeros: bool = False
-    """Whether zeros are floating-point numbers, which the decoder knows how to read."""
+    """True: zero points are floating point; the format's decoder reads them."""
     zero_offset: int = 0
-    """What is added to a stored zero."""
+    """Constant that is added to a stored zero point."""
     all_zeros: int | None = None
-    """What every zero must be where the format says that it is symmetric: zeros are read and checked, not kept."""
+    """Required value of all zero points of a symmetric format: they are checked, not kept."""
     order: str | None = None
-    """Ending of a tensor ``[depth]`` that says of each input which group it is of; None: groups are of neighbours."""
+    """Suffix of a tensor ``[depth]`` with the group of each input; None: groups are contiguous."""
     input_factors: str | None = None
-    """Ending of a tensor ``[depth]`` by which inputs are multiplied before; it is the last of `stored`."""
+    """Suffix of a tensor ``[depth]`` that multiplies the inputs first; it is the last of `stored`."""
     int8_activations: bool = False
-    """Whether inputs are quantized to 8 bits too, each token by its own scale."""
+    """True: inputs are quantized to 8 bits too, one scale for each token."""
     fp8_activations: bool = False
-    """Whether inputs are meant to be rounded to fp8."""
+    """True: the format intends inputs in fp8."""
     is_fp4: bool = False
-    """Whether codes are those of `E2M1`."""
+    """True: codes are those of `E2M1`."""
     row_tables: bool = False
-    """Whether codes stand for numbers that differ from row to row."""
+    """True: codes index a table for each row."""
     outliers: int = 0
-    """How many numbers, at most, are added to those of such tables."""
+    """Maximum number of outliers that are added to table values."""
     table: str = ""
-    """``nf4`` or ``fp4``: which of bitsandbytes' numbers codes stand for."""
+    """``nf4`` or ``fp4``: bitsandbytes' table of the codes; empty: no table."""
     decoder: str = "quintet.executor.checkpoints.quant.decode:decode"
-    """Function that makes rows of the tensors: see `quintet.executor.checkpoints.quant.decode.Decoder`."""
+    """Function that decodes the tensors to rows: see `quintet.executor.checkpoints.quant.decode.Decoder`."""
 
     @property
     def bits(self) -> int | None:
-        """Of a code that is an integer; None where numbers are no integers times a scale."""
+        """Bits of an integer code; None if values are not integers times a scale."""
         if self.codes is not None:
             return None if self.is_fp4 or self.row_tables else self.codes.bits
         return 8 if not self.table and "I8" in self.stored[0].kinds else None
@@ -126,27 +127,27 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """A linear layer of a model, as a format is asked about it."""
+    """A linear layer of a model, as input of `Format.scheme`."""
 
     name: str
-    """Of its tensors, without the last ending, as the model has it."""
+    """The model's name of its tensors, without the suffix."""
     rows: int
     depth: int
     is_output_layer: bool
     contents: Mapping[str, Entry] | None
-    """What the checkpoint holds; None where there is none (dummy weights)."""
+    """Checkpoint tensors; None: no checkpoint (dummy weights)."""
     prefix: str = ""
     """See `quintet.executor.checkpoints.weights.plan.WeightPlan`."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What checkpoints may call it."""
+        """Names that checkpoints may use."""
         if not self.prefix:
             return (self.name,)
         return (self.name, self.name.removeprefix(self.prefix), self.prefix + self.name)
 
     def entry(self, ending: str) -> Entry | None:
-        """Return what the checkpoint has under an ending; None where it has nothing, or is none."""
+        """Return the checkpoint tensor with a suffix; None if it is missing or there is no checkpoint."""
         if self.contents is None:
             return None
         return next(
@@ -155,16 +156,16 @@ class StoredLayer:
         )
 
     def kind(self, ending: str) -> str | None:
-        """Return the number format of a tensor; None where it is not known."""
+        """Return the number format of a tensor; None if it is unknown."""
         entry = self.entry(ending)
         return None if entry is None else entry.dtype
 
     def is_plain(self, mark: str) -> bool:
-        """Whether the checkpoint has a weight of it, and no ``mark``: whoever quantized it left this layer out."""
+        """Return True if the checkpoint has an unquantized weight of the layer: a weight and no ``mark``."""
         return self.entry("weight") is not None and self.entry(mark) is None
 
     def shaped(self, ending: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return that of the allowed shapes which the checkpoint has; the first where it has none of them."""
+        """Return the allowed shape that the checkpoint's tensor has; the first one if it has none of them."""
         entry = self.entry(ending)
         return entry.shape if entry is not None and entry.shape in shapes else shapes[0]
 
@@ -174,57 +175,60 @@ class StoredLayer:
 
 
 class Format(Protocol):
-    """A checkpoint's, recognised."""
+    """A recognised checkpoint format."""
 
     @property
     def name(self) -> Quantization:
-        """As ``--quantization`` may have it."""
+        """Name for ``--quantization``."""
 
     @property
     def words(self) -> str:
-        """What the checkpoint's configuration says, for people: ``gptq: 4 bits in groups of 128``."""
+        """Description of the configuration for messages: ``gptq: 4 bits in groups of 128``."""
 
     @property
     def mark(self) -> str:
-        """What the name of one tensor of each quantized layer ends with."""
+        """Suffix of one tensor name that every quantized layer has."""
 
     @property
     def ignored(self) -> Sequence[str]:
-        """Patterns of tensors' names that are not needed; see `quintet.executor.checkpoints.weights.plan.WeightPlan.ignored`."""
+        """Name patterns of unneeded tensors; see `quintet.executor.checkpoints.weights.plan.WeightPlan.ignored`."""
 
     @property
     def takes_quantization(self) -> bool:
-        """Whether what it holds may be rounded into a ``--quantization`` besides."""
+        """True if a ``--quantization`` may round the stored weights further."""
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """Return about what the weights take in memory once they are loaded; ``dtype_bytes``: of one of the model's numbers."""
+        """Return an estimate of the loaded weights' memory in bytes. dtype_bytes: size of the model's number format."""
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """Return how the checkpoint has a layer; None where it has it as it was. Raises `ConfigError` where it cannot be."""
+        """Return the coding of a layer; None if it is unquantized. Raises `ConfigError` for a layer that cannot be read."""
 
 
 class LayerScheme(Protocol):
-    """What a configuration says of the layers that are quantized alike."""
+    """Configuration of layers that are quantized alike."""
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Description for messages."""
 
 
 def in_words(name: str, kinds: Iterable[LayerScheme | None]) -> str:
-    """Return `Format.words` of a format whose layers have numbers of several kinds."""
+    """Return `Format.words` of a format with several kinds of layers."""
     return f"{name}: {'; '.join(dict.fromkeys(each.words for each in kinds if each is not None))}"
 
 
 def groups_in_words(group: int, alone: str = "one group a row") -> str:
-    """Return what is said of groups; 0: ``alone``."""
+    """Return a description of the group size; ``alone`` for 0."""
     return f"groups of {group}" if group else alone
 
 
 def total_bytes(
     contents: Mapping[str, Entry], growth: Mapping[str, float], singles: Collection[str] = ()
 ) -> int:
-    """Return what tensors take; ``growth``: by ending, how much more than on the disk; ``singles``: those that become fp32."""
+    """Return the tensors' size in memory.
+
+    growth: ratio of memory to file size by suffix; singles: suffixes of tensors converted to fp32.
+    """
     total = 0.0
     for name, entry in contents.items():
         ending = name.rpartition(".")[2]
@@ -233,4 +237,4 @@ def total_bytes(
 
 
 Recognise = Callable[[ModelCard, ModelCard], Format]
-"""From a card and the section of it that describes the format. Raises `ConfigError` for a variant that does not load."""
+"""Takes a card and its section that describes the format. Raises `ConfigError` for an unsupported variant."""

@@ -1,9 +1,9 @@
 """SqueezeLLM (Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", 2023), as its authors' tool saves it:
 
-    qweight       int32 [depth * bits / 32, rows]   codes, of neighbouring inputs in a word, as GPTQ's
-    lookup_table  fp32  [rows, 8 or 16]             the number that each code means in a row
+    qweight       int32 [depth * bits / 32, rows]   codes of adjacent inputs in a word, as in GPTQ
+    lookup_table  fp32  [rows, 8 or 16]             value of each code in a row
 
-and where outliers were taken out, what is added to these numbers: in compressed rows, and whole rows besides:
+Outliers are added to these values, in compressed sparse rows and in whole dense rows:
 
     rows  int32 [rows + 1]          cols  int32 [count]         vals  fp32 [count]
     full_rows  fp32 [depth, n]      full_row_indices  int32 [n]
@@ -27,11 +27,11 @@ from quintet.executor.model_config.card import ModelCard
 from quintet.wire.config import Quantization
 
 SPARSE = {"rows": "I32", "cols": "I32", "vals": "F32", "full_rows": "F32", "full_row_indices": "I32"}
-"""Endings of a layer's outliers, with their number formats."""
+"""Suffixes and number formats of a layer's outliers."""
 BLOCK = 128
-"""Inputs whose codes, of 4 bits, lie together in memory: rows are whole blocks."""
+"""Inputs in one memory block of 4-bit codes; rows are whole blocks."""
 TABLE_BYTES = 68
-"""Of an output in memory: 16 numbers in fp32, and a scale."""
+"""Bytes of an output's table in memory: 16 fp32 values and a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class SqueezeLlm:
                 words, rows = entry.shape
                 stem = name.removesuffix("qweight")
                 if ".experts." in name and (f"{stem}rows" in contents or f"{stem}full_rows" in contents):
-                    total += words * 32 // self.bits * rows * dtype_bytes  # experts with outliers are rounded
+                    # Experts with outliers are dequantized.
+                    total += words * 32 // self.bits * rows * dtype_bytes
                     continue
                 total += rows * (-(-words * 32 // (BLOCK * self.bits)) * BLOCK // 2 + TABLE_BYTES)
         return total
@@ -68,7 +69,7 @@ class SqueezeLlm:
         if layer.is_output_layer or layer.is_plain(self.mark):
             return None
         if layer.depth * self.bits % 32:
-            layer.refuse(f"columns of {self.bits} bits must fill whole words of 32 in SqueezeLLM's tensors")
+            layer.refuse(f"SqueezeLLM needs columns of {self.bits} bits that fill whole 32-bit words")
         sparse = {ending: layer.entry(ending) for ending in SPARSE}
         outliers, stored = (
             0,
@@ -83,7 +84,7 @@ class SqueezeLlm:
                 continue
             if None in together:
                 layer.refuse(
-                    f"the checkpoint has outliers in {first!r}, and none in {others[together.index(None)]!r}"
+                    f"the checkpoint has outliers in {first!r}, but the tensor {others[together.index(None)]!r} is missing"
                 )
             count = together[-1].shape[:1] if together[-1] is not None else ()
             outliers += sum(count) if first == "rows" else layer.depth * sum(count)
@@ -104,7 +105,7 @@ class SqueezeLlm:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format that a card's ``quantization_config``, or a ``quant_config.json``, describes."""
+    """Return the format of a card's ``quantization_config``, or of ``quant_config.json``."""
     key = ("wbits", "bits")
     bits = section.whole(key, 1, 16)
     if bits not in (3, 4):

@@ -1,11 +1,11 @@
-"""torchao, as transformers saves it in safetensors: the parts of its tensor classes under names of their own.
+"""torchao, as transformers saves it in safetensors: each attribute of a tensor class is one tensor.
 
 Int8Tensor, IntxUnpackedToInt8Tensor  _weight_qdata int8 [rows, depth]      _weight_scale [rows, groups]   _weight_zero_point int8
-Float8Tensor                          _weight_qdata fp8 [rows, depth]       _weight_scale: one, of rows, or of blocks
+Float8Tensor                          _weight_qdata fp8 [rows, depth]       _weight_scale: for the tensor, rows, or blocks
 Int4Tensor                            _weight_qdata int8 [rows, depth / 2]  _weight_scale [groups, rows]   _weight_zero_point
 
-Which class it is, the name of a configuration's class says. Of Int4Tensor codes are signed, and zero points, floating-point
-numbers, are added to the products. Older versions wrote ``weight:`` for ``_weight_``.
+The configuration's class name determines the tensor class. Int4Tensor has signed codes; its zero points are floating
+point and are added to the products. Older versions wrote ``weight:`` for ``_weight_``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ KNOWN = {
     "Int4WeightOnlyConfig": INT4,
     "Float8DynamicActivationInt4WeightConfig": INT4,
 }
-"""By the name of a configuration's class: what weights become."""
+"""Kind of weights by the name of the configuration's class."""
 WITH_INT8_ACTIVATIONS = ("Int8DynamicActivationInt8WeightConfig", "Int8StaticActivationInt8WeightConfig")
 BY_NAMES = {"FqnToConfig": "fqn_to_config", "ModuleFqnToConfig": "module_fqn_to_config"}
-"""Classes that have other configurations by the names of layers."""
+"""Classes with configurations by layer name."""
 MAPPINGS = ("SYMMETRIC", "SYMMETRIC_NO_CLIPPING_ERR", "ASYMMETRIC")
-"""Of codes to numbers: with zero in their middle, the same with both ends of the range in reach, with a zero point."""
+"""Mappings from codes to values: zero in the middle; the same, with both ends of the range used; with a zero point."""
 PLAIN = ("plain", "unpacked_to_int8")
 USUAL_GROUP = 128
 MOST_GROUP = 1 << 20
@@ -59,17 +59,17 @@ _SPELLINGS = ("_weight_", "weight:")
 
 @dataclass(frozen=True, slots=True)
 class TorchAoConfig:
-    """What a configuration says of layers."""
+    """Configuration of layers."""
 
     kind: str
     group: int
-    """0: all of a row, or what the checkpoint has."""
+    """Group size; 0: the whole row, or the checkpoint's."""
     symmetric: bool
     int8_activations: bool
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Description for messages."""
         groups = groups_in_words(self.group, "a scale for each row or tensor")
         return f"{self.kind}, {groups}{', 8-bit activations' * self.int8_activations}"
 
@@ -136,7 +136,7 @@ class TorchAo:
 
 
 def _is_in_fp32_groups(name: str, entry: Entry) -> bool:
-    """Whether a tensor is the scales of groups, in fp32: their zeros are, too, where they are kept."""
+    """Return True if a tensor has fp32 scales of groups; kept zero points are then fp32 too."""
     is_scale = name.endswith(tuple(f"{start}scale" for start in _SPELLINGS))
     return is_scale and entry.dtype == "F32" and len(entry.shape) == 2 and entry.shape[1] > 1
 
@@ -160,7 +160,7 @@ def _int8(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
         groups = max(1, entry.shape[1])
     by_tensor = entry is not None and entry.shape in ((), (1,), (1, 1)) and rows > 1
     if depth % groups:
-        layer.refuse(f"its scales are in {groups} groups a row, which are not whole parts of it")
+        layer.refuse(f"{groups} groups do not divide a row evenly")
     shape = layer.shaped(scale, (rows, groups), (rows,), (), (1,), (1, 1))
     stored: tuple[Stored, ...] = (
         Stored(f"{start}qdata", (rows, depth), ("I8",)),
@@ -170,7 +170,7 @@ def _int8(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     if has_zeros:
         if by_tensor and not numbers.symmetric:
             layer.refuse(
-                "one zero point for a whole tensor is not read: take a checkpoint with one for each row or group"
+                "one zero point for a whole tensor is not supported: use a checkpoint with one for each row or group"
             )
         its = layer.shaped(zero, shape)
         stored += (Stored(zero, its, ("I8", "I32", "I64"), (0, 0) if numbers.symmetric else None),)
@@ -202,7 +202,7 @@ def _float8(layer: StoredLayer, start: str) -> Scheme:
 def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     group = numbers.group or USUAL_GROUP
     if layer.depth % group or layer.depth % 2:
-        layer.refuse(f"torchao's 4-bit integers come in whole groups of {group} inputs")
+        layer.refuse(f"torchao's 4-bit integers need a multiple of {group} inputs")
     by_group = (layer.depth // group, layer.rows)
     return Scheme(
         stored=(
@@ -219,17 +219,17 @@ def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format that a card's ``quantization_config`` describes."""
+    """Return the format of a card's ``quantization_config``."""
     if section.flag("include_input_output_embeddings", False):
         raise ConfigError(
-            f"{section.path}: {section.inside}include_input_output_embeddings has the embedding quantized, which is not read:"
+            f"{section.path}: {section.inside}include_input_output_embeddings: quantized embeddings are not supported:"
             " quantize the model again without it"
         )
     kind = section.values.get("quant_type")
     if isinstance(kind, str):
         raise ConfigError(
-            f"{section.path}: {section.inside}quant_type is {kind!r:.40}, of versions that saved pickled classes alone, which are"
-            " not read: quantize the model again with torchao 0.15 or later, and save it as safetensors"
+            f"{section.path}: {section.inside}quant_type {kind!r:.40} is of an old version with pickled classes, which are"
+            " not supported: quantize the model again with torchao 0.15 or later, and save it as safetensors"
         )
     key = "modules_to_not_convert"
     left_out = word_list(section.values.get(key), section.path, section.inside + key)
@@ -251,7 +251,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
             )
             found.append((pattern, numbers))
     if usual is None and not any(numbers for _, numbers in found):
-        raise default.wrong("_data", "an object that says of some layers how they are quantized")
+        raise default.wrong("_data", "an object with the quantization of some layers")
     return TorchAo(usual, tuple(found), left_out)
 
 
@@ -259,14 +259,14 @@ def _numbers(section: ModelCard) -> TorchAoConfig:
     kind, inner = section.values.get("_type"), section.section("_data")
     if not isinstance(kind, str) or kind not in KNOWN:
         raise ConfigError(
-            f"{section.path}: {section.inside}_type is {kind!r:.60}, which is not read of torchao; these load: {', '.join(KNOWN)}"
+            f"{section.path}: {section.inside}_type {kind!r:.60} of torchao is not supported; supported: {', '.join(KNOWN)}"
         )
     for key in ("int4_packing_format", "intx_packing_format", "packing_format"):
         packing = inner.values.get(key)
         packing = packing.get("_data") if isinstance(packing, dict) else packing
         if packing is not None and str(packing).lower() not in PLAIN:
             raise ConfigError(
-                f"{section.path}: {inner.inside}{key} is {packing!r:.40}, which was shuffled for one kernel: quantize the model"
+                f"{section.path}: {inner.inside}{key} {packing!r:.40} is a layout for one kernel: quantize the model"
                 f" again with the packing format {PLAIN[key[:4] == 'intx']!r}"
             )
     group = 0
@@ -282,7 +282,7 @@ def _numbers(section: ModelCard) -> TorchAoConfig:
 
 
 def _mapping(inner: ModelCard, key: str) -> str:
-    """Return how numbers of both signs become codes."""
+    """Return the mapping from codes to values."""
     value = inner.values.get(key) or MAPPINGS[0]
     value = value.get("_data") if isinstance(value, dict) else value
     if value not in MAPPINGS:
