@@ -33,7 +33,7 @@ from bench.overhead.run import Machine, _commit, machine
 from quintet.deploy.config.device import default_device, num_gpus
 from quintet.executor.backends.platforms.memory_nodes import nodes_of
 
-MANIFESTS = Path(__file__).parents[1] / "deploy" / "kubernetes"
+MANIFESTS = Path(__file__).parents[1] / "deploy" / "integrations" / "kubernetes"
 SMALL = ("--kv-cache-memory", "64MiB", "--log-level", "WARNING")
 NUM_STREAMS = 16
 _PATIENCE_S = 60.0

@@ -201,7 +201,7 @@ class BusFuzz:
             case 1:
                 frame = payload
             case 2:
-                frame = self._stranger.close(payload)
+                frame = self._stranger.sign(payload)
             case 3:
                 frame = self._seal.sign(draw.randbytes(draw.choice((0, 1, 200))))
             case 4:

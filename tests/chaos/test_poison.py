@@ -78,7 +78,7 @@ def test_one_among_many(server: Server, num_streams: int, effect: Effect) -> Non
     run = play_with(server, asked, {num_streams // 2: poisoned(effect, 12)})
     assert not differences(calm, run, asked)
     assert_empty(server)
-    wait_until(lambda: server.gauge("quintet:requests_convicted_total") == 1, "the figures of the core")
+    wait_until(lambda: server.gauge("quintet:poison_requests_total") == 1, "the figures of the core")
     num_losses = server.gauge("quintet:executor_losses_total")
     assert num_losses <= ceil(log2(3 * num_streams)) + (DEATHS_ALONE if effect is Effect.DIES else 1)
 
@@ -94,7 +94,7 @@ def test_several_at_once_and_again(num_streams: int) -> None:
             num_streams - 1: poisoned(Effect.RAISES, 20, n=3),
         }
         assert not differences(calm, play_with(server, asked, poisons), asked)
-        wait_until(lambda: server.gauge("quintet:requests_convicted_total") == 7, "the figures of the core")
+        wait_until(lambda: server.gauge("quintet:poison_requests_total") == 7, "the figures of the core")
         num_losses = server.gauge("quintet:executor_losses_total")
         again = play_with(server, asked, poisons)
         assert not differences(calm, again, asked)

@@ -11,7 +11,7 @@ from quintet.deploy.config.config_file import read_config_file
 from quintet.deploy.embedded import default_model_path
 from quintet.wire.errors import RequestError
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "hopsworks"
+FOLDER = Path(__file__).parents[2] / "deploy" / "integrations" / "hopsworks"
 
 
 def test_the_script_loads_the_models_files_and_answers(

@@ -19,7 +19,7 @@ import pytest
 from quintet.deploy.python_api.offline import LLM
 from quintet.wire.params import SamplingParams
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "triton" / "quintet"
+FOLDER = Path(__file__).parents[2] / "deploy" / "integrations" / "triton" / "quintet"
 FINAL = 1
 DEADLINE_S = 60.0
 

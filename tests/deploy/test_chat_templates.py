@@ -109,7 +109,7 @@ def test_a_flag_replaces_all_of_the_models_templates(tmp_path: Path) -> None:
 def test_without_a_default_the_names_are_told(tmp_path: Path) -> None:
     templates = templates_of(write_folder(tmp_path, {"rag": NAMED["rag"], "other": "x"}))
     assert render(templates, None, "rag") == "rag:hi"
-    with pytest.raises(RequestError, match="rag, other and no default"):
+    with pytest.raises(RequestError, match="rag, other but no default"):
         render(templates)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
 from quintet.deploy.supervisor.spawn import ChildProcess
-from quintet.frontend.metrics import Page, collect
+from quintet.frontend.metrics import MetricsPage, collect
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role
 from quintet.wire.metrics import Metrics
@@ -70,7 +70,9 @@ class Server:
 
     def scrape(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         report = MetricsReport(1, self.table.process_metrics(0.0), self.table.past())
-        samples = [sample for family in Page(collect(report), "toy").collect() for sample in family.samples]
+        samples = [
+            sample for family in MetricsPage(collect(report), "toy").collect() for sample in family.samples
+        ]
         shown = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
         assert len(shown) == len(samples), "a series is shown twice"
         return shown

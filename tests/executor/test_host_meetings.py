@@ -106,7 +106,7 @@ def test_every_rank_adds_what_all_have_left_on_whatever_host(
             program = programs.new()
             place, y = library.sums(mine.handle, turn % 2, WIDTH), results[turn, rank]
             ctypes.memmove(place, sums[turn, rank].data_ptr(), TOKENS * WIDTH * 4)
-            library.meet(program, mine.handle, 0, place, WIDTH * 4, WIDTH * 4, 0)
+            library.barrier(program, mine.handle, 0, place, WIDTH * 4, WIDTH * 4, 0)
             library.add_sums(program, mine.handle, turn % 2, WIDTH, None, None, y.data_ptr(), WIDTH, 2)
             programs.run(program, step.address, 0, programs.size(program))
             programs.delete(program)
@@ -137,7 +137,7 @@ def test_columns_are_put_together_and_logits_are_for_the_first_rank_alone(progra
             own = place[: len(whole), kept.begin : kept.end]
             own.copy_(whole[:, kept.begin : kept.end])
             rows = (own.data_ptr(), kept.count * 4, width * 4, for_first)
-            mine.library.meet(program, mine.handle, extent, *rows)
+            mine.library.barrier(program, mine.handle, extent, *rows)
         programs.run(program, step.address, 0, programs.size(program))
         programs.delete(program)
 
@@ -155,7 +155,7 @@ def leave(programs: ProgramLibrary, mine: Ranks) -> None:
     step, program = Step(programs, 8, 8), programs.new()
     step.c.num_tokens = TOKENS
     place = mine.library.sums(mine.handle, 0, WIDTH)
-    mine.library.meet(program, mine.handle, 0, place, WIDTH * 4, WIDTH * 4, 0)
+    mine.library.barrier(program, mine.handle, 0, place, WIDTH * 4, WIDTH * 4, 0)
     programs.run(program, step.address, 0, 1)
     programs.delete(program)
 

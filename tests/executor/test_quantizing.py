@@ -309,10 +309,10 @@ def test_what_no_such_folder_can_hold_is_refused(tmp_path: Path, capsys: pytest.
     (tmp_path / "text").write_text("some words")
     words = ["quantize", str(tmp_path / "experts"), str(tmp_path / "out")]
     for more, told in (
-        (["--format", "gptq"], "--calibration FILE is needed by --format gptq"),
+        (["--format", "gptq"], "--format gptq requires --calibration FILE"),
         (["--format", "int8", "--calibration", str(tmp_path / "text")], "--calibration is for gptq and awq"),
         (["--format", "gptq", "--calibration", str(tmp_path / "text")], "has experts"),
-        (["--format", "awq"], "--calibration FILE is needed by --format awq"),
+        (["--format", "awq"], "--format awq requires --calibration FILE"),
     ):
         assert main([*words, *more]) == EXIT_CONFIG
         assert told in capsys.readouterr().err

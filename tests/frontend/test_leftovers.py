@@ -16,7 +16,7 @@ def test_memory_is_given_back_behind_what_is_large(
 ) -> None:
     given_back: list[None] = []
     monkeypatch.setattr(malloc_trim, "AFTER_S", 0)
-    monkeypatch.setattr(malloc_trim, "give_back_memory", lambda: given_back.append(None))
+    monkeypatch.setattr(malloc_trim, "trim_memory", lambda: given_back.append(None))
 
     async def end_one() -> None:
         malloc_trim.schedule_trim(num_bytes)

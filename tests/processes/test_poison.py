@@ -33,7 +33,7 @@ def test_what_was_raised_is_told_and_the_next_is_refused_unseen(server: Server) 
     assert status == 422 and "ValueError: poison at work" in message
     wait_until(lambda: server.gauge("quintet:executor_losses_total") == 1, "the figures of the core")
     status, message = ask(server, poison(Effect.RAISES), seed=99)
-    assert status == 422 and "was not tried" in message
+    assert status == 422 and "so this one was rejected" in message
     assert ask(server, [60, 61, 62])[0] == 200
     assert server.gauge("quintet:executor_losses_total") == 1
     assert server.children()["quintet-executor-0"].pid == executor

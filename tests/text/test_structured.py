@@ -290,7 +290,7 @@ def test_models_that_nothing_could_be_enforced_for_say_so(
     forms_of: Callable[..., Forms], model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:  # fmt: skip
     endless = Forms(model_of(tokenizers_by_style["byte_level"], eos_token_ids=[]), is_mock=False)
-    with pytest.raises(RequestError, match="no end of sequence"):
+    with pytest.raises(RequestError, match="no eos_token_id"):
         grammar_of(endless, regex="a")
     for style in set(tokenizers_by_style) - set(STYLES):
         with pytest.raises(RequestError, match="cannot be read"):

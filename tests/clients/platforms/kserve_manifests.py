@@ -9,7 +9,7 @@ import kserve
 import kubernetes.client
 import yaml
 
-FOLDER = Path(__file__).parents[3] / "deploy" / "kserve"
+FOLDER = Path(__file__).parents[3] / "deploy" / "integrations" / "kserve"
 CLASSES = {
     "ClusterServingRuntime": kserve.V1alpha1ClusterServingRuntime,
     "InferenceService": kserve.V1beta1InferenceService,

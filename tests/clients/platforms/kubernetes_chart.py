@@ -19,7 +19,7 @@ from cloudcoil.models.keda import v1alpha1 as keda
 from cloudcoil.models.prometheus_operator import v1 as prometheus
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "deploy" / "helm"))
+sys.path.insert(0, str(ROOT / "deploy" / "integrations" / "helm"))
 
 import render  # noqa: E402 - a script beside the chart, not a module of a package
 
