@@ -40,5 +40,5 @@ def test_the_script_loads_the_models_files_and_answers(
     assert (long["text"], long["finish_reason"]) == ("", "error") and "64" in long["error"]
     with pytest.raises(RequestError, match="send a text"):
         predictor.predict([5])
-    with pytest.raises(RequestError, match="beams is no parameter"):
+    with pytest.raises(RequestError, match="beams is not a supported parameter"):
         predictor.predict([{"prompt": "x", "beams": 2}])

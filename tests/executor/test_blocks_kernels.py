@@ -147,7 +147,7 @@ def test_what_is_no_block_is_refused() -> None:
         weight.fill(torch.zeros(64, 512))
     with pytest.raises(PackedWeightError, match="Q4_K"):
         weight.fill_codes(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 16))
-    with pytest.raises(PackedWeightError, match="multiple of the block size"):
+    with pytest.raises(PackedWeightError, match="whole blocks"):
         empty(WeightFormat.Q4_K, 64, 300)
     with pytest.raises(PackedWeightError, match="groups of 64"):
         PackedWeight(kernels(), WeightFormat.INT4, 64, 512, group=64).fill_blocks(blocks)
