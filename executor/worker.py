@@ -167,7 +167,7 @@ class Worker:
         self._num_started += 1
         if self._num_started % STEPS_PER_IDLE_TASK == 0 and self.has_idle_tasks:
             self.run_idle_task()  # a busy server gains most
-            self._span("chores", plan.step)
+            self._span("idle_tasks", plan.step)
         return Finished(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:

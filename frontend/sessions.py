@@ -143,7 +143,7 @@ class Sessions:
                 claim=claim,
                 reading=reading,
                 output_ids=replayed_ids,
-                tells=bool(replayed_ids),
+                replays=bool(replayed_ids),
                 handover=kv_transfer,
             ),
             sent_ns=0,

@@ -278,7 +278,7 @@ class Stream:
                     params=params,
                     choice=choice.index,
                     output_ids=choice.output_ids.tobytes(),
-                    tells=False,
+                    replays=False,
                     attempt=self.attempt,
                     adopts=choice.adopts,
                 ),

@@ -30,7 +30,7 @@ SPANS: Mapping[str, tuple[str, str]] = {
     "commit": ("step", "core: commit the step's tokens"),
     "send": ("step", "core, executor: encode and queue a message"),
     "wait": ("step", "executor: idle before this step (before the first: startup)"),
-    "chores": (
+    "idle_tasks": (
         "step",
         "executor: move weights to huge pages, or experts to other ranks, while plans wait",
     ),
@@ -42,7 +42,7 @@ SPANS: Mapping[str, tuple[str, str]] = {
         "step",
         "executor with pipeline stages: wait for the logits of this step, or for the next stage",
     ),
-    "told": (
+    "orders": (
         "step",
         "another rank: execute a command other than a step (copy blocks, idle tasks); on a GPU, launch it",
     ),
@@ -57,7 +57,7 @@ SPANS: Mapping[str, tuple[str, str]] = {
 }
 """All spans: the meaning of their number, and the measured work.
 
-Ranks and stages other than the first have `wait`, `layers` (with the logits), `bubble` and `told`. They have no
+Ranks and stages other than the first have `wait`, `layers` (with the logits), `bubble` and `orders`. They have no
 plans: their steps are the runs that they received, counted from 1.
 """
 

@@ -94,7 +94,7 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """Version of the sender's topology. A receiver with an older one waits for it, so that answers reach living processes."""
     reading: OutputParsing | None = None
     """Output parsing; None for plain text."""
-    tells: bool = False
+    replays: bool = False
     """The client has no text of ``output_ids`` yet: send it as if they had just been drawn."""
     handover: KvTransfer | None = None
     """None without KV transfer."""
@@ -102,7 +102,7 @@ class RequestSpec(msgspec.Struct, array_like=True):
     @property
     def num_seen(self) -> int:
         """Number of outputs that need not be sent again."""
-        return 0 if self.tells else len(self.output_ids) // 4
+        return 0 if self.replays else len(self.output_ids) // 4
 
 
 def reserved_output_tokens(max_tokens: int | None, clamp_max_tokens: bool, max_model_len: int) -> int:

@@ -26,8 +26,8 @@ COLOURS = {
     "send": "#b9bec6",
     "wait": "#f0f1f3",
     "bubble": "#f0f1f3",
-    "chores": "#b0a08c",
-    "told": "#b9bec6",
+    "idle_tasks": "#b0a08c",
+    "orders": "#b9bec6",
     "tables": "#f2c14e",
     "arrays": "#f78154",
     "layers": "#3f9b6b",
@@ -324,7 +324,7 @@ def _lanes(panel: Panel, bars: Sequence[Bar], *, roomy: bool = False) -> None:
 def _legend(canvas: Canvas, top: float) -> float:
     """Explain the colours; return where the picture ends."""
     x = float(GUTTER)
-    names = [name for name in COLOURS if name not in ("encode", "admit", "told", *WAITING)]
+    names = [name for name in COLOURS if name not in ("encode", "admit", "orders", *WAITING)]
     for name in names:
         canvas.rect(x, top, 12, 12, COLOURS[name])
         canvas.text(x + 16, top + 10, name, size=10, fill="#57606a")

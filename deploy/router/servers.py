@@ -241,7 +241,7 @@ class Servers:
     def _add(self, url: str, connect_s: float) -> None:
         index = self._num_created
         self._num_created += 1
-        prefixes = PrefixAffinity(holders=self._holders, who=index)
+        prefixes = PrefixAffinity(holders=self._holders, engine=index)
         pool = ConnectionPool(Target.parse(url), connect_s)
         speed, changed = EngineSpeeds(self._usual_speed), self._candidate_index.change
         server = Server(index, url, pool, prefixes=prefixes, speed=speed, clock=self._clock, changed=changed)

@@ -113,14 +113,14 @@ class PrefixAffinity:
     """LRU index of one engine's cached prefixes, as far as known."""
 
     def __init__(
-        self, max_hashes: int = MAX_HASHES, holders: PrefixOwners | None = None, who: int = 0
+        self, max_hashes: int = MAX_HASHES, holders: PrefixOwners | None = None, engine: int = 0
     ) -> None:
-        """``holders`` gets every entry added or removed, under the engine index ``engine``."""
+        """``holders`` gets every entry added or removed, under the index ``engine``."""
         self.max_hashes = max_hashes
         self._used: OrderedDict[int, int] = OrderedDict()
         """Last use of each hash, by use count."""
         self._num_uses = 0
-        self._holders, self._engine = holders, who
+        self._holders, self._engine = holders, engine
 
     def __len__(self) -> int:
         return len(self._used)

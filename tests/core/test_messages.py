@@ -79,7 +79,7 @@ def test_a_newer_attempt_at_a_live_request_only_tells_its_story_anew() -> None:
 def test_a_newer_attempt_of_which_nothing_was_told_is_told_from_its_beginning() -> None:
     """Also the outputs that it came with, where nobody has them as text."""
     world = World(max_steps_in_flight=1)
-    world.admit(0, PROMPT, output_ids=[5, 6], tells=True, ignore_eos=True)
+    world.admit(0, PROMPT, output_ids=[5, 6], replays=True, ignore_eos=True)
     world.step()
     message = changed(world.sent[0], attempt=1, detokenizer=1)
     (_, (_, opening)) = world.engine.admit(message, world.tick()).tokens

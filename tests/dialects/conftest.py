@@ -170,7 +170,7 @@ class FakeEngine:
             message = f"The prompt has {len(submit.prompt.text)} tokens; the model takes at most 256."
             self.deliver(Failed(submit.request_id, ErrorCode.TOO_LONG, message, "prompt"))
             return
-        num_told = 0 if submit.spec.tells else len(submit.spec.output_ids) // 4
+        num_told = 0 if submit.spec.replays else len(submit.spec.output_ids) // 4
         begun = [self.piece(submit, index) for index in range(num_told)]
         self.step(submit, len(begun), sum(map(len, begun)), is_first=True)
 

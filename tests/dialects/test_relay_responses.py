@@ -89,7 +89,9 @@ def test_it_goes_on_behind_any_event(server: Callable[[str], Any]) -> None:
         assert reply.status == 200 and events_of(reply) == events[number:], position
         count = int(position.partition(".")[0].removesuffix("e"))
         submit = second.engine.wait_for(Submit, number)[-1]
-        assert list(unpack_i32(submit.spec.output_ids)) == tokens[:count] and submit.spec.tells == (count > 0)
+        assert list(unpack_i32(submit.spec.output_ids)) == tokens[:count] and submit.spec.replays == (
+            count > 0
+        )
         assert submit.spec.params.seed == ticket_of(begun)[0]
         assert ids_told(reply) == tokens[count:] and ticket_of(reply) == ticket_of(begun)
 

@@ -108,7 +108,7 @@ def follow(
         if kind is OrderKind.IDLE_TASK:
             _run_idle_task(pages)  # after `done`: the leader runs its task meanwhile
             ranks.note(Note.IDLE_TASKS, _has_idle_tasks(pages))
-        span("layers" if kind is OrderKind.RUN else "told")
+        span("layers" if kind is OrderKind.RUN else "orders")
         yield kind
 
 
@@ -168,7 +168,7 @@ def run_stage(
             preceding.done()
             if kind is OrderKind.IDLE_TASK:
                 _run_idle_task(pages)
-            span("layers" if kind is OrderKind.RUN else "told")
+            span("layers" if kind is OrderKind.RUN else "orders")
             yield kind
     finally:
         is_over.set()

@@ -1,4 +1,4 @@
-"""Sampling parameters and output parsing of a chat request, whose form may be calls of tools."""
+"""Sampling parameters and output parsing of a chat request, tool calls included."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def params_and_reading(
 
 
 def _chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
-    """Return the checked sampling parameters of a request, whose tools were checked."""
+    """Return the checked sampling parameters of a request. Its tools were checked before."""
     model = config.model
     max_tokens = parse.chat_max_tokens(body)
     if max_tokens is None and "max_tokens" in model.generation_defaults:

@@ -78,7 +78,7 @@ def follow(
             case CaptureOrder():
                 assert steps.graphs is not None, "rank 0 captures graphs, but this rank does not"
                 steps.graphs.capture_one()
-        span("told")
+        span("orders")
         yield order
 
 

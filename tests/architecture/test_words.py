@@ -1,0 +1,40 @@
+"""Names and prose use the field's standard terms: no banned words, no docstrings that begin like questions."""
+
+from __future__ import annotations
+
+import pytest
+from tests.architecture.words import files, hits_in, questions_in
+
+CHECKED = (
+    *(
+        "wire",
+        "process",
+        "frontend",
+        "tokenizer_proc",
+        "core",
+        "executor",
+        "detokenizer_proc",
+        "deploy",
+        "src",
+    ),
+    *(
+        "README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "docs/getting-started",
+        "docs/developers",
+        "docs/operations.md",
+    ),
+    *("docs/reliability.md", "docs/replicas.md", "docs/kv.md", "docs/index.md"),
+)
+
+
+@pytest.mark.parametrize("folder", CHECKED)
+def test_no_banned_words(folder: str) -> None:
+    assert [str(hit) for path in files(folder) for hit in hits_in(path)] == []
+
+
+@pytest.mark.parametrize("folder", [name for name in CHECKED if "." not in name and "/" not in name])
+def test_docstrings_do_not_begin_like_questions(folder: str) -> None:
+    found = [hit for path in files(folder) if path.suffix == ".py" for hit in questions_in(path)]
+    assert [str(hit) for hit in found] == []
