@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,12 +194,24 @@ def doc_of(member: Any) -> str:
 
 
 def scrape() -> str:
-    """Return ``/metrics`` of a server with the mock executor."""
-    with (
-        serve(None, ("--executor", "mock")) as server,
-        urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response,
-    ):
-        return str(response.read().decode())
+    """Return ``/metrics`` of a server with the mock executor, once all processes have reported after a request."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    with serve(None, ("--executor", "mock")) as server:
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=20).close()
+        names: set[str] = set()
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
+                text = str(response.read().decode())
+            found = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
+            if found == names and "quintet:executor_steps_total" in found:
+                return text
+            names = found
+            time.sleep(1.5)
+    raise RuntimeError("the metrics of the mock server did not become complete within 30 s")
 
 
 def metric_lines(scraped: str) -> Iterator[str]:
