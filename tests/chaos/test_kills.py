@@ -143,6 +143,7 @@ def test_two_at_once(server: Server, asked: list[Asked], calm: Run, first: str, 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("num_kills", [5, pytest.param(20, marks=pytest.mark.whole)])
+@pytest.mark.whole
 def test_many_kills_in_a_row(server: Server, num_streams: int, num_kills: int) -> None:
     """In any order and at any distance. A stream without a connection is known to the core alone: the two do not die together."""
     rng = random.Random(1)

@@ -282,6 +282,7 @@ def test_a_unit_with_wrong_products_is_not_used(faulty: Path) -> None:
 
 
 @pytest.mark.skipif(not HAS["amx"], reason="this processor has no matrix unit")
+@pytest.mark.whole
 def test_attention_has_the_same_bits_with_either() -> None:
     """Heads whose last step is half empty and those that fill it, one row and many, both kinds of cache."""
     answers = [

@@ -85,6 +85,7 @@ def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, h
     check_two_hosts(tmp_path, hosts, config_of(tmp_path, 1, stages=2), alone)
 
 
+@pytest.mark.whole
 def test_ranks_of_one_stage_on_two_hosts_draw_what_they_draw_on_one_and_end_together(
     tmp_path: Path, hosts: HostsConfig
 ) -> None:

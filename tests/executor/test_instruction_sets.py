@@ -40,7 +40,7 @@ def repeat(name: str, config: pytest.Config, share: str, *files: Path) -> None:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", others())
 def test_the_kernels_with_another_instruction_set(name: str, pytestconfig: pytest.Config) -> None:
-    repeat(name, pytestconfig, "0.1", *KERNELS)
+    repeat(name, pytestconfig, "0.05", *KERNELS)
 
 
 @pytest.mark.parametrize("name", [name for name in others() if name in MATRIX_UNITS])

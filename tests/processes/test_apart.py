@@ -49,6 +49,7 @@ def blocks(server: Server, event: str) -> int:
     return int(server.gauge_of("quintet:kv_peer_blocks_total", event))
 
 
+@pytest.mark.whole
 def test_a_prompt_computed_elsewhere_is_fetched(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_bytes(b"k" * 32)

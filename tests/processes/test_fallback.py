@@ -16,6 +16,7 @@ def request(prompt: str) -> Asked:
     return Asked("/v1/completions", body | {"stream": True, "return_token_ids": True})
 
 
+@pytest.mark.whole
 def test_answers_outlive_the_executor() -> None:
     flags = ("--model-impl", "transformers", "--dtype", "float32", "--max-model-len", "256", "--threads", "1")
     asked = [request(prompt) for prompt in PROMPTS]

@@ -82,6 +82,7 @@ def test_nobody_else_may_ask(server: Server) -> None:
     assert unknown.returncode == 78 and "'kv burn' is not a command" in unknown.stderr
 
 
+@pytest.mark.whole
 def test_a_pin_outlives_the_core_and_the_executor(server: Server) -> None:
     ask(server)
     assert admin(server, "kv", "pin", "--prompt", PROMPT).returncode == 0

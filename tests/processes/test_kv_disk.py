@@ -49,6 +49,7 @@ def outlives(folder: Path, *more: str) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.whole
 def test_a_prompt_outlives_the_server(tmp_path: Path) -> None:
     outlives(tmp_path)
 

@@ -28,6 +28,7 @@ def runs(server: Server, event: str) -> int:
     return int(server.gauge_of("quintet:kv_store_runs_total", event))
 
 
+@pytest.mark.whole
 def test_a_prompt_that_another_server_computed_is_fetched(tmp_path: Path) -> None:
     flags = (*FLAGS, "--kv-store", f"file://{tmp_path}/kv", "--kv-store-size", "16MiB")
     with serve(*flags) as one, serve(*flags) as other:
