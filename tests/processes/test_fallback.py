@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from bench.chaos.streams import Asked, Run, differences, play
 
 from .server import serve
