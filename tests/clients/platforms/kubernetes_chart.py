@@ -118,7 +118,7 @@ REFUSED = {
     "(strategy.rollingUpdate.maxSurge 25%)": {
         "cache": {"create": True, "accessMode": "ReadWriteOncePod"}, "strategy": {"rollingUpdate": None},
     },
-    "(0.39) is not above 0.39: ": {"autoscaling": {"kind": "hpa", "secondsBetweenTokens": 0.39}},
+    "(0.39) must be above 0.39: ": {"autoscaling": {"kind": "hpa", "secondsBetweenTokens": 0.39}},
     "takes 500 ms": {"flags": {"step-target-ms": 500}, "autoscaling": KEDA},
     "to a multiple of 3": {**HOSTS, "flags": {"pipeline-parallel-size": 2}},
     "or, without stages, flags.tensor-parallel-size": {**HOSTS, "flags": {}},
