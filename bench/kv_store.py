@@ -1,4 +1,4 @@
-"""What a shared store of KV is worth: the first token of long prompts, computed by one server, and fetched by another.
+"""Value of a shared KV store: the first token of long prompts, computed by one server, and fetched by another.
 
     python -m bench.kv_store --shape S [--store URL] [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS]
 
@@ -25,7 +25,7 @@ from bench.peers.models import SHAPES, make_model
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run of this command found."""
+    """Results of a run of this command."""
 
     date: str
     commit: str

@@ -100,7 +100,7 @@ class Play:
         self._now_s = 0.0
         self._engines = EngineLoads(slots, _config(), clock=lambda: self._now_s)
         self._events: list[tuple[float, int, int | None]] = []
-        """When, a number, and whose step ends; None: a client asks."""
+        """Time, number, and the engine with a finished step; None: a client sends a request."""
         self._num_events = self._num_asked = 0
         self._live: dict[int, Stream] = {}
 

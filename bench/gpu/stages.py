@@ -60,7 +60,7 @@ class Group:
 
     jobs: tuple[Job, ...]
     seconds: float
-    """What they need on a GPU; kept for them by the groups before."""
+    """Outputs of earlier groups that they need on a GPU."""
     toy_seconds: float
     """Likewise of toy shapes on two cores."""
     only_after_failure: bool = False
@@ -140,7 +140,7 @@ class Session:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a job failed or ran out of time."""
+        """True if a job failed or ran out of time."""
         return any(result.status != 0 for result in self.results)
 
     def left_s(self) -> float:

@@ -1,4 +1,4 @@
-"""What a token and a prompt cost on a machine whose memory changes its pace: Quintet and llama.cpp in turn, pair by pair.
+"""Cost of a token and a prompt at varying memory speed: Quintet and llama.cpp in turn, pair by pair.
 
     python -m bench.peers.steps S:q8_0 M:q4_k_m L:q4_k_m [--rounds 12] [--prompt 128] [--output 48] [--save RESULT.json]
     python -m bench.peers.steps --read RESULT.json [--paces 42 54]    # of a saved run, rounds of slow and of fast memory apart
@@ -49,7 +49,7 @@ class Answer:
     prompt_ms: float
     """To the first token."""
     read_gb_s: float
-    """What memory gave beside it."""
+    """Memory bandwidth measured next to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Pairs:
 
     file: str
     weights_gb: float
-    """What a token reads of it."""
+    """Bytes of it that a token reads."""
     answers: dict[str, list[Answer]]
     """By engine, one of each round."""
 
