@@ -76,7 +76,7 @@ def drive(worker: StepWorker, plans: Iterable[StepPlan], max_in_flight: int = MA
 
 
 def finish_chores(worker: StepWorker) -> None:
-    """Run the idle tasks of a server, such as capturing graphs."""
+    """Have done what a server does while nobody asks anything, such as capturing graphs."""
     while worker.has_chores:
         worker.do_chore()
 
