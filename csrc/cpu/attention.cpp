@@ -103,7 +103,7 @@ void check(const AttentionLayer& layer) {
              double(layer.growth), (long long)layer.period, (long long)layer.shift);
 }
 
-// The cache of a layer at a place, whose blocks may be larger than it needs.
+// The cache of a layer at a place; its blocks may be larger than the layer needs.
 PagedKv paged_at(const KvPlace& place, const AttentionLayer& layer) {
   PagedKv kv = paged(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size,
                      layer.values_in_keys);

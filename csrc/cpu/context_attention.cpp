@@ -8,7 +8,7 @@
 //        ---- all read all of them ----      computed by  0   1   0   1   0 ...
 //
 // A key and a value are so read by one rank, not by all. Partitions are what one process reduces apart and then merges in their
-// order (kernels/attention.cpp), so it makes no difference to any bit who computes them.
+// order (kernels/attention.cpp), so the bits do not depend on the rank that computes them.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -115,7 +115,7 @@ class ContextCut {
     return seen_from(all_.layer.window, all_.layer.chunk, step.row_starts[row]) / kPartitionKeys;
   }
 
-  // Partitions of a row whose token all ranks compute together; 0: each computes its own heads.
+  // Partitions of a row with a token that all ranks compute together; 0: each computes its own heads.
   index_t partitions_of(const Step& step, index_t row) const {
     if (step.row_counts[row] != 1) return 0;
     const index_t partitions = step.row_starts[row] / kPartitionKeys + 1 - first_partition(step, row);
@@ -171,7 +171,7 @@ class ContextCut {
   index_t floats_;  // of a unit's state of a partition
   MergeCall merging_{};
   std::vector<MergeHeads> heads_;
-  Rows rows_;  // whose tokens are computed by heads
+  Rows rows_;  // rows of tokens that are computed by heads
   std::vector<MergeToken> tokens_;
   std::vector<AttentionPiece> pieces_;
 };

@@ -1,4 +1,4 @@
-// Operations whose tokens leave a state of fixed size behind: short convolutions, selective scans, the gated delta rule.
+// Operations with a state of fixed size per request: short convolutions, selective scans, the gated delta rule.
 //
 // A row's tokens are computed one after the other from the state that it is given, each element of the state by one fixed
 // sequence of operations a token: a request has the same bits however its tokens are cut into steps, and whatever stands

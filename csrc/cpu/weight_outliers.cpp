@@ -68,7 +68,7 @@ QT_EXPORT void qt_weight_set_outliers(qt::Weight* weight, void* memory, index_t 
   weight->outliers.bytes = qt_weight_outlier_bytes(weight->columns, weight->depth, weight->paired, most);
 }
 
-// Makes these all outliers of columns [first, first + count): of column first + i those from begins[i] to begins[i + 1], whose k are
+// Makes these all outliers of columns [first, first + count): of column first + i those from begins[i] to begins[i + 1], with k
 // `inputs`; of several at one place all. Returns 1; 0, and changes nothing, where there is no room for them, or no such k.
 QT_EXPORT int qt_weight_fill_outliers(qt::Weight* weight, index_t first, index_t count, const std::int64_t* begins,
                                       const std::int64_t* inputs, const float* numbers) {

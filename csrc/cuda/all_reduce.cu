@@ -1,4 +1,4 @@
-// y = the sum of all ranks' x (+ bias): what ranks make of a layer of whose inputs each has some. In one shot: every rank reads
+// y = the sum of all ranks' x (+ bias): of a layer with inputs divided between ranks. In one shot: every rank reads
 // every rank's numbers, and adds them itself.
 //
 // A block owns a channel (peers.cuh), and pieces number b, b + gridDim.x, … of the numbers, which lie without gaps; a thread packs

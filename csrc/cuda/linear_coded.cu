@@ -1,5 +1,5 @@
 // y = x . weight^T (+ bias) with a weight of codes of 4 or 8 bits: (code - zero) * scale - minimum, or a float of so many bits times a
-// scale, where neighbouring inputs of a column share zero, scale and minimum. x [num_rows, depth] in fp16 or bf16.
+// scale, where adjacent inputs of a column share zero, scale and minimum. x [num_rows, depth] in fp16 or bf16.
 //
 // Blocks, warps and stages are those of linear.cu with tiles of 64 columns: a step is 64 of the depth, 128 bytes of each row of x.
 // What is read of the weight for it is a brick of 16 columns, 512 or 1024 bytes that lie together, and a lane's own codes in

@@ -144,7 +144,7 @@ struct LinearTile {
       }
       ++in_chunk;
       copy_async_wait<STAGES - 2>();  // the oldest of this thread's groups: this step's
-      __syncthreads();                // everybody's; and everybody is done with the stage that is filled next
+      __syncthreads();                // all threads' copies; all are done with the stage that is filled next
       const unsigned char* here = shared + stage * STAGE_BYTES;
       Product::add(
           sum, here, here + X_BYTES, weight, [&] { fill(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1); });

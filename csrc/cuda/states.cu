@@ -1,4 +1,4 @@
-// Layers with a state: short convolutions, Mamba 1 and 2, the gated delta rule. A row of the step goes on from the state in the
+// Layers with a state: short convolutions, Mamba 1 and 2, the gated delta rule. A row of the step continues from the state in the
 // first block of its table and leaves another in the second, which may be the same; no row writes what another one reads. A row
 // that begins a request begins with zeros, padding has no tokens and touches nothing.
 //
@@ -13,7 +13,7 @@ namespace quintet {
 namespace {
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
-constexpr int TILE = 8;            // tokens whose inputs are brought to shared memory at once
+constexpr int TILE = 8;            // tokens with inputs copied to shared memory at once
 constexpr int WARP_COLUMNS = 8;    // of a head, by a warp; four lanes share the numbers behind each
 constexpr int PARTS = WARP_SIZE / WARP_COLUMNS;
 constexpr int COLUMNS = WARPS * WARP_COLUMNS;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void selective_scan(
   const float bias = there ? dt_bias[channel] : 0.0f, direct = there ? skip[channel] : 0.0f;
   for (int begin = 0; begin < row.count; begin += TILE) {
     const int tokens = row.count - begin < TILE ? row.count - begin : TILE, first = row.first + begin;
-    __syncthreads();  // everybody is done with the tile before
+    __syncthreads();  // all threads are done with the tile before
     for (int i = thread; i < tokens * size; i += THREADS) {
       written[i] = b.get(first + i / size, i % size);
       read[i] = c.get(first + i / size, i % size);
@@ -210,7 +210,7 @@ __device__ __forceinline__ void head_scan(
   state.load(row.source ? row.source + matrix : nullptr);
   for (int begin = 0; begin < row.count; begin += TILE) {
     const int tokens = row.count - begin < TILE ? row.count - begin : TILE, first = row.first + begin;
-    __syncthreads();  // everybody is done with the tile before
+    __syncthreads();  // all threads are done with the tile before
     state.bring(x, b, c, first, tokens, head, head / (heads / groups));
     if (int(threadIdx.x) < tokens) {
       const float d = fminf(fmaxf(softplus(dt.get(first + threadIdx.x, head) + dt_bias[head]), least), most);
@@ -251,7 +251,7 @@ __device__ __forceinline__ void delta_rule(
   state.load(row.source ? row.source + matrix : nullptr);
   for (int begin = 0; begin < row.count; begin += TILE) {
     const int tokens = row.count - begin < TILE ? row.count - begin : TILE, first = row.first + begin;
-    __syncthreads();  // everybody is done with the tile before
+    __syncthreads();  // all threads are done with the tile before
     state.bring(v, k, q, first, tokens, head, head / (heads / key_heads));
     if (int(threadIdx.x) < tokens) {
       const float width = softplus(alpha.get(first + threadIdx.x, head) + dt_bias[head]);

@@ -124,7 +124,7 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
   }
 }
 
-// One slice of an item, whose weights are fetched while those before it are multiplied. next: the weights after it.
+// One slice of an item; its weights are fetched while those before it are multiplied. next: the weights after it.
 void multiply_slice(Registers& registers, const LinearCall& call, const LinearItem& item, index_t k, float* sums, float* total,
                     const char* next, Buffers& buffers) {
   const index_t slice_end = k + call.weight->slice_depth, end = slice_end < item.k_end ? slice_end : item.k_end;
@@ -137,7 +137,7 @@ void multiply_slice(Registers& registers, const LinearCall& call, const LinearIt
   }
 }
 
-// All slices of items [begin, end) in turn, of one leaf, whose sums begin in `totals`; after: the weights that come then.
+// All slices of items [begin, end) in turn, of one leaf, with sums that begin in `totals`; after: the weights that come then.
 void multiply_slices(Registers& registers, const LinearCall& call, index_t begin, index_t end, const char* after, float* totals,
                      Buffers& buffers) {
   const Weight& weight = *call.weight;

@@ -180,7 +180,7 @@ QT_INLINE f32v total_of_leaves(index_t leaves, const OfLeaf& of_leaf) {
   return sums[0];
 }
 
-// The totals of an item's outputs, whose slices are all there: [rows][64].
+// The totals of an item's outputs, all slices complete: [rows][64].
 QT_INLINE void add_slices(const LinearCall& call, const LinearItem& item, float* total) {
   const float* const first = partials_of(call, item, 0);
   for (index_t r = 0; r < item.rows; ++r)

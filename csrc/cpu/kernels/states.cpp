@@ -370,7 +370,7 @@ void delta_rule(const void* description, index_t begin, index_t end) {
     const index_t place = call.offset + head * call.key_dim * call.head_dim * index_t(sizeof(float));
     for (index_t i = 0; i < columns;) {
       const float* from = row.from ? (const float*)(row.from + place) + first + i : nullptr;
-      // What comes next: these columns' neighbours, or the next head's first ones.
+      // What comes next: the adjacent columns, or the next head's first ones.
       const bool is_last = first + columns == call.head_dim;
       float* to = (float*)(row.to + place) + first + i;
       const float* ahead = (from ? from : to) + (is_last ? call.key_dim * call.head_dim - first : columns);
