@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5.0, help="seconds between them")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a phase")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of serve, behind --")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of serve, after --")
     args = parser.parse_args()
     rng = random.Random(1)
     num_prompts = int(args.seconds // args.every) + 1

@@ -5,7 +5,7 @@
 One layer. A token chooses its experts by popularity, after Zipf; every so often two experts swap theirs (``--drift``). A step's
 rows are divided as the kernels divide them (`qt_experts_divide`), loads are read, looked at and acted upon by
 `quintet.executor.distributed.parallel.balancer`, a chore every fourth step. Printed: the work of the busiest rank
-over the mean, summed over steps behind the first look: how much longer experts take than if all ranks had equally
+over the mean, summed over steps after the first look: how much longer experts take than if all ranks had equally
 much to do; the same if an expert's rows were divided evenly among the ranks that have it, whatever else these compute;
 and what was copied from then on. Nothing is computed or timed: the same command prints the same figures everywhere.
 """

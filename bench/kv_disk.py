@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4032, help="of a prompt")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of serve, behind --")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of serve, after --")
     args = parser.parse_args()
     rng = random.Random(1)
     prompts = [[rng.randrange(300, 30_000) for _ in range(args.tokens)] for _ in range(args.prompts)]

@@ -169,7 +169,7 @@ def _pods(folder: Path) -> Pods:
 
 
 def replicas() -> str:
-    """The chart's pods behind its router, while clients stream: one comes and one goes as in a rollout, then one dies."""
+    """The chart's pods with a router, while clients stream: one comes and one goes as in a rollout, then one dies."""
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         pods, list_file = _pods(Path(folder)), Path(folder) / "servers"
         old, stays = (stack.enter_context(served(*pods.serve)) for _ in range(2))
@@ -222,7 +222,7 @@ def replicas() -> str:
 
 
 def apart() -> str:
-    """Prompts computed by one server and answered by another, behind the router: either may lose its executor."""
+    """Prompts computed by one server and answered by another, with the router in front: either may lose its executor."""
     listen = f"127.0.0.1:{free_port()}"
     with (
         served("--role", "prefill", "--kv-peer-listen", listen) as prefill,

@@ -123,7 +123,7 @@ def main() -> None:
     for _ in range(args.repetitions):
         for layout in layouts.values():
             figures += measure(args.shape, layout, args.threads)
-    print("| rows x new tokens, behind |", " | ".join(layouts), "|\n|---" + "|---" * len(layouts) + "|")
+    print("| rows x new tokens, context |", " | ".join(layouts), "|\n|---" + "|---" * len(layouts) + "|")
     for batch in dict.fromkeys((each.rows, each.new, each.context) for each in figures):
         medians = [
             median(

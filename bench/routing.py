@@ -1,4 +1,4 @@
-"""Two engines behind one door: how often prompts are found computed, and first tokens under a skewed load, by way of choosing.
+"""Two engines with one load balancer: prefix cache hits, and first tokens under a skewed load, by routing policy.
 
     python -m bench.routing [--executor mock|model] [--trace rare] [--policy prefix] [--repetitions 3] [--save FILE]
 

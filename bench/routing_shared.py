@@ -48,7 +48,7 @@ from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 SHAPE = SHAPES["model"]
 TAIL = 16
-"""Tokens of a prompt behind its beginning."""
+"""Tokens of a prompt after its shared prefix."""
 KV_TOKENS = int(SHAPE.beginning * SHAPE.num_groups * 0.55) + CLIENTS * 64
 """Of one engine, as in `bench.routing`."""
 CPU = Machine(weights_us=1_500, token_us=40, key_us=0.01, pair_us=0.005, kv_tokens=KV_TOKENS)

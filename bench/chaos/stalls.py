@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--executor", choices=("model", "mock"), default="model")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="behind --: further flags of the server")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --: further flags of the server")
     arguments = parser.parse_args()
     flags = ["--executor", "mock", "--step-ms", "8"] if arguments.executor == "mock" else []
     flags += arguments.flags

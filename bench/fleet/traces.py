@@ -70,9 +70,9 @@ class Trace:
     num_shared: Ints
     """Tokens of that."""
     num_own: Ints
-    """Tokens behind them."""
+    """Tokens after them."""
     num_known: Ints
-    """Of those behind, tokens that the conversation's last request had, with its answer: all of them can be found."""
+    """Of those, tokens that the conversation's last request had, with its answer: all of them can be found."""
     num_output: Ints
     answers: tuple[tuple[tuple[int, int], ...], ...]
     """Of each request, where in its own tokens earlier answers lie: begin and end."""

@@ -1,4 +1,4 @@
-"""Runs a command in a session of its own, for so long and no longer, and leaves none of its processes behind.
+"""Run a command in its own session with a time limit; kill all its processes at the end.
 
 Knows not what the command does. Linux only: it reads ``/proc`` to find what belongs to a session.
 """

@@ -141,7 +141,7 @@ def open_worker(shape: Shape, device: str, folder: Path) -> tuple[StepWorker, Ho
     model = build_model(config.model.architecture, card_of(config.model), setting)
     fill_randomly(model.weights, 0)
     worker = make_device_worker(host, model, config, torch.bfloat16, {})
-    host.checks_arguments = False  # as on a GPU, behind boot
+    host.checks_arguments = False  # as on a GPU, after boot
     return worker, host
 
 

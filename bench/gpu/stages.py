@@ -3,7 +3,7 @@
     bash bench/gpu/remote.sh a 330 COMMIT      # what a person types; it installs wheels and starts this module
     python -m bench.gpu.stages a --seconds 330 --out DIR [--commit WORD] [--device cpu]
 
-Jobs of a group run in parallel. A group may use all time that the groups behind it do not need; a failed job ends nothing.
+Jobs of a group run in parallel. A group may use all time that the groups after it do not need; a failed job ends nothing.
 After each group ``DIR`` holds ``logs.tar.gz``, ``results.json`` and ``summary.txt``, so a machine that is taken away early
 leaves what was found. The summary is printed last.
 """

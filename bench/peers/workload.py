@@ -60,7 +60,7 @@ class Row:
     output_len: tuple[int, int] = (128, 128)
     shared_len: int = 0
     engines: int = 1
-    """Replicas of the model behind one port, which share the threads."""
+    """Replicas of the model on one port, which share the threads."""
     flags: tuple[str, ...] = ()
     """Additional arguments of Quintet."""
 

@@ -18,7 +18,7 @@ class Setup:
     precision: Precision
     mode: Mode
     engines: int = 1
-    """Replicas of the model behind one port, which share the threads."""
+    """Replicas of the model on one port, which share the threads."""
     flags: tuple[str, ...] = ()
     """Of Quintet: additional arguments."""
 

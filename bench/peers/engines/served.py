@@ -1,4 +1,4 @@
-"""An engine behind HTTP: ``/v1/completions`` with token ids, streamed, through the load client of `quintet bench serve`."""
+"""An engine served over HTTP: ``/v1/completions`` with token ids, streamed, through the load client of `quintet bench serve`."""
 
 from __future__ import annotations
 
