@@ -16,7 +16,7 @@
 // Where values are what keys begin with (AttentionLayer::values_in_keys: latent attention) there are keys and their scales alone.
 //
 // so that the multiplication loads its operands as they lie, and what is read of a head is contiguous. Heads of other widths
-// than multiples of 16 have zeros behind their numbers: key_dim and value_dim are what a head takes with them. The layout does
+// than multiples of 16 have zeros after their numbers: key_dim and value_dim are what a head takes with them. The layout does
 // not depend on the instruction set.
 #pragma once
 

@@ -1,7 +1,7 @@
 // Attention over keys and values that several ranks keep together (docs/parallel.md).
 //
 //   tokens of prompts, and few keys    each rank its own heads, over all keys
-//   a new token over many keys         each rank some partitions, with the queries of all these ranks' heads; then, behind a
+//   a new token over many keys         each rank some partitions, with the queries of all these ranks' heads; then, after a
 //                                      meeting, each rank merges the partitions of its own heads
 //
 //        queries of rank 0 | of rank 1       partitions   0   1   2   3   4 ...
@@ -206,7 +206,7 @@ class ContextOp final : public Op {
 }  // namespace
 }  // namespace qt
 
-// Appends attention, as qt_program_attention does, over keys and values that this rank keeps together with others; behind a meeting
+// Appends attention, as qt_program_attention does, over keys and values that this rank keeps together with others; after a meeting
 // with them. q: the queries of all their heads, which lie where all read them.
 QT_EXPORT void qt_program_context_attention(qt::Program* program, qt::Ranks* ranks, const qt::AttentionLayer* layer, const void* q,
                                             index_t q_stride, const qt::KvPlace* kv, void* out, index_t out_stride,

@@ -19,7 +19,7 @@
 // its own. Where they are on two machines each has such memory, and a process on either carries orders across (step_bytes.cpp):
 // it hears an order on one machine as rank 1, and sends it on the other as rank 0.
 //
-// So have ranks that are on several machines and do meet. Each names the rows that it leaves for the others; behind these bytes
+// So have ranks that are on several machines and do meet. Each names the rows that it leaves for the others; after these bytes
 // the process that carries them says on every other machine that the rank has come as far.
 //
 // Each waits by a short spin, then a futex. No rank checks that the others live: the processes end together (docs/parallel.md).
@@ -136,7 +136,7 @@ class Ranks {
   char* rotated() const { return rotated_; }
   // One of the KV memories that adjacent ranks keep together.
   char* kv(index_t copy) const { return kv_ + copy * shape_.kv_bytes; }
-  // What is computed over it: rows of all heads' queries, and states of partitions. One layer's, since all meet behind each.
+  // What is computed over it: rows of all heads' queries, and states of partitions. One layer's, since all meet after each.
   char* queries(index_t copy) const { return queries_ + copy * shape_.max_tokens * shape_.query_row_bytes; }
   float* partials(index_t copy) const { return partials_ + copy * shape_.partial_floats; }
   // Where the step lies of the order that rank 0 sends next, or of the one that another has heard.

@@ -26,7 +26,7 @@ Region region_of_unit(const void* description, index_t piece) {
 }
 
 Work work_of(const StateCall& call, Run run, index_t num_rows, const void* description) {
-  const bool is_small = call.state_bytes() < kSmallState;  // what comes behind it is fetched ahead instead
+  const bool is_small = call.state_bytes() < kSmallState;  // what comes after it is fetched ahead instead
   const index_t grain = kCostAtOnce / call.token_cost;
   return {.count = num_rows * call.units, .grain = grain < 1 ? 1 : grain, .run = run, .call = description,
           .region = is_small ? nullptr : region_of_unit,

@@ -14,14 +14,14 @@
 namespace qt {
 
 inline constexpr index_t kMaxTaps = 16;         // of a convolution
-inline constexpr index_t kMaxStateSize = 256;   // numbers of the state behind each channel
+inline constexpr index_t kMaxStateSize = 256;   // numbers of the state of each channel
 inline constexpr index_t kUnitColumns = 64;     // channels of a piece of a scan
 inline constexpr index_t kConvColumns = 512;    // channels of a piece of a convolution
 
 // A row of the step: laid out like the int64[4] of `quintet.executor.backends.cpu.ops.host_states`.
 struct StateRow {
   const char* from;  // its states before its first token; null: zeros
-  char* to;          // where they go behind its last one; may be `from`
+  char* to;          // where they go after its last one; may be `from`
   index_t token;     // the first one's index in the step
   index_t count;
 };
@@ -32,7 +32,7 @@ struct Columns {
 };
 
 // A piece of work is a row and one of its units: a range of channels, or of the columns of a head. States of a row lie
-// `offset` bytes behind its `from` and `to`: of each head (or of the only one there is) `lines` runs of `columns` elements.
+// `offset` bytes after its `from` and `to`: of each head (or of the only one there is) `lines` runs of `columns` elements.
 struct StateCall {
   const StateRow* rows = nullptr;
   index_t units = 0;

@@ -14,7 +14,7 @@
 //   DIM 128: 34 KiB + 17 KiB a stage: 2 blocks of 4 stages on sm_90 and sm_100 (227 KiB), 1 of 7 on sm_80 (163 KiB)
 //   DIM 256: 33 KiB + 33 KiB a stage: 1 block of 5 stages, 3 on sm_80
 //
-// Where the split size is fixed, a piece may walk several splits; the totals of those behind it lie in global memory,
+// Where the split size is fixed, a piece may walk several splits; the totals of those after it lie in global memory,
 // private to the thread, since there are no registers left for them.
 //
 // Order of reduction: see attention.cuh; it depends on positions only, never on the batch.

@@ -56,7 +56,7 @@ struct Int8<fp16> {
     b[1] = fma_pair<fp16>(__byte_perm(words[t], 0x64646464u, 0x4342u), LargePair<fp16>::ONES, less);
   }
 };
-// bf16 has no room for 8 bits behind a large number, fp32 has: 2^23 + n. An integer below 256 is its upper half.
+// bf16 has no room for 8 bits after a large number, fp32 has: 2^23 + n. An integer below 256 is its upper half.
 template <>
 struct Int8<bf16> {
   static constexpr int BITS = 8;

@@ -15,7 +15,7 @@
 //
 // All ranks launch the same kernels of the same grids in the same order, of at most CHANNELS blocks, which run at once on every
 // device. A wait that lasts longer than the host allows ends, with a word for the host: what was computed is then worthless, and
-// no wait behind it lasts.
+// no wait after it lasts.
 #pragma once
 
 namespace quintet {

@@ -179,7 +179,7 @@ using namespace quintet;
 // q: [tokens, heads, head_dim], k, v: [tokens, KV heads, head_dim]; of each and of out, the queries, a token lies as many
 // numbers after the one before as its stride says. out may be q. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
 // k_norm: [head_dim], or null both. kv: keys [blocks, KV heads, block_size, head_dim], blocks block_stride
-// numbers apart, and values `plane` numbers behind them. kv_rows: [tokens], block *
+// numbers apart, and values `plane` numbers after them. kv_rows: [tokens], block *
 // block_size + place in it; -1 for padding, which writes no KV and has zeros as queries. key_scale, value_scale: what
 // divides numbers of an fp8 cache; others have none.
 #define QT_ROPE_KV(name, T, K, V, ITEMS)                                                                          \

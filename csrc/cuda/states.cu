@@ -14,7 +14,7 @@ namespace {
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
 constexpr int TILE = 8;            // tokens with inputs copied to shared memory at once
-constexpr int WARP_COLUMNS = 8;    // of a head, by a warp; four lanes share the numbers behind each
+constexpr int WARP_COLUMNS = 8;    // of a head, by a warp; four lanes share the numbers of each
 constexpr int PARTS = WARP_SIZE / WARP_COLUMNS;
 constexpr int COLUMNS = WARPS * WARP_COLUMNS;
 
@@ -100,7 +100,7 @@ __device__ __forceinline__ void keep_inputs(
   }
 }
 
-// Mamba. A thread owns a channel of a row and the `size` numbers behind it, which lie in shared memory as their factors do.
+// Mamba. A thread owns a channel of a row and the `size` numbers of its state, which lie in shared memory as their factors do.
 template <class T>
 __device__ __forceinline__ void selective_scan(
     float* shared, const Tokens<T>& x, const Tokens<T>& dt, const Tokens<T>& b, const Tokens<T>& c, const Tokens<T>& gate,
@@ -147,7 +147,7 @@ struct Step {
 };
 
 // A head's state is a matrix `[size, head_dim]`. A block owns 32 columns of a head of a row, a warp eight of them; lane l has column
-// l % 8 and the numbers l / 8, l / 8 + 4 ... behind it, which lie in shared memory, a line of 32 for a warp's four at a time. Sums over
+// l % 8 and the numbers l / 8, l / 8 + 4 ... of its state, which lie in shared memory, a line of 32 for a warp's four at a time. Sums over
 // a column: a lane's ascending, then the four lanes in a butterfly.
 template <class T>
 struct HeadState {

@@ -27,7 +27,7 @@
 //
 // Where values are what keys begin with, a chunk's are laid out as values first: once for all groups of a piece.
 //
-// Heads of any width lie in the cache with zeros behind their numbers, which add zeros to scores; what their values add up to
+// Heads of any width lie in the cache with zeros after their numbers, which add zeros to scores; what their values add up to
 // is not stored.
 //
 // Per key and KV head in bf16: 2 * (key_dim + value_dim) bytes, as many FLOPs and an exponential for each row. Limiter: memory

@@ -109,7 +109,7 @@ bool join(const AttentionPiece& piece, float* partials, std::uint32_t* pending, 
   return true;
 }
 
-// Stores a group's results: of each head the numbers from `first` on that were added up, value_dim with the zeros behind a head's.
+// Stores a group's results: of each head the numbers from `first` on that were added up, value_dim with the zeros after a head's.
 template <class Element, class Word>
 void finish(const AttentionCall& call, const Group<Word>& group, index_t first_head, index_t first, index_t value_dim) {
   const Partial total = partial_at(group.total, group.rows, value_dim);

@@ -218,7 +218,7 @@ void end_slice(const Unit& unit) {
   }
 }
 
-// Reads a block's head before its codes, all of it and in order: read when its groups are added up it would lie behind what is read
+// Reads a block's head before its codes, all of it and in order: read when its groups are added up it would lie after what is read
 // then, and the processor would not see that memory is read front to back. Widens the halves that all of its groups need.
 QT_INLINE void begin_block(const Unit& unit, const char* head, float (&widened)[2 * kTileColumns]) {
   constexpr index_t kVectorBytes = kLanes * 4;
@@ -257,7 +257,7 @@ void multiply(const Unit& unit) {
       sum.template operator()<Asking::next>();
     else
       sum.template operator()<Asking::nothing>();
-    asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not behind them
+    asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not after them
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
     else

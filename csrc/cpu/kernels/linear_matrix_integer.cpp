@@ -45,7 +45,7 @@ struct alignas(64) Buffers {
   float total[kTreeHeight][kHighestPanel * kTileColumns];  // of the slices so far; the first alone, but of leaves
   std::int32_t integers[2][kUnitRows * kTileColumns];      // a unit's sums of a group: rows, or first of high and then of low bytes
   char bytes[kPiece * kTileColumns];                // of weights of fewer bits
-  char last[kAmxRows * kLineBytes];                 // the last k, with zeros behind them
+  char last[kAmxRows * kLineBytes];                 // the last k, with zeros after them
 };
 
 // How a call is multiplied.

@@ -37,7 +37,7 @@ QT_INLINE f32v activated(const LinearCall& call, f32v gate, f32v up) {
   return rounded_to<Element>(activate(call.activation, gate)) * up;
 }
 
-// Rounds sums [rows][64] of a tile to y, numbers of Element, after the bias, with what is fused behind. Bias: the call's dtype.
+// Rounds sums [rows][64] of a tile to y, numbers of Element, after the bias, with what is fused after. Bias: the call's dtype.
 template <class Element, class Bias = Element>
 void finish(const Finish& f, const float* sums, index_t row, index_t rows) {
   const LinearCall& call = f.call;

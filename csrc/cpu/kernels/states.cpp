@@ -292,7 +292,7 @@ void ask(index_t key_dim, const DeltaToken& token, const DeltaColumns& state, in
 }
 
 // One token through `Vectors` vectors of a head's columns, `count` of them, the first of which is column `at` of the values.
-// said: what the state before says of its key; then, if there is a token behind it, what the state behind says of that one's: so
+// said: what the state before says of its key; then, if there is a token after it, what the state after says of that one's: so
 // that rows of many tokens go over the state once a token, by the same operations as those of one.
 template <class Element, int Vectors, bool IsFollowed>
 void delta_token(const DeltaRuleCall& call, const DeltaToken& token, const DeltaToken& following, const DeltaColumns& state,
