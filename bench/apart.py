@@ -139,7 +139,7 @@ def run_phase(
             time.sleep(min(args.every, left_s))
         ended_s = time.perf_counter()
         until.set()
-        prompts = [each.result() for each in came]
+        answered = [each.result() for each in came]
     gaps = sorted(
         1e3 * (later - earlier)
         for each in times
@@ -151,9 +151,9 @@ def run_phase(
     }
     by_percentile["max"] = round(gaps[-1], 2)
     phase = Phase(
-        name, by_percentile, len(gaps), [round(each[0], 3) for each in prompts], [each[1] for each in prompts]
+        name, by_percentile, len(gaps), [round(each[0], 3) for each in answered], [each[1] for each in answered]
     )
-    return phase, [each[2] for each in prompts]
+    return phase, [each[2] for each in answered]
 
 
 def say(phase: Phase) -> None:
