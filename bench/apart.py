@@ -151,7 +151,11 @@ def run_phase(
     }
     by_percentile["max"] = round(gaps[-1], 2)
     phase = Phase(
-        name, by_percentile, len(gaps), [round(each[0], 3) for each in answered], [each[1] for each in answered]
+        name,
+        by_percentile,
+        len(gaps),
+        [round(each[0], 3) for each in answered],
+        [each[1] for each in answered],
     )
     return phase, [each[2] for each in answered]
 
