@@ -161,7 +161,7 @@ ROWS = (
     ),
     Row(
         "kill",
-        "executor killed under load: the streams go on, no byte changes, its memory is free again",
+        "executor killed under load: streams continue, no byte changes, its memory is free again",
         "all pass",
         (*PYTEST, "tests/gpu/test_kill.py"),
         (*PROCESSES, "pytest"),
