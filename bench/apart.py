@@ -1,4 +1,4 @@
-"""What long prompts do to those who are being answered: computed by the same server, and by another one.
+"""Interference of long prompts with decoding streams: prefill on the same server, and on another one.
 
     python -m bench.apart [--shape S] [--layers 6] [--streams 4] [--tokens 2032] [--every 5] [--seconds 30] [--save FILE]
 
@@ -8,9 +8,9 @@ are answered by the second one, in four phases of so many seconds:
     alone      nothing else
     together   a prompt of so many tokens comes every so many seconds, and the same server computes it
     apart      the same, and the other server computes it; its KV is fetched
-    beside     the other server computes such prompts, and nobody fetches them: what the machine itself takes from neighbours
+    beside     the other server computes such prompts, and their KV is not fetched: interference of the machine alone
 
-The gaps between a stream's tokens are told by percentile, and how long the prompts' first tokens took. One of the prompts that
+The gaps between a stream's tokens are printed by percentile, and how long the prompts' first tokens took. One of the prompts that
 were computed apart is asked for again where it was computed: the text must be the same.
 """
 
@@ -43,11 +43,11 @@ PHASES = ("alone", "together", "apart", "beside")
 NUM_OUTPUTS = 8
 MAX_LEN = 4096
 STREAM_TOKENS = 64
-"""Of the prompts of those who are being answered."""
+"""Of the prompts of the decoding streams."""
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """What was seen in one of the phases."""
+    """Measurements of one phase."""
 
     name: str
     gaps_ms: dict[str, float]
@@ -59,7 +59,7 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run of this command found."""
+    """Results of a run of this command."""
 
     date: str
     commit: str
@@ -139,7 +139,7 @@ def run_phase(
             time.sleep(min(args.every, left_s))
         ended_s = time.perf_counter()
         until.set()
-        told = [each.result() for each in came]
+        answered = [each.result() for each in came]
     gaps = sorted(
         1e3 * (later - earlier)
         for each in times
@@ -151,9 +151,13 @@ def run_phase(
     }
     by_percentile["max"] = round(gaps[-1], 2)
     phase = Phase(
-        name, by_percentile, len(gaps), [round(each[0], 3) for each in told], [each[1] for each in told]
+        name,
+        by_percentile,
+        len(gaps),
+        [round(each[0], 3) for each in answered],
+        [each[1] for each in answered],
     )
-    return phase, [each[2] for each in told]
+    return phase, [each[2] for each in answered]
 
 
 def say(phase: Phase) -> None:
@@ -167,7 +171,7 @@ def say(phase: Phase) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
@@ -187,7 +191,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5.0, help="seconds between them")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a phase")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of serve, behind --")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of serve, after --")
     args = parser.parse_args()
     rng = random.Random(1)
     num_prompts = int(args.seconds // args.every) + 1

@@ -1,4 +1,4 @@
-"""How well a step would keep many threads busy, from the recorded program and the kernels' own cutting. Nothing is run.
+"""Load balance of a step over many threads, from the recorded program and the kernels' own cutting. Nothing is run.
 
 For each number of threads: the mean thread's work over the busiest one's, were all equally fast, with the busiest of each
 operation added up (its end is a barrier); barriers in a step; bytes of weights and KV that more than one piece of work reads.

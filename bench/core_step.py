@@ -54,7 +54,7 @@ def make_engine(num_running: int, num_slots: int | None = None) -> Engine:
 
 
 def arrivals(first_id: int, count: int, max_tokens: int | None) -> list[Admit]:
-    """Return requests whose prompts have nothing in common."""
+    """Return requests without a common prefix."""
     rng = random.Random(first_id)
     found = []
     for request_id in range(first_id, first_id + count):
@@ -88,7 +88,7 @@ def turnover_us(num_running: int, num_waves: int = 40) -> float:
 
 
 def measure(num_running: int, num_steps: int) -> dict[str, float]:
-    """Return the medians over ``num_steps`` steps in which everybody decodes."""
+    """Return the medians over ``num_steps`` decode steps of all requests."""
     engine = make_engine(num_running)
     results: deque[StepResult] = deque()
     times: dict[str, list[int]] = {

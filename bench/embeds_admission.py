@@ -1,4 +1,4 @@
-"""Time the core's loop spends on the arrival of a prompt of vectors: for so long, nobody else's step is planned.
+"""Time the core's loop spends on the arrival of a prompt of vectors: until then no other step is planned.
 
     python -m bench.embeds_admission [--megabytes 24]
 

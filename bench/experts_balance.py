@@ -1,12 +1,12 @@
-"""How evenly ranks share experts' work, with copies of hot experts and without: routing is drawn, the balancer real.
+"""Balance of experts' work between ranks, with copies of hot experts and without: routing is drawn, the balancer real.
 
     python -m bench.experts_balance [--ranks 4 8] [--rows 32 512] [--zipf 0.5 1] [--places 1 2 4] [--steps 1500] [--save FILE]
 
 One layer. A token chooses its experts by popularity, after Zipf; every so often two experts swap theirs (``--drift``). A step's
 rows are divided as the kernels divide them (`qt_experts_divide`), loads are read, looked at and acted upon by
 `quintet.executor.distributed.parallel.balancer`, a chore every fourth step. Printed: the work of the busiest rank
-over the mean, summed over steps behind the first look: how much longer experts take than if all ranks had equally
-much to do; the same if an expert's rows were divided evenly among those who have it, whatever else they have to do;
+over the mean, summed over steps after the first look: how much longer experts take than if all ranks had equally
+much to do; the same if an expert's rows were divided evenly among the ranks that have it, whatever else these compute;
 and what was copied from then on. Nothing is computed or timed: the same command prints the same figures everywhere.
 """
 
@@ -136,15 +136,15 @@ def play(
             balancer.run_idle_task()
         divide(ctypes.addressof(described), counts.ctypes.data)
         evenly += _busiest_evenly(counts, homes, copies)
-    busiest, everybody = layer.asked[-2:].tolist()
+    busiest, total = layer.asked[-2:].tolist()
     return Figures(
-        *(ranks, rows, zipf, drift, places, busiest * ranks / everybody, evenly * ranks / everybody),
+        *(ranks, rows, zipf, drift, places, busiest * ranks / total, evenly * ranks / total),
         *(balancer.num_copies - before[0], balancer.bytes_moved - before[1], steps),
     )
 
 
 def _busiest_evenly(counts: NDArray[np.int64], homes: NDArray[np.int64], copies: NDArray[np.int32]) -> float:
-    """Return the work of the busiest rank where all who have an expert get as many of its rows."""
+    """Return the work of the busiest rank if all ranks with an expert get as many of its rows."""
     ranks = len(copies)
     has = np.zeros((ranks, EXPERTS), bool)
     has[homes, np.arange(EXPERTS)] = True

@@ -1,4 +1,4 @@
-"""What ranks pay for being on two hosts: the same two beside each other, and with sealed sockets between them, over loopback.
+"""Cost of ranks on two hosts: the same two on one host, and with encrypted sockets between them, over loopback.
 
 Both hosts are processes of this machine, which share its cores with those that carry: what a real network adds is not in it, and
 what real hosts have more of is not either. A step's meetings are two a layer and the logits'; of the difference each has a part.
@@ -41,7 +41,7 @@ CASES = ((1, 1, 256, 20), (8, 1, 256, 20), (32, 1, 256, 10), (1, 512, 0, 4))
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """What one case took."""
+    """Times of one case."""
 
     hosts: int
     requests: int
@@ -51,7 +51,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run of this command found."""
+    """Results of a run of this command."""
 
     date: str
     commit: str

@@ -41,7 +41,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run of this command found."""
+    """Results of a run of this command."""
 
     date: str
     commit: str
@@ -51,7 +51,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a free port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
@@ -99,13 +99,13 @@ def sealed(rank: int, port: int, repetitions: int, answers: multiprocessing.Queu
         states, place = bytearray(size), bytearray(size)
 
         def there(states: bytearray = states) -> None:
-            end.send_multipart([b"told", b"", memoryview(states)], copy=False)
+            end.send_multipart([b"states", b"", memoryview(states)], copy=False)
             end.recv_multipart(copy=False)
 
         def here(place: bytearray = place) -> None:
-            who, _, _, frame = end.recv_multipart(copy=False)
+            sender, _, _, frame = end.recv_multipart(copy=False)
             place[:] = frame.buffer
-            end.send_multipart([who, b"done"], copy=False)
+            end.send_multipart([sender, b"done"], copy=False)
 
         ms = times_of(here if rank else there, repetitions)
         if not rank:

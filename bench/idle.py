@@ -1,4 +1,4 @@
-"""Measure what an idle server costs: processor time of all its processes while nobody asks anything.
+"""Measure the cost of an idle server: processor time of all its processes without requests.
 
     python -m bench.idle [--seconds 60]
 

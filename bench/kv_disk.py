@@ -1,9 +1,9 @@
-"""What KV on disk is worth: the first token of long prompts, computed, and read by a server that was started again.
+"""Value of KV on disk: the first token of long prompts, computed, and read by a restarted server.
 
     python -m bench.kv_disk --shape S [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS OF SERVE]
 
 A server with ``--kv-disk`` computes so many prompts, one after the other; it is killed with all its processes; another one, over
-the same files, gets the same prompts. Before that the system is told to forget the files' pages, so that they are read from the
+the same files, gets the same prompts. Before that the system drops the files' pages, so that they are read from the
 disk. Every answer must be the same, byte for byte. The model is of the real shape, its weights are random, made in ``--model``
 unless it is there.
 """
@@ -39,7 +39,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run of this command found."""
+    """Results of a run of this command."""
 
     date: str
     commit: str
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4032, help="of a prompt")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of serve, behind --")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of serve, after --")
     args = parser.parse_args()
     rng = random.Random(1)
     prompts = [[rng.randrange(300, 30_000) for _ in range(args.tokens)] for _ in range(args.prompts)]

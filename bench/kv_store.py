@@ -1,4 +1,4 @@
-"""What a shared store of KV is worth: the first token of long prompts, computed by one server, and fetched by another.
+"""Value of a shared KV store: the first token of long prompts, computed by one server, and fetched by another.
 
     python -m bench.kv_store --shape S [--store URL] [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS]
 
@@ -25,7 +25,7 @@ from bench.peers.models import SHAPES, make_model
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run of this command found."""
+    """Results of a run of this command."""
 
     date: str
     commit: str
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4032, help="of a prompt")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of serve, behind --")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of serve, after --")
     args = parser.parse_args()
     rng = random.Random(1)
     prompts = [[rng.randrange(300, 30_000) for _ in range(args.tokens)] for _ in range(args.prompts)]

@@ -36,7 +36,7 @@ from quintet.executor.backends.platforms.memory_nodes import nodes_of
 MANIFESTS = Path(__file__).parents[1] / "deploy" / "integrations" / "kubernetes"
 SMALL = ("--kv-cache-memory", "64MiB", "--log-level", "WARNING")
 NUM_STREAMS = 16
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 class NotHere(Exception):
@@ -53,7 +53,7 @@ def survives(server: Server, victim: str) -> str:
 
     struck = asyncio.run(play(server.url, asked, disturb))
     assert not differences(calm, struck, asked), f"other bytes after the death of {victim}"
-    wait_until(lambda: server.get("/health")[0] == 200, "everybody back")
+    wait_until(lambda: server.get("/health")[0] == 200, "all processes ready")
     return (
         f"{victim} killed under {NUM_STREAMS} streams: same bytes, longest wait {struck.longest_wait_s:.2f} s"
     )
@@ -61,7 +61,7 @@ def survives(server: Server, victim: str) -> str:
 
 @contextmanager
 def served(*flags: str) -> Iterator[Server]:
-    """Serve the model that ships with Quintet, by a command that is told."""
+    """Serve the packaged model with the given command."""
     with serve(*SMALL, *flags) as server:
         tell("quintet", "serve", *SMALL, *flags)
         yield server
@@ -89,7 +89,7 @@ def one_box() -> str:
 
 
 def two_sockets() -> str:
-    """`quintet serve --data-parallel-size 2`, both of whose engines work, and either may die; `--tensor-parallel-size 2`."""
+    """`quintet serve --data-parallel-size 2` with two working engines, either of which may die; `--tensor-parallel-size 2`."""
     with served("--data-parallel-size", "2") as server:
         check_engines(server, 2)
         engines = survives(server, "quintet-core-1")
@@ -102,7 +102,7 @@ def two_sockets() -> str:
 
 
 def check_engines(server: Server, count: int) -> None:
-    """Look whether streams get tokens from every engine. Before one dies: what it has not told is not counted."""
+    """Check that every engine streams tokens. Call before one dies: tokens that it has not reported are not counted."""
     asyncio.run(play(server.url, crowd(1, NUM_STREAMS)))
     server.await_figures()
     _, figures = server.get("/metrics")
@@ -130,7 +130,7 @@ def gpus() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """What the chart runs: flags, seconds between leaving the list and SIGTERM, and from there to SIGKILL."""
+    """The chart's settings: flags, seconds between leaving the list and SIGTERM, and from there to SIGKILL."""
 
     serve: tuple[str, ...]
     route: tuple[str, ...]
@@ -169,7 +169,7 @@ def _pods(folder: Path) -> Pods:
 
 
 def replicas() -> str:
-    """The chart's pods behind its router, while clients stream: one comes and one goes as in a rollout, then one dies."""
+    """The chart's pods with a router, while clients stream: one comes and one goes as in a rollout, then one dies."""
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         pods, list_file = _pods(Path(folder)), Path(folder) / "servers"
         old, stays = (stack.enter_context(served(*pods.serve)) for _ in range(2))
@@ -186,7 +186,7 @@ def replicas() -> str:
             turns = itertools.cycle(range(number, NUM_STREAMS, 4))
             while not is_over:
                 answer, turn = Heard(), next(turns)
-                await asyncio.wait_for(listen(router.url, asked[turn], answer), _PATIENCE_S)
+                await asyncio.wait_for(listen(router.url, asked[turn], answer), _TIMEOUT_S)
                 assert answer.bytes_of() == calm.heard[turn].bytes_of(), "other bytes, or none"
                 heard.append(answer)
 
@@ -202,10 +202,10 @@ def replicas() -> str:
             finally:
                 is_over = True
 
-        async def everybody() -> None:
+        async def clients_and_rollout() -> None:
             await asyncio.gather(rollout(), *(client(number) for number in range(4)))
 
-        asyncio.run(everybody())
+        asyncio.run(clients_and_rollout())
         assert all(answer.num_connections == 1 for answer in heard), "a client had to come back"
 
         async def kill() -> None:
@@ -222,7 +222,7 @@ def replicas() -> str:
 
 
 def apart() -> str:
-    """Prompts computed by one server and answered by another, behind the router: either may lose its executor."""
+    """Prompts computed by one server and answered by another, with the router in front: either may lose its executor."""
     listen = f"127.0.0.1:{free_port()}"
     with (
         served("--role", "prefill", "--kv-peer-listen", listen) as prefill,
@@ -238,17 +238,17 @@ def apart() -> str:
         wait_until(lambda: "prefill" in router.get("/servers")[1], "roles are known")
         wait_until(lambda: "decode" in router.get("/servers")[1], "roles are known")
         asked = crowd(3, NUM_STREAMS)
-        calm = asyncio.run(asyncio.wait_for(play(router.url, asked), _PATIENCE_S))
+        calm = asyncio.run(asyncio.wait_for(play(router.url, asked), _TIMEOUT_S))
         waits_s = []
         for server in (prefill, decode):
 
             async def disturb(server: Server = server) -> None:
                 server.children()["quintet-executor-0"].kill()
 
-            struck = asyncio.run(asyncio.wait_for(play(router.url, asked, disturb), _PATIENCE_S))
+            struck = asyncio.run(asyncio.wait_for(play(router.url, asked, disturb), _TIMEOUT_S))
             assert not differences(calm, struck, asked), "other bytes after the death of an executor"
             waits_s.append(struck.longest_wait_s)
-            wait_until(lambda server=server: server.get("/readyz")[0] == 200, "everybody back")  # type: ignore[misc]
+            wait_until(lambda server=server: server.get("/readyz")[0] == 200, "all processes ready")  # type: ignore[misc]
         decode.await_figures()
         num_fetched = decode.gauge_of("quintet:kv_peer_blocks_total", "fetched")
         assert num_fetched > 0, "nothing went from one to the other"

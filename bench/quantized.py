@@ -88,14 +88,14 @@ def half(array: Array) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Written:
-    """What a format makes of a model's layers."""
+    """Quantized layers of a format."""
 
     section: Mapping[str, Any]
     """``quantization_config``."""
     tensors: Callable[[str, Array], tuple[Tensors, Array]]
     """From a layer's name and weight to its tensors, by ending, and the numbers that they stand for."""
     output_layer: bool = False
-    """Whether it is quantized too."""
+    """True if it is quantized too."""
 
 
 def gptq(
@@ -176,7 +176,7 @@ def compressed(
     tensors: Callable[[str, Array], tuple[Tensors, Array]] | None = None,
     **more: Any,
 ) -> Written:
-    """compressed-tensors with one group of layers; tensors: who makes them, where these are no integers in words."""
+    """compressed-tensors with one group of layers; tensors: their writer, where these are no integers in words."""
     bits, group, symmetric = (
         weights["num_bits"],
         weights.get("group_size") or 0,
@@ -267,7 +267,7 @@ def four_bit_floats(
         else:
             one = np.float32(448 * 6 / np.abs(weight).max())
             small = torch.from_numpy((most / 6 * one).astype(np.float32)).to(torch.float8_e4m3fn)
-            # Who divides multiplies by the reciprocal, as kernels do: it differs in fp32's last bit.
+            # Division multiplies by the reciprocal, as kernels do: it differs in fp32's last bit.
             inverse = np.float32(1) / one
             scales = (small.float().numpy() * inverse).astype(np.float32)
             stored_one = one if divides else inverse
@@ -361,7 +361,7 @@ def bitsandbytes(kind: str, nested: bool = False) -> Written:
 
 
 def is_quantized(name: str, written: Written) -> bool:
-    """Whether a tensor of a Llama's kind is the weight of a linear layer that the format quantizes."""
+    """True if a tensor of a Llama is the weight of a linear layer that the format quantizes."""
     if name == "lm_head.weight":
         return written.output_layer
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and ".layers." in name

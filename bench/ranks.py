@@ -1,4 +1,4 @@
-"""What dividing a model costs on one memory node: one process on all cores beside ranks that have them between them.
+"""Cost of dividing a model on one memory node: one process on all cores, and ranks that divide these.
 
 Both compute the same steps with `bench.step`, in turn; medians of the repetitions. On one node nothing can be won: this is the
 price of meeting and of adding sums, which several nodes have to earn back.
@@ -30,11 +30,11 @@ BATCHES = (("--rows", "1", "8", "32", "--context", "256"), ("--rows", "1", "--ne
 """Decode steps, and a piece of a prompt."""
 STEPS = ("20", "5")
 OVER_ONE_HEAD = (("--rows", "1", "8", "--context", "256"), ("--rows", "1", "8", "--context", "8192"))
-"""Few keys, whose heads ranks divide, and many, that they divide by partitions."""
+"""Few keys, with heads divided between ranks, and many, divided by partitions."""
 
 
 class Layout(NamedTuple):
-    """How a model is divided."""
+    """Division of a model."""
 
     ranks: int
     whole_experts: bool = False
@@ -57,12 +57,12 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> Layout:
-        """Of whom."""
+        """Process or ranks of the times."""
         return Layout(self.ranks, self.whole_experts, self.invariant, self.together)
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run of this command found."""
+    """Results of a run of this command."""
 
     date: str
     commit: str
@@ -123,7 +123,7 @@ def main() -> None:
     for _ in range(args.repetitions):
         for layout in layouts.values():
             figures += measure(args.shape, layout, args.threads)
-    print("| rows x new tokens, behind |", " | ".join(layouts), "|\n|---" + "|---" * len(layouts) + "|")
+    print("| rows x new tokens, context |", " | ".join(layouts), "|\n|---" + "|---" * len(layouts) + "|")
     for batch in dict.fromkeys((each.rows, each.new, each.context) for each in figures):
         medians = [
             median(

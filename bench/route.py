@@ -1,4 +1,4 @@
-"""What `quintet route` adds: to the first of an answer, and how many streamed events a second it passes on with one core.
+"""Overhead of `quintet route`: time to the first byte of an answer, and streamed events a second with one core.
 
     python -m bench.route [--repetitions 3] [--save FILE]
 

@@ -1,4 +1,4 @@
-"""Two engines behind one door: how often prompts are found computed, and first tokens under a skewed load, by way of choosing.
+"""Two engines with one load balancer: prefix cache hits, and first tokens under a skewed load, by routing policy.
 
     python -m bench.routing [--executor mock|model] [--trace rare] [--policy prefix] [--repetitions 3] [--save FILE]
 
@@ -6,7 +6,7 @@
 memory of one engine holds little more than half of the beginnings, that of two holds all. A hit rate is a share of the ideal:
 each beginning computed once, ever after found.
 
-``rare``: one prompt in 128 is long, and whoever comes behind it waits; ``mixed``: one in eight. Arrivals are Poisson.
+``rare``: one prompt in 128 is long, and requests after it wait; ``mixed``: one in eight. Arrivals are Poisson.
 
 Policies take turns within a repetition, each on a server of its own, with the same requests at the same moments.
 """

@@ -49,7 +49,7 @@ from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 SHAPE = SHAPES["model"]
 TAIL = 16
-"""Tokens of a prompt behind its beginning."""
+"""Tokens of a prompt after its shared prefix."""
 KV_TOKENS = int(SHAPE.beginning * SHAPE.num_groups * 0.55) + CLIENTS * 64
 """Of one engine, as in `bench.routing`."""
 CPU = Machine(weights_us=1_500, token_us=40, key_us=0.01, pair_us=0.005, kv_tokens=KV_TOKENS)
@@ -101,7 +101,7 @@ class Play:
         self._now_s = 0.0
         self._engines = EngineLoads(slots, _config(), clock=lambda: self._now_s)
         self._events: list[tuple[float, int, int | None]] = []
-        """When, a number, and whose step ends; None: a client asks."""
+        """Time, number, and the engine with a finished step; None: a client sends a request."""
         self._num_events = self._num_asked = 0
         self._live: dict[int, Stream] = {}
 

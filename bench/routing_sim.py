@@ -2,7 +2,7 @@
 
     python -m bench.routing_sim [--step-ms 10] [--seeds 6] [--duration 60]
 
-An engine computes prompts in the order they came, so many tokens a step beside those it draws for who is answered, as the core
+An engine computes prompts in the order they came, so many tokens a step next to the tokens of decoding requests, as the core
 does. The choice is the real one (`quintet.frontend.load_balancing.load_balancer.choose`), by what a frontend knows.
 ``exact`` knows what each engine has left to compute to the token and takes the least: as good as one queue before all
 engines.

@@ -39,7 +39,7 @@ CLIENT_NS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How long things take, in microseconds."""
+    """Durations, in microseconds."""
 
     weights_us: float
     """Streaming all weights once."""
@@ -69,7 +69,7 @@ MACHINES = {
 
 @dataclass(slots=True)
 class Served:
-    """When a request was sent and when each of its tokens came."""
+    """Times of a request's arrival and of each of its tokens."""
 
     num_outputs: int
     sent_ns: int

@@ -1,4 +1,4 @@
-"""What stages cost and give on one memory node: one process on all cores beside stages that have them between them.
+"""Cost and gain of stages on one memory node: one process on all cores, and stages that divide these.
 
 The same requests decode, or are computed for the first time, through both: all of them in each step of the one process, and in as
 many groups as there are stages in the steps of the other. A bubble is time in which the first stage does nothing.
@@ -39,7 +39,7 @@ CASES = ((2, 1, 256, 20), (8, 1, 256, 16), (32, 1, 256, 10), (4, 512, 0, 2))
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """What one case took."""
+    """Times of one case."""
 
     stages: int
     requests: int
@@ -51,7 +51,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run of this command found."""
+    """Results of a run of this command."""
 
     date: str
     commit: str

@@ -1,4 +1,4 @@
-"""Where the time from `quintet serve MODEL` to the first token goes, and what all processes weigh then.
+"""Time from `quintet serve MODEL` to the first token, by part, and the memory of all processes then.
 
     python -m bench.startup MODEL                      three starts; medians
     python -m bench.startup MODEL --repetitions 5 -- --packed-cache DIR
@@ -32,7 +32,7 @@ _READY = re.compile(r"Quintet is ready: (http://\S+)")
 _ROLE_READY = re.compile(r"^  ([a-z]+)(?: ×\d+)? +(\d+\.\d) s  (.*)$")
 _TITLE = re.compile(r"quintet-([a-z]+)")
 _WORKER_IMPORTS = {"executor": "quintet.executor.main, quintet.executor.worker"}
-"""What a role imports besides its main module, where that is where the time goes."""
+"""Slow imports of a role besides its main module."""
 PROMPT = list(range(300, 316))
 
 
@@ -70,13 +70,13 @@ def start_once(model: str, flags: Sequence[str]) -> Start:
     )
     try:
         assert process.stdout is not None
-        told: dict[str, float] = {}
+        ready_s_by_role: dict[str, float] = {}
         executor_words = ""
         url = None
         for line in process.stdout:
             role = _ROLE_READY.match(line)
             if role:
-                told[role[1]] = time.perf_counter() - began_s
+                ready_s_by_role[role[1]] = time.perf_counter() - began_s
                 executor_words = role[3] if role[1] == "executor" else executor_words
             ready = _READY.search(line)
             if ready:
@@ -90,7 +90,7 @@ def start_once(model: str, flags: Sequence[str]) -> Start:
         first_token_s = time.perf_counter() - began_s
         if outcome.failure is not None:
             raise RuntimeError(f"the first request failed with {outcome.failure}: {outcome.message}")
-        return Start(ready_s, first_token_s, told, _parts(process.pid), executor_words)
+        return Start(ready_s, first_token_s, ready_s_by_role, _parts(process.pid), executor_words)
     finally:
         processes.end(process)
         if process.stdout is not None:

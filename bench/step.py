@@ -1,4 +1,4 @@
-"""Where a step of the executor goes, operation by operation, against the machine's limits.
+"""Time of each operation of an executor's step, against the machine's limits.
 
 A model of a well-known shape with random weights, or a checkpoint, in this process alone: no sockets, no other process. For
 each batch it prints the median step (as the server runs it), the share of it that is not the recorded program (Python: tables,
@@ -109,7 +109,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """What a configuration has room for, and what it computes with."""
+    """Capacity and number formats of a configuration."""
 
     rows: Sequence[int]
     """Requests in a step."""

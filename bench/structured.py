@@ -1,4 +1,4 @@
-"""What structured outputs cost: the library by itself, then a batch with a form beside the same batch without.
+"""Cost of structured outputs: the library by itself, then a batch with a form next to the same batch without.
 
     python -m bench.structured [--rows 64] [--pairs 5] [--library-only] [--model FOLDER] [--tokens 384]
 
@@ -103,7 +103,7 @@ def _library(path: Path) -> dict[str, object]:
     )
     began = time.process_time()
     vocabulary = open_vocabulary(model)
-    told: dict[str, object] = {"vocabulary_ms": _ms(time.process_time() - began)}
+    times: dict[str, object] = {"vocabulary_ms": _ms(time.process_time() - began)}
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     words = np.zeros(-(-vocabulary.vocab_size // 32), np.uint32)
     everything: list[int] = []
@@ -120,14 +120,14 @@ def _library(path: Path) -> dict[str, object]:
             _walk(open_matcher(vocabulary, grammar), ids, words, new, [])
         everything += masks
         everything_new += new
-        told[name] = {
+        times[name] = {
             "build_ms": _ms(build_s),
             "mask_us": _shares(masks),
             "new_mask_us": _shares(new),
             "advance_us": _shares(advances),
         }
-    told["all masks"], told["all masks, new"] = _shares(everything), _shares(everything_new)
-    return told
+    times["all masks"], times["all masks, new"] = _shares(everything), _shares(everything_new)
+    return times
 
 
 def _walk(

@@ -28,7 +28,7 @@ SETTLE_S = 2.0
 
 
 def _drawn(letters: str) -> Callable[[int], str]:
-    """Return who writes so many bytes of these letters, which repeat after 64 Ki of them."""
+    """Return a writer of so many bytes of these letters, which repeat after 64 Ki of them."""
     drawn = "".join(Random(0).choices(letters, k=1 << 16))
     size = len(drawn.encode())
     return lambda num_bytes: drawn * (num_bytes // size)

@@ -1,1 +1,1 @@
-"""What failures and overload cost: stalls, goodput, and whether a byte changes."""
+"""Cost of failures and overload: stalls, goodput, and changed bytes."""

@@ -1,4 +1,4 @@
-"""What it costs to seal a frame, to open it, and to ask whether its message makes sense; beside encoding and decoding it.
+"""Time to sign, verify and validate a frame, next to encoding and decoding it.
 
     python -m bench.chaos.frames            the four messages of a step of 256 requests, and of one
 

@@ -1,11 +1,11 @@
-"""What three times too much load costs: requests finished within their deadline, with prediction and without.
+"""Goodput at three times the capacity: requests finished within their deadline, with prediction and without.
 
     python -m bench.chaos.overload [--executor mock|embedded] [--repetitions 1] [--out FILE]
 
 For each repetition, three servers in turn take the same requests at the same random moments:
 
 * ``predicted``: the requests say their deadline; the core refuses at once those that would miss it.
-* ``told``: they say it, and the server refuses nothing: whoever is late is ended then, first come, first served.
+* ``told``: they say it, and the server rejects nothing: late requests are ended at the deadline; first come, first served.
 * ``untold``: first come, first served, as servers do that know no deadlines; an answer after it is worth nothing.
 
 Capacity and the time of an answer are measured first, by as many clients as there are slots; the load is three times
@@ -32,7 +32,7 @@ SLOTS = 16
 INPUT_WORDS, OUTPUT_LEN = 24, 64
 EXCESS = 3.0
 """Arrivals over capacity."""
-PATIENCE = 3.0
+DEADLINE_RATIO = 3.0
 """Deadline over the time of an answer of a server that is just busy."""
 FLAGS = {
     "mock": ["--executor", "mock", "--step-ms", "10"],
@@ -163,7 +163,7 @@ def repeat(executor: str, seed: int, duration_s: float) -> Repetition:
         with serve(None, ["--max-num-seqs", str(SLOTS), *FLAGS[executor], *flags]) as server:
             measured, measured_s = measure_capacity(server, seed)
             if not arrivals_s:
-                capacity, answer_s, deadline_s = measured, measured_s, PATIENCE * measured_s
+                capacity, answer_s, deadline_s = measured, measured_s, DEADLINE_RATIO * measured_s
                 rng, at_s = random.Random(seed), 0.0
                 while (at_s := at_s + rng.expovariate(EXCESS * capacity)) < duration_s:
                     arrivals_s.append(at_s)

@@ -1,4 +1,4 @@
-"""What the flight recorder costs: two servers at once, one of which records, and short loads to one and the other in turn.
+"""Cost of the flight recorder: two servers at once, one of which records, and short loads to one and the other in turn.
 
     python -m bench.chaos.recorder              both executors, about two minutes
     python -m bench.chaos.recorder --only mock
@@ -6,7 +6,7 @@
 The server that is not loaded idles (0.4 % of a core). Loads follow each other within a second or two, so that what the
 machine does meanwhile meets both; the figure is the median of the pairs' quotients. Where the machine is not quiet they
 differ by more than the recorder costs, so that is measured directly as well: what was recorded is recorded once more, turn
-by turn, with nothing else going on, and its processor time (the writing thread's included) is set against the server's.
+by turn, with no other load, and its processor time (the writing thread's included) is set against the server's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What eight clients that hardly read cost the others: the time between tokens of 64 streams.
+"""Cost of eight slow readers to other clients: the time between tokens of 64 streams.
 
     python -m bench.chaos.slow_readers [--pairs 4] [--out FILE]
 
@@ -42,7 +42,7 @@ class Side(msgspec.Struct):
     frontend_bytes: int
     """Resident memory of the frontend at the end."""
     num_cut_off: int
-    """Readers whose connection the server ended."""
+    """Connections that the server closed."""
 
 
 class Report(msgspec.Struct):
@@ -67,7 +67,7 @@ class Crowd(multiprocessing.Process):
         self.cut_off = multiprocessing.Value("i", 0)
 
     def run(self) -> None:
-        """Let every reader read until told to stop."""
+        """Let every reader read until it is stopped."""
         present = [threading.Thread(target=self._ask) for _ in range(READERS)]
         for reader in present:
             reader.start()

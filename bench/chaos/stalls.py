@@ -1,4 +1,4 @@
-"""How long the clients wait when a process is killed or stopped: the longest of any of 64 streams, for an event.
+"""Stalls after a process is killed or stopped: the longest wait of any of 64 streams for an event.
 
     python -m bench.chaos.stalls [--rounds 7] [--executor mock] [--save FILE] [-- FLAG …]
 
@@ -55,7 +55,7 @@ def measure(server: Server, rounds: int) -> dict[str, list[float]]:
             run = asyncio.run(play(server.url, asked, disturb))
             assert not differences(calm, run, asked), kind
             waits[kind].append(run.longest_wait_s)
-            wait_until(lambda: server.get("/readyz")[0] == 200, "everybody back")
+            wait_until(lambda: server.get("/readyz")[0] == 200, "all processes ready")
             print(f"round {number + 1}: {kind}: {run.longest_wait_s:.2f} s", flush=True)
     return waits
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--executor", choices=("model", "mock"), default="model")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="behind --: further flags of the server")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --: further flags of the server")
     arguments = parser.parse_args()
     flags = ["--executor", "mock", "--step-ms", "8"] if arguments.executor == "mock" else []
     flags += arguments.flags

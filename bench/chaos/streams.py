@@ -71,13 +71,13 @@ class Heard:
     usage: dict[str, int] = field(default_factory=dict)
     error: str = ""
     is_done: bool = False
-    """Whether ``[DONE]``, or the last event of another dialect, came."""
+    """True once ``[DONE]``, or the last event of another dialect, was received."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Of the Responses dialect: all of them, but for what differs from run to run, and where deltas were cut."""
     numbers: list[int] = field(default_factory=list)
     """Theirs, as they came."""
     names: dict[str, str] = field(default_factory=dict)
-    """What a server named, by what it is called in them."""
+    """Names in the server's events, by their replacement."""
     asked_s: float = 0.0
     """`time.perf_counter` when it was first asked for."""
     times_s: list[float] = field(default_factory=list)
@@ -158,10 +158,10 @@ class Heard:
                 response["usage"].pop("input_tokens_details")
         if "call_id" in event.get("item", {}):
             self.names.setdefault(event["item"]["call_id"], f"call {len(self.names)}")
-        told = json.dumps(event)
+        text = json.dumps(event)
         for name, ours in self.names.items():
-            told = told.replace(name, ours)
-        event = json.loads(told)
+            text = text.replace(name, ours)
+        event = json.loads(text)
         last = self.events[-1] if self.events else {}
         if "delta" in event and all(event[name] == last.get(name) for name in ("type", "item_id")):
             last["delta"] += event["delta"]
@@ -342,7 +342,7 @@ async def play(
 ) -> Run:
     """Send a crowd at once; call ``disturb`` (a coroutine function) when half of it has had its first event.
 
-    ``elsewhere``: other addresses, at which clients begin in turn, and go on when they lose a connection. ``is_time``: whether
+    ``elsewhere``: other addresses, at which clients start in turn, and resume when they lose a connection. ``is_time``: whether
     to disturb, given the numbers of those that have had their first event, in the place of half.
     """
     heard = [Heard() for _ in asked]
@@ -372,7 +372,7 @@ async def play(
 
 
 def differences(calm: Run, disturbed: Run, asked: list[Asked]) -> list[str]:
-    """Return a line for each request whose client has not the same bytes in both runs."""
+    """Return a line for each request with different bytes in the two runs."""
     return [
         f"{number} {asked[number].path} {shorten(asked[number].body)}: {first[:300]} became {second[:300]}"
         for number, (first, second) in enumerate(zip(calm.bytes_of(), disturbed.bytes_of(), strict=True))

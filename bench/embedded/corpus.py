@@ -35,7 +35,7 @@ MIN_PROSE_SHARE = 0.6
 HELD_OUT_PERCENT = 2
 KEPT_TEST_PERCENT = 60
 
-# Modules written in C, whose docstrings no source file of the library holds.
+# Modules written in C: the library's source files do not hold their docstrings.
 NATIVE_MODULES = ("builtins", "itertools", "math", "operator", "sys", "time")
 
 QUESTIONS_IN_BRIEF = (
@@ -59,7 +59,7 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a Python expert.", "A
 
 
 class Kind(Enum):
-    """What a document is, which decides how often one epoch shows it."""
+    """Kind of a document; decides how often one epoch shows it."""
 
     LIBRARY = "library"
     TEST = "test"

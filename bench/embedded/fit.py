@@ -31,7 +31,7 @@ LOSS_CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast to learn: fixed numbers of steps, so that a run can be repeated on a slower machine.
+    """Learning schedule: fixed numbers of steps, so that a run can be repeated on a slower machine.
 
     The rate warms up, follows a cosine down through the short windows, and rises once more, less high, for the long ones.
     A model that has only read short windows is lost beyond their length (its rotary angles are new to it), so the long
@@ -188,7 +188,7 @@ def build_optimizers(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.
 
 
 def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Restore weights and optimisers; return the step to go on with."""
+    """Restore weights and optimisers; return the next step."""
     state = torch.load(path)
     model.load_state_dict(state["model"])
     for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):

@@ -7,7 +7,7 @@ computed in turn, a few of each at a time, with the read rate measured between; 
   read and written. (What a token's own key and value take is left out: it is 0.03 % of the step.)
 * of reading: the time in which so many bytes are read over the step's. A kind that Quintet has no layers for is computed by
   transformers, and its row says so.
-* x Llama: the step's time for a byte over that of a Llama with as many layers, heads and words, whose feed-forward is as
+* x Llama: the step's time for a byte over that of a Llama with as many layers, heads and words. Its feed-forward is as
   wide as makes it read as many bytes (`bench.families.kinds.llama_card`), computed by our layers. Of bytes that come with a
   multiplication for each request it has as many as there are bytes; of a state each byte is one request's, and a scan's
   multiplications, some 5 an element, are fewer.
@@ -85,7 +85,7 @@ HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What was measured in turn: seconds of steps, read rates, and the bytes of our steps."""
+    """Measurements in turn: seconds of steps, read rates, and the bytes of our steps."""
 
     ours: list[float] = field(default_factory=list)
     llama: list[float] = field(default_factory=list)

@@ -108,7 +108,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "by transformers": {"architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa"},
 }
-"""What is not said is as in `_SMALL`."""
+"""Defaults are those of `_SMALL`."""
 
 
 def card_of(kind: str, dtype: str) -> dict[str, Any]:
@@ -123,9 +123,9 @@ BITS = {"none": 16.0, "int8": 8.0, "w8a8": 8.0, "int4": 4.125}
 def llama_card(
     dtype: str, quantization: str, like: Mapping[str, Any], step_bytes: int, num_keys: int
 ) -> dict[str, Any]:
-    """Return the card of a Llama with as many key heads as ``like``, whose decode step reads ``step_bytes``, about.
+    """Return the card of a Llama with as many key heads as ``like``, with a decode step of about ``step_bytes``.
 
-    num_keys: of all requests of the step. What there is more or less is in its feed-forward, whose width is a multiple of 32.
+    num_keys: of all requests of the step. The feed-forward makes up the difference; its width is a multiple of 32.
     """
     card = card_of("llama", dtype)
     heads, hidden, layers = card["num_attention_heads"], card["hidden_size"], card["num_hidden_layers"]

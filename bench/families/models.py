@@ -25,7 +25,7 @@ from quintet.wire.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What models are opened for."""
+    """Purpose of an open model."""
 
     dtype: Literal["bfloat16", "float16", "float32"]
     quantization: Literal["none", "int8", "int4", "w8a8"]
@@ -67,7 +67,7 @@ def open_model(folder: Path, card: Mapping[str, Any], room: Room) -> tuple[Engin
 
 
 class Decoding:
-    """A worker whose ``num_rows`` requests of ``context`` tokens each get a token a step."""
+    """A worker with ``num_rows`` requests of ``context`` tokens, each of which gets a token a step."""
 
     def __init__(self, config: EngineConfig, worker: Worker, num_rows: int, context: int) -> None:
         model = config.model

@@ -57,7 +57,7 @@ class Figures(msgspec.Struct):
     first_p99_s: float
     whole_mean_s: float
     good: float
-    """Share of requests whose first token came in time."""
+    """Share of requests with the first token in time."""
     num_steps: int
     wall_s: float
     """Of the simulation."""

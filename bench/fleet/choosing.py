@@ -1,4 +1,4 @@
-"""What one choice of the router costs as servers and remembered beginnings grow, and what it holds.
+"""Time of one choice of the router as servers and remembered prefixes grow, and its memory.
 
     python -m bench.fleet.choosing [--engines 10 100 1000] [--requests 20000] [--save FILE]
 

@@ -1,8 +1,8 @@
 """One engine of the fleet: the real core, and an executor that only takes time.
 
 A *grain* is how many tokens stand for one: with 1 the core plans every step as it would; with more it plans coarse steps, of
-as many real ones, in which who decodes gets as many tokens as a grain has. The scheduler is the same, and sees fewer and longer
-steps.
+as many real ones, in which a decoding request gets as many tokens as a grain has. The scheduler is the same, and sees fewer
+and longer steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_RUNNING, BUDGET = 256, 2048
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How long an engine takes, in microseconds, and what it holds."""
+    """Durations of an engine, in microseconds, and its capacity."""
 
     weights_us: float
     """Reading all weights once."""
@@ -74,10 +74,10 @@ def prompt_ids(trace: Trace, at: int, grain: int) -> bytes:
 
 @dataclass(slots=True)
 class Done:
-    """What a step brought."""
+    """Result of a step."""
 
     firsts: list[tuple[int, float]]
-    """Requests whose first token came, and when."""
+    """Requests with their first token, and its time."""
     ended: list[int]
 
 
@@ -87,11 +87,11 @@ class SimulatedEngine:
     def __init__(self, machine: Machine, grain: int) -> None:
         self._machine, self._grain = machine, grain
         self.slowness = 1.0
-        """What every step takes, as a multiple of what it should."""
+        """Multiple of the nominal duration of each step."""
         self._arrived_s: dict[int, float] = {}
         """Of requests that have not begun."""
         self._free_s = 0.0
-        """When the last prompt was through, as prompts follow each other in real steps."""
+        """End of the last prompt, as prompts follow each other in real steps."""
         self._begun_s = 0.0
         self._result: StepResult | None = None
         self._firsts: list[tuple[int, float]] = []
@@ -111,7 +111,7 @@ class SimulatedEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is in flight."""
+        """True while a step is in flight."""
         return self._result is not None
 
     @property
@@ -151,21 +151,21 @@ class SimulatedEngine:
         return self.num_cached + self._grain * self._core.state.counters.prompt_tokens_cached
 
     def admit(
-        self, request_id: int, prompt: bytes, num_outputs: int, num_told: int, attempt: int, now_s: float
+        self, request_id: int, prompt: bytes, num_outputs: int, num_received: int, attempt: int, now_s: float
     ) -> None:
-        """Take an attempt at a request of so many output tokens, of which its client has been told some."""
+        """Take an attempt at a request of so many output tokens, some of which its client has received."""
         now_ns, grain = int(now_s * 1e9), self._grain
         # The first comes with the prompt's last step, which is one step: the others are as many as in real ones.
         max_tokens = num_outputs // grain + (grain > 1)
         params = SamplingParams(max_tokens=max_tokens, seed=request_id, ignore_eos=True)
-        told = codec.pack_i32([ANSWER_ID] * (num_told // grain))
-        spec = RequestSpec(params, now_ns, 0, output_ids=told, attempt=attempt)
+        received = codec.pack_i32([ANSWER_ID] * (num_received // grain))
+        spec = RequestSpec(params, now_ns, 0, output_ids=received, attempt=attempt)
         effects = self._core.admit(Admit(request_id, prompt, spec, now_ns), now_ns)
         assert not effects.failed, effects.failed
         self._arrived_s[request_id] = now_s
 
     def drop(self, request_id: int, now_s: float) -> None:
-        """Forget a request whose client has left."""
+        """Forget a request after its client has left."""
         self._arrived_s.pop(request_id, None)
         self._core.drop([request_id], int(now_s * 1e9))
 
@@ -177,7 +177,7 @@ class SimulatedEngine:
         self._result = None
 
     def outputs_of(self, request_id: int) -> int:
-        """Return the tokens that the client of a live request has been told."""
+        """Return the number of tokens that the client of a live request has received."""
         assert self._core.state is not None
         return self._grain * self._core.state.live[request_id].num_outputs
 
@@ -232,7 +232,7 @@ class SimulatedEngine:
     ) -> None:
         """Work out when first tokens come in a coarse step: prompts follow each other as they would in the real ones.
 
-        Who came while the coarse step before this one went on would have begun in that.
+        A request that arrives during the coarse step before this one would have begun in that.
         """
         self._firsts = []
         free_s = self._free_s

@@ -2,8 +2,8 @@
 
 A request comes to one of the routers: to ``any``, drawn for each, or to the same one for all of a ``conversation``, or for all
 that share a ``beginning``. A router learns of others' requests where it would, from an engine's figures, once a poll. Messages
-take no time. An engine that dies is back, empty, after a while; what it had goes on elsewhere with the tokens that its clients
-have. A router that dies stays away: clients of what it had ask another one again, from the start, a second later.
+take no time. An engine that dies is back, empty, after a while; its requests resume on other engines with the tokens that the
+clients have. A router that dies stays away: clients of its requests retry on another one, from the start, a second later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ARRIVE, STEP_ENDS, POLL, ASK_AGAIN, DIE, RISE, LOSE_ROUTER = range(7)
 
 @dataclass(frozen=True, slots=True)
 class Troubles:
-    """What goes wrong, evenly over the trace."""
+    """Failures, evenly over the trace."""
 
     num_deaths: int = 0
     """Engines that die."""
@@ -47,7 +47,7 @@ class Troubles:
     num_scarce: int = 0
     """Engines that have little KV memory from the first."""
     scarcity: float = 0.25
-    """What they have, as a share of what others have."""
+    """Capacity as a share of the others'."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,16 +60,16 @@ class Flight:
     held: HeldPrefixes
     first_s: float = 0.0
     """0: not yet."""
-    num_told: int = 0
+    num_received: int = 0
     """Output tokens that its client has."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of all requests, a place for each."""
+    """Outcome of all requests, a place for each."""
 
     first_s: list[float]
-    """When the first token came."""
+    """Time of the first token."""
     end_s: list[float]
     cached: list[int] = field(default_factory=list)
     """Of each engine, prompt tokens that were found, at the end and (negative) when measuring began."""
@@ -122,7 +122,7 @@ class Fleet:
         self._spread = spread
         self._rng = random.Random(0)
         self._events: list[tuple[float, int, int, int]] = []
-        """When, a number, what, and of whom."""
+        """Time, number, kind, subject."""
         self._num_events = 0
         self._flights: dict[int, Flight] = {}
         self._names = Names(trace)
@@ -187,7 +187,7 @@ class Fleet:
             router = (pick >> 8) % len(self._routers)
         self._send(now_s, at, router, 0)
 
-    def _send(self, now_s: float, at: int, router_at: int, num_told: int) -> None:
+    def _send(self, now_s: float, at: int, router_at: int, num_received: int) -> None:
         """Choose an engine and give it the request, of which its client has so many tokens."""
         trace, router = self._trace, self._routers[router_at]
         assert router is not None
@@ -205,14 +205,14 @@ class Fleet:
         if self._blind:
             held.num_before = 0
         index = held.server.index
-        flight = Flight(at, router_at, index, held, self.outcome.first_s[at], num_told)
+        flight = Flight(at, router_at, index, held, self.outcome.first_s[at], num_received)
         self._flights[at] = self._at_engine[index][at] = flight
         engine = self.engines[index]
         engine.admit(
             at,
             prompt_ids(trace, at, self._grain),
             int(trace.num_output[at]),
-            num_told,
+            num_received,
             self._attempts[at],
             now_s,
         )
@@ -232,7 +232,7 @@ class Fleet:
         done, outcome = engine.end(now_s), self.outcome
         for at, when_s in done.firsts:
             flight = self._flights.get(at)
-            if flight is not None and not flight.num_told:
+            if flight is not None and not flight.num_received:
                 flight.held.answer()
                 if not outcome.first_s[at]:
                     outcome.first_s[at] = flight.first_s = when_s
@@ -271,7 +271,7 @@ class Fleet:
     def _die(self, now_s: float, index: int) -> None:
         engine, lost = self.engines[index], list(self._at_engine[index].values())
         for flight in lost:
-            flight.num_told = engine.outputs_of(flight.at)
+            flight.num_received = engine.outputs_of(flight.at)
             flight.held.leave()
             flight.held.server.set_trouble("is lost")
         engine.die()
@@ -279,7 +279,7 @@ class Fleet:
         self._is_up[index] = False
         self._at(now_s + DOWN_S, RISE, index)
         for flight in lost:
-            self._send(now_s, flight.at, flight.router, flight.num_told)
+            self._send(now_s, flight.at, flight.router, flight.num_received)
 
     def _rise(self, now_s: float, index: int) -> None:
         self._is_up[index] = True

@@ -1,6 +1,6 @@
 """Requests in the shape of published traces, drawn from a seed: when each comes, what it shares with others, how long it is.
 
-A conversation begins with a prompt that many share (a system prompt, a tool), goes on with what is its own, and comes back with
+A conversation begins with a shared prompt (a system prompt, a tool) and its own text. Each later turn sends
 all of that, the answer to it, and something new. What was published of a trace are means and the share of prompts that an
 unbounded cache would find; the distributions are fitted to those: lognormal lengths, geometric numbers of turns, shared prompts
 by Zipf's law, and conversations that begin in bursts, with gaps of a gamma distribution.
@@ -33,7 +33,7 @@ EARLIER = 5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a trace is fitted to; lengths in tokens."""
+    """Targets of a fitted trace; lengths in tokens."""
 
     num_shared: int
     """Prompts that conversations begin with."""
@@ -66,13 +66,13 @@ class Trace:
     arrival_s: Floats
     conversation: Ints
     shared: Ints
-    """Which of the prompts that are shared it begins with."""
+    """Index of the shared prompt that it begins with."""
     num_shared: Ints
     """Tokens of that."""
     num_own: Ints
-    """Tokens behind them."""
+    """Tokens after them."""
     num_known: Ints
-    """Of those behind, tokens that the conversation's last request had, with its answer: all of them can be found."""
+    """Of those, tokens that the conversation's last request had, with its answer: all of them can be found."""
     num_output: Ints
     answers: tuple[tuple[tuple[int, int], ...], ...]
     """Of each request, where in its own tokens earlier answers lie: begin and end."""
@@ -123,7 +123,7 @@ def draw(shape: Shape, num_requests: int, rate: float, seed: int, grain: int = 1
     arrival_s, places, sizes, knowns, outputs, spans = zip(*rows, strict=True)
     which = shared[list(places)]
     known = np.array(knowns)
-    known[np.unique(np.array(places), return_index=True)[1]] = 0  # what came before the trace nobody has
+    known[np.unique(np.array(places), return_index=True)[1]] = 0  # before the trace no engine has KV
     return Trace(
         np.array(arrival_s), np.array(places), which, lengths[which], np.array(sizes), known, np.array(outputs), spans
     )  # fmt: skip

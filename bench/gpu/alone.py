@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the engine alone finishes in a second."""
+    """Throughput of the engine alone, per second."""
 
     tokens: float
     requests: float
@@ -72,9 +72,9 @@ def measure_alone(work: Work, device: str, num: int) -> Rates:
             engine.admit(number, one.prompt, params)
         engine.run()
         taken = time.perf_counter() - begun
-        told = [len(engine.outputs[number]) for number in range(1, count + 1)]
-        assert told == [one.output_len for one in asked], "a request ended before its length"
-        tokens = sum(told)
+        counts = [len(engine.outputs[number]) for number in range(1, count + 1)]
+        assert counts == [one.output_len for one in asked], "a request ended before its length"
+        tokens = sum(counts)
     return Rates(tokens / taken, num / taken)
 
 

@@ -1,4 +1,4 @@
-"""What the device can do at most: the ceilings that every other row is compared with.
+"""Limits of the device: the ceilings that every other row is compared with.
 
     python -m bench.gpu.ceilings [--device cpu]
 
@@ -31,7 +31,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is copied and multiplied."""
+    """Sizes of copies and products."""
 
     num_bytes: int
     matrix: int

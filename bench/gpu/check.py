@@ -4,10 +4,10 @@
     python bench/gpu/check.py --list                    # the rows, and what is known of them
     python bench/gpu/check.py --only decode prefill     # these
     python bench/gpu/check.py --again --only decode     # this one, although it has an outcome
-    python bench/gpu/check.py --budget-minutes 9        # as many as fit; the next call goes on
+    python bench/gpu/check.py --budget-minutes 9        # as many as fit; the next call resumes
     python bench/gpu/check.py --device cpu --only decode   # toy shapes on the CPU: debugs the rows, measures nothing
 
-Works with any Python that has the packages (torch, cupy, transformers, pytest ...): rows whose packages are missing are
+Works with any Python that has the packages (torch, cupy, transformers, pytest ...): rows with missing packages are
 skipped, and the line says which. Each row runs in processes of its own with a time limit; whatever becomes of it is written
 at once to ``bench/results/gpu-<date>-<gpu>.json``, and its output to ``build/gpu-check/<row>.log``. Exit status 0: every row
 asked for has passed; 1: some have not; 2: no GPU.
@@ -43,7 +43,7 @@ NUM_TAIL_LINES = 40
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where rows run, and where what they leave is kept."""
+    """Folders of rows and of their outputs."""
 
     device: str
     logs: Path
@@ -61,18 +61,18 @@ class Place:
         return Entry(Outcome.SKIPPED, 0.0, "", self.commit, self.versions, remarks=[why])
 
     def entry(
-        self, outcome: Outcome, seconds: float, told: Told | None = None, tail: Sequence[str] = ()
+        self, outcome: Outcome, seconds: float, output: RowOutput | None = None, tail: Sequence[str] = ()
     ) -> Entry:
         """Return what the journal keeps of a row that has just ended."""
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        figures, remarks = (told.figures, told.remarks) if told else ([], [])
+        figures, remarks = (output.figures, output.remarks) if output else ([], [])
         return Entry(
             outcome, round(seconds, 1), now, self.commit, self.versions, figures, remarks, list(tail)
         )
 
 
-class Told:
-    """What a row tells while it runs, from the file it appends to."""
+class RowOutput:
+    """Figures and remarks of a running row, from the file it appends to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -108,21 +108,21 @@ def run_row(row: Row, place: Place, limit_s: float, is_last_call: bool = False) 
         print(f"      skipped: it takes {row.gpus} GPUs, and there are {place.num_gpus}", flush=True)
         return place.skipped(f"takes {row.gpus} GPUs")
     place.logs.mkdir(parents=True, exist_ok=True)
-    log, told = place.logs / f"{row.name}.log", Told(place.logs / f"{row.name}.figures")
+    log, output = place.logs / f"{row.name}.log", RowOutput(place.logs / f"{row.name}.figures")
     words = list(row.command)
     if place.device == "cpu" and "--whole" in words:  # an emulated kernel is slow: `make test` runs the rest
         at = words.index("--whole")
         words[at : at + 1] = TOY_TESTS
     command = [sys.executable, *words, "--device", place.device]
     command += ["--figures", str(place.logs / f"{row.name}.figures")]
-    ended = run(command, ROOT, machine.environment(), log, min(row.limit_s, limit_s), told.print_news)
-    outcome = outcome_of(ended, told.figures, place.device)
+    ended = run(command, ROOT, machine.environment(), log, min(row.limit_s, limit_s), output.print_news)
+    outcome = outcome_of(ended, output.figures, place.device)
     if outcome is Outcome.TIMED_OUT and limit_s < row.limit_s and not is_last_call:
         return None
     tail = [] if outcome is Outcome.PASSED else log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:]
     if outcome in (Outcome.FAILED, Outcome.TIMED_OUT):
         print("\n".join(f"      | {line}" for line in tail))
-    return place.entry(outcome, ended.seconds, told, tail)
+    return place.entry(outcome, ended.seconds, output, tail)
 
 
 def outcome_of(ended: Ended, figures: Sequence[Figure], device: str) -> Outcome:
@@ -201,7 +201,7 @@ def main() -> int:
         "--seconds", type=float, help="end after so long; a row that is running then counts as timed out"
     )
     parser.add_argument(
-        "--results", type=Path, metavar="FILE", help="file to go on with (default: of today and this GPU)"
+        "--results", type=Path, metavar="FILE", help="file to resume (default: of today and this GPU)"
     )
     parser.add_argument(
         "--logs", type=Path, default=ROOT / "build" / "gpu-check", help="folder of the rows' output"

@@ -1,4 +1,4 @@
-"""Runs a command in a session of its own, for so long and no longer, and leaves none of its processes behind.
+"""Run a command in its own session with a time limit; kill all its processes at the end.
 
 Knows not what the command does. Linux only: it reads ``/proc`` to find what belongs to a session.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 
 TICK_S = 0.2
 LAST_WORDS_S = 3.0
-"""What a process that hangs gets to write its stacks (Python's faulthandler, on SIGABRT) before it is killed."""
+"""Time for a hanging process to write its stacks (Python's faulthandler, on SIGABRT) before it is killed."""
 GONE_S = 30.0
-"""How long killed processes may take to vanish: the kernel gives back a GPU's memory first."""
+"""Time for killed processes to vanish: the kernel gives back a GPU's memory first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended."""
+    """Outcome of a command."""
 
     status: int | None
     """Exit status, negative for a signal; None when it was killed because its time was over."""

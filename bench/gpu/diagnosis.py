@@ -43,7 +43,7 @@ def pytest_arguments(test: str) -> list[str]:
 
 
 def without_core_dumps() -> dict[str, str]:
-    """Return the environment without core dumps, whose debugger interface memcheck uses itself."""
+    """Return the environment without core dumps, since memcheck uses their debugger interface itself."""
     return {name: value for name, value in environment().items() if "COREDUMP" not in name}
 
 

@@ -27,17 +27,17 @@ MAX_IN_FLIGHT = 2
 
 @dataclass(slots=True)
 class Timing:
-    """What became of the steps of one run, in order."""
+    """Results and times of the steps of one run, in order."""
 
     begun_s: float
     ends_s: list[float] = field(default_factory=list)
-    """When each result was there. `time.perf_counter`."""
+    """Arrival of each result, by `time.perf_counter`."""
     host_s: list[float] = field(default_factory=list)
-    """How long the host took to begin each step: what the step before it hides."""
+    """Host time to begin each step, hidden by the step before it."""
     device_ms: list[float] = field(default_factory=list)
-    """Of the steps for which the device told it."""
+    """Of the steps that the device timed."""
     gap_ms: list[float] = field(default_factory=list)
-    """How long the device was idle before those steps."""
+    """Idle time of the device before those steps."""
 
     def step_s(self, skipped: int) -> float:
         """Return the mean time of a step, from result to result, the first ``skipped`` left out."""
@@ -90,19 +90,19 @@ class EngineAlone:
         self.engine = Engine(config.model, config.cache, config.scheduler)
         self.outputs: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        """What was told of each output token, of the requests that asked for it."""
+        """Log probabilities of each output token, of the requests that ask for them."""
         self.prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
         self.num_steps = 0
         limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
         self._pending: deque[Pending] = deque()
         capacity = Capacity(1, worker.num_blocks, config.model.kv.block_size, *limits)
-        capacity.num_host_blocks = worker.num_host_blocks  # how fast it copies is not told: so it always does
+        capacity.num_host_blocks = worker.num_host_blocks  # without a copy rate it always copies
         self._apply(self.engine.capacity(capacity, 0))
 
     @property
     def counters(self) -> Counters:
-        """What the core has counted."""
-        assert self.engine.state is not None, "the core was told its capacity"
+        """Counters of the core."""
+        assert self.engine.state is not None, "the core has its capacity"
         return self.engine.state.counters
 
     def admit(self, request_id: int, prompt: list[int], params: SamplingParams) -> None:
@@ -111,7 +111,7 @@ class EngineAlone:
         self._apply(self.engine.admit(admit, 0))
 
     def run(self) -> None:
-        """Work until nobody is left, planning ahead as far as the depth allows."""
+        """Run until no request is left, planning ahead as far as the depth allows."""
         while self.engine.num_live or self._pending:
             self.advance()
 
@@ -134,7 +134,7 @@ class EngineAlone:
                 ids = unpack_i32(tokens.token_ids[4 * at : 4 * (at + count)])
                 self.outputs.setdefault(request_id, []).extend(ids)
                 at += count
-            for told in tokens.logprobs:
-                self.logprobs.setdefault(requests[told.row], []).append(told)
+            for logprobs in tokens.logprobs:
+                self.logprobs.setdefault(requests[logprobs.row], []).append(logprobs)
             for part in tokens.prompt_logprobs:
                 self.prompt_logprobs.setdefault(requests[part.row], []).append(part)

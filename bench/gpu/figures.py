@@ -1,6 +1,6 @@
-"""What a row of the GPU checklist found: figures and remarks, each told on a line of its own as soon as it is known.
+"""Results of a row of the GPU checklist: figures and remarks, each written on its own line at once.
 
-Owns the line format between a row's process and `bench.gpu.check`, which keeps what was told however the process ends.
+Owns the line format between a row's process and `bench.gpu.check`, which keeps the lines however the process ends.
 Knows neither rows nor devices.
 """
 
@@ -24,11 +24,11 @@ class Figure:
     at_least: float | None = None
     at_most: float | None = None
     remark: str = ""
-    """What a reader must know to compare it: shared blocks, another method."""
+    """Conditions for a comparison: shared blocks, another method."""
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target was reached; None without one. A value that is no number reaches none."""
+        """True if the target was reached; None without one. A value that is no number reaches none."""
         if self.at_least is None and self.at_most is None:
             return None
         low = self.at_least is None or self.value >= self.at_least
@@ -85,13 +85,13 @@ def read_lines(lines: Iterable[str]) -> tuple[list[Figure], list[str]]:
     figures, remarks = [], []
     for line in lines:
         try:
-            told = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
             continue
-        if "figure" in told:
-            figures.append(Figure(**told["figure"]))
+        if "figure" in entry:
+            figures.append(Figure(**entry["figure"]))
         else:
-            remarks.append(told["remark"])
+            remarks.append(entry["remark"])
     return figures, remarks
 
 

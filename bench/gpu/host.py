@@ -2,7 +2,7 @@
 
     python -m bench.gpu.host [--device cpu] [--profile FILE]
 
-On a GPU: `StepWorker.begin` of the 8 B shape. With ``--device cpu``: the same Python over a device whose launches only fill
+On a GPU: `StepWorker.begin` of the 8 B shape. With ``--device cpu``: the same Python over a device with launches that only fill
 argument buffers, so that the figure is of this project's Python and comparable between commits; 32 layers of small matrices.
 """
 
@@ -60,7 +60,7 @@ class DoneEvent:
 
 
 class HostOnlyDevice:
-    """A `Device` whose launches do what `CupyDevice` does but for the driver's call. Computes nothing."""
+    """A `Device` with the launches of `CupyDevice`, except for the driver's call. Computes nothing."""
 
     torch_device = torch.device("cpu")
     num_multiprocessors = 132
@@ -141,7 +141,7 @@ def open_worker(shape: Shape, device: str, folder: Path) -> tuple[StepWorker, Ho
     model = build_model(config.model.architecture, card_of(config.model), setting)
     fill_randomly(model.weights, 0)
     worker = make_device_worker(host, model, config, torch.bfloat16, {})
-    host.checks_arguments = False  # as on a GPU, behind boot
+    host.checks_arguments = False  # as on a GPU, after boot
     return worker, host
 
 

@@ -1,4 +1,4 @@
-"""What the checklist has found so far: one JSON file per day and GPU, whole after every row.
+"""Results of the checklist so far: one JSON file per day and GPU, whole after every row.
 
 Owns the file. Knows not how a row is run, nor what its figures mean.
 """
@@ -19,7 +19,7 @@ MAX_SHOWN = 8
 
 
 class Outcome(StrEnum):
-    """How a row ended."""
+    """Outcome of a row."""
 
     PASSED = "passed"
     MISSED = "missed a target"
@@ -29,7 +29,7 @@ class Outcome(StrEnum):
 
     @property
     def was_run(self) -> bool:
-        """Whether there is nothing to do again, unless asked for."""
+        """True if the row need not run again, unless requested."""
         return self is not Outcome.SKIPPED
 
 
@@ -51,8 +51,8 @@ class Entry:
     def text(self) -> str:
         """Return outcome and figures in a cell of a table: those with a target, or the first few. The file has all."""
         chosen = [figure for figure in self.figures if figure.is_met is not None] or self.figures[:MAX_SHOWN]
-        told = [f"{figure.name} {number(figure.value)} {figure.unit}" for figure in chosen]
-        return "; ".join([f"{self.outcome} ({self.finished[:10]}, {self.commit})", *told])
+        parts = [f"{figure.name} {number(figure.value)} {figure.unit}" for figure in chosen]
+        return "; ".join([f"{self.outcome} ({self.finished[:10]}, {self.commit})", *parts])
 
 
 class Journal:

@@ -39,7 +39,7 @@ class Size:
 
     @property
     def name(self) -> str:
-        """What the figures are called by."""
+        """Prefix of the figures' names."""
         words = "decode" if self.count == 1 else f"{self.count} new tokens"
         cache = ", fp8 KV" if self.kv_dtype == FP8 else ""
         fixed = ", fixed splits" if self.fixed_splits else ""

@@ -40,9 +40,9 @@ class Case:
     calls: Sequence[Callable[[], object]]
     """The same work on different memory; graph-safe."""
     num_bytes: float = 0.0
-    """What one call must read and write."""
+    """Bytes that one call must read and write."""
     flops: float = 0.0
-    """What one call must multiply and add; 0 where bandwidth alone limits."""
+    """FLOPs of one call; 0 where bandwidth alone limits."""
     at_least: float | None = None
     """Percent of the ceiling that it should reach: of the rate where there are ``flops``, else of the bandwidth."""
 

@@ -1,4 +1,4 @@
-"""How the kernels reach this device: compiled for it where a compiler is, then loaded in each form there is.
+"""Load the kernels on this device: compiled for it if there is a compiler, then in each packaged form.
 
     python -m bench.gpu.load
 

@@ -1,4 +1,4 @@
-"""Which machine, software and commit a checklist ran on; and which packages a row lacks.
+"""Machine, software and commit of a checklist run, and the packages that a row lacks.
 
 Looks at the device in a process of its own: what the checklist's own process imported or opened, every row would have
 to share.
@@ -52,7 +52,7 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
-"""Modules whose package has another name."""
+"""Modules with another package name."""
 
 
 def lacking(modules: Iterable[str]) -> list[str]:
@@ -74,7 +74,7 @@ def describe_device() -> dict[str, object]:
 
 
 def driver_version() -> str:
-    """Return the NVIDIA driver's version, as `nvidia-smi` tells it, or why it is unknown."""
+    """Return the NVIDIA driver's version, from `nvidia-smi`, or why it is unknown."""
     try:
         ran = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],

@@ -1,4 +1,4 @@
-"""What graphs and overlap buy, and what ``--batch-invariant`` costs: the same decode steps and prompt in each mode.
+"""Gain of graphs and overlap, and cost of ``--batch-invariant``: the same decode steps and prompt in each mode.
 
     python -m bench.gpu.modes [--device cpu]
 
@@ -28,7 +28,7 @@ TOY_GRID = Grid((1, 3), (32,), (64,), 64)
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How steps are run."""
+    """Mode of running steps."""
 
     max_in_flight: int = 2
     executor: dict[str, bool | str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Plans made by hand: batches that a core would take minutes to arrive at, for one worker in this process.
 
-Owns slots and blocks as a core does, in a simpler way: nobody leaves, all contexts are as long, and where memory does not
+Owns slots and blocks as a core does, in a simpler way: no request leaves, all contexts are as long, and where memory does not
 hold a context for every row, rows read each other's.
 """
 
@@ -70,7 +70,7 @@ class NoRoom(Exception):
 
 
 class Plans:
-    """What one worker's plans are made from. The worker's tables are emptied before each batch."""
+    """State that one worker's plans are made from. The worker's tables are emptied before each batch."""
 
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int, max_model_len: int) -> None:
         self.num_blocks = num_blocks

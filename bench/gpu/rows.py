@@ -49,7 +49,7 @@ class Row:
     limit_s: int
     """After so long it hangs, and is killed."""
     gpus: int = 1
-    """Where there are fewer it is skipped."""
+    """Least number of devices; with fewer the row is skipped."""
 
     @property
     def words(self) -> str:
@@ -161,7 +161,7 @@ ROWS = (
     ),
     Row(
         "kill",
-        "executor killed under load: streams continue, no byte changes, its memory is free again",
+        "executor killed under load: the streams resume, no byte changes, its memory is free again",
         "all pass",
         (*PYTEST, "tests/gpu/test_kill.py"),
         (*PROCESSES, "pytest"),

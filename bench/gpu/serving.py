@@ -31,7 +31,7 @@ SHARES = (0.5, 0.8, 1.0)
 RATE_S = 8.0
 """About how long requests arrive at each rate."""
 SETTLE_S = 90.0
-"""How long a server may take, once it is ready, to do what it does while nobody waits."""
+"""Limit on the idle tasks of a server after it is ready."""
 
 
 def play(server: Server, asked: list[Asked], rate: float | None) -> Summary:
@@ -49,7 +49,7 @@ def play(server: Server, asked: list[Asked], rate: float | None) -> Summary:
 
 
 def settle(server: Server) -> None:
-    """Wait until the executor does nothing: it captures graphs while nobody asks anything."""
+    """Wait until the executor is idle: without requests it captures graphs."""
     deadline = time.monotonic() + SETTLE_S
     spent = server.cpu_seconds()["executor"]
     while time.monotonic() < deadline:
@@ -57,7 +57,7 @@ def settle(server: Server) -> None:
         before, spent = spent, server.cpu_seconds()["executor"]
         if spent - before < 0.1:
             return
-    raise SystemExit(f"the executor is still busy after {SETTLE_S:.0f} s in which nobody asked anything")
+    raise SystemExit(f"the executor is still busy after {SETTLE_S:.0f} s without requests")
 
 
 def tell(name: str, summary: Summary, report: Report) -> None:

@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        """What a decode step reads of the weights: all linear layers and the output layer, not the embedding."""
+        """Bytes of weights that a decode step reads: all linear layers and the output layer, not the embedding."""
         return 2 * (self.layers * self.layer_weights + self.vocab_size * self.hidden)
 
     @property
@@ -55,11 +55,11 @@ class Shape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def decode_bytes(self, rows: int, context: float) -> float:
-        """What a step of ``rows`` requests with ``context`` tokens each must read from memory."""
+        """Return the bytes that a step of ``rows`` requests with ``context`` tokens each must read."""
         return self.weight_bytes + rows * context * self.kv_bytes_per_token
 
     def prefill_flops(self, tokens: int) -> float:
-        """What one prompt takes: its linear layers, causal attention, and the logits of its last token."""
+        """Return the FLOPs of one prompt: its linear layers, causal attention, and the logits of its last token."""
         linear = 2 * self.layers * self.layer_weights * tokens + 2 * self.vocab_size * self.hidden
         pairs = tokens * (tokens + 1) / 2
         return linear + 4 * self.layers * self.heads * self.head_dim * pairs

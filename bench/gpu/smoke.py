@@ -58,7 +58,7 @@ class LoggedDevice:
 
 
 def self_test(device: Device) -> None:
-    """Launch kernels whose results are known: atomics of all threads of all blocks."""
+    """Launch kernels with known results: atomics of all threads of all blocks."""
     where = device.torch_device
     count, highest = (torch.zeros(1, dtype=torch.int32, device=where) for _ in range(2))
     total = torch.zeros(1, device=where)

@@ -74,7 +74,7 @@ def norms(device: Device) -> Error:
             rms_norm(device, x, weight, 1e-5),
             rms(wide),
             3 * UNIT,
-        ),  # rounded behind the norm and behind the weight
+        ),  # rounded after the norm and after the weight
         (normed, rms(total.double().cpu()), 3 * UNIT),
         (layer_norm(device, x, weight, weight, 1e-5), exact_layer, 2 * UNIT),
     ]

@@ -3,7 +3,7 @@
     bash bench/gpu/remote.sh a 330 COMMIT      # what a person types; it installs wheels and starts this module
     python -m bench.gpu.stages a --seconds 330 --out DIR [--commit WORD] [--device cpu]
 
-Jobs of a group run in parallel. A group may use all time that the groups behind it do not need; a failed job ends nothing.
+Jobs of a group run in parallel. A group may use all time that the groups after it do not need; a failed job ends nothing.
 After each group ``DIR`` holds ``logs.tar.gz``, ``results.json`` and ``summary.txt``, so a machine that is taken away early
 leaves what was found. The summary is printed last.
 """
@@ -60,7 +60,7 @@ class Group:
 
     jobs: tuple[Job, ...]
     seconds: float
-    """What they need on a GPU; kept for them by the groups before."""
+    """Outputs of earlier groups that they need on a GPU."""
     toy_seconds: float
     """Likewise of toy shapes on two cores."""
     only_after_failure: bool = False
@@ -140,7 +140,7 @@ class Session:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a job failed or ran out of time."""
+        """True if a job failed or ran out of time."""
         return any(result.status != 0 for result in self.results)
 
     def left_s(self) -> float:

@@ -1,9 +1,9 @@
-"""Where the device's time goes in decode and prefill steps of the 8 B shape: kernels by time, gaps, host time, a trace.
+"""Device time of decode and prefill steps of the 8 B shape: kernels by time, gaps, host time, a trace.
 
     python -m bench.gpu.step_profile [--batch-invariant] [--trace FILE.json.gz] [--device cpu]
 
 One engine, booted once. Each point is first timed as `bench.gpu.steps` does, then three steps run under ``torch.profiler``,
-whose table of microseconds by kernel is printed. ``--batch-invariant`` skips boot's timing of libraries: the way out where the
+with a table of microseconds by kernel. ``--batch-invariant`` skips boot's timing of libraries: the way out where the
 default boot fails.
 """
 

@@ -1,4 +1,4 @@
-"""Where a decode step of the real server goes at batch 1 and 256: the device's idle time between steps, and Chrome traces.
+"""Decode step of the real server at batch 1 and 256: the device's idle time between steps, and Chrome traces.
 
     python -m bench.gpu.timeline [--traces DIR] [--device cpu]
 

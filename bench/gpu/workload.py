@@ -40,7 +40,7 @@ class Asked:
 
 
 class Work(StrEnum):
-    """Which requests."""
+    """Requests of a workload."""
 
     CONVERSATION = "conversation"
     """As above."""

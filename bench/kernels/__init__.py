@@ -1,1 +1,1 @@
-"""How close each host kernel comes to what limits it."""
+"""Host kernels against the machine's limits."""

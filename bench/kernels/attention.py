@@ -69,7 +69,7 @@ class Case:
 
     @property
     def multiply(self) -> tuple[Multiply, ...]:
-        """How it may be multiplied: a limit is the fastest of these."""
+        """Ways to multiply: a limit is the fastest of these."""
         if self.dtype != "bf16":
             return (Multiply.FLOATS,)
         if self.kv_dtype == "bf16":
@@ -107,7 +107,7 @@ class Timing:
     limit_read_gb_s: float
     limit_gflop_s: float
     limit_of: str
-    """What multiplies at that rate."""
+    """Instructions that multiply at that rate."""
 
     @property
     def read_share(self) -> float:

@@ -8,7 +8,7 @@ chooses other experts, by random scores, of so many layers that none is in a cac
 multiplications are what limits: see `bench.kernels.linear` for those.
 
 Of one token a dense layer of as many bytes as it chooses takes turns with the experts: what is missing from reading is theirs
-only as far as the dense layer's share is larger. "Time over dense" is the median of neighbours'.
+only as far as the dense layer's share is larger. "Time over dense" is the median over adjacent pairs.
 """
 
 from __future__ import annotations

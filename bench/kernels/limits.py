@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured with the library's own threads: reading memory, multiplying in registers."""
+"""Limits of this machine, measured with the library's own threads: reading memory, multiplying in registers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READ_BYTES = 1 << 28
 
 
 class Multiply(StrEnum):
-    """How a kernel multiplies."""
+    """Instructions of a kernel's products."""
 
     FLOATS = "qt_limit_fma"
     PAIRS = "qt_limit_bf16"
@@ -24,7 +24,7 @@ class Multiply(StrEnum):
 
     @property
     def words(self) -> str:
-        """What is multiplied with what."""
+        """Operand types of a product."""
         return _WORDS[self]
 
 

@@ -50,13 +50,13 @@ SHAPES = {
 ROWS = (1, 4, 16, 32, 64, 256, 2048)
 WEIGHT_BYTES = 1 << 28
 GATHER_S = 10.0
-"""How long a weight is moved to huge pages, at most, as a server does while it is idle: prefetchers stop where a page ends."""
+"""Limit on moving a weight to huge pages, which a server does while it is idle: prefetchers stop where a page ends."""
 LARGE_HEAD = 100_000
 """Outputs from which large batches are left out: no step computes so many logits."""
 MAX_HEAD_ROWS = 64
 LINE_BYTES = 64
 SECONDS_PER_CALL = 0.05
-"""How long the calls between two measurements of the limits take together, at most."""
+"""Limit on the total time of the calls between two measurements of the limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,11 @@ class Format:
     passes: int = 1
     """Multiplications of the limit's kind that each weight takes."""
     outliers: float = 0.0
-    """Which share of the numbers are outliers, beside tables."""
+    """Share of outliers, next to tables."""
 
     @property
     def has_blocks(self) -> bool:
-        """Whether it is filled from blocks of a GGUF file."""
+        """True if it is filled from blocks of a GGUF file."""
         return self.weight.has_own_group
 
 
@@ -105,9 +105,9 @@ FORMATS |= {
     for name, each in FORMATS.items()
     if each.weight.is_integer and each.inputs is WIDE
 }
-"""+8: what ``--activation-dtype int8`` makes of them."""
+"""+8: the same with ``--activation-dtype int8``."""
 USUAL = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
-"""What is measured unless others are asked for. gptq, hqq: 4 bits with zero points, of bytes and of fp32; tables: those of
+"""Formats measured by default. gptq, hqq: 4 bits with zero points, of bytes and of fp32; tables: those of
 outputs, squeezellm: with outliers; nf4: bitsandbytes'; others are GGUF's."""
 
 
@@ -126,7 +126,7 @@ class Timing:
     gop_s: float
     multiply_limit_gop_s: float
     multiply_limit: str
-    """What multiplies at that rate."""
+    """Instructions that multiply at that rate."""
     share: float
     share_of: str
     """The limit that the share is of: reading, or what multiplies."""

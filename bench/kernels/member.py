@@ -1,4 +1,4 @@
-"""One checkout's linear layers, timed when told to: what `bench.kernels.pairs` runs two of.
+"""One checkout's linear layers, timed on request: `bench.kernels.pairs` runs two of these.
 
 Imports nothing of `bench`, and of quintet what every checkout since 43aa0b4 has: it runs with another one's. A line of standard
 input is a `Case` as JSON, which is answered by a line once its weights lie there, or a number of rows, answered by an `Answer`.
@@ -39,7 +39,7 @@ class Case(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What one pass over all weights took, for each; and what came out, as a checksum."""
+    """Time of one pass over all weights, for each; and a checksum of the results."""
 
     seconds: float
     bits: int
@@ -104,7 +104,7 @@ def run(case: Case, weights: list[PackedWeight], rows: int) -> Answer:
 
 
 def main() -> None:
-    """Do as told until there is nothing more to read."""
+    """Run commands until the input ends."""
     opened = open_library()
     assert opened is not None, "the host kernels are built"
     case: Case | None = None

@@ -5,7 +5,7 @@
 FOLDER: another checkout, built. Both pass over weights of the same numbers on huge pages, 96 MiB of them, so that none is in a
 cache when its turn comes (`--cached`: over one weight again and again), in turns of some milliseconds: this, that, that, this, …
 On one thread what the processor worked counts, not what passed, so that it can be run beside others. The ratio is the median of
-those of neighbours; µs are each one's best. Says also whether the results' bits are the same.
+adjacent turns; µs are each one's best. Says also whether the results' bits are the same.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What everything but the model costs, end to end over HTTP on one machine."""
+"""Cost of everything but the model, end to end over HTTP on one machine."""

@@ -32,7 +32,7 @@ from quintet.deploy.tools.load_client.workload import PromptSpec, RequestShape, 
 ROLES = ("frontend", "tokenizer", "core", "executor", "detokenizer")
 FLAGS = ("--served-model-name", "null", "--executor", "mock", "--step-ms", "10")
 SHORT, LONG = 2, 34
-PATIENCE_S = 60.0
+WRITE_TIMEOUT_S = 60.0
 
 Counts = Mapping[str, int]
 
@@ -54,14 +54,14 @@ def count(server: Server, folder: Path, output_len: int, num_requests: int) -> C
         process.send_signal(sitecustomize.TOGGLE)
     if summary.num_completed != num_requests:
         raise RuntimeError(f"only {summary.num_completed} of {num_requests} completed: {summary.failures}")
-    return {role: _told(folder / str(process.pid)) for role, process in processes.items()}
+    return {role: _read_count(folder / str(process.pid)) for role, process in processes.items()}
 
 
-def _told(path: Path) -> int:
-    deadline_s = time.monotonic() + PATIENCE_S
+def _read_count(path: Path) -> int:
+    deadline_s = time.monotonic() + WRITE_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{path} was not written within {PATIENCE_S:g} s")
+            raise TimeoutError(f"{path} was not written within {WRITE_TIMEOUT_S:g} s")
         time.sleep(0.01)
     number = int(path.read_text())
     path.unlink()

@@ -1,7 +1,7 @@
-"""Compare this checkout with another one, in turns within one run: what a change costs those who do not use it.
+"""Compare this checkout with another one, in turns within one run: the cost of a change to requests that do not use it.
 
 Of each point of `bench.overhead.run` both servers run at once, and one of them is loaded at a time: this, that, that, this, …
-Medians, and the medians of the ratios of neighbours, of rates and of processor time per token: the latter hardly depends on
+Medians, and the medians of the ratios of adjacent runs, of rates and of processor time per token: the latter hardly depends on
 what else the machine does.
 
     python -m bench.overhead.pairs FOLDER [--only a] [--rounds 6]    FOLDER: another checkout, built
@@ -59,7 +59,7 @@ class PairsOfPoint(msgspec.Struct):
 
     @property
     def cpu_ratios(self) -> list[float]:
-        """What a token costs this one over what it costs that one, pair by pair."""
+        """Cost of a token here over its cost there, pair by pair."""
         return [a.cpu_us / b.cpu_us for a, b in zip(self.this, self.that, strict=True)]
 
     def described(self) -> str:
@@ -70,9 +70,9 @@ class PairsOfPoint(msgspec.Struct):
             roles = {
                 role: median(run.cpu_us_per_token[role] for run in runs) for role in runs[0].cpu_us_per_token
             }
-            told = ", ".join(f"{role} {us:.2f}" for role, us in roles.items())
+            by_role = ", ".join(f"{role} {us:.2f}" for role, us in roles.items())
             lines.append(
-                f"    {name} {rate:,.0f} tokens/s; us a token: {median(run.cpu_us for run in runs):.2f}: {told}"
+                f"    {name} {rate:,.0f} tokens/s; us a token: {median(run.cpu_us for run in runs):.2f}: {by_role}"
             )
         for name, ratios in (("rates", self.ratios), ("processor time", self.cpu_ratios)):
             shown = " ".join(f"{ratio:.3f}" for ratio in sorted(ratios))

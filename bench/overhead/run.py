@@ -84,7 +84,7 @@ class PointResult(msgspec.Struct):
 
 
 class Machine(msgspec.Struct):
-    """Where it was measured."""
+    """Machine of the measurement."""
 
     cpu: str
     cores: int

@@ -66,7 +66,7 @@ def serve(
 ) -> Iterator[Server]:
     """Run a server on a free port until the block ends; no model: the one that ships with Quintet.
 
-    checkout: whose server, where that is not the installed one. modules: folders of what its processes may import as well.
+    checkout: of the server, if it is not the installed one. modules: more folders on the import path of its processes.
     """
     paths = [*map(str, modules), *([] if checkout is None else [str(checkout / "src")])]
     process = subprocess.Popen(

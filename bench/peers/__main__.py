@@ -6,7 +6,7 @@
     python -m bench.peers table                 the table again from the raw records
     python -m bench.peers rows                  what can be asked for
 
-An interrupted run goes on where it stopped when it is started again with the same --name.
+An interrupted run resumes where it stopped when it is started again with the same --name.
 """
 
 from __future__ import annotations

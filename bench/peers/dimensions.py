@@ -1,4 +1,4 @@
-"""What the models' operations and bytes follow from, whichever file they are written by."""
+"""Dimensions that the models' operations and bytes follow from, for all file formats."""
 
 from __future__ import annotations
 

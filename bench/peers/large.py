@@ -203,7 +203,7 @@ def _routed(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _append(path: Path, tensors: list[_Tensor], seed: int) -> None:
-    """Write the tensors' bytes behind what the file says of them, each at a multiple of the alignment."""
+    """Write the tensors' bytes after their description, each at a multiple of the alignment."""
     generator, alignment = np.random.default_rng(seed), gguf.GGUF_DEFAULT_ALIGNMENT
     with path.open("ab") as file:
         for tensor in tensors:

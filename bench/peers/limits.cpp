@@ -125,7 +125,7 @@ __attribute__((target("avx512f"))) void read_all_avx512(const char* begin, size_
     sink += _mm512_reduce_add_epi32(_mm512_xor_si512(_mm512_xor_si512(a, b), _mm512_xor_si512(c, d)));
 }
 
-// The same for processors whose vectors are 32 bytes.
+// The same for processors with vectors of 32 bytes.
 __attribute__((target("avx2,fma"))) void multiply_fp32_avx2() {
     __m256 sums[kAccumulators];
     for (auto& sum : sums) sum = _mm256_setzero_ps();

@@ -1,6 +1,6 @@
 """Measures rows on engines in turn: A B A B, the machine's limits before each round, and a record of each at once.
 
-What is above the limit of its round is no measurement but an error: a prompt out of a cache, or a limit that somebody disturbed.
+A figure above the limit of its round is an error: a prompt out of a cache, or a limit that another program disturbed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from bench.peers.workload import GGUF_FILES, Row, job_of, warm_up_of
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure."""
+    """Measurements to take."""
 
     rows: Sequence[Row]
     engines: Sequence[Contender]
     repetitions: int
     home: Home
     raw: Path
-    """Where records go, and where those of an interrupted run are."""
+    """Folders of records, and of those of an interrupted run."""
     turns: Turns
     foreign_share: float
     """A measurement is repeated when other programs took more of the machine than this meanwhile …"""
@@ -158,7 +158,7 @@ def _boot(
 def _undisturbed(plan: Plan, take: Callable[[int], dict[str, float]]) -> dict[str, float]:
     """Take figures until others leave the machine alone meanwhile; return those that they disturbed least.
 
-    ``take`` is told which try it is: what it sends must be new to the engine each time.
+    ``take`` gets the number of the try: its prompts must be new to the engine each time.
     """
     own = partial(processes.family, os.getpid())
     best: dict[str, float] | None = None

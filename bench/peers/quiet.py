@@ -1,4 +1,4 @@
-"""How much of the machine other programs took while something was timed, and waiting until they take little.
+"""Processor share of other programs during a measurement, and a wait until it is small.
 
 Foreign time is all busy processor time less that of the processes given. What a hypervisor takes away counts as foreign.
 """

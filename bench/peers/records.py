@@ -1,4 +1,4 @@
-"""The raw results: one line of JSON per measurement, appended as it is made, so that an interrupted run goes on."""
+"""The raw results: one line of JSON per measurement, appended as it is made, so that an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Record(msgspec.Struct):
 
 
 class Machine(msgspec.Struct):
-    """Where it was measured."""
+    """Machine of the measurement."""
 
     cpu: str
     cores: int

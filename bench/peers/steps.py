@@ -1,9 +1,9 @@
-"""What a token and a prompt cost on a machine whose memory changes its pace: Quintet and llama.cpp in turn, pair by pair.
+"""Cost of a token and a prompt at varying memory speed: Quintet and llama.cpp in turn, pair by pair.
 
     python -m bench.peers.steps S:q8_0 M:q4_k_m L:q4_k_m [--rounds 12] [--prompt 128] [--output 48] [--save RESULT.json]
     python -m bench.peers.steps --read RESULT.json [--paces 42 54]    # of a saved run, rounds of slow and of fast memory apart
 
-Both are up and get one request after the other, and right before and behind each answer memory is read. What an answer is held
+Both are up and get one request after the other, and right before and after each answer memory is read. What an answer is held
 against is the other engine's of the same round, and what was read beside it: a virtual machine's memory may be half as
 fast for seconds. Medians over the rounds. An answer's time is that from its first token to its last. `bench.peers run` has the
 rows of a machine that stays as it is.
@@ -37,7 +37,7 @@ _VOCAB = 100_000
 """Ids below are in every model's vocabulary."""
 _KV_BYTES = 1 << 29
 _READS = 9
-"""Of memory, before and behind each answer: some 70 ms."""
+"""Of memory, before and after each answer: some 70 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Answer:
     prompt_ms: float
     """To the first token."""
     read_gb_s: float
-    """What memory gave beside it."""
+    """Memory bandwidth measured next to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Pairs:
 
     file: str
     weights_gb: float
-    """What a token reads of it."""
+    """Bytes of it that a token reads."""
     answers: dict[str, list[Answer]]
     """By engine, one of each round."""
 

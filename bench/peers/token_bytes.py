@@ -1,4 +1,4 @@
-"""What one token reads of a GGUF file."""
+"""Bytes of a GGUF file that one token reads."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ YIELD_S = 1.0
 
 
 class Turns:
-    """Whose turn it is to have the machine. Without a file it is always ours."""
+    """Turns on the machine, from a file. Without a file it is always ours."""
 
     def __init__(self, path: Path | None, hold_s: float) -> None:
         self._path = path

@@ -37,9 +37,9 @@ class Figure:
     unit: str
     higher_is_better: bool = True
     goal: str = ""
-    """What the row must reach, in words."""
+    """Target of the row, in words."""
     shows_limit: bool = False
-    """Whether the table shows what the machine could do at most."""
+    """True if the table shows the machine's limit."""
     digits: int = 1
 
 
@@ -60,9 +60,9 @@ class Row:
     output_len: tuple[int, int] = (128, 128)
     shared_len: int = 0
     engines: int = 1
-    """Replicas of the model behind one port, which share the threads."""
+    """Replicas of the model on one port, which share the threads."""
     flags: tuple[str, ...] = ()
-    """What Quintet is told besides."""
+    """Additional arguments of Quintet."""
 
 
 _WORDS: dict[Precision, str] = {

@@ -1,4 +1,4 @@
-"""Where a decode step goes across the processes of a real server: a picture and a table.
+"""Timeline of a decode step across the processes of a real server: a picture and a table.
 
 Starts `quintet serve MODEL --trace …`, has N streams decode at the same time, and takes the steps in which all of them do.
 
@@ -68,7 +68,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a run of this command found."""
+    """Results of a run of this command."""
 
     date: str
     commit: str
@@ -93,7 +93,7 @@ def picture(streams: int, name: str, taken: StepAccount, bars: Sequence[Bar], st
     caption = [
         f"python -m bench.timeline --streams {streams}; the median step of {taken.num_steps} takes "
         f"{taken.step_ms:.2f} ms. Clock: CLOCK_MONOTONIC, the same for every process.",
-        "Plan N+1 is made and sent while step N computes; what became of step N is told to clients while "
+        "Plan N+1 is made and sent while step N computes; the results of step N are sent to clients while "
         "step N+1 computes.",
     ]
     title = f"{name}: {NUM_DRAWN} decode steps of {streams} streams"

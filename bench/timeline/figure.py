@@ -137,7 +137,7 @@ class Panel:
         return GUTTER + (min(max(at_ns, self._begin_ns), self._end_ns) - self._begin_ns) * self._scale
 
     def shows(self, begin_ns: float, end_ns: float) -> bool:
-        """Whether any of a span falls into the window."""
+        """Return true if any of a span falls into the window."""
         return end_ns > self._begin_ns and begin_ns < self._end_ns
 
     def axis(self) -> None:

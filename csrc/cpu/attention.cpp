@@ -103,7 +103,7 @@ void check(const AttentionLayer& layer) {
              double(layer.growth), (long long)layer.period, (long long)layer.shift);
 }
 
-// The cache of a layer at a place, whose blocks may be larger than it needs.
+// The cache of a layer at a place; its blocks may be larger than the layer needs.
 PagedKv paged_at(const KvPlace& place, const AttentionLayer& layer) {
   PagedKv kv = paged(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size,
                      layer.values_in_keys);
@@ -189,7 +189,7 @@ QT_EXPORT void qt_attend_in_pairs(int wanted) { qt::want_pairs(wanted); }
 
 // Norms of query and key heads, their rotation, keys and values into the cache, queries to q_out. q: [T][heads][key_width],
 // k: [T][kv_heads][key_width], v: [T][kv_heads][value_width], rows as many numbers apart as their strides say: places of one
-// row, or rows of their own. q_out: [T][heads][qt_query_width(key_width)], rows out_stride apart, with zeros behind a head's
+// row, or rows of their own. q_out: [T][heads][qt_query_width(key_width)], rows out_stride apart, with zeros after a head's
 // numbers; it overlaps none of the others.
 QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const qt::AttentionLayer* layer, const void* q, index_t q_stride,
                                         const void* k, index_t k_stride, const void* v, index_t v_stride,

@@ -1,4 +1,4 @@
-// Attention over the paged cache, and the writes to it: the cache's layout and what the kernels are told.
+// Attention over the paged cache, and the writes to it: the cache's layout and the kernels' arguments.
 //
 // The cache of one layer is [blocks][kv_heads][block_size / 16] tiles. A tile holds 16 consecutive positions of one KV head:
 //
@@ -16,7 +16,7 @@
 // Where values are what keys begin with (AttentionLayer::values_in_keys: latent attention) there are keys and their scales alone.
 //
 // so that the multiplication loads its operands as they lie, and what is read of a head is contiguous. Heads of other widths
-// than multiples of 16 have zeros behind their numbers: key_dim and value_dim are what a head takes with them. The layout does
+// than multiples of 16 have zeros after their numbers: key_dim and value_dim are what a head takes with them. The layout does
 // not depend on the instruction set.
 #pragma once
 
@@ -81,7 +81,7 @@ struct AttentionPiece {
   index_t position;            // first one's
   index_t first, last;
   index_t all_first, all_last; // the partitions of all pieces of these tokens
-  // [units][parts of values][all_last - all_first][partial_floats]; null: this piece has them all. One group, whose rows alone
+  // [units][parts of values][all_last - all_first][partial_floats]; null: this piece has them all. One group; only its rows
   // have room: sums [rows][numbers of a part], largest scores [rows], normalizers [rows]
   float* partials;
   index_t partial_floats;
@@ -136,7 +136,7 @@ struct KvWriteCall {
 
 struct AttentionKernel {
   void (*run)(const void* call, index_t begin, index_t end);  // null: not there
-  // In two works, of few rows (kFewRows) whose values are not in keys: pieces of scores, then of values.
+  // In two works, of few rows (kFewRows) with values that are not in keys: pieces of scores, then of values.
   void (*scores)(const void* call, index_t begin, index_t end);
   void (*values)(const void* call, index_t begin, index_t end);
   index_t group_rows;                                         // that a group should have

@@ -1,26 +1,26 @@
-// Attention that ranks compute together, partition by partition: what the partitions' states come to. What the compiled-once half
-// tells the kernels.
+// Merge of the partitions' states in attention that ranks compute together. The arguments that the compiled-once half
+// passes to the kernels.
 #pragma once
 
 #include "attention.hpp"
 
 namespace qt {
 
-// Heads of this rank, neighbours, that lie in one unit (AttentionCall) of those of all ranks that keep KV together.
+// Adjacent heads of this rank that lie in one unit (AttentionCall) of those of all ranks that keep KV together.
 struct MergeHeads {
   index_t unit, unit_heads;  // which one, and how many it has
   index_t inside;            // the first one's number among them
   index_t first, count;      // ... among the rank's own
 };
 
-// A token whose partitions all ranks have computed.
+// A token with partitions that all ranks have computed.
 struct MergeToken {
   index_t token;
   const float* partials;  // [partitions][units][partial_floats]: see AttentionPiece
   index_t partitions;
 };
 
-// A piece of work is a token and some neighbours among its heads.
+// A piece of work is a token and some adjacent heads.
 struct MergeCall {
   AttentionCall own;      // of this rank: where results go, sinks, scales
   const MergeToken* tokens;

@@ -10,7 +10,7 @@ namespace qt {
 struct KvPlace {
   char* memory;         // of all blocks at this place
   index_t block_bytes;  // from one block to the next: at least what the layer needs
-  index_t group;        // whose table names the blocks
+  index_t group;        // its table names the blocks
   index_t sharers;      // processes that keep these blocks together: each writes every so-many-th, and all read all
   index_t sharer;       // which of them this one is
 };

@@ -1,14 +1,14 @@
 // Attention over keys and values that several ranks keep together (docs/parallel.md).
 //
 //   tokens of prompts, and few keys    each rank its own heads, over all keys
-//   a new token over many keys         each rank some partitions, with the queries of all these ranks' heads; then, behind a
+//   a new token over many keys         each rank some partitions, with the queries of all these ranks' heads; then, after a
 //                                      meeting, each rank merges the partitions of its own heads
 //
 //        queries of rank 0 | of rank 1       partitions   0   1   2   3   4 ...
 //        ---- all read all of them ----      computed by  0   1   0   1   0 ...
 //
 // A key and a value are so read by one rank, not by all. Partitions are what one process reduces apart and then merges in their
-// order (kernels/attention.cpp), so it makes no difference to any bit who computes them.
+// order (kernels/attention.cpp), so the bits do not depend on the rank that computes them.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -115,7 +115,7 @@ class ContextCut {
     return seen_from(all_.layer.window, all_.layer.chunk, step.row_starts[row]) / kPartitionKeys;
   }
 
-  // Partitions of a row whose token all ranks compute together; 0: each computes its own heads.
+  // Partitions of a row with a token that all ranks compute together; 0: each computes its own heads.
   index_t partitions_of(const Step& step, index_t row) const {
     if (step.row_counts[row] != 1) return 0;
     const index_t partitions = step.row_starts[row] / kPartitionKeys + 1 - first_partition(step, row);
@@ -171,7 +171,7 @@ class ContextCut {
   index_t floats_;  // of a unit's state of a partition
   MergeCall merging_{};
   std::vector<MergeHeads> heads_;
-  Rows rows_;  // whose tokens are computed by heads
+  Rows rows_;  // rows of tokens that are computed by heads
   std::vector<MergeToken> tokens_;
   std::vector<AttentionPiece> pieces_;
 };
@@ -206,7 +206,7 @@ class ContextOp final : public Op {
 }  // namespace
 }  // namespace qt
 
-// Appends attention, as qt_program_attention does, over keys and values that this rank keeps together with others; behind a meeting
+// Appends attention, as qt_program_attention does, over keys and values that this rank keeps together with others; after a meeting
 // with them. q: the queries of all their heads, which lie where all read them.
 QT_EXPORT void qt_program_context_attention(qt::Program* program, qt::Ranks* ranks, const qt::AttentionLayer* layer, const void* q,
                                             index_t q_stride, const qt::KvPlace* kv, void* out, index_t out_stride,

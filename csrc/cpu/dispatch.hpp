@@ -36,7 +36,7 @@ enum class Isa : int { QT_ISAS(QT_ENUMERATOR, , ) };
 // amx slowly on any processor with avx512_bf16, is never chosen by itself.
 Isa isa();
 
-// The one whose kernels `isa` uses where it has none of its own. Of baseline: itself.
+// The parent: `isa` uses its kernels where it has none of its own. Of baseline: itself.
 Isa parent_of(Isa isa);
 
 // The chosen one of a kernel's tables, one for each instruction set; null: it has none.
@@ -63,7 +63,7 @@ const auto& choose_one(std::initializer_list<const Kernels*> tables, Of of) {
 //   QT_CHOOSE(linear)                              // in a source that is compiled once: a reference to the chosen table
 //   QT_CHOOSE_ONE(linear, of)                      // likewise, to one kernel: of the first table, from the chosen one on, that has it
 //
-// Weak: of those that nobody defines the address is null.
+// Weak: the address of an undefined table is null.
 #define QT_DECLARE_TABLE(isa, Type, name) \
   namespace isa { extern const Type name __attribute__((weak, visibility("hidden"))); }
 #define QT_DECLARE_KERNELS(Type, name) QT_ISAS(QT_DECLARE_TABLE, Type, name)

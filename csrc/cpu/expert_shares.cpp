@@ -55,7 +55,7 @@ void ExpertShares::note_copies() {
     if (layer_.copies[i] >= 0) holders_[std::size_t(layer_.copies[i])] |= std::uint64_t(1) << (i / layer_.places);
 }
 
-// Some rows at a time to whoever would be done with them first, of equal ones to the lower rank.
+// Some rows at a time to the rank that would finish them first; a tie goes to the lower rank.
 void ExpertShares::divide_one(index_t expert, index_t count) {
   const std::uint64_t holders = holders_[std::size_t(expert)];
   index_t given[kMostRanks] = {};

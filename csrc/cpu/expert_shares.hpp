@@ -3,7 +3,7 @@
 //     homes    rank 0: 0 1 2 3    rank 1: 4 5 6 7      rows of 4: rank 1's
 //     copies   rank 0: 6 .        rank 1: 1 .          rows of 1 and 6: divided, so that both have about as much to do
 //
-// Every rank routes all tokens, so every rank divides alike, and nobody is told. An expert's rows are neighbours for whoever has them,
+// Every rank routes all tokens, so every rank divides alike without a message. The rows of an expert are adjacent for each rank,
 // in the order of the ranks. A row's numbers are the same on any rank: dividing decides when a step is over, and no bit.
 #pragma once
 

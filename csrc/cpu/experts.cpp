@@ -122,7 +122,7 @@ class Experts {
     route_.weights = reinterpret_cast<float*>(take(pairs * 4));
     row_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
     pair_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
-    rows_ = take(pairs * row_stride_ * std::max(size_, out_size_));  // what goes in, then what comes out, if nobody shares it
+    rows_ = take(pairs * row_stride_ * std::max(size_, out_size_));  // what goes in, then what comes out, if it is not shared
     out_ = shared_rows_ ? shared_rows_ : rows_;
     act_ = take(pairs * act_stride_ * size_);
     prepared_ = take(pairs * std::max(gate_up_.preparation().row_bytes, down_.preparation().row_bytes));
@@ -301,7 +301,7 @@ QT_EXPORT void qt_program_experts_sums(qt::Program* program, const qt::ExpertsLa
 }
 
 // Appends: leave the rows of those experts that this rank has where all find them, meet, y = a token's rows summed as one process
-// sums them, rounded; then (+ residual), rounded again. Who read what lay there before must have been met since.
+// sums them, rounded; then (+ residual), rounded again. Ranks that read the former rows must have met since.
 QT_EXPORT void qt_program_experts_of_ranks(qt::Program* program, qt::Ranks* ranks, const qt::ExpertsLayer* layer, const void* x,
                                            index_t x_stride, const void* scores, index_t scores_stride, index_t max_tokens,
                                            const void* residual, void* y, index_t y_stride, int dtype) {

@@ -5,7 +5,7 @@
 //   x ── gather: an expert's rows side by side ── gate, up ── activation ── down ── sum over k of weight * row
 //
 // Where ranks (ranks.hpp) have whole experts, each leaves its experts' rows in memory that all share, sorted by expert, meets the
-// others, and sums: so a token's sum is that of one process, whoever has made its rows.
+// others, and sums: so a token's sum is that of one process, whichever rank has made its rows.
 //
 // Which experts have rows is known only when the step runs, so all between plan and sum are late works (work.hpp). An expert's
 // weights are read once a step (once per panel of rows, as of every linear layer); what no token chose is not touched. A row's
@@ -44,7 +44,7 @@ struct ExpertsLayer {
   Routing routing;
   index_t scaled_inputs;         // whether the weight of a choice multiplies what goes in, not what comes out
   index_t first, kept;           // experts [first, first + kept) are at home here; other ranks have the others
-  index_t rank, ranks;           // whose home this is, of how many: 0 of 1 where all are here
+  index_t rank, ranks;           // the rank of this home, of how many: 0 of 1 where all are here
   index_t places;                // of each rank for copies of experts that are at home elsewhere
   const std::int32_t* copies;    // [ranks][places]: which expert lies there, or -1; may be others in the next step
   const Weight* const* gate_up;  // [kept + places]: paired, [2 width, hidden]

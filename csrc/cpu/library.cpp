@@ -1,5 +1,6 @@
-// What this library was built from, for whoever loads it: `quintet.executor.backends.cpu.ops.host_library` refuses one whose functions and
-// structs are not those that Python calls and fills. setup.py gives both names, as `quintet.executor.backends.cpu.ops.host_sources` does.
+// Hashes of this library's sources, checked by its loader: `quintet.executor.backends.cpu.ops.host_library` rejects one if
+// functions or structs are not those that Python calls and fills. setup.py gives both names, as
+// `quintet.executor.backends.cpu.ops.host_sources` does.
 #include "program.hpp"
 #include "sampling.hpp"
 

@@ -1,4 +1,4 @@
-// The machine's limits, for whoever times them (bench/kernels, bench/peers). Each call returns when all threads are
+// The machine's limits, timed by bench/kernels and bench/peers. Each call returns when all threads are
 // done.
 #include "limits.hpp"
 #include "pool.hpp"

@@ -1,8 +1,9 @@
-// Linear layers on packed weights: y = act(x · Wᵀ + bias), or x · Wᵀ + bias + residual. What the compiled-once half tells the kernels.
+// Linear layers on packed weights: y = act(x · Wᵀ + bias), or x · Wᵀ + bias + residual. The arguments that the compiled-once half
+// passes.
 //
 // A packed weight is a row of tiles of 64 columns (outputs), each contiguous and read front to back:
 //
-//   bf16         [ceil(depth / 2)][64][2]                          two neighbouring k of a column side by side
+//   bf16         [ceil(depth / 2)][64][2]                          two adjacent k of a column side by side
 //   fp16, fp32   [depth][64]
 //   integers     float column_scale[64]
 //                then for each block of k: its head, which has the scales (Scales), and its codes (Codes)
@@ -23,7 +24,7 @@
 // bits depend on neither rows nor threads. Exact sums of integers over all of k have no order, and need no care for it.
 //
 // K may be in leaves, two, four or eight alike: each packed, rounded and sliced for itself, with scales of x of its own. Their sums
-// are added as a tree, (0 + 1) + (2 + 3): who has half of the leaves, and all else alike, has half of the sum (docs/parallel.md).
+// are added as a tree, (0 + 1) + (2 + 3): a rank with half of the leaves has half of the sum (docs/parallel.md).
 #pragma once
 
 #include "dispatch.hpp"
@@ -153,8 +154,8 @@ struct LinearCall {
   index_t x_group;          // of k that share a scale of x (integers only)
   // how it is split
   index_t panel_rows, panels, width, parts, items, threads;
-  // Whether each slice of each leaf is an item of its own. It puts its sums in `partials`; who brings an output's last one adds
-  // them up and finishes. Otherwise an item has all slices in turn.
+  // Whether each slice of each leaf is an item of its own. It puts its sums in `partials`; the thread with an output's last one
+  // adds them up and finishes. Otherwise an item has all slices in turn.
   bool sliced;
   float* partials;         // [leaves][slices][tiles][rows][64]
   std::uint32_t* pending;  // [panels][parts]: slices that are there; zeros before and after
@@ -177,7 +178,7 @@ LinearCall leaf_of(const LinearCall& call, index_t leaf);
 struct Preparation {
   index_t from_rows;  // fewer rows need none
   index_t row_bytes, x_group;
-  index_t panel_rows = 0;  // rows whose prepared x stays in a cache while weights pass; 0: it does not matter
+  index_t panel_rows = 0;  // rows of prepared x that stay in a cache while weights pass; 0: it does not matter
   index_t panel_step = 12;  // rows of whole units; a panel has whole ones, and at least two
   index_t together = 1;     // items of many rows that a thread had better take at a time: they share a slice of x
 };

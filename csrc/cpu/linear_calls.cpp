@@ -133,7 +133,7 @@ void set_y_dtype(LinearCall& call, int y_dtype) {
 
 // y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then its activation, or (+ residual), rounded again; paired
 // weights: the activation of the gates times the ups, y[rows, columns / 2]. dtype: of x, bias, residual and y; a
-// floating-point weight has the same. activation: see Activation; paired weights need one, who has a residual takes none.
+// floating-point weight has the same. activation: see Activation; paired weights need one; a layer with a residual takes none.
 // residual: laid out like y, may be y. inputs: an Inputs. y_dtype: dtype, or fp32 without residual and activation: y is not rounded.
 QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype,
                                 const void* bias, const void* residual, void* y, index_t y_stride, int activation,

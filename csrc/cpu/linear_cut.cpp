@@ -29,7 +29,7 @@ double cost_of(const Weight& weight, index_t rows, index_t threads, const Cut& c
   const double smallest = double(last_rows) * last_depth;
   const double mean = double(parts) * rows * weight.whole_depth / threads;
   const index_t items = parts * panels * slices, large = items - parts * (panels > 1 || slices > 1);
-  // Whoever ends last began its last item no later than all would have ended had they shared the others evenly.
+  // The thread that ends last began its last item no later than all would have ended had they shared the others evenly.
   const double by_last = mean + smallest * double(threads - 1) / threads;
   const double by_count = whole * quotient_up(items, threads);
   const double busiest = std::max(whole * quotient_up(large, threads), std::min(by_last, by_count));

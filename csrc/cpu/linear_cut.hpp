@@ -19,11 +19,11 @@ const LinearKernels& linear_kernels_of(const Weight& weight);
 // The cheapest way for so many threads; of those that cost alike, with the largest items.
 Cut best_cut(const Weight& weight, const Preparation& preparation, index_t rows, index_t threads, bool may_slice);
 
-// A multiplication whose rows are not yet known; ends the process where formats or activation do not fit the weight.
+// A multiplication before its rows are known; ends the process where formats or activation do not fit the weight.
 LinearCall linear_call(const Weight* weight, const void* x, index_t x_stride, int dtype, const void* bias,
                        const void* residual, void* y, index_t y_stride, int activation, int inputs);
 
-// The call for so many rows, cut so. Where prepared x and slices' sums lie is said by who has the memory.
+// The call for so many rows, cut so. Where prepared x and slices' sums lie is set by the memory's owner.
 void cut_call(LinearCall& call, const Preparation& preparation, index_t rows, index_t threads, const Cut& cut);
 
 // So many bytes of prepared x.

@@ -19,7 +19,7 @@ inline bool takes(Dtype kv_dtype, index_t kv_heads, index_t key_width, index_t v
          block_size > 0 && block_size % kTileKeys == 0 && !(values_in_keys && kv_dtype == Dtype::int4);
 }
 
-// A head's numbers with the zeros behind them.
+// A head's numbers with the zeros after them.
 inline index_t padded(index_t width) { return (width + kTileKeys - 1) / kTileKeys * kTileKeys; }
 
 inline PagedKv paged(Dtype dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size,

@@ -86,7 +86,7 @@ TakeCall take_call(const void* x, index_t x_stride, index_t width, void* y, inde
   return {static_cast<const char*>(x), x_stride * size, width * size, nullptr, static_cast<char*>(y), y_stride * size};
 }
 
-// Columns of x by number, in another order: what comes before weights whose inputs are sorted. Numbers are copied as they are.
+// Columns of x by number, in another order: the operation before weights with sorted inputs. Numbers are copied as they are.
 template <class Bits>
 struct ColumnsCall {
   const Bits* x;

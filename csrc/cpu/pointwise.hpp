@@ -10,7 +10,7 @@
 
 namespace qt {
 
-// What the kernels are told; each reads the fields it needs.
+// The kernels' arguments; each reads the fields it needs.
 struct PointwiseCall {
   index_t width = 0;  // of y; of norms, of a group
   const void* x = nullptr;
@@ -20,7 +20,7 @@ struct PointwiseCall {
   index_t second_width = 0;      // of `multiply`: that of y, or 1
   const void* weight = nullptr;  // [width], or null for ones; of norms one for each group, or the same for all
   const void* bias = nullptr;    // likewise, or null for zeros
-  index_t groups = 1;            // of norms: neighbouring parts of a row, each normed by itself
+  index_t groups = 1;            // of norms: adjacent parts of a row, each normed by itself
   index_t weight_step = 0;       // from a group's weights to the next's: 0, or width
   float eps = 0;
   float offset = 0;                         // see rms_norm

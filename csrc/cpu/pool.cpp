@@ -10,8 +10,8 @@ namespace qt {
 namespace {
 
 constexpr int kMostSpins = 4000;  // pauses of some 10 to 50 ns: to sleep and to be woken takes 64 threads about as long
-// About the longest wait between two works of a step on few threads. Who sleeps does not learn what spinning would have taken:
-// after a prompt, whose waits are long, this is what finds short waits again.
+// About the longest wait between two works of a step on few threads. A sleeping thread does not measure a spin:
+// after a prompt, with its long waits, this limit detects short waits again.
 constexpr int kFewestSpins = 400;
 constexpr index_t kShare = 2;  // a piece is at most one in so many parts of a thread's share of what is left
 constexpr index_t kAheadBytes = 128 << 10;  // that a waiting thread fetches at most: half of a small second-level cache
@@ -25,7 +25,7 @@ void pause() {
 #endif
 }
 
-// Pieces of work done since the process began. Each thread counts on a cache line of its own; who reads them does so at any
+// Pieces of work done since the process began. Each thread counts on a cache line of its own; they are read at any
 // time, even while the pool is made anew.
 struct alignas(64) Count {
   std::atomic<std::uint64_t> value{0};
@@ -44,8 +44,8 @@ index_t size_of_piece(const Work& work, index_t left, index_t threads) {
   return size < 1 ? 1 : size;
 }
 
-// Returns when the word's value is such that `done`; whoever makes it so notifies. Spins as long as `patience` says, then sleeps:
-// one wait, however often the value changes meanwhile.
+// Returns when the word's value is such that `done`; the thread that sets it notifies. Spins as long as `patience` says, then
+// sleeps: one wait, however often the value changes meanwhile.
 template <class Value, class Done, class Patience>
 void wait_until(const std::atomic<Value>& word, Done done, Patience& patience) {
   const int most = std::clamp(2 * patience.usual, std::min(kFewestSpins, patience.most), patience.most);
@@ -144,7 +144,7 @@ void Pool::go_through(std::uint32_t run, int thread, Patience& patience) {
     while (take(progress, run, work, thread, begin, end)) {
       work.run(work.call, begin, end);
       count_piece(thread);
-      // Its only piece: nobody is further before this work is told to be done.
+      // Its only piece: no thread is further before this work is marked as done.
       for (index_t j = i + 1; !list_[i].late && j < length_ && list_[j].late; ++j)
         this->begin(progress_[j], run, *list_[j].late);
       const std::uint32_t done = std::uint32_t(end - begin);
@@ -175,7 +175,7 @@ bool Pool::take(Progress& progress, std::uint32_t run, const Work& work, int thr
     const std::uint64_t next = (std::uint64_t(run) << 32) | std::uint64_t(end);
     if (progress.taken.compare_exchange_weak(taken, next, std::memory_order_relaxed)) return true;
   }
-  for (int owner = 0; owner < least(threads(), kMostFirsts); ++owner)  // of who has not come yet
+  for (int owner = 0; owner < least(threads(), kMostFirsts); ++owner)  // of threads that have not arrived
     if (take_first_of(owner)) return true;
   return false;
 }
@@ -264,5 +264,5 @@ QT_EXPORT int qt_set_threads(int threads, int pin) {
 
 QT_EXPORT int qt_threads() { return qt::pool().threads(); }
 
-// Grows while anything is computed: whoever wonders whether a long step makes progress reads it, from any thread.
+// Grows while anything is computed: a progress check of a long step reads it, from any thread.
 QT_EXPORT std::uint64_t qt_pieces_done() { return qt::pieces_done(); }

@@ -1,7 +1,7 @@
 // The compute threads: they run one list of work after another, and park when there is none.
 //
 // A list is run like a captured graph: every thread goes through it in order and takes pieces of the current work until
-// there are none, then waits until all of them are done. Nobody has to arrive: when another process takes a thread's
+// there are none, then waits until all of them are done. No thread has to arrive: when another process takes a thread's
 // core, the others do its share, and it catches up when it comes back. The first piece that a thread takes is always the
 // same (unless it comes so late that another has done it); the further ones are whatever is left, smaller towards the end,
 // so that all are done at nearly the same time.
@@ -9,9 +9,10 @@
 // Works that are late (work.hpp) are begun by the thread that has just found out what they are, before anybody passes it.
 //
 // Waiting is a short spin, then a futex. How short each thread learns: about twice as long as its waits have taken lately, so
-// that the end of a work is met awake on 64 threads as on two, while a thread whose waits are long sleeps soon. Nobody spins
-// where there are more threads than processors: who spins would hold up who works. While it waits a thread fetches what its first
-// piece of a coming work reads: memory is what limits a step of few rows, and it should not stand still while rows are normed.
+// that the end of a work is met awake on 64 threads as on two, while a thread with long waits sleeps soon. No thread spins
+// where there are more threads than processors: a spinning thread would delay a working one. While it waits a thread fetches what
+// its first piece of a coming work reads: memory is what limits a step of few rows, and it should not stand still while rows are
+// normed.
 #pragma once
 
 #include <atomic>
@@ -44,9 +45,9 @@ class Pool {
   // a run late takes nothing.
   struct Progress {
     alignas(64) std::atomic<std::uint64_t> taken{0};    // pieces before this are taken, but for threads' first ones
-    std::atomic<std::uint64_t> firsts[kMostFirsts / 64]{};  // a bit for each thread whose first pieces somebody has taken
-    alignas(64) std::atomic<std::uint32_t> left{0};     // on a line of its own: who waits reads it all the time
-    alignas(64) Work work;                              // a late one's once it is known; kept for who is late himself
+    std::atomic<std::uint64_t> firsts[kMostFirsts / 64]{};  // a bit for each thread with its first pieces taken
+    alignas(64) std::atomic<std::uint32_t> left{0};     // on a line of its own: waiting threads read it all the time
+    alignas(64) Work work;                              // a late one's once it is known; kept for a work that is late itself
   };
 
   // How long a thread spins before it sleeps, learned from how long it has waited.
@@ -64,7 +65,7 @@ class Pool {
 
   void work(int thread);
   void go_through(std::uint32_t run, int thread, Patience& patience);
-  // Before anybody takes of it: nothing is done of a work whose pieces are known.
+  // Before any thread takes of it: nothing is done of a work with known pieces.
   void begin(Progress& progress, std::uint32_t run, const Work& work) const;
   bool take(Progress& progress, std::uint32_t run, const Work& work, int thread, index_t& begin, index_t& end) const;
   void look_ahead(Ahead& ahead, index_t after, int thread) const;
@@ -76,7 +77,7 @@ class Pool {
   std::vector<std::thread> workers_;
   std::vector<int> processors_;  // where threads stay; empty: anywhere
   int most_spins_ = 0;
-  Patience callers_patience_;  // of who calls run()
+  Patience callers_patience_;  // of the caller of run()
   std::mutex callers_;
   std::vector<Work> list_;  // this and the next two change only while no worker is inside
   std::vector<Progress> progress_;
@@ -90,7 +91,7 @@ class Pool {
 // What the threads of a pool of that size would have of a work, were all equally fast.
 struct Balance {
   index_t cost = 0, busiest = 0;  // of all pieces; of the thread that has most
-  index_t takes = 0;              // how often somebody takes pieces
+  index_t takes = 0;              // number of times that pieces are taken
 };
 Balance balance_of(const Work& work, index_t threads);
 

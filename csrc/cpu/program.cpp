@@ -18,7 +18,7 @@ void Program::run(const Step& step, index_t begin, index_t end) {
     for (index_t mark = 0; step.marks && mark < index_t(marks_.size()); ++mark)
       if (marks_[mark] == i) list_.push_back({.count = 1, .run = note_time, .call = step.marks + mark});
     const Work work = ops_[i]->prepare(step, pool().threads());
-    if (work.count > 0 || work.late) list_.push_back(work);  // who is told of nothing to do would have to look at it
+    if (work.count > 0 || work.late) list_.push_back(work);  // an empty work would still be visited
   }
   pool().run(list_.data(), index_t(list_.size()));
 }
@@ -58,7 +58,7 @@ QT_EXPORT void qt_program_balance(qt::Program* program, const qt::Step* step, in
   program->balance(*step, threads, begin, end, out);
 }
 
-// Operations appended from here on begin a part whose time is told apart: see Step::marks.
+// Operations appended from here on begin a part with its own time: see Step::marks.
 QT_EXPORT void qt_program_mark(qt::Program* program) { program->mark(); }
 
 // Fills the step's arrays from a plan's columns, of num_rows rows each; `samples`: which rows draw a token. Returns the

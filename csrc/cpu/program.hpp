@@ -23,15 +23,15 @@ struct Rotation {
   index_t by_token;                 // 1: row i belongs to token i; 0: row p belongs to position p
 };
 
-// One step's input, laid out like `quintet.executor.backends.cpu.program.step.CStep`. T tokens, R rows of consecutive ones. Whoever
-// runs a program owns all the memory; `qt_fill_step` fills the arrays from a plan.
+// One step's input, laid out like `quintet.executor.backends.cpu.program.step.CStep`. T tokens, R rows of consecutive ones. The
+// caller that runs a program owns all the memory; `qt_fill_step` fills the arrays from a plan.
 //
 //   row r:   slot row_slots[r], tokens [row_offsets[r], row_offsets[r] + row_counts[r]) of the step,
 //            at positions row_starts[r], row_starts[r] + 1, ...
 struct Step {
   index_t num_tokens;
   index_t num_rows;
-  index_t num_outputs;              // tokens whose logits are wanted
+  index_t num_outputs;              // tokens that need logits
   std::int32_t* token_ids;          // [T]
   std::int64_t* positions;          // [T]
   std::int64_t* row_slots;          // [R]: the row of the block tables
@@ -58,7 +58,7 @@ struct Step {
   std::int64_t* marks;              // when the program's marks were passed, in ns of the monotonic clock; or null
 };
 
-// Which rows an operation of a program has: the step's tokens, or those of them whose logits are wanted.
+// The rows of an operation of a program: the step's tokens, or those of them that need logits.
 enum class Extent : int { tokens = 0, outputs = 1 };
 
 // How many these are. Inlined everywhere: kernels of several instruction sets include it.

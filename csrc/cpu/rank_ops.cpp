@@ -10,7 +10,7 @@ namespace {
 
 constexpr index_t kAddCost = 4;  // of a number of one rank, in multiplications
 
-// One piece: a thread that waits for other processes holds up nobody of its own, for all wait for this work.
+// One piece: a thread that waits for other processes delays no thread of its own, since all wait for this work.
 class Meet final : public Op {
  public:
   Meet(Ranks* ranks, Extent extent, const Left& left) : ranks_(ranks), extent_(extent), left_(left) {}
@@ -54,21 +54,21 @@ void append_meeting(Program* program, Ranks* ranks, Extent extent, const Left& l
 
 }  // namespace qt
 
-// Where a rank leaves its sums of up to max_tokens rows of `width`, of the layers whose turn is `turn`: 0 or 1, one after the other.
+// Where a rank leaves its sums of up to max_tokens rows of `width`, of the layers with turn `turn`: 0 or 1, one after the other.
 QT_EXPORT float* qt_ranks_sums(qt::Ranks* ranks, index_t turn, index_t width) {
   QT_REQUIRE((turn == 0 || turn == 1) && width > 0 && width <= ranks->shape().sums_width, "turn %lld, rows of %lld",
              (long long)turn, (long long)width);
   return ranks->sums(turn, ranks->rank());
 }
 
-// Where rows of `bytes` lie that ranks put together of their columns, of those whose turn is `turn`: 0 or 1, one after the other.
+// Where rows of `bytes` lie that ranks put together of their columns, of those with turn `turn`: 0 or 1, one after the other.
 QT_EXPORT char* qt_ranks_gathered(qt::Ranks* ranks, index_t turn, index_t bytes) {
   QT_REQUIRE((turn == 0 || turn == 1) && bytes > 0 && bytes <= ranks->shape().gathered_row_bytes, "turn %lld, rows of %lld bytes",
              (long long)turn, (long long)bytes);
   return ranks->gathered(turn);
 }
 
-// Appends: wait until every rank is here. extent: as of other operations; of no rows nobody waits. left: where rows of
+// Appends: wait until every rank is here. extent: as of other operations; without rows no rank waits. left: where rows of
 // `row_bytes` lie, `stride` bytes apart, that this rank has made for the others, or for rank 0 alone; of no bytes where it has made none.
 QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int extent, const void* left, index_t row_bytes,
                                index_t stride, int for_first) {

@@ -1,4 +1,4 @@
-// Adding what ranks (ranks.hpp) have left of a layer's outputs. What the compiled-once half tells the kernels.
+// Adding what ranks (ranks.hpp) have left of a layer's outputs. The arguments that the compiled-once half passes.
 #pragma once
 
 #include "dispatch.hpp"

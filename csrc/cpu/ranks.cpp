@@ -17,7 +17,7 @@ namespace qt {
 namespace {
 
 constexpr index_t kStateEntries = 2;   // of a table of states: which is read, which is written
-constexpr long kNapNs = 50'000'000;  // nobody sleeps longer without a look
+constexpr long kNapNs = 50'000'000;  // longest sleep without a check
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free && sizeof(std::atomic<std::uint32_t>) == 4);
 
@@ -96,7 +96,7 @@ struct Ranks::Head {
 struct Ranks::Line {
   Turn done, met;
   alignas(64) std::atomic<std::uint64_t> notes[kNotes];
-  Left left[2];  // in turn: nobody is two meetings on before what was left for the first has been read
+  Left left[2];  // in turn: no rank is two meetings ahead before the rows of the first are read
 };
 
 index_t Ranks::bytes(const RanksShape& shape) {
@@ -288,7 +288,7 @@ QT_EXPORT char* qt_ranks_staging(qt::Ranks* ranks) { return ranks->staging(); }
 
 QT_EXPORT void qt_ranks_meet(qt::Ranks* ranks) { ranks->meet(); }
 
-// See qt::Ranks: for who carries between machines.
+// See qt::Ranks: for the process that carries between machines.
 QT_EXPORT void qt_ranks_wait_for_met(qt::Ranks* ranks, index_t begin, index_t end, index_t meetings) {
   ranks->wait_for_met(begin, end, std::uint32_t(meetings));
 }

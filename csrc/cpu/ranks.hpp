@@ -1,28 +1,28 @@
 // Ranks: processes that compute one model together, each with a share of every layer's weights, over memory that they share.
 //
 //     rank 0      tell ──▶ order, the step's arrays ──▶ hear      the others
-//     everybody   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, as one tree
+//     all ranks   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, as one tree
 //
 //     | head | a line for each rank | orders, and of each the step's arrays, tables, mail, payload | rotations |
 //     | sums, twice | gathered, twice | rows of experts | weights on their way | logits | KV, queries, partitions: each of some
 //     ranks, of the next ones, ... |
 //
 // Rank 0 has the plan, the tables and the draw; the others run the same operations of their own programs over the step that it
-// shows them, and know nothing else. A layer whose inputs are divided leaves a part of every output with each rank: fp32 sums,
-// which all ranks read and add in one order, so that they go on with the same bits. There are two places for a rank's sums, which
-// layers use in turn: whoever writes the next one's does not disturb a rank that still reads, and who is two layers on has met
-// everybody in between. Whole experts leave a row for each of a token's choices, in one place: between two such layers there is a
-// meeting for something else.
+// shows them, and know nothing else. A layer with divided inputs leaves a part of every output with each rank: fp32 sums,
+// which all ranks read and add in one order, so that they continue with the same bits. There are two places for a rank's sums,
+// which layers use in turn: the writer of the next one's does not disturb a rank that still reads, and a rank two layers on has
+// met all others in between. Whole experts leave a row for each of a token's choices, in one place: between two such layers there
+// is a meeting for something else.
 //
-// A stage and the next one (docs/parallel.md) are two ranks as well, that never meet: the first tells what the second shall go on
-// with, whose input is the order's payload. There may be several orders under way, each with arrays and a payload of its own.
-// Where they are on two machines each has such memory, and a process on either carries orders across (step_bytes.cpp): it hears
-// what is told here as rank 1, and tells it there as rank 0.
+// A stage and the next one (docs/parallel.md) are two ranks as well, that never meet: the first sends an order that the second
+// shall continue with; its input is the order's payload. There may be several orders under way, each with arrays and a payload of
+// its own. Where they are on two machines each has such memory, and a process on either carries orders across (step_bytes.cpp):
+// it hears an order on one machine as rank 1, and sends it on the other as rank 0.
 //
-// So have ranks that are on several machines and do meet. Each says what it leaves for whom it meets; behind these bytes the
-// process that carries them says on every other machine that the rank has come as far.
+// So have ranks that are on several machines and do meet. Each names the rows that it leaves for the others; after these bytes
+// the process that carries them says on every other machine that the rank has come as far.
 //
-// Each waits by a short spin, then a futex. Nobody looks whether the others live: the processes end together (docs/parallel.md).
+// Each waits by a short spin, then a futex. No rank checks that the others live: the processes end together (docs/parallel.md).
 #pragma once
 
 #include <atomic>
@@ -91,9 +91,9 @@ class Ranks {
 
   // Rank 0: waits until there is room for another order.
   void make_room();
-  // Rank 0: does, then tells this. step: null where the order needs none.
+  // Rank 0: does, then sends this. step: null where the order needs none.
   void tell(const Order& order, const Step* step);
-  // Rank 0: waits until everybody has done what was told, or is there at all.
+  // Rank 0: waits until all ranks have done the sent orders, or have started.
   void wait_for_all();
   // The others: waits for the next order; a run's step points to what rank 0 has shown.
   Order hear(Step& step);
@@ -101,16 +101,16 @@ class Ranks {
   void done();
   // The others: has done so many orders since the first, however many it has heard.
   void done_with(std::uint32_t orders);
-  // Rank 0: waits until everybody has done so many; of none, until everybody is there. From any thread.
+  // Rank 0: waits until all ranks have done so many; of none, until all have started. From any thread.
   void wait_for_done(std::uint32_t orders);
 
-  // The others: waits until so many orders were told since the first, and takes none. From any thread.
+  // The others: waits until so many orders were sent since the first, and takes none. From any thread.
   void wait_for_told(std::uint32_t orders);
   // Any rank, from any thread: says something of itself; adds up what the others say.
   void note(Note which, std::uint64_t value);
   std::uint64_t noted(Note which) const;
 
-  // Returns when every rank has come as far. left: read by nobody where all ranks share one memory.
+  // Returns when every rank has come as far. left: not read where all ranks share one memory.
   void meet(const Left& left = {});
   // From any thread: waits until ranks [begin, end) have come to so many meetings since the first.
   void wait_for_met(index_t begin, index_t end, std::uint32_t meetings);
@@ -123,25 +123,25 @@ class Ranks {
 
   const RanksShape& shape() const { return shape_; }
   index_t rank() const { return rank_; }
-  // A rank's sums of the layers whose turn is `turn` (0 or 1): rows of as many numbers as the layer has.
+  // A rank's sums of the layers with turn `turn` (0 or 1): rows of as many numbers as the layer has.
   float* sums(index_t turn, index_t rank) const;
   // Rows of all ranks' columns, of what is put together in the turn `turn`: likewise.
   char* gathered(index_t turn) const { return gathered_ + turn * shape_.max_tokens * shape_.gathered_row_bytes; }
   char* expert_rows() const { return expert_rows_; }
   char* staging() const { return staging_; }
   char* logits() const { return logits_; }
-  // Of the order that rank 0 tells next; of the one that another has heard.
+  // Of the order that rank 0 sends next; of the one that another has heard.
   std::int32_t* mail() const { return mail_ + place() * kMailInts; }
   char* payload() const { return payload_ + place() * shape_.payload_bytes; }
   char* rotated() const { return rotated_; }
-  // One of the KV memories that neighbours keep together.
+  // One of the KV memories that adjacent ranks keep together.
   char* kv(index_t copy) const { return kv_ + copy * shape_.kv_bytes; }
-  // What is computed over it: rows of all heads' queries, and states of partitions. One layer's, since all meet behind each.
+  // What is computed over it: rows of all heads' queries, and states of partitions. One layer's, since all meet after each.
   char* queries(index_t copy) const { return queries_ + copy * shape_.max_tokens * shape_.query_row_bytes; }
   float* partials(index_t copy) const { return partials_ + copy * shape_.partial_floats; }
-  // Where the step lies of the order that rank 0 tells next, or of the one that another has heard.
+  // Where the step lies of the order that rank 0 sends next, or of the one that another has heard.
   Step step() const { return step_at(place()); }
-  // Entries of each block table that a row brings whose last token is the `tokens`-th.
+  // Entries of each block table of a row with the `tokens`-th token as its last.
   index_t table_entries(index_t tokens) const;
 
  private:
@@ -149,7 +149,7 @@ class Ranks {
   struct Line;
 
   index_t place() const { return (told_ + (rank_ == 0)) % std::uint32_t(shape_.depth); }
-  // The step whose arrays lie at a place.
+  // The step with its arrays at a place.
   Step step_at(index_t place) const;
 
   RanksShape shape_;

@@ -1,6 +1,6 @@
 // What kernels rely on without looking is checked where an operation is recorded, once, not where it runs.
 //
-// Arguments come from Python that has checked a model's configuration: who is stopped here has met a mistake of ours, and the
+// Arguments come from Python that has checked a model's configuration: a failed check is a mistake of ours, and the
 // process ends with a line that says which, instead of with another request's numbers.
 #pragma once
 

@@ -85,7 +85,7 @@ class DrawTokens final : public Op {
 };
 
 void run(const Work& work) {
-  if (work.count == 1)  // nobody to share with: waking the pool would take as long as the row
+  if (work.count == 1)  // no thread to share with: waking the pool would take as long as the row
     work.run(work.call, 0, 1);
   else
     pool().run(&work, 1);

@@ -1,7 +1,7 @@
 // Drawing tokens and reporting log-probabilities, straight from rows of logits.
 //
 // Knows a row of logits, what its request draws with, and nothing else: no batch, no slot's history. A work item is a
-// row, or, where there are few, a part of one whose largest logits are found.
+// row, or, where there are few, a part of one, with its largest logits found.
 #pragma once
 
 #include "dispatch.hpp"
@@ -25,7 +25,7 @@ struct Masks {
   const std::uint8_t* used;    // [slots]: 0 where every token may be drawn, and the row means nothing
 };
 
-constexpr index_t kBlock = 128;  // consecutive logits whose largest one is known to those who look for large ones
+constexpr index_t kBlock = 128;  // consecutive logits with their largest one known to a search
 
 // Internal to each file: what is compiled for several instruction sets must not be merged by the linker.
 static inline index_t blocks_of(index_t vocab_size) { return (vocab_size + kBlock - 1) / kBlock; }

@@ -226,7 +226,7 @@ QT_INLINE f32v load(const bf16* from) {
 }
 
 // fp32 to bf16, nearest even, one number; NaN stays a NaN. On bits: alike for every instruction set but AVX512_BF16,
-// which makes denormals zero, and AVX512_VNNI, whose kernels multiply integers for it.
+// which makes denormals zero, and AVX512_VNNI; its kernels multiply integers.
 QT_INLINE std::uint16_t narrow_bits(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -371,7 +371,7 @@ QT_INLINE f32v rounded_to(f32v value) {
 // --- multiplication of packed numbers ---
 
 // acc + a.low * b.low + a.high * b.high, each lane of a and b a pair of bf16 with the lower index in the low half. Where
-// kDotsPairs one instruction (whose roundings are its own); otherwise two fma, low first.
+// kDotsPairs one instruction (with roundings of its own); otherwise two fma, low first.
 QT_INLINE f32v dot_pairs(f32v acc, i32v a, i32v b) {
 #if defined(__AVX512BF16__)
   return _mm512_dpbf16_ps(acc, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);

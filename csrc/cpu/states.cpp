@@ -1,4 +1,4 @@
-// Operations with a state as operations of a program: which block a step's row goes on from, and their C ABI.
+// Operations with a state as operations of a program: the block from which a step's row continues, and their C ABI.
 #include "states.hpp"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ Region region_of_unit(const void* description, index_t piece) {
 }
 
 Work work_of(const StateCall& call, Run run, index_t num_rows, const void* description) {
-  const bool is_small = call.state_bytes() < kSmallState;  // what comes behind it is fetched ahead instead
+  const bool is_small = call.state_bytes() < kSmallState;  // what comes after it is fetched ahead instead
   const index_t grain = kCostAtOnce / call.token_cost;
   return {.count = num_rows * call.units, .grain = grain < 1 ? 1 : grain, .run = run, .call = description,
           .region = is_small ? nullptr : region_of_unit,
@@ -144,9 +144,9 @@ using qt::KvPlace;
 using qt::Program;
 using qt::StateRow;
 
-// Each operation in two forms: at once over `num_rows` rows that say where their states are, and recorded, for a layer whose
-// states are at `place`. `offset`: of this operation's state in a layer's. See states.hpp for shapes and formats,
-// `quintet.executor.backends.cpu.ops.host_states` for who calls.
+// Each operation in two forms: at once over `num_rows` rows that say where their states are, and recorded, for a layer with
+// states at `place`. `offset`: of this operation's state in a layer's. See states.hpp for shapes and formats,
+// `quintet.executor.backends.cpu.ops.host_states` for the caller.
 
 QT_EXPORT void qt_op_causal_conv(const StateRow* rows, index_t num_rows, index_t offset, const void* x, index_t x_stride,
                                  index_t channels, index_t taps, const float* weight, const float* bias, int silu, void* y,

@@ -1,4 +1,4 @@
-// Operations whose tokens leave a state of fixed size behind: short convolutions, selective scans, the gated delta rule.
+// Operations with a state of fixed size per request: short convolutions, selective scans, the gated delta rule.
 //
 // A row's tokens are computed one after the other from the state that it is given, each element of the state by one fixed
 // sequence of operations a token: a request has the same bits however its tokens are cut into steps, and whatever stands
@@ -14,14 +14,14 @@
 namespace qt {
 
 inline constexpr index_t kMaxTaps = 16;         // of a convolution
-inline constexpr index_t kMaxStateSize = 256;   // numbers of the state behind each channel
+inline constexpr index_t kMaxStateSize = 256;   // numbers of the state of each channel
 inline constexpr index_t kUnitColumns = 64;     // channels of a piece of a scan
 inline constexpr index_t kConvColumns = 512;    // channels of a piece of a convolution
 
 // A row of the step: laid out like the int64[4] of `quintet.executor.backends.cpu.ops.host_states`.
 struct StateRow {
   const char* from;  // its states before its first token; null: zeros
-  char* to;          // where they go behind its last one; may be `from`
+  char* to;          // where they go after its last one; may be `from`
   index_t token;     // the first one's index in the step
   index_t count;
 };
@@ -32,7 +32,7 @@ struct Columns {
 };
 
 // A piece of work is a row and one of its units: a range of channels, or of the columns of a head. States of a row lie
-// `offset` bytes behind its `from` and `to`: of each head (or of the only one there is) `lines` runs of `columns` elements.
+// `offset` bytes after its `from` and `to`: of each head (or of the only one there is) `lines` runs of `columns` elements.
 struct StateCall {
   const StateRow* rows = nullptr;
   index_t units = 0;

@@ -1,9 +1,10 @@
-// A step's arrays as one run of bytes, for ranks that share no memory with who tells: what Ranks::tell copies, and in its order.
+// A step's arrays as one run of bytes, for ranks that share no memory with the sender: the arrays that Ranks::tell copies, and in
+// its order.
 //
 //     | token ids | positions | slots, starts, counts, offsets of rows | outputs | of each row, of each table: its entries |
 //
 // Bytes that come are checked as far as they are used here: which rows of which tables are written, and what of the step the
-// kernels take for granted. Block ids are those of who has told them.
+// kernels take for granted. Block ids are those of the sender.
 #include <cstring>
 
 #include "ranks.hpp"
@@ -80,7 +81,7 @@ QT_EXPORT index_t qt_ranks_pack_step(const qt::Ranks* ranks, const qt::Order* or
   return bytes;
 }
 
-// Puts such bytes where the step of the order lies that is told next, for which there is room. Returns 0, and what lies there is
+// Puts such bytes where the step of the order lies that is sent next, for which there is space. Returns 0, and what lies there is
 // nothing, where they make no sense; else 1.
 QT_EXPORT int qt_ranks_unpack_step(const qt::Ranks* ranks, const qt::Order* order, const char* from, index_t bytes) {
   if (!qt::fits(ranks->shape(), *order)) return 0;

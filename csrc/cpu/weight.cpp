@@ -22,7 +22,7 @@ static_assert(std::all_of(std::begin(kForms), std::end(kForms), is_counted_by_sh
 static_assert(std::all_of(std::begin(kForms), std::end(kForms), [](const Form& form) { return form.block <= 256; }));  // linear_pack_blocks.hpp
 
 // Slices of k (linear.hpp): so many that the narrowest items are at least this many, where depth allows. 64 threads then have
-// four or five each, and who has one more than others is not much behind.
+// four or five each, and a thread with one more than others is not much slower.
 constexpr index_t kFewestItems = 288;
 constexpr index_t kSliceStep = 256;  // of k; whole groups of scales, of weights as of x
 // That such an item reads: less is not worth a piece of work. Twice as many of integers, which pay for a slice's end with a

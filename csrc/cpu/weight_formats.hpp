@@ -1,7 +1,7 @@
 // The formats of packed weights, by the numbers by which Python knows them: `quintet.executor.backends.cpu.ops.host_linear.WeightFormat`.
 //
 // Apart from linear.hpp, so that a library in which a number means another format is refused
-// (`quintet.executor.backends.cpu.ops.host_sources`), and one with other kernels behind the same formats is not.
+// (`quintet.executor.backends.cpu.ops.host_sources`), and one with other kernels for the same formats is not.
 #pragma once
 
 #include "work.hpp"

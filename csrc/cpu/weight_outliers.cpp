@@ -1,6 +1,6 @@
 // What is added to some numbers of a weight of tables: a checkpoint's sparse outliers, and its whole rows.
 //
-// They lie behind the weight's tiles in the caller's memory, in runs (linear.hpp), each by k and then by lane; of one place as they
+// They lie after the weight's tiles in the caller's memory, in runs (linear.hpp), each by k and then by lane; of one place as they
 // came. Kernels multiply them with x after what codes chose, in that order (linear_tables.cpp).
 #include <algorithm>
 #include <vector>
@@ -49,7 +49,7 @@ std::vector<Placed> without_columns(const Weight& weight, index_t first, index_t
 }  // namespace
 }  // namespace qt
 
-// Bytes of at most `most` outliers of a weight [columns, depth], to be had behind those of qt_weight_bytes; 0 of none, or of too many.
+// Bytes of at most `most` outliers of a weight [columns, depth], to be had after those of qt_weight_bytes; 0 of none, or of too many.
 QT_EXPORT index_t qt_weight_outlier_bytes(index_t columns, index_t depth, int paired, index_t most) {
   if (columns < 1 || depth < 1 || most < 1 || most > index_t(UINT32_MAX)) return 0;
   const index_t in_tile = paired ? qt::kPairedColumns : qt::kTileColumns, places = paired ? columns / 2 : columns;
@@ -68,7 +68,7 @@ QT_EXPORT void qt_weight_set_outliers(qt::Weight* weight, void* memory, index_t 
   weight->outliers.bytes = qt_weight_outlier_bytes(weight->columns, weight->depth, weight->paired, most);
 }
 
-// Makes these all outliers of columns [first, first + count): of column first + i those from begins[i] to begins[i + 1], whose k are
+// Makes these all outliers of columns [first, first + count): of column first + i those from begins[i] to begins[i + 1], with k
 // `inputs`; of several at one place all. Returns 1; 0, and changes nothing, where there is no room for them, or no such k.
 QT_EXPORT int qt_weight_fill_outliers(qt::Weight* weight, index_t first, index_t count, const std::int64_t* begins,
                                       const std::int64_t* inputs, const float* numbers) {

@@ -35,7 +35,7 @@ struct Work {
   const void* call = nullptr;  // the kernel's own description, alive until the work is done
   // What a piece reads, if it is much: a thread that waits for an earlier work fetches the beginning of what it will take.
   Region (*region)(const void* call, index_t piece) = nullptr;
-  // For whoever asks how works are balanced; running reads none of it. What a piece costs beside others of the step, in about
+  // For reports of load balance; running reads none of it. What a piece costs beside others of the step, in about
   // the time of a multiplication and addition, or null: `each_cost`, all alike; bytes of weights and KV that are read, and
   // how many of them once more after another piece had read them; of states, which are read and written, twice as many.
   index_t (*cost)(const void* call, index_t piece) = nullptr;

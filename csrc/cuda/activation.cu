@@ -3,7 +3,7 @@
 // A thread owns 16 bytes of gates, the ups beside them and what comes of both (one number of each, where the halves are
 // no multiple of 16 bytes); a block 256 such pieces of one token. 6 bytes an element in 16 bits, some 10 FLOPs and an
 // exponential. Limiter: memory bandwidth. Nothing is reduced. f(gate) is rounded to the rows' format before it is
-// multiplied, as torch does when it is a tensor of its own.
+// multiplied, as torch does when it is a tensor of its own. No result depends on the batch size.
 #include "device.cuh"
 #include "pointwise.cuh"
 

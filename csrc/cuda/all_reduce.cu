@@ -1,11 +1,11 @@
-// y = the sum of all ranks' x (+ bias): what ranks make of a layer of whose inputs each has some. In one shot: every rank reads
+// y = the sum of all ranks' x (+ bias): of a layer with inputs divided between ranks. In one shot: every rank reads
 // every rank's numbers, and adds them itself.
 //
 // A block owns a channel (peers.cuh), and pieces number b, b + gridDim.x, … of the numbers, which lie without gaps; a thread packs
 // of 16 bytes of a piece, or single numbers where rows are no multiple of a pack. Bytes: a rank writes its numbers once into its own
 // memory, and reads N - 1 times as many from others', and two of each bias; for N - 1 additions each. Limiter: for few rows the
 // time in which a flag reaches another device, twice, about two microseconds; for many the links, over which N - 1 times a
-// message goes instead of the 2 (N - 1) / N times that dividing the additions would need, behind a second meeting.
+// message goes instead of the 2 (N - 1) / N times that dividing the additions would need, after a second meeting.
 //
 // Order of the sum: as a tree of ranks, (0 + 1) + (2 + 3), in fp32, then the bias, rounded once: that of csrc/cpu/kernels/rank_sums.cpp. It
 // does not depend on the size of the message, nor on the number's place in it, so not on the batch; and all ranks add the same numbers in

@@ -49,7 +49,7 @@ struct Plan {
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// Rows whose lines fit one patch of the decode kernel are its work, all others the chunk kernel's.
+// Rows with lines that fit one patch of the decode kernel are its work, all others the chunk kernel's.
 __device__ __forceinline__ bool is_decode(int count, int group) { return count * group <= DECODE_PATCH; }
 
 // Positions [begin, end) that some line sees, of the tokens [first, last] counted from the row's first new one.
@@ -60,7 +60,7 @@ __device__ __forceinline__ Range seen_by(int start, int first, int last, const S
   return {sight.first(start + first), start + last + 1};
 }
 
-// Who computes what: the arguments that the kernels with matrix instructions have in common.
+// Division of the work: the arguments that the kernels with matrix instructions have in common.
 struct Attention {
   unsigned char* out;
   const unsigned char* q;

@@ -4,17 +4,17 @@
 // DIM is 256), over the positions of a split. A warp owns 32 lines (16) with all their scores, weights and sums in
 // registers, so that every key it loads from shared memory is used twice: tile by tile, scores of 64 positions, softmax
 // within quads of threads, sums. Weights are rounded to the model's format and multiplied by the values and by a column
-// of ones, which makes the normalizer. Warps whose lines are past the patch's end only copy. Barriers per tile: keys
+// of ones, which makes the normalizer. Warps with lines past the patch's end only copy. Barriers per tile: keys
 // arrived; values arrived.
 //
-// FLOPs: 4 * head_dim per line and position that it sees; tiles nobody of the patch sees are not visited. Bytes: the
+// FLOPs: 4 * head_dim per line and position that it sees; tiles that no line of the patch sees are not visited. Bytes: the
 // patch's positions once per patch, mostly from L2. Limiter: matrix instructions (mma.sync; not Hopper's wgmma, which is
 // why a library's kernel may be chosen for long prompts: executor/backends/cuda/attention). Shared memory per block, 16 bits:
 //   queries 64 MT * (2 DIM + 16) and stages * 64 * (2 DIM + 16) for the ring
 //   DIM 128: 34 KiB + 17 KiB a stage: 2 blocks of 4 stages on sm_90 and sm_100 (227 KiB), 1 of 7 on sm_80 (163 KiB)
 //   DIM 256: 33 KiB + 33 KiB a stage: 1 block of 5 stages, 3 on sm_80
 //
-// Where the split size is fixed, a piece may walk several splits; the totals of those behind it lie in global memory,
+// Where the split size is fixed, a piece may walk several splits; the totals of those after it lie in global memory,
 // private to the thread, since there are no registers left for them.
 //
 // Order of reduction: see attention.cuh; it depends on positions only, never on the batch.
@@ -161,7 +161,7 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
               most[m][half] = rise.most;
 #pragma unroll
               for (int n = 0; n < TILE / 8; ++n) {
-                // Scores of columns 2 (lane % 4) .. + 1 of two neighbouring tiles are just the weights' fragment.
+                // Scores of columns 2 (lane % 4) .. + 1 of two adjacent tiles are just the weights' fragment.
                 weights[m][n / 2][n % 2 * 2 + half] = pack_pair<T>(
                     rise.weight(score[m][n][2 * half], unit), rise.weight(score[m][n][2 * half + 1], unit));
               }

@@ -1,4 +1,4 @@
-// Attention over the paged cache for rows whose new tokens and grouped heads fit one 16-line matrix tile: decode steps.
+// Attention over the paged cache for rows with new tokens and grouped heads that fit one 16-line matrix tile: decode steps.
 //
 // A block of 4 warps takes pieces of work (attention.cuh) until none is left: 16 lines of one row and KV head, over the
 // positions of a split. Per tile of 64 positions:

@@ -8,7 +8,7 @@
 namespace quintet {
 
 // The cache as a ring of buffers in shared memory: unit 2 t holds the keys of a piece's tile t, unit 2 t + 1 its values,
-// positions outside [begin, end) and numbers past the head's end as zeros (0 times what nobody wrote may be NaN).
+// positions outside [begin, end) and numbers past the head's end as zeros (0 times unwritten memory may be NaN).
 //
 // A row of a tile is 16 bytes longer than its numbers: then the 8 rows that one matrix load touches lie in different
 // banks. An fp8 tile stays packed in the ring; the thread that copied 16 bytes widens them into one of two buffers, so

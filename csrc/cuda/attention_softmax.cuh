@@ -8,7 +8,7 @@ namespace quintet {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// A score nobody sees, and the largest score of a line that has seen none. Finite, so that no difference is NaN.
+// A masked score, and the largest score of a line that has seen none. Finite, so that no difference is NaN.
 constexpr float UNSEEN = -3.0e38f;
 __device__ __forceinline__ bool has_seen(float most) { return most > -1.0e38f; }
 

@@ -1,5 +1,5 @@
 // Codes of 4 and 8 bits as pairs of a 16-bit format T, for matrix instructions: exactly the numbers that they stand for. Integers
-// come from the bits of a larger number whose last place is 1 (1024 in fp16, 128 in bf16), from which that number and the zero
+// come from the bits of a larger number with the last place 1 (1024 in fp16, 128 in bf16), from which that number and the zero
 // point are taken away (Kim, Henry, Fahim, Awadalla, Who Says Elephants Can't Run, 2022, section 3; Frantar, Castro, Chen, Hoefler,
 // Alistarh, MARLIN, 2024, section 3.4); floats from moving their fields to those of T and multiplying by the power of two between
 // the formats' biases. One or two instructions a code.
@@ -13,7 +13,7 @@
 namespace quintet {
 
 template <class T>
-struct LargePair;  // two numbers whose last bits are an integer, and two ones
+struct LargePair;  // two numbers with an integer in the last bits, and two ones
 template <>
 struct LargePair<fp16> {
   static constexpr uint32_t BITS = 0x64006400u, ONES = 0x3c003c00u;  // 1024 + n, n < 1024
@@ -56,7 +56,7 @@ struct Int8<fp16> {
     b[1] = fma_pair<fp16>(__byte_perm(words[t], 0x64646464u, 0x4342u), LargePair<fp16>::ONES, less);
   }
 };
-// bf16 has no room for 8 bits behind a large number, fp32 has: 2^23 + n. An integer below 256 is its upper half.
+// bf16 has no room for 8 bits after a large number, fp32 has: 2^23 + n. An integer below 256 is its upper half.
 template <>
 struct Int8<bf16> {
   static constexpr int BITS = 8;

@@ -2,7 +2,7 @@
 // these are single instructions; under QT_EMULATED (g++, no GPU) the files of emulation/ mean the same on the CPU, so
 // that one source is both compiled for sm_80, sm_90 and sm_100 and tested where there is no GPU.
 //
-// Compilers are told not to fuse (-fmad=false), so that two instances of a template round alike: a * b + c rounds twice and
+// Compilers do not fuse (-fmad=false), so that two instances of a template round alike: a * b + c rounds twice and
 // takes two instructions. Write fmaf where one is meant, as every inner loop does.
 //
 // Include it first. All inline assembly of the project is here and in numbers.cuh; no header of the CUDA toolkit is.
@@ -127,7 +127,7 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4
   Multiply<T>::run(d, a, b);
 }
 
-// Sixteen bytes that nobody writes while the kernel runs and that are read once: weights, KV of past tokens.
+// Sixteen bytes that are not written while the kernel runs and that are read once: weights, KV of past tokens.
 __device__ __forceinline__ uint4 load_stream_16(const void* global) {
   uint4 quad;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -137,7 +137,8 @@ __device__ __forceinline__ uint4 load_stream_16(const void* global) {
 }
 
 // A word that another device writes, or reads, while this kernel runs. What was written before a release (by other threads too,
-// behind a barrier) is there for whoever acquires the value, and behind the next barrier for the other threads of its block.
+// before a barrier) is visible to the thread that acquires the value, and after the next barrier for the other threads of its
+// block.
 __device__ __forceinline__ void store_release_system(unsigned* address, unsigned value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -163,7 +164,7 @@ __device__ __forceinline__ void look_away() {}
 
 namespace quintet {
 
-// What `mma_16x8x32_fp8` gives, by two products of fp16 whose k are its own in another order.
+// What `mma_16x8x32_fp8` gives, by two products of fp16 with its k in another order.
 __device__ __forceinline__ void mma_16x8x32_fp8_by_fp16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -3,8 +3,8 @@
 //
 // A block owns a channel (peers.cuh), and pieces number b, b + gridDim.x, … of every rank's rows, which lie without gaps; a thread
 // units of a piece: 16 bytes, or 4 or 2 where columns are no multiple. Bytes: a rank writes its own once into its memory, reads all
-// others', and writes the whole; who wants no whole (null) reads nothing. Limiter: links for many rows, two microseconds of flags for
-// few. Nothing is added.
+// others', and writes the whole; a rank without a result (null) reads nothing. Limiter: links for many rows, two microseconds of
+// flags for few. Nothing is added, so no result depends on the batch size.
 #include "device.cuh"
 #include "peers.cuh"
 

@@ -31,7 +31,7 @@ struct TensorProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
   static constexpr int PACKS = PACKS_OF_STEP;
   using Weight = RowMajorWeight<T, THREADS, PACKS, N>;
 
-  // Calls `refill` behind the first products, which take longer than its addresses.
+  // Calls `refill` after the first products, which take longer than its addresses.
   template <class Refill>
   static __device__ __forceinline__ void add(
       float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight, const Weight&, Refill refill) {

@@ -1,5 +1,5 @@
 // y = x . weight^T (+ bias) with a weight of codes of 4 or 8 bits: (code - zero) * scale - minimum, or a float of so many bits times a
-// scale, where neighbouring inputs of a column share zero, scale and minimum. x [num_rows, depth] in fp16 or bf16.
+// scale, where adjacent inputs of a column share zero, scale and minimum. x [num_rows, depth] in fp16 or bf16.
 //
 // Blocks, warps and stages are those of linear.cu with tiles of 64 columns: a step is 64 of the depth, 128 bytes of each row of x.
 // What is read of the weight for it is a brick of 16 columns, 512 or 1024 bytes that lie together, and a lane's own codes in
@@ -44,7 +44,7 @@ struct CodedWeight {
   int run_shift;    // a run is 16 << run_shift inputs
   int group_shift;  // and a group 1 << group_shift runs
 
-  // Bytes of the codes and number of groups of one weight, where several lie one behind the other.
+  // Bytes of the codes and number of groups of one weight, where several lie one after the other.
   __device__ __forceinline__ long long num_bytes() const { return (long long)(width / BRICK_COLUMNS) * steps * BRICK_BYTES; }
   __device__ __forceinline__ int num_groups() const { return (((steps * MOST_RUNS) >> run_shift) - 1 >> group_shift) + 1; }
 
@@ -95,7 +95,7 @@ struct CodedProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
   static constexpr int WORDS_OF_K = Code::BITS / 4, WORDS = 4 * WORDS_OF_K;  // of a brick, by a lane
   static_assert(STEP_DEPTH * 2 == PACKS * 16, "steps of the codes are steps of x");
 
-  // Calls `refill` behind the first products.
+  // Calls `refill` after the first products.
   template <class Refill>
   static __device__ __forceinline__ void add(
       float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* stage, const Weight& weight,

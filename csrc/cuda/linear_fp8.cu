@@ -60,7 +60,7 @@ struct Fp8Product : TensorTile<T, M, N, WARPS_M, WARPS_N> {
   static constexpr int PACKS = 8;
   using Weight = ScaledWeight<RowMajorWeight<fp8, THREADS, PACKS, N>>;
 
-  // Calls `refill` behind the first products.
+  // Calls `refill` after the first products.
   template <class Refill>
   static __device__ __forceinline__ void add(
       float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight, const Weight&, Refill refill) {

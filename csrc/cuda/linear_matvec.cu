@@ -3,7 +3,7 @@
 //
 // A warp owns a few rows of the weight, or the part of them that other warps of its block leave it: `parts` warps share
 // rows where there are too few to fill the machine. Every lane copies its own packs into a ring in shared memory, some steps
-// ahead, and waits for nobody else. So 7 or 10 KiB are under way for each warp at any time, and six warps on a
+// ahead, and waits for no other warp. So 7 or 10 KiB are under way for each warp at any time, and six warps on a
 // multiprocessor cover the 40 KiB that 4.8 TB/s times 1 us over 132 of them asks for; 32 or 48 KiB a block let several in.
 // (Loads to registers would be under way too, if the assembler left them together: it moves each to its use.) x is read
 // through L1, where it stays, one step ahead; each pack of it serves all rows of the warp. At that bandwidth a multiprocessor

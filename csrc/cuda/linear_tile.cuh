@@ -127,7 +127,7 @@ struct LinearTile {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[f][e] = 0.0f;
 
-    // The sum of the chunks before this one: behind the stages, where registers would be too many. A thread's own groups.
+    // The sum of the chunks before this one: after the stages, where registers would be too many. A thread's own groups.
     float4* total = reinterpret_cast<float4*>(shared + STAGES * STAGE_BYTES) + threadIdx.x;
     int stage = 0, in_chunk = 0;
     bool is_first = true;
@@ -144,13 +144,13 @@ struct LinearTile {
       }
       ++in_chunk;
       copy_async_wait<STAGES - 2>();  // the oldest of this thread's groups: this step's
-      __syncthreads();                // everybody's; and everybody is done with the stage that is filled next
+      __syncthreads();                // all threads' copies; all are done with the stage that is filled next
       const unsigned char* here = shared + stage * STAGE_BYTES;
       Product::add(
           sum, here, here + X_BYTES, weight, [&] { fill(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1); });
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    copy_async_wait<0>();  // the zeros behind the last step: they would arrive in what the next block may own
+    copy_async_wait<0>();  // the zeros after the last step: they would arrive in what the next block may own
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f) {
       const float4 all = joined(is_first, total + f * THREADS, sum[f]);

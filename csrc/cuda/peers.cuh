@@ -5,17 +5,17 @@
 //     | flags [CHANNELS][MAX_RANKS] | channel 0: half 0, half 1 | channel 1: half 0, half 1 | …
 //
 // A block is a channel, and meets no block but those of the other ranks that have its number. What it exchanges it writes into a
-// half of its own rank's mailbox; then it tells everybody so, by a flag in theirs, waits until everybody has told it, and reads
+// half of its own rank's mailbox; then it sets a flag in all ranks' mailboxes, waits until all have set its own, and reads
 // theirs. Halves take turns. A flag is the count of the channel's exchanges, so it is never taken back; the count lies in the
 // device's memory, since a launch may be replayed from a graph.
 //
-// Why one meeting is enough: whoever writes a half again, two exchanges later, has met everybody in between, and each of them came to
-// that meeting behind its own reading of the half. That holds from launch to launch too, whatever their sizes are, because a
+// One meeting is enough: a rank that writes a half again, two exchanges later, has met all others in between. Each came to
+// that meeting after its own reading of the half. That holds from launch to launch too, whatever their sizes are, because a
 // channel's halves are its own.
 //
 // All ranks launch the same kernels of the same grids in the same order, of at most CHANNELS blocks, which run at once on every
 // device. A wait that lasts longer than the host allows ends, with a word for the host: what was computed is then worthless, and
-// no wait behind it lasts.
+// no wait after it lasts.
 #pragma once
 
 namespace quintet {
@@ -46,13 +46,13 @@ class Channel {
     return half(reinterpret_cast<unsigned char*>(table_[rank_]));
   }
 
-  // Wait until everybody's part is there: every thread of the block, behind having written its own.
+  // Wait until all ranks' parts have arrived: every thread of the block, after writing its own.
   __device__ __forceinline__ void meet() {
     __syncthreads();
     if (threadIdx.x < WARP_SIZE) {
       const int other = threadIdx.x;
       if (other < N) store_release_system(flag(other, rank_), count_);
-      __syncwarp();  // all are told before one waits
+      __syncwarp();  // all flags are set before one waits
       if (other < N) wait_for(flag(rank_, other));
     }
     __syncthreads();
@@ -71,7 +71,7 @@ class Channel {
     return mailbox + FLAGS_BYTES + (2 * blockIdx.x + (count_ & 1u)) * HALF_BYTES;
   }
 
-  // The flag in a rank's mailbox by which another tells it.
+  // The flag in a rank's mailbox that another rank sets.
   __device__ __forceinline__ unsigned* flag(int rank, int of) const {
     return reinterpret_cast<unsigned*>(table_[rank]) + blockIdx.x * MAX_RANKS + of;
   }

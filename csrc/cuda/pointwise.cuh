@@ -1,4 +1,4 @@
-// What kernels over single numbers share: a thread's V neighbouring numbers of a row, loaded and stored at once. V is a
+// Shared by kernels over single numbers: a thread's V adjacent numbers of a row, loaded and stored at once. V is a
 // pack of 16 bytes, or 1 where a row is no multiple of a pack and so does not keep to 16-byte addresses.
 #pragma once
 

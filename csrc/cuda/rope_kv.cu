@@ -2,7 +2,7 @@
 // query and key head where the model has it (Qwen3), rotation by position (Su et al., "RoFormer", 2021, section 3.4.2:
 // element i is paired with i + rotary_dim / 2), and the write of keys and values into the paged cache.
 //
-// `lanes` neighbouring threads own a head of a token (a power of two, so that they share a warp), each of them an item: a
+// `lanes` adjacent threads own a head of a token (a power of two, so that they share a warp), each of them an item: a
 // pack of 16 bytes of the first half of the rotated elements and its partners in the second, or two packs of those that
 // pass. In the `single` kernels an item is two numbers and a thread has up to 8: for heads that packs do not divide.
 // A number is read once and written once: 4 bytes in 16 bits, and some 6 FLOPs. Limiter: memory bandwidth in a prompt,
@@ -11,7 +11,7 @@
 // Order of the norm's sum: a thread adds its items ascending, then a butterfly over the head's lanes; it depends on the
 // head's width alone. Every operation of the reference (executor/backends/cpu/ops/rms_norm.py, rope_kv_write.py) rounds to the
 // model's format here too: the normed number, its product with the weight, the product with the sine, and the rotated
-// number, whose product with the cosine and sum with the former are one operation.
+// number; its product with the cosine and the sum with the former are one operation.
 #include "device.cuh"
 #include "pointwise.cuh"
 
@@ -179,8 +179,8 @@ using namespace quintet;
 // q: [tokens, heads, head_dim], k, v: [tokens, KV heads, head_dim]; of each and of out, the queries, a token lies as many
 // numbers after the one before as its stride says. out may be q. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
 // k_norm: [head_dim], or null both. kv: keys [blocks, KV heads, block_size, head_dim], blocks block_stride
-// numbers apart, and values `plane` numbers behind them. kv_rows: [tokens], block *
-// block_size + place in it; -1 for padding, which writes no KV and whose queries are zeros. key_scale, value_scale: what
+// numbers apart, and values `plane` numbers after them. kv_rows: [tokens], block *
+// block_size + place in it; -1 for padding, which writes no KV and has zeros as queries. key_scale, value_scale: what
 // divides numbers of an fp8 cache; others have none.
 #define QT_ROPE_KV(name, T, K, V, ITEMS)                                                                          \
   QT_KERNEL_OCCUPANCY(128, 4, name,                                                                               \

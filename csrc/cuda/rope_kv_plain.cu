@@ -1,5 +1,5 @@
-// What rope_kv.cu does, for layers that it does not take: pairs of neighbours, a rotation that begins inside a head, values of
-// another width than keys, queries that grow with their position, norms whose weights have an offset. Correctness first.
+// Rotation and KV writes for layers that rope_kv.cu does not take: adjacent pairs, a rotation that begins inside a head, values
+// of another width than keys, queries that grow with their position, norms with an offset of the weights. Correctness first.
 //
 // A block of 128 threads per (token, head of queries, keys or values), which lies in shared memory as fp32: thread t owns its
 // numbers t, t + 128 ...; of pairs that are rotated, pairs t, t + 128 ...
@@ -97,8 +97,8 @@ using namespace quintet;
 // q: [tokens, heads, head_dim], k: [tokens, KV heads, head_dim], v: [tokens, KV heads, value_dim], tokens as many numbers apart
 // as their strides say. out: [tokens, heads, head_dim]. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
 // k_norm: [head_dim], or null both. keys, values: [blocks, KV heads, block_size, head_dim or value_dim], blocks block_stride
-// numbers apart. kv_rows: [tokens], block * block_size + place in it; -1 for padding, which writes no KV and whose queries are zeros. positions: [tokens].
-// key_scale, value_scale: what divides numbers of an fp8 cache; others have none.
+// numbers apart. kv_rows: [tokens], block * block_size + place; -1: padding, no KV is written, queries are zeros. positions:
+// [tokens]. key_scale, value_scale: what divides numbers of an fp8 cache; others have none.
 #define QT_ROPE_KV_PLAIN(name, T, K)                                                                                   \
   QT_KERNEL(quintet::ROPE_THREADS, name,                                                                               \
             (const T* q, long long q_stride, const T* k, long long k_stride, const T* v, long long v_stride, T* out,   \

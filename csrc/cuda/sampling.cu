@@ -15,17 +15,17 @@
 //               same among 64 tiles, and if they do not hold its share, two or three passes over the row (from L2;
 //               limiter: exponentials and shared atomics).
 // Order of reduction: within a tile a lane's 8 ascending, then the warp's butterfly; everything else is integer sums.
-// So a row's token depends on the row, its settings and its position: not on its neighbours, nor on the grid.
+// So a row's token depends on the row, its settings and its position: not on other rows, nor on the grid.
 //
 // Logits are compared as they are, never divided by the temperature: each bound is a quotient in the reference, and is
-// translated to the least logit whose quotient, rounded, reaches it.
+// translated to the least logit with a rounded quotient that reaches it.
 #include "device.cuh"
 #include "sampling.cuh"
 
 namespace quintet {
 
 constexpr int SCAN_THREADS = 256;
-constexpr int SCAN_TILES = 4;  // whose loads a warp has in flight together
+constexpr int SCAN_TILES = 4;  // a warp has their loads in flight together
 constexpr int DRAW_THREADS = 512;
 constexpr int FEW_TILES = 64;
 constexpr float LEAST_EXPONENT = -87.0f;  // what is less likely than e^-87 of the most likely is not drawn
@@ -40,7 +40,7 @@ struct DrawSettings {
 };
 static_assert(sizeof(DrawSettings) == 32, "a record of the settings table");
 
-// Settings of an item; null where everything is greedy. slot -1: nobody's.
+// Settings of an item; null where everything is greedy. slot -1: unused.
 __device__ __forceinline__ const DrawSettings* settings_of(const DrawSettings* settings, const int* slots, int item) {
   return settings == nullptr ? nullptr : settings + (slots == nullptr ? item : slots[item]);
 }
@@ -194,7 +194,7 @@ struct Place {
   double inside;  // how far into the tile's amount, in [0, 1)
 };
 
-// The token at which the cumulated weights of what is left exceed `number` times their total: first among tiles, whose
+// The token at which the cumulated weights of what is left exceed `number` times their total: first among tiles; their
 // amounts are in shared memory, then in one. All threads call; thread 0 of the warp that finds it writes it.
 template <class T>
 __device__ __forceinline__ void invert(const Row<T>& row, const float* maxima, const uint64_t* amounts, float floor,

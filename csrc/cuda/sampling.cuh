@@ -1,9 +1,9 @@
 // A row of logits as kernels see it that draw from it or report on it: tiles, sums that need no order, and a selection
 // without sorting. Knows no request and no batch.
 //
-// A row is seen as tiles of 256 logits. A warp looks at one tile, a lane at 8 neighbours in it. `scan_tiles` in
+// A row is seen as tiles of 256 logits. A warp looks at one tile, a lane at 8 adjacent logits in it. `scan_tiles` in
 // sampling.cu leaves each tile's largest logit and its sum of weights; as the k tiles with the largest maxima hold at
-// least k logits not below the k-th of these maxima, whoever looks for large logits reads few tiles.
+// least k logits not below the k-th of these maxima, a search for large logits reads few tiles.
 //
 // Weights are e^((x - largest) / temperature), at most 1. What is compared or cumulated over a whole row is counted in
 // units of 2^-44: adding integers is associative, so threads may add in any order, and no result depends on how many
@@ -17,7 +17,7 @@ namespace quintet {
 
 constexpr int TILE = 256;
 constexpr int SHARE = TILE / WARP_SIZE;  // logits of a tile that a lane owns, next to one another
-constexpr int TILES_AT_ONCE = 2;         // whose loads a warp of a sweep has in flight together
+constexpr int TILES_AT_ONCE = 2;         // a warp of a sweep has their loads in flight together
 constexpr float LOWEST = -3.4028234664e38f;
 constexpr float LOG2_E = 1.4426950409f;
 
@@ -102,7 +102,7 @@ struct Row {
     return share;
   }
 
-  // visit(tile, share) by the block's warps, for every tile whose maximum is at least `least`. All threads call.
+  // visit(tile, share) by the block's warps, for every tile with a maximum of at least `least`. All threads call.
   template <int THREADS, class Visit>
   __device__ __forceinline__ void sweep(const float* maxima, float least, Visit visit) const {
     constexpr int WARPS = THREADS / WARP_SIZE;
@@ -269,7 +269,7 @@ __device__ __forceinline__ Selected select_by_amount(Bins& bins, uint32_t first,
     __syncthreads();
     const int chosen = bins.chosen;
     above = bins.before;
-    __syncthreads();  // nobody clears them before all have read
+    __syncthreads();  // they are not cleared before all have read
     if (chosen < 0) return {base, false};
     base += uint32_t(chosen) << shift;
     if (shift == GRAIN || round + 1 == max_rounds) return {base, true};

@@ -1,7 +1,7 @@
 // Repetition, presence and frequency penalties, in place on rows of fp32 logits; the definition is
 // quintet.executor.sampling.penalties. No counts outlive a step: they are made anew from the token table.
 //
-// A block owns 8192 neighbouring ids of one row: it reads all tokens of the row (4 bytes each, from L2 for all blocks but
+// A block owns 8192 adjacent ids of one row: it reads all tokens of the row (4 bytes each, from L2 for all blocks but
 // the first), counts in shared memory those that are its own, and changes the logits they name. So each logit is changed
 // by one thread, once: repetition, then count * frequency with one rounding, then presence. Limiter: reading the tokens,
 // and latency. Counts are integers, so their order does not matter, and a row's logits depend on its tokens alone.

@@ -126,8 +126,8 @@ QT_KERNEL(32, selftest_packs, (const bf16* a, const fp16* b, const fp8* c, const
   double_pack(d, out_d);
 }
 
-// Blocks of 64, 1 KiB of dynamic shared memory. Each thread copies 16 bytes and reads its neighbour's; `waits` and
-// `meets` say whether it waits for its copy and for its neighbour: without either it reads what has not arrived.
+// Blocks of 64, 1 KiB of dynamic shared memory. Each thread copies 16 bytes and reads those of the next thread; `waits` and
+// `meets` say whether it waits for its copy and for the next thread: without either it reads what has not arrived.
 QT_KERNEL(64, selftest_copies, (const int* in, int* out, int waits, int meets)) {
   QT_DYNAMIC_SHARED(shared);
   int thread = threadIdx.x;
@@ -170,7 +170,7 @@ QT_KERNEL(64, selftest_indices, (int* out)) {
   mine[3] = blockIdx.x, mine[4] = blockIdx.y, mine[5] = blockIdx.z;
 }
 
-// Wrong on purpose. A barrier is missing between what a thread writes and its neighbour reads.
+// Wrong on purpose. A barrier is missing between what a thread writes and the next thread reads.
 QT_KERNEL(64, selftest_race, (int* out)) {
   __shared__ int values[64];
   int thread = threadIdx.x;

@@ -1,4 +1,4 @@
-// Layers with a state: short convolutions, Mamba 1 and 2, the gated delta rule. A row of the step goes on from the state in the
+// Layers with a state: short convolutions, Mamba 1 and 2, the gated delta rule. A row of the step continues from the state in the
 // first block of its table and leaves another in the second, which may be the same; no row writes what another one reads. A row
 // that begins a request begins with zeros, padding has no tokens and touches nothing.
 //
@@ -13,8 +13,8 @@ namespace quintet {
 namespace {
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
-constexpr int TILE = 8;            // tokens whose inputs are brought to shared memory at once
-constexpr int WARP_COLUMNS = 8;    // of a head, by a warp; four lanes share the numbers behind each
+constexpr int TILE = 8;            // tokens with inputs copied to shared memory at once
+constexpr int WARP_COLUMNS = 8;    // of a head, by a warp; four lanes share the numbers of each
 constexpr int PARTS = WARP_SIZE / WARP_COLUMNS;
 constexpr int COLUMNS = WARPS * WARP_COLUMNS;
 
@@ -100,7 +100,7 @@ __device__ __forceinline__ void keep_inputs(
   }
 }
 
-// Mamba. A thread owns a channel of a row and the `size` numbers behind it, which lie in shared memory as their factors do.
+// Mamba. A thread owns a channel of a row and the `size` numbers of its state, which lie in shared memory as their factors do.
 template <class T>
 __device__ __forceinline__ void selective_scan(
     float* shared, const Tokens<T>& x, const Tokens<T>& dt, const Tokens<T>& b, const Tokens<T>& c, const Tokens<T>& gate,
@@ -119,7 +119,7 @@ __device__ __forceinline__ void selective_scan(
   const float bias = there ? dt_bias[channel] : 0.0f, direct = there ? skip[channel] : 0.0f;
   for (int begin = 0; begin < row.count; begin += TILE) {
     const int tokens = row.count - begin < TILE ? row.count - begin : TILE, first = row.first + begin;
-    __syncthreads();  // everybody is done with the tile before
+    __syncthreads();  // all threads are done with the tile before
     for (int i = thread; i < tokens * size; i += THREADS) {
       written[i] = b.get(first + i / size, i % size);
       read[i] = c.get(first + i / size, i % size);
@@ -147,7 +147,7 @@ struct Step {
 };
 
 // A head's state is a matrix `[size, head_dim]`. A block owns 32 columns of a head of a row, a warp eight of them; lane l has column
-// l % 8 and the numbers l / 8, l / 8 + 4 ... behind it, which lie in shared memory, a line of 32 for a warp's four at a time. Sums over
+// l % 8 and the numbers l / 8, l / 8 + 4 ... of its state, which lie in shared memory, a line of 32 for a warp's four at a time. Sums over
 // a column: a lane's ascending, then the four lanes in a butterfly.
 template <class T>
 struct HeadState {
@@ -210,7 +210,7 @@ __device__ __forceinline__ void head_scan(
   state.load(row.source ? row.source + matrix : nullptr);
   for (int begin = 0; begin < row.count; begin += TILE) {
     const int tokens = row.count - begin < TILE ? row.count - begin : TILE, first = row.first + begin;
-    __syncthreads();  // everybody is done with the tile before
+    __syncthreads();  // all threads are done with the tile before
     state.bring(x, b, c, first, tokens, head, head / (heads / groups));
     if (int(threadIdx.x) < tokens) {
       const float d = fminf(fmaxf(softplus(dt.get(first + threadIdx.x, head) + dt_bias[head]), least), most);
@@ -251,7 +251,7 @@ __device__ __forceinline__ void delta_rule(
   state.load(row.source ? row.source + matrix : nullptr);
   for (int begin = 0; begin < row.count; begin += TILE) {
     const int tokens = row.count - begin < TILE ? row.count - begin : TILE, first = row.first + begin;
-    __syncthreads();  // everybody is done with the tile before
+    __syncthreads();  // all threads are done with the tile before
     state.bring(v, k, q, first, tokens, head, head / (heads / key_heads));
     if (int(threadIdx.x) < tokens) {
       const float width = softplus(alpha.get(first + threadIdx.x, head) + dt_bias[head]);

@@ -182,7 +182,7 @@ QT_KERNEL(512, apply_plan, (QT_TABLES, QT_ROWS)) {
                   row_prompts, kv_rows,    kv_columns, num_tokens,    sampled_slots,     sampled_positions, sampled_tokens,
                   num_sampled};
   write_deltas(s, tables, threadIdx.x, blockDim.x);
-  __syncthreads();  // one block: what it wrote before the barrier, all of it reads behind it
+  __syncthreads();  // one block: what it wrote before the barrier, all of it reads after it
   write_rows(s, tables, rows, threadIdx.x, blockDim.x);
 }
 

@@ -216,8 +216,8 @@ MANY = 10**400
         ("Mamba2ForCausalLM", {"time_step_limit": [0.0, MANY]}, None),
         ("MptForCausalLM", {"attn_config": {"clip_qkv": 1e6}}, None),
         ("GptOssForCausalLM", {"swiglu_limit": 1e6}, None),
-        ("GptOssForCausalLM", {"intermediate_size": 33, **MXFP4}, "multiples of 32"),
-        ("GptOssForCausalLM", {"hidden_size": 48, **MXFP4}, "multiples of 32"),
+        ("GptOssForCausalLM", {"intermediate_size": 33, **MXFP4}, "multiple of 32"),
+        ("GptOssForCausalLM", {"hidden_size": 48, **MXFP4}, "multiple of 32"),
     ],
 )
 @pytest.mark.parametrize("block_size", [4, 16])

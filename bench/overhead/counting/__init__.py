@@ -1,1 +1,1 @@
-"""What the processes that `bench.overhead.opcodes` counts import at their start."""
+"""Start-up import of the processes that `bench.overhead.opcodes` counts."""

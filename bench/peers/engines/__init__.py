@@ -1,1 +1,1 @@
-"""One file per engine behind one small interface: start, run a job, weigh, stop."""
+"""One file per engine with one small interface: start, run a job, weigh, stop."""

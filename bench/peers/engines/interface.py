@@ -1,4 +1,4 @@
-"""What the harness needs of an engine, and of one that runs."""
+"""Interfaces of an engine, installed and running."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from bench.peers.workload import Mode, Precision, Row
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What an engine is started with; jobs that share a setup share a start."""
+    """Start parameters of an engine; jobs that share a setup share a start."""
 
     model: str
     precision: Precision
     mode: Mode
     engines: int = 1
-    """Replicas of the model behind one port, which share the threads."""
+    """Replicas of the model on one port, which share the threads."""
     flags: tuple[str, ...] = ()
-    """Of Quintet: what it is told besides."""
+    """Of Quintet: additional arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where environments, models and logs are, and what every start has in common."""
+    """Folders of environments, models and logs, and settings that all starts share."""
 
     folder: Path
     threads: int
@@ -72,10 +72,10 @@ class Contender(Protocol):
         """The column of the table."""
 
     def runs(self, row: Row) -> bool:
-        """Whether the engine has what the row needs."""
+        """True if the engine supports the row."""
 
     def is_installed(self, home: Home) -> bool:
-        """Whether its environment is there."""
+        """True if its environment is installed."""
 
     def versions(self, home: Home) -> dict[str, str]:
         """Return the versions of the packages that matter."""

@@ -12,7 +12,7 @@ from bench.peers.workload import Precision, Row
 
 ENVIRONMENT = "llamacpp"
 _FORMATS: dict[Precision, Precision] = {"int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0"}
-"""What it has of the formats that are not its own. 8-bit weights are multiplied by activations it quantizes to 8 bits itself."""
+"""Its counterparts of other formats. 8-bit weights are multiplied by activations it quantizes to 8 bits itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class LlamaCpp:
         return row.pattern != "prefix" and row.engines == 1
 
     def is_installed(self, home: Home) -> bool:
-        """Whether its environment is there."""
+        """True if its environment is installed."""
         return home.python(ENVIRONMENT).exists()
 
     def versions(self, home: Home) -> dict[str, str]:

@@ -27,7 +27,7 @@ class OpenVino:
         return row.precision in FORMATS and row.engines == 1
 
     def is_installed(self, home: Home) -> bool:
-        """Whether its environment is there."""
+        """True if its environment is installed."""
         return home.python(ENVIRONMENT).exists()
 
     def versions(self, home: Home) -> dict[str, str]:

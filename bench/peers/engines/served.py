@@ -1,4 +1,4 @@
-"""An engine behind HTTP: ``/v1/completions`` with token ids, streamed, through the load client of `quintet bench serve`."""
+"""An engine served over HTTP: ``/v1/completions`` with token ids, streamed, through the load client of `quintet bench serve`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _served(outcome: Outcome) -> Served:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -27,7 +27,7 @@ class Vllm:
         return row.precision == "bf16"
 
     def is_installed(self, home: Home) -> bool:
-        """Whether its environment is there."""
+        """True if its environment is installed."""
         return home.python(ENVIRONMENT).exists()
 
     def versions(self, home: Home) -> dict[str, str]:

@@ -1,4 +1,4 @@
-// Activations of one vector of fp32: of the pointwise operations, and of what linear layers compute behind their products.
+// Activations of one vector of fp32: of the pointwise operations, and of what linear layers compute after their products.
 #pragma once
 
 #include "simd.hpp"

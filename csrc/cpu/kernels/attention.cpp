@@ -11,9 +11,9 @@
 //   chunks     |---------|---------|---------|---------|---------| ...           |
 //   partitions |                                       |                         |
 //
-// Chunks and partitions begin at fixed positions, whoever asks. A partition is reduced by itself, and the results of the
+// Chunks and partitions begin at fixed positions. A partition is reduced by itself, and the results of the
 // partitions a token sees are merged in ascending order, whether they were computed in one piece of work or in several
-// (then by whoever finishes last). Keys that a row does not see, because they come after it or have left its window, have
+// (then by the thread that finishes last). Keys that a row does not see, because they come after it or have left its window, have
 // weight 0 and add nothing. So the result of a (token, head) is one fixed sequence of roundings, whatever else is in the
 // batch, however the prompt was cut into chunks, however many threads there are. Sums are followed by + 0, since
 // whether an unseen key was added to a zero shows in the zero's sign.
@@ -27,7 +27,7 @@
 //
 // Where values are what keys begin with, a chunk's are laid out as values first: once for all groups of a piece.
 //
-// Heads of any width lie in the cache with zeros behind their numbers, which add zeros to scores; what their values add up to
+// Heads of any width lie in the cache with zeros after their numbers, which add zeros to scores; what their values add up to
 // is not stored.
 //
 // Per key and KV head in bf16: 2 * (key_dim + value_dim) bytes, as many FLOPs and an exponential for each row. Limiter: memory

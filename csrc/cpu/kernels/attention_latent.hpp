@@ -55,7 +55,7 @@ void values_of_keys(const char* tile, index_t value_dim, char* to) {
     }
 }
 
-// A chunk whose values are what its keys begin with: they are made and pointed to.
+// A chunk with values that are a prefix of its keys: they are made and pointed to.
 template <class Stored>
 void take_values_of_keys(Chunk& chunk, index_t value_dim, char* room) {
   for (index_t i = 0; i < chunk.count; ++i, room += kTileKeys * value_dim * index_t(sizeof(Stored))) {

@@ -218,7 +218,7 @@ QT_INLINE void arrange_two(const char* first, const float* first_factors, const 
     }
 }
 
-// Those of a chunk's tiles, its whole pairs of tiles from the first that somebody sees on. Tiles that nobody walks are zero.
+// Those of a chunk's tiles, its whole pairs of tiles from the first visible one on. Tiles that no row walks are zero.
 template <class Stored>
 QT_INLINE void arrange_values(const Chunk& chunk, Numbers numbers, MatrixWord* to) {
   const index_t begin = chunk.begin / kTileKeys, end = begin + chunk.count;
@@ -250,7 +250,7 @@ QT_INLINE Product::Operands weights_times_values(const Group<MatrixWord>& group,
   return {weights + first_pair * kStepWords, group.rows, kChunkKeys / 2, values, columns, columns * kOperandBytes, pairs};
 }
 
-// Of an int8 cache: the scales of tiles that nobody walks, beside those in a pair that somebody does, are zero. Their weights are
+// Of an int8 cache: the scales of tiles that no row walks, in a pair with a tile that a row walks, are zero. Their weights are
 // zero, but what a chunk before left there may be an infinity.
 QT_INLINE void clear_scales_beside(const Chunk& chunk, Scratch<MatrixWord>& scratch) {
   float* scales = scratch.value_scales;
@@ -304,7 +304,7 @@ void weigh_chunk_of_matrix(const Group<MatrixWord>& group, const Chunk& chunk, N
   add_chunk(group, scratch.added, numbers.count);
 }
 
-// One chunk, whose first key is at `first`, for all groups of a piece. tiles_of(group): how many of the chunk's tiles it sees,
+// One chunk, from the key at `first`, for all groups of a piece. tiles_of(group): how many of the chunk's tiles it sees,
 // no fewer than the group before; before(g): called before group g's turn. While vectors make weights of a group's scores, the
 // unit multiplies the weights of the group before, then the queries of the one that follows:
 //
@@ -338,7 +338,7 @@ void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t
   const index_t rest = lines > with_rows ? lines - with_rows : 0;
   const index_t lines_of_step = rest / (Product::steps(scoring_of(g)) + Product::steps(weighing_of(g))) + 1;
   Product scoring, weighing;
-  const Group<MatrixWord>* weighed = nullptr;  // whose product `weighing` is
+  const Group<MatrixWord>* weighed = nullptr;  // `weighing` is its product
   const auto bring_closer = [&](index_t some) __attribute__((noinline)) { prefetch.take(some); };
   const auto advance = [&]() __attribute__((noinline)) {
     bring_closer(lines_of_step);

@@ -93,7 +93,8 @@ void end_partition(const AttentionPiece& piece, index_t partition, float* partia
   clear(group, value_dim);
 }
 
-// A piece is done whose partitions are kept. Merges those of all pieces of these tokens if it is the last; false: it is not.
+// Marks a piece as done after its partitions are stored. Merges those of all pieces of these tokens if it is the last; false: it
+// is not.
 template <class Word>
 bool join(const AttentionPiece& piece, float* partials, std::uint32_t* pending, index_t value_dim, Group<Word>& group) {
   if (__atomic_sub_fetch(pending, 1, __ATOMIC_ACQ_REL) != 0) return false;
@@ -108,7 +109,7 @@ bool join(const AttentionPiece& piece, float* partials, std::uint32_t* pending, 
   return true;
 }
 
-// Stores a group's results: of each head the numbers from `first` on that were added up, value_dim with the zeros behind a head's.
+// Stores a group's results: of each head the numbers from `first` on that were added up, value_dim with the zeros after a head's.
 template <class Element, class Word>
 void finish(const AttentionCall& call, const Group<Word>& group, index_t first_head, index_t first, index_t value_dim) {
   const Partial total = partial_at(group.total, group.rows, value_dim);

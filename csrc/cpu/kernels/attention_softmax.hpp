@@ -149,7 +149,7 @@ struct Keys {
   index_t first, begin, end;
 };
 
-// Of a row whose token is at `position`: [begin, whole) are seen and need no adjustment, [whole, last) are adjusted, what
+// Of a row with its token at `position`: [begin, whole) are seen and need no adjustment, [whole, last) are adjusted, what
 // comes then is not seen. Whole vectors.
 struct Seen {
   index_t whole, last;

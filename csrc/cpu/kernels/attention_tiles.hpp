@@ -154,7 +154,7 @@ QT_INLINE f32v scaled_value(i32v codes, const float* factors, index_t key, index
   return scaled(codes, of_group[0], of_group[kTileKeys]);
 }
 
-// Two bf16 of a row as the matrix unit takes them (attention_matrix.hpp): queries of two neighbouring dimensions, or the
+// Two bf16 of a row as the matrix unit takes them (attention_matrix.hpp): queries of two adjacent dimensions, or the
 // weights of a key and of the one a tile further.
 struct MatrixWord {
   std::uint32_t bits;
@@ -195,7 +195,7 @@ QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors
   }
 }
 
-// The tiles of a chunk that somebody sees, and what is brought closer beside: while a key tile is multiplied, a tile of values;
+// The tiles of a chunk that a row sees, and the prefetch meanwhile: while a key tile is multiplied, a tile of values;
 // while a tile of values is, one of the next chunk's keys; and some of both during the softmax, so that memory never rests.
 struct Chunk {
   index_t begin;  // the first one's first key, counted from the chunk's

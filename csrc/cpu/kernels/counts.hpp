@@ -15,7 +15,7 @@ QT_INLINE std::uint16_t bits_of(std::uint16_t order) {
   return order ^ (order & 0x8000 ? std::uint16_t(0x8000) : std::uint16_t(0xFFFF));
 }
 
-// The bits of a number of the format, or of a neighbour of one; denormals stay what they are.
+// The bits of a number of the format, or of an adjacent one; denormals stay what they are.
 QT_INLINE std::uint16_t bits_near(float value, bf16) { return narrow_bits(value); }
 QT_INLINE std::uint16_t bits_near(float value, fp16) { return half_bits(value); }
 
@@ -39,7 +39,7 @@ index_t count_values(const Element* x, index_t vocab_size, const float* maxima, 
   index_t first_order = order_of(bits_near(least, Element{}));
   first_order -= first_order > 0;  // `least` may have been rounded up; what is counted too much is sorted out below
   const index_t size = order_of(bits_near(most, Element{})) - first_order + 2;  // place 0 is for everything below
-  // Two tables, for even and odd neighbours: one need not wait for the other's count.
+  // Two tables, for even and odd numbers: one need not wait for the other's count.
   for (int table = 0; table < 2; ++table) std::memset(counts + table * 65536, 0, size * sizeof(std::uint32_t));
   for (index_t b = 0, i = 0; i < vocab_size; ++b, i += kBlock) {
     if (maxima[b] < least) continue;

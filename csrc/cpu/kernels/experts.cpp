@@ -13,7 +13,7 @@ namespace {
 
 constexpr index_t kPadded = kMostExperts + kLanes;
 
-// A token's scores, their choices, and who is to be had.
+// A token's scores, their choices, and the available experts.
 struct Scores {
   alignas(64) float values[kPadded];   // logits, then scores
   alignas(64) float choices[kPadded];  // what is compared

@@ -2,12 +2,12 @@
 //
 // A piece of work is the new tokens of one row in one tile of 16 positions, with all their heads: no two pieces write the same
 // tile. A query goes from q to q_out, a key is scattered over its tile (a 32-bit word every 64 bytes), a value interleaved
-// with its neighbour's. Per number: 2 to 4 bytes read and written, some 5 FLOPs. Limiter: cache misses of the tiles, which
+// with that of its pair. Per number: 2 to 4 bytes read and written, some 5 FLOPs. Limiter: cache misses of the tiles, which
 // attention reads next anyway. Reduction order: a norm sums squares of dimensions i mod lanes ascending, then the lanes
 // by halves; nothing depends on other tokens.
 //
 // A block may hold numbers of a former tenant, NaN among them, and attention multiplies what a token does not see by 0. So
-// who writes the first position of a tile clears the values of those positions that this step does not write: their keys, where
+// the writer of a tile's first position clears the values of those positions that this step does not write: their keys, where
 // these are the values too.
 #include "attention_tiles.hpp"
 

@@ -6,8 +6,8 @@
 //   eight   a line: fours as they are
 //   four    a line: q 0 in the low, 1 in the high halves                                     8 k
 //   table   the same, halves choose one of 16 bytes                                          8 k
-//   six     a line whose bits 2 q, 2 q + 1 are the upper two; two lines as of four          16 k
-//   five    a line whose bit q is the upper one; four lines as of four                      32 k
+//   six     a line with bits 2 q, 2 q + 1 are the upper two; two lines as of four          16 k
+//   five    a line with bit q as the upper one; four lines as of four                      32 k
 //   two     a line: bits 2 q, 2 q + 1                                                       16 k
 //   three   the same; then 16 bits for each column, of which bit 4 i + q is the upper one
 //           of the four's number i                                                          16 k
@@ -34,7 +34,7 @@ QT_INLINE i32v moved_bits(i32v line, int left, std::int32_t mask) {
   return (left >= 0 ? line << left : (i32v)((u32v)line >> -left)) & all(mask);
 }
 
-// 16 bits of each column, as a byte for each number of a four whose bit q is its own.
+// 16 bits of each column, as a byte for each number of a four; bit q is its own.
 QT_INLINE i32v spread_bits(const char* halves) {
   const i32v bits = (i32v)((u32v)as_bits(load((const bf16*)halves)) >> 16);
   const i32v apart = (bits & 0xFF) | (bits & 0xFF00) << 8;
@@ -92,11 +92,11 @@ QT_INLINE Expand expander_of(Codes codes) {
     case Codes::six: return expand_as<Codes::six>;
     case Codes::five: return expand_as<Codes::five>;
     case Codes::three: return expand_as<Codes::three>;
-    default: return expand_as<Codes::two>;  // eight are bytes: nobody asks
+    default: return expand_as<Codes::two>;  // eight are bytes: not reached
   }
 }
 
-// One step of fours of k, whose numbers are in the bytes, as it is stored. `lines`: of one vector of columns.
+// One step of fours of k with the numbers in the bytes, as it is stored. `lines`: of one vector of columns.
 inline constexpr int kMostLines = 5;
 struct StoredStep {
   i32v lines[kMostLines];

@@ -1,4 +1,4 @@
-// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, or with weights whose codes stand for floating-point numbers, accumulated
+// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, or with weights in floating-point codes, accumulated
 // in fp32.
 //
 // A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows, and all slices of k or one. K

@@ -73,7 +73,7 @@ constexpr int vectors_of(int rows) {
   return sums == 1 ? 8 : sums == 2 ? 4 : 2;
 }
 
-// One line of weights, V registers of 4 k (8 bits) or 8 k (4 bits), by R rows, whose x is `at` bytes on.
+// One line of weights, V registers of 4 k (8 bits) or 8 k (4 bits), by R rows with x `at` bytes further.
 template <class Dot, int kBits, int R, int V>
 QT_INLINE void step_of_bytes(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at,
                              const char* weight) {
@@ -142,7 +142,7 @@ QT_INLINE void step_of_fours(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, i
   load_line(0);
 #pragma GCC unroll 8
   for (int v = 0; v < V; ++v) {
-    const char* const behind = weight + kCodeLine - column * 2 + v * kLanes * 2;  // whose columns are half as wide
+    const char* const behind = weight + kCodeLine - column * 2 + v * kLanes * 2;  // its columns are half as wide
     halves[v] = kCodes == Codes::three ? spread_bits(behind) : i32v{};
   }
 #pragma GCC unroll 8

@@ -52,7 +52,7 @@ void clear(float* sums, const LinearItem& item) {
       store(sums + r * kTileColumns + column_of(item, place), f32v{});
 }
 
-// The totals of outputs whose slices are all there, scaled by column; of the only group, by row as well.
+// The totals of outputs with all slices complete, scaled by column; of the only group, by row as well.
 void add_integer_slices(const LinearCall& call, const LinearItem& item, float* total) {
   const bool whole = are_eight_bits(call.inputs) && call.weight->group == kWholeDepth;
   const float* const first = partials_of(call, item, 0);

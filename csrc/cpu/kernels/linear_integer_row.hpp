@@ -63,7 +63,7 @@ void multiply_row(const Unit& unit, index_t, index_t) {
         const Rows<1> row = {x};
         step<Dot, kCodes, 1, V>(sums, row, 0, s * x_step, at, table, 0);
       }
-      asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not behind them
+      asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not after them
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         f32v scale, shift;

@@ -22,7 +22,7 @@ namespace {
 struct Fetch {
   const char* at;
   index_t apart, at_head;
-  const char* end;  // of the piece that units read where it lies, which goes on `further` bytes behind it; or null
+  const char* end;  // of the piece that units read where it lies, which continues `further` bytes after it; or null
   index_t further;
 };
 
@@ -57,7 +57,7 @@ struct Unit {
   index_t in_block;                   // groups of a block
   const unsigned char (*table)[16];   // Codes::table
   float over_middle;                  // 1 / the stored integer that means zero
-  const char* head;                   // the matrix unit's: of the block whose sums are added,
+  const char* head;                   // the matrix unit's: of the block of the added sums,
   index_t head_group;                 // and which of its groups it is
   std::int32_t biased;                // times its offset: what a group's sums of dot_bytes begin with
   Scales scales;
@@ -99,7 +99,7 @@ QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, 
     for (int i = 0; i < kPointers; ++i) x[i] += 2 * x_step;
   }
   if (s < steps) {
-    if constexpr (kCodes != Codes::eight && kCodes != Codes::four) {  // whose groups have few steps
+    if constexpr (kCodes != Codes::eight && kCodes != Codes::four) {  // their groups have few steps
 #pragma GCC unroll 20
       for (int i = 0; i < kFetches; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
     }
@@ -218,7 +218,7 @@ void end_slice(const Unit& unit) {
   }
 }
 
-// Reads a block's head before its codes, all of it and in order: read when its groups are added up it would lie behind what is read
+// Reads a block's head before its codes, all of it and in order: read when its groups are added up it would lie after what is read
 // then, and the processor would not see that memory is read front to back. Widens the halves that all of its groups need.
 QT_INLINE void begin_block(const Unit& unit, const char* head, float (&widened)[2 * kTileColumns]) {
   constexpr index_t kVectorBytes = kLanes * 4;
@@ -257,7 +257,7 @@ void multiply(const Unit& unit) {
       sum.template operator()<Asking::next>();
     else
       sum.template operator()<Asking::nothing>();
-    asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not behind them
+    asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not after them
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
     else

@@ -13,7 +13,7 @@
 // products' rate. Of a panel of 576 rows the weight streams at 576 operations a byte; with 384 a product took a fifth longer.
 //
 // Reduction order: of a slice of k (linear.hpp), steps of 32 k ascending, in a step the two chains of the unit (amx.hpp);
-// the slices' sums, ascending; the leaves', as a tree; then the bias, one rounding. A depth that is no multiple of 32 has zeros behind it. A row's
+// the slices' sums, ascending; the leaves', as a tree; then the bias, one rounding. A depth that is no multiple of 32 has zeros after it. A row's
 // sums depend on nothing but the row.
 #include "amx.hpp"
 
@@ -36,7 +36,7 @@ static_assert(kStreamPiece % kAmxPairs == 0 && kHighestPanel % kLargeUnitRows ==
 struct alignas(64) Buffers {
   float total[kTreeHeight][kTogetherRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
   float sums[kHighestPanel * kTileColumns];                // of one slice
-  char x[kLargeUnitRows * kAmxRowBytes];      // the last k of a unit's rows, with zeros behind them
+  char x[kLargeUnitRows * kAmxRowBytes];      // the last k of a unit's rows, with zeros after them
   char weight[kAmxRows * kLineBytes];         // likewise of a tile
 };
 
@@ -124,7 +124,7 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
   }
 }
 
-// One slice of an item, whose weights are fetched while those before it are multiplied. next: the weights after it.
+// One slice of an item; its weights are fetched while those before it are multiplied. next: the weights after it.
 void multiply_slice(Registers& registers, const LinearCall& call, const LinearItem& item, index_t k, float* sums, float* total,
                     const char* next, Buffers& buffers) {
   const index_t slice_end = k + call.weight->slice_depth, end = slice_end < item.k_end ? slice_end : item.k_end;
@@ -137,7 +137,7 @@ void multiply_slice(Registers& registers, const LinearCall& call, const LinearIt
   }
 }
 
-// All slices of items [begin, end) in turn, of one leaf, whose sums begin in `totals`; after: the weights that come then.
+// All slices of items [begin, end) in turn, of one leaf, with sums that begin in `totals`; after: the weights that come then.
 void multiply_slices(Registers& registers, const LinearCall& call, index_t begin, index_t end, const char* after, float* totals,
                      Buffers& buffers) {
   const Weight& weight = *call.weight;

@@ -116,7 +116,7 @@ QT_INLINE void fetch_weights(const NextLines& next, const char*& at) {
 QT_INLINE void keep(const char*& address) { asm("" : "+r"(address)); }
 
 // One step of kX blocks of x by kWeights blocks of columns. Of three blocks of x each second one takes the columns from the
-// last to the first, whose register it finds loaded.
+// last to the first, of which the register is loaded.
 template <Numbers kNumbers, int kX, int kWeights, class Fetch>
 QT_INLINE void multiply_step(Amx& unit, const char* const* x, index_t x_stride, const char* weight, index_t second_block,
                              Fetch fetch) {

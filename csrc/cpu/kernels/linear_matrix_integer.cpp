@@ -1,10 +1,11 @@
-// y[M, N] = x[M, K] · W[N, K]ᵀ with 8- and 4-bit weights, in the matrix unit: bits and formats of linear_integer.cpp, whose
+// y[M, N] = x[M, K] · W[N, K]ᵀ with 8- and 4-bit weights, in the matrix unit: bits and formats of linear_integer.cpp; its
 // kernels (of the parent instruction set) take fewer rows.
 //
 // x is quantized first (linear_quantize.hpp): a row is a line of bytes, or of 16-bit numbers two, its planes: high * 256 +
 // low. A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of rows. k goes in pieces of whole
-// groups, whose weights stay in the first-level cache while units of rows pass over them; weights of fewer bits become bytes there,
-// once per piece. A unit is 32 rows by 32 columns, without groups 48; with 16-bit x both planes of 16 rows (linear_matrix.hpp).
+// groups, and their weights stay in the first-level cache while units of rows pass over them; weights of fewer bits become bytes
+// there, once per piece. A unit is 32 rows by 32 columns, without groups 48; with 16-bit x both planes of 16 rows
+// (linear_matrix.hpp).
 //
 // A group's integers go through memory to the vector units, which scale and add them while the unit multiplies the next group:
 // with groups of 128 and 16-bit x the products of 16 rows by 16 columns are 64 cycles, the vectors' 16 times seven operations on
@@ -35,7 +36,7 @@ constexpr index_t kPiece = 256;             // k at a time, whole groups
 constexpr index_t kWholePiece = 2048, kWholeStreamPiece = 512;  // where all of k is one group; where one unit reads the weights
 constexpr index_t kPanelBytes = 5 << 18;    // of x: most of a second-level cache of two megabytes
 constexpr index_t kHighestPanel = 576, kLowestPanel = 96;
-constexpr int kRowsAtOnce = 8;              // whose integers are scaled together
+constexpr int kRowsAtOnce = 8;              // their integers are scaled together
 static_assert(kPiece % kXGroup == 0 && kHighestPanel % kLargeUnitRows == 0);
 
 // The thread's.
@@ -44,7 +45,7 @@ struct alignas(64) Buffers {
   float total[kTreeHeight][kHighestPanel * kTileColumns];  // of the slices so far; the first alone, but of leaves
   std::int32_t integers[2][kUnitRows * kTileColumns];      // a unit's sums of a group: rows, or first of high and then of low bytes
   char bytes[kPiece * kTileColumns];                // of weights of fewer bits
-  char last[kAmxRows * kLineBytes];                 // the last k, with zeros behind them
+  char last[kAmxRows * kLineBytes];                 // the last k, with zeros after them
 };
 
 // How a call is multiplied.
@@ -119,7 +120,7 @@ QT_INLINE void add_rows(const std::int32_t* integers, const Unit& unit, index_t 
   add_group<Dot, R, 1>(sums, unit, unit.head, nullptr, unit.head_group, g);
 }
 
-// Makes results of the integers of R rows and 16 columns whose only group is complete; of a slice of it: leaves them, with the
+// Makes results of the integers of R rows and 16 columns with their only group complete; of a slice of it: leaves them, with the
 // offset if it is the first.
 template <int R>
 QT_INLINE void end_rows(const std::int32_t*, const Unit& unit, index_t) {

@@ -59,8 +59,8 @@ QT_INLINE void add_bit_of_each(unsigned char bits, unsigned char* codes) {
   std::memcpy(codes, &sum, sizeof sum);
 }
 
-// 6-bit scales and minima of eight groups in twelve bytes: the first four have bytes of their own, whose upper two bits are the
-// upper two of the others'.
+// 6-bit scales and minima of eight groups in twelve bytes: the first four have bytes of their own; the upper two bits of these
+// are the upper two of the others'.
 QT_INLINE void six_bits(const unsigned char* from, const HeadOfLane& head) {
   for (int g = 0; g < 8; ++g) {
     const int scale = g < 4 ? from[g] & 63 : (from[g + 4] & 15) | from[g - 4] >> 6 << 4;
@@ -177,7 +177,7 @@ void fill_blocks(const void* described, index_t begin, index_t end) {
       if (rows.of[lane]) taken.of[lane] = (const char*)codes + lane * kTakenAtOnce;
     char* const memory = weight.memory + tile * weight.tile_bytes;
     for (index_t lane = 0; lane < kTileColumns; ++lane) {
-      const float one = weight.scales == Scales::exponent ? 0.5f : 1.0f;  // whose table is doubled
+      const float one = weight.scales == Scales::exponent ? 0.5f : 1.0f;  // its table is doubled
       if (rows.of[lane]) std::memcpy(memory + lane * 4, &one, 4);
     }
     for (index_t first = 0, last; first < weight.blocks; first = last) {

@@ -62,7 +62,7 @@ void fill_singles(const CodesCall& call, index_t column, index_t from, char* hea
   std::memcpy(head + kTileColumns * 4 + lane * 4, &zero, 4);
 }
 
-// The scales and zero points of one lane, whose column is `column` of the source.
+// The scales and zero points of one lane, for column `column` of the source.
 void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane) {
   const Weight& weight = *call.codes.weight;
   if (weight.codes == Codes::table) return fill_byte_scales(call, column, tile, lane);
@@ -98,7 +98,7 @@ void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane
 
 void fill_codes_of(const CodesCall& call, const Rows& rows, char* tile) {
   const Weight& weight = *call.codes.weight;
-  // Signed bytes become unsigned ones whose middle is the weight's.
+  // Signed bytes become unsigned ones with the weight's middle.
   const std::uint8_t added = call.is_signed ? std::uint8_t(middle_of(weight.codes)) : 0;
   const std::uint8_t all_of_them = put_codes(weight, rows, tile, 0, weight.depth, added);
   if (weight.codes != Codes::eight && all_of_them > 15) report(call, Problem::code);

@@ -116,7 +116,7 @@ QT_INLINE std::int32_t largest_bits(const Element* x, index_t count) {
 }
 
 // A block of x times `inverse` as integers at `out`, in the order of the multiplication; adds them to the lanes of `sums`, its
-// first half's and its second's, which sums_of tells apart.
+// first half's and its second's, which sums_of separates.
 #if defined(__AVX512VNNI__)
 struct HalfBlocks {  // so that packing 32 to 16 bits, which goes by 128-bit lanes, gives k in order
   f32v low, high;
@@ -209,7 +209,7 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
 }
 #endif
 
-// Sums of first and second halves of blocks; of whole ones, in the first, where nobody asks for halves.
+// Sums of first and second halves of blocks; of whole ones, in the first, where no halves are needed.
 struct HalfSums {
   std::int32_t of[2];
 };
@@ -229,7 +229,7 @@ QT_INLINE HalfSums sums_of(const i32v (&sums)[2], bool halves) {
 #endif
 }
 
-// Numbers whose largest magnitude is `largest`, quantized to at most `most`. Returns the sums of the integers.
+// Numbers with the largest magnitude `largest`, quantized to at most `most`. Returns the sums of the integers.
 template <class Element>
 QT_INLINE HalfSums quantize_group(const Element* x, index_t count, std::int32_t largest, bool eight, char* out, index_t plane,
                                   float* scale, bool halves) {

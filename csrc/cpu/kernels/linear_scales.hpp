@@ -96,7 +96,7 @@ constexpr bool share_halves(Scales scales) {
   return scales == Scales::bytes || scales == Scales::bytes_minimum || scales == Scales::nibbles;
 }
 
-// Whether a group's scale is more than one number that is read: whoever needs it often then makes singles of it first.
+// True if a group's scale is composed of several numbers: a loop that needs it often makes singles of it first.
 constexpr bool is_composed(Scales scales) { return shifts(scales) || scales == Scales::bytes; }
 constexpr Scales singles_of(Scales scales) { return shifts(scales) ? Scales::single_shift : Scales::single; }
 constexpr index_t single_bytes(Scales scales) { return kTileColumns * (shifts(scales) ? 8 : 4); }  // of a group

@@ -7,7 +7,7 @@
 // other units choose again. Each output has 16 sums, which are added up once a piece. Then come the piece's outliers, which lie in
 // runs beside the codes (linear.hpp): each one, times x, is added to its column's sum.
 //
-// x is widened to fp32 first, with zeros behind a row up to a whole block: codes there choose something.
+// x is widened to fp32 first, with zeros after a row up to a whole block: codes there choose something.
 //
 // Bytes moved per panel: the weight once, each line fetched ahead; x once per tile out of the cache. Limiter: for one row
 // permutations, one for 16 numbers, about as long as memory takes for their 8 bytes; then the multiply rate.

@@ -3,7 +3,7 @@
 //   a line      16 words, of a cache line; word i has the codes of k = i, 16 + i, 32 + i ... 112 + i, the first in the lowest bits
 //   a block     128 k: the lines of a tile's 64 columns
 //
-// So neighbouring k are neighbouring lanes, and a line is shifted seven times.
+// So adjacent k are adjacent lanes, and a line is shifted seven times.
 #pragma once
 
 #include "linear.hpp"

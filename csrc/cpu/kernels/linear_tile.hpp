@@ -37,7 +37,7 @@ QT_INLINE f32v activated(const LinearCall& call, f32v gate, f32v up) {
   return rounded_to<Element>(activate(call.activation, gate)) * up;
 }
 
-// Rounds sums [rows][64] of a tile to y, numbers of Element, after the bias, with what is fused behind. Bias: the call's dtype.
+// Rounds sums [rows][64] of a tile to y, numbers of Element, after the bias, with what is fused after. Bias: the call's dtype.
 template <class Element, class Bias = Element>
 void finish(const Finish& f, const float* sums, index_t row, index_t rows) {
   const LinearCall& call = f.call;
@@ -180,7 +180,7 @@ QT_INLINE f32v total_of_leaves(index_t leaves, const OfLeaf& of_leaf) {
   return sums[0];
 }
 
-// The totals of an item's outputs, whose slices are all there: [rows][64].
+// The totals of an item's outputs, all slices complete: [rows][64].
 QT_INLINE void add_slices(const LinearCall& call, const LinearItem& item, float* total) {
   const float* const first = partials_of(call, item, 0);
   for (index_t r = 0; r < item.rows; ++r)

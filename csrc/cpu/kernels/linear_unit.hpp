@@ -24,7 +24,7 @@ static_assert((kUnitRows + 1) / 2 > kOwnRows);  // where there are several units
 // A unit's share of one piece, for one block of columns.
 struct Unit {
   const void* x;      // of its first row and k
-  index_t x_stride;   // from a row to the next in what x points to; nothing to units whose x is [k][row]
+  index_t x_stride;   // from a row to the next in what x points to; unused by units with x as [k][row]
   const char* weight;
   index_t steps;
   bool odd;      // pairs: one single k follows the steps
@@ -44,7 +44,7 @@ QT_INLINE f32v spread(const float* x, index_t x_stride, int r, int i) {
   return all(kInterleaved<R> ? x[i * R + r] : x[r * x_stride + i]);
 }
 
-// kDotsPairs. Two neighbouring k of bf16 per step, x as it is.
+// kDotsPairs. Two adjacent k of bf16 per step, x as it is.
 struct NativePairs {
   using X = bf16;
   static constexpr index_t k = 2;
@@ -99,7 +99,7 @@ QT_INLINE i32v upper_halves() {
   return load_bits(from);
 }
 
-// Two neighbouring k of bf16 per step, x in fp32; the lower k first.
+// Two adjacent k of bf16 per step, x in fp32; the lower k first.
 struct WidePairs {
   using X = float;
   static constexpr index_t k = 2;

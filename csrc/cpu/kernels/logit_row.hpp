@@ -1,7 +1,7 @@
 // Passes over one row of logits, and selection without sorting: what drawing and reporting share.
 //
 // A row is seen as blocks of kBlock logits. One pass finds the largest logit of every block; as the n blocks with the
-// largest maxima hold at least n logits that are not below the n-th of these maxima, whoever looks for the n largest
+// largest maxima hold at least n logits that are not below the n-th of these maxima, a search for the n largest
 // logits looks into those blocks only. Sums are of fp32 vectors within a block, element i in lane i mod lanes,
 // ascending, then lanes by halves; of doubles across blocks, ascending.
 #pragma once
@@ -301,7 +301,7 @@ void narrow_by_range(Open<Sum>& open, Sum target, float* room_values, float* roo
   const auto bin_of = [=](f32v value) {
     return to_int(min(max((value - low) * scale, all(0.0f)), all(float(kBins - 1))));
   };
-  Sum bins[2][kBins] = {};  // of even and odd places: a number need not wait for its neighbour's sum
+  Sum bins[2][kBins] = {};  // of even and odd places: a number need not wait for the previous sum
   for (index_t i = 0; i < open.n; i += kLanes) {
     const index_t count = open.n - i < kLanes ? open.n - i : kLanes;
     const i32v bin = bin_of(load(open.values + i, count));

@@ -21,7 +21,7 @@ struct Exponents {
 };
 inline constexpr Exponents kProductExponents[] = {{120, 13, 120, 13}, {58, 11, 0, 10}, {0, 3, 0, 3}};
 
-// Unit: `Amx`, or what is to be told from it.
+// Unit: `Amx`, or a type distinct from it.
 template <class Unit>
 class Products {
  public:

@@ -3,7 +3,7 @@
 //
 // A thread owns up to 512 numbers of a row. Bytes: four of each rank's sums, written by another core just before, two or four of y
 // and of the residual. Limiter: what other cores wrote has to come here. Every output's sums are added as a tree, those of
-// neighbours first: (0 + 1) + (2 + 3); of other numbers than powers of two, with a smaller tree behind.
+// adjacent ranks first: (0 + 1) + (2 + 3); for counts that are no power of two, followed by a smaller tree.
 #include "rank_sums.hpp"
 
 #include "simd.hpp"

@@ -9,7 +9,7 @@
 // each value occurs; over fp32 ones, a selection by weight among all; then the weights of what is left.
 //
 // Logits are compared as they are, never divided by the temperature: each bound is a quotient in the reference, and is
-// translated to the least logit whose quotient, rounded, reaches it. Weights are e^((x - max) * (1 / temperature)).
+// translated to the least logit with a rounded quotient that reaches it. Weights are e^((x - max) * (1 / temperature)).
 // Reductions: see logit_row.hpp. They depend on the row and its settings alone.
 #include "counts.hpp"
 #include "logit_row.hpp"
@@ -114,7 +114,7 @@ class Draw {
 
   void raise(float floor) { floor_ = floor > floor_ ? floor : floor_; }
 
-  // The least logit that is not told apart from x after division.
+  // The least logit that equals x after division.
   float equal_of(float x) const { return least_reaching(x / temperature_, temperature_, x); }
 
   Weigh weights() const { return {all(top_), all(1.0f / temperature_), all(floor_)}; }

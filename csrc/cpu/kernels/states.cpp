@@ -292,7 +292,7 @@ void ask(index_t key_dim, const DeltaToken& token, const DeltaColumns& state, in
 }
 
 // One token through `Vectors` vectors of a head's columns, `count` of them, the first of which is column `at` of the values.
-// said: what the state before says of its key; then, if there is a token behind it, what the state behind says of that one's: so
+// said: what the state before says of its key; then, if there is a token after it, what the state after says of that one's: so
 // that rows of many tokens go over the state once a token, by the same operations as those of one.
 template <class Element, int Vectors, bool IsFollowed>
 void delta_token(const DeltaRuleCall& call, const DeltaToken& token, const DeltaToken& following, const DeltaColumns& state,
@@ -370,7 +370,7 @@ void delta_rule(const void* description, index_t begin, index_t end) {
     const index_t place = call.offset + head * call.key_dim * call.head_dim * index_t(sizeof(float));
     for (index_t i = 0; i < columns;) {
       const float* from = row.from ? (const float*)(row.from + place) + first + i : nullptr;
-      // What comes next: these columns' neighbours, or the next head's first ones.
+      // What comes next: the adjacent columns, or the next head's first ones.
       const bool is_last = first + columns == call.head_dim;
       float* to = (float*)(row.to + place) + first + i;
       const float* ahead = (from ? from : to) + (is_last ? call.key_dim * call.head_dim - first : columns);

@@ -39,7 +39,7 @@ struct Launch {
   unsigned grid[3];
   unsigned block[3];
   unsigned shared_bytes;
-  unsigned rank;  // 0, or one of several from 1 on, whose kernels run in other threads meanwhile: blocks in one order, threads not
+  unsigned rank;  // 0, or one of several from 1 on; kernels run in other threads meanwhile: blocks in one order, threads not
   unsigned long long seed;
 };
 
@@ -86,7 +86,7 @@ struct Block {
   unsigned rank;
   int num_threads, num_arrived, num_returned, current;
   int ready[MAX_THREADS], ready_begin, num_ready;  // a ring
-  void* outside;                                   // the stack of who launched
+  void* outside;                                   // the launcher's stack
   char* stacks;
   unsigned char* memory;  // dynamic shared memory between two canaries
   unsigned char* shared;
@@ -119,7 +119,7 @@ __attribute__((format(printf, 1, 0))) inline void note_failure(const char* forma
   block.failed = true;
 }
 
-// End the launch with this message: nobody of the block runs again.
+// End the launch with this message: no thread of the block runs again.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
   va_list values;
   va_start(values, format);
@@ -165,7 +165,7 @@ inline void make_ready(int thread) {
        block.num_returned, others);
 }
 
-// Run somebody else; returns when this thread has been made ready and its turn has come.
+// Run another thread; returns when this thread has been made ready and its turn has come.
 inline void run_next() {
   if (block.num_ready == 0) fail_for_ever_waiting();
   int next = block.ready[block.ready_begin];

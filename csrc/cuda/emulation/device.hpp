@@ -293,7 +293,7 @@ inline void __attribute__((used)) __ubsan_handle_out_of_bounds(quintet::emulatio
   quintet::emulation::fail("%s:%u: index %zd is outside the array", place->file, place->line, ssize_t(index));
 }
 
-// Run a whole grid; null, or what went wrong. The first block is any, so that nobody counts on an order.
+// Run a whole grid; null, or what went wrong. The first block is any, so that no kernel counts on an order.
 inline __attribute__((used, visibility("default"))) const char* qt_run(
     const quintet::emulation::Signature* kernel, const quintet::emulation::Launch* launch, void** arguments,
     const quintet::emulation::Range* statics, int num_statics, quintet::emulation::Buffer* buffers, int num_buffers) {

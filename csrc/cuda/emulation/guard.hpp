@@ -1,4 +1,4 @@
-// Memory that kernels reach although it is not theirs. While a grid runs, tensors lie in copies between pages nobody may
+// Memory that kernels reach although it is not theirs. While a grid runs, tensors lie in copies between pages that no thread may
 // touch, so that one element too far is a fault there and then; the handler of faults ends the launch with a message.
 // Bytes between the end of a tensor and the next multiple of 16 are checked afterwards.
 #pragma once
@@ -50,12 +50,12 @@ inline void check_and_give_back(Buffer& buffer) {
   if (damaged && !block.failed) report("somebody wrote before argument %d", buffer.argument);
   for (auto* byte = buffer.copy + buffer.size; byte < past_end(buffer); ++byte) damaged |= *byte != CANARY;
   if (damaged && !block.failed) report("somebody wrote past argument %d", buffer.argument);
-  // What nobody wrote may be mapped read-only, such as weights.
+  // Unwritten memory may be mapped read-only, such as weights.
   if (memcmp(buffer.address, buffer.copy, buffer.size) != 0) memcpy(buffer.address, buffer.copy, buffer.size);
   munmap(buffer.mapping, buffer.mapping_size);
 }
 
-// Where the copy of what `pointer` points to is; the pointer itself if nobody guards that.
+// Where the copy of what `pointer` points to is; the pointer itself if that is not guarded.
 inline void* guarded(void* pointer) {
   auto* bytes = static_cast<unsigned char*>(pointer);
   for (int i = 0; i < num_buffers; ++i) {

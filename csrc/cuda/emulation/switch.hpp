@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// Save this stack's state in *from and go on where `to` was left.
+// Save this stack's state in *from and resume where `to` was left.
 extern "C" void qt_switch(void** from, void* to);
 
 #if defined(__x86_64__)
