@@ -155,7 +155,7 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Role = Literal["prefill", "decode", "both"]
-"""Role of a server in disaggregated prefill and decode: ``docs/apart.md``."""
+"""Role of a server in disaggregated prefill and decode: ``docs/disaggregation.md``."""
 
 
 class KvPeersConfig(msgspec.Struct, frozen=True, kw_only=True):

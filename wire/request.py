@@ -52,7 +52,7 @@ MAX_PEER_CHARS = 300
 
 
 class KvTransfer(msgspec.Struct, array_like=True):
-    """KV transfer of a request from or to other servers (``docs/apart.md``)."""
+    """KV transfer of a request from or to other servers (``docs/disaggregation.md``)."""
 
     offers: bool = False
     """Offer the prompt's blocks to other servers when it has ended."""

@@ -116,8 +116,8 @@ def _add_servers(servers: argparse._ArgumentGroup) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="minimum number of uncached prompt tokens for disaggregated prefill (docs/apart.md), while the decode server has "
-        "other requests; 0 disables it (default: %(default)s)",
+        help="minimum number of uncached prompt tokens for disaggregated prefill (docs/disaggregation.md), while the decode "
+        "server has other requests; 0 disables it (default: %(default)s)",
     )
     servers.add_argument("--apart-from", action=RenamedFlag, dest="pd_min_tokens", type=int)
     servers.add_argument(

@@ -577,7 +577,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["none", "prefill", "decode", "both"],
         Flag(
             MEMORY,
-            "CPU only: role in disaggregated prefill (docs/apart.md): prefill computes prompts and offers their KV, "
+            "CPU only: role in disaggregated prefill (docs/disaggregation.md): prefill computes prompts and offers their KV, "
             "decode fetches KV, both does both",
         ),
     ] = "none"

@@ -1,4 +1,4 @@
-"""Prefill-decode disaggregation: one server computes the prompt, another one the answer (docs/apart.md).
+"""Prefill-decode disaggregation: one server computes the prompt, another one the answer (docs/disaggregation.md).
 
 `Servers.choose_for_prompt` decides whether to disaggregate and selects the prefill server. After any failure, the
 request is sent unchanged.

@@ -26,6 +26,22 @@ CHECKED = (
         "docs/operations.md",
     ),
     *("docs/reliability.md", "docs/replicas.md", "docs/kv.md", "docs/index.md"),
+    *(
+        "docs/disaggregation.md",
+        "docs/shared.md",
+        "docs/route.md",
+        "docs/deploy.md",
+        "docs/responses.md",
+        "docs/tools.md",
+    ),
+    *(
+        "docs/structured.md",
+        "docs/completions.md",
+        "docs/anthropic.md",
+        "docs/chat-templates.md",
+        "docs/clients.md",
+    ),
+    *("docs/fallback.md", "docs/models.md", "docs/quantization.md", "docs/vllm-flags.md"),
 )
 
 
