@@ -40,7 +40,7 @@ class Score:
     divergence: float
     """Mean KL divergence from the reference, in nats."""
     same_choice: float
-    """Share of positions whose most likely token is the reference's."""
+    """Share of positions with the same most likely token as the reference."""
     num_tokens: int
     file_mb: float | None = None
     """Of the weights on disk; None where they are the reference's."""

@@ -1,6 +1,6 @@
 """Texts of the standard library's documentation: one to measure a model on, another to calibrate GPTQ and AWQ with.
 
-They depend on the Python version, whose documentation it is.
+They depend on the installed Python version.
 """
 
 from __future__ import annotations

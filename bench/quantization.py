@@ -3,10 +3,10 @@
     python -m bench.quantization [--made | --formats] [--model MODEL] [--only NAME]... [--int8-activations]
         [--windows N] [--json FILE]
 
-The rows are what a server makes of a model while loading it (``--quantization``, ``--kv-cache-dtype``). With ``--made`` they are
-what `quintet quantize` writes. With ``--formats`` they are formats of quantized checkpoints, made by rounding each number to the
-nearest: calibration, which their publishers use, is not in them. With ``--int8-activations`` each row of integer weights comes a
-second time, with ``--activation-dtype int8``.
+The rows are formats that a server converts to at load time (``--quantization``, ``--kv-cache-dtype``). With ``--made`` they are
+formats that `quintet quantize` writes. With ``--formats`` they are formats of quantized checkpoints, made by rounding each
+number to the nearest: calibration, which their publishers use, is not in them. With ``--int8-activations`` each row of integer
+weights comes a second time, with ``--activation-dtype int8``.
 
 MODEL is a packaged model (default: ``smollm2``), a GGUF file or a folder; a file is first dequantized to float32. The text is the
 standard library's documentation (`bench.documentation`). ``--model embedded`` is the model that ships with Quintet, measured on
@@ -147,7 +147,7 @@ class Row:
     write: Callable[[Source, Path], Path] | None = None
     """Writes what is loaded into a folder; returns it. None: the source itself is loaded."""
     is_integer: bool = True
-    """Whether weights are multiplied as integers."""
+    """True if weights are multiplied as integers."""
 
 
 def open_source(model: str, max_windows: int, scratch: Path) -> Source:
@@ -187,7 +187,7 @@ def _in_format(written: Written, source: Source, scratch: Path) -> Path:
 
 
 def _quantized(name: str, source: Source, scratch: Path) -> Path:
-    """Have `quintet quantize` write the model. Raises `ConfigError`, whose cause it has printed."""
+    """Have `quintet quantize` write the model. Raises `ConfigError` after that command has printed the cause."""
     out = scratch / (f"{name}.gguf" if name in MIXES else name)
     flags = ["--format", name]
     if name in TARGETS and TARGETS[name].is_calibrated:
@@ -254,8 +254,8 @@ def write_scores(path: Path, arguments: argparse.Namespace, scores: Sequence[Sco
         "commit": this_commit(),
         "model": arguments.model,
     }
-    told = head | {"scores": [asdict(each) for each in scores]}
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    report = head | {"scores": [asdict(each) for each in scores]}
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:

@@ -56,7 +56,7 @@ def bars(title: str, note: str, rows: Sequence[Row]) -> str:
 
 
 def curve(title: str, note: str, x_title: str, y_title: str, points: Sequence[tuple[float, float]]) -> str:
-    """Return an SVG of a line through points whose x positions are evenly spaced."""
+    """Return an SVG of a line through points at evenly spaced x positions."""
     height, top, bottom = 300.0, 70.0, 250.0
     parts = [text(14, 24, title, 15, bold=True), text(14, 44, note, 11)]
     most = max(y for _, y in points)

@@ -76,7 +76,7 @@ def drive(worker: StepWorker, plans: Iterable[StepPlan], max_in_flight: int = MA
 
 
 def finish_chores(worker: StepWorker) -> None:
-    """Have done what a server does while nobody asks anything, such as capturing graphs."""
+    """Run the worker's idle tasks, such as capturing graphs."""
     while worker.has_idle_tasks:
         worker.run_idle_task()
 

@@ -78,7 +78,7 @@ class Experts {
     QT_REQUIRE(layer.gate_up[0]->columns == 2 * width_ && layer.down[0]->columns == hidden_,
                "experts of %lld and %lld columns, %lld and %lld deep", (long long)layer.gate_up[0]->columns,
                (long long)layer.down[0]->columns, (long long)hidden_, (long long)width_);
-    QT_REQUIRE(shared_rows_ || layer.kept == routing.experts, "%lld of %lld experts, and nobody has the others",
+    QT_REQUIRE(shared_rows_ || layer.kept == routing.experts, "%lld of %lld experts, and no rank has the others",
                (long long)layer.kept, (long long)routing.experts);
     gate_ups_.assign(layer.gate_up, layer.gate_up + layer.kept + layer.places);
     downs_.assign(layer.down, layer.down + layer.kept + layer.places);

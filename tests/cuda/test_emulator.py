@@ -208,7 +208,7 @@ def test_a_race_gives_different_results_under_different_seeds() -> None:
         (6, r"wrote \d+ bytes past its 1024 bytes"),
         (7, "is not in the block's shared memory"),
         (8, r"waits for ever at .*; thread .* waits at "),
-        (9, r"reads or writes \d+ bytes from the beginning of argument 0, whose storage has 256"),
+        (9, r"reads or writes \d+ bytes from the beginning of argument 0; its storage has 256"),
         (10, "divides an integer by zero"),
     ],
 )

@@ -47,9 +47,9 @@ inline void guard(Buffer& buffer) {
 inline void check_and_give_back(Buffer& buffer) {
   bool damaged = false;
   for (auto* byte = buffer.mapping + PAGE_BYTES; byte < buffer.copy; ++byte) damaged |= *byte != CANARY;
-  if (damaged && !block.failed) report("somebody wrote before argument %d", buffer.argument);
+  if (damaged && !block.failed) report("a thread wrote before argument %d", buffer.argument);
   for (auto* byte = buffer.copy + buffer.size; byte < past_end(buffer); ++byte) damaged |= *byte != CANARY;
-  if (damaged && !block.failed) report("somebody wrote past argument %d", buffer.argument);
+  if (damaged && !block.failed) report("a thread wrote past argument %d", buffer.argument);
   // Unwritten memory may be mapped read-only, such as weights.
   if (memcmp(buffer.address, buffer.copy, buffer.size) != 0) memcpy(buffer.address, buffer.copy, buffer.size);
   munmap(buffer.mapping, buffer.mapping_size);
@@ -71,7 +71,7 @@ inline void on_fault(int signal, siginfo_t* information, void*) {
   for (int i = 0; i < num_buffers; ++i) {
     const Buffer& buffer = buffers[i];
     if (address < buffer.mapping || address >= buffer.mapping + buffer.mapping_size) continue;
-    fail("reads or writes %td bytes from the beginning of argument %d, whose storage has %zu", address - buffer.copy,
+    fail("reads or writes %td bytes from the beginning of argument %d; its storage has %zu", address - buffer.copy,
          buffer.argument, buffer.size);
   }
   auto* stacks = reinterpret_cast<unsigned char*>(block.stacks);
