@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 import yaml
 from tests.processes.server import Server, route, serve, wait_until
-from tests.processes.test_apart import free_port
+from tests.processes.test_disaggregation import free_port
 
 from bench.chaos.streams import Heard, crowd, differences, listen, play
 from bench.overhead.run import Machine, _commit, machine

@@ -132,7 +132,7 @@ def open_worker(shape: Shape, device: str, folder: Path) -> tuple[StepWorker, Ho
     )
     if device == "cuda":
         return make_worker(config), None
-    from tests.cuda.row_major import RowMajor
+    from tests.cuda.kernels.row_major import RowMajor
 
     host = HostOnlyDevice()
     cache = msgspec.structs.replace(config.cache, memory_bytes=512 << 20)

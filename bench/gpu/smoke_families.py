@@ -90,7 +90,7 @@ def activation(device: Device) -> Error:
 
 
 def product_bound(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Bound of a product summed by tensor cores and rounded once: see ``tests/cuda/test_linear.py``."""
+    """Bound of a product summed by tensor cores and rounded once: see ``tests/cuda/kernels/test_linear.py``."""
     slack = x.shape[1] * 2.0**-22 * (x.abs() @ weight.abs().T)
     return 1.01 * (slack + UNIT * (exact.abs() + slack))
 
@@ -117,7 +117,7 @@ def linear_by_head(device: Device) -> Error:
 
 def linear_coded(device: Device) -> Error:
     """Products by int4, int8, fp8 and fp4 codes."""
-    from tests.cuda.test_linear_coded import LAYOUTS, Rows
+    from tests.cuda.kernels.test_linear_coded import LAYOUTS, Rows
 
     errors = []
     for layout, num_rows in itertools.product(LAYOUTS.values(), (1, 40)):
@@ -144,7 +144,7 @@ def linear_fp8(device: Device) -> Error:
 
 def attention(device: Device) -> Error:
     """Decode rows and chunks over scattered blocks: tensor cores in bf16, the plain kernel in fp32."""
-    from tests.cuda.attention_problem import Problem, Shape
+    from tests.cuda.kernels.attention_problem import Problem, Shape
 
     errors = []
     for shape in (
@@ -160,7 +160,7 @@ def attention(device: Device) -> Error:
 
 def rotation(device: Device) -> Error:
     """Rotation of queries and keys, and the write of keys and values into blocks."""
-    from tests.cuda.test_rope_kv import make_world
+    from tests.cuda.kernels.test_rope_kv import make_world
 
     errors = []
     for turn in (HeadTransform(), HeadTransform(interleaved=True)):  # the second by the plain kernel
@@ -175,8 +175,8 @@ def rotation(device: Device) -> Error:
 
 def states(device: Device) -> Error:
     """Layers with a state, each over rows that continue and rows that begin."""
-    from tests.cuda.test_states import FRESH, REFERENCES, UNIT, Blocks
-    from tests.executor.state_problems import SHAPES, rows_of
+    from tests.cuda.kernels.test_states import FRESH, REFERENCES, UNIT, Blocks
+    from tests.executor.kernels.state_problems import SHAPES, rows_of
 
     errors, counts = [], [9, 1, 2]
     for problem in SHAPES.values():
@@ -209,7 +209,7 @@ def sampling(device: Device) -> Error:
 
 def penalties(device: Device) -> Error:
     """Repetition, presence and frequency penalties of rows with repeated tokens."""
-    from tests.cuda import test_sampling_penalties
+    from tests.cuda.kernels import test_sampling_penalties
 
     test_sampling_penalties.test_penalties(device)
     return 0.0, 1.0

@@ -12,7 +12,7 @@
 //
 // The order of every sum is in linear_tile.cuh; it does not depend on the batch, the tile or the split. It rests on an
 // element of an m16n8k16 product not depending on its place in the tile, which the hardware is made to give and
-// tests/cuda/test_linear.py checks.
+// tests/cuda/kernels/test_linear.py checks.
 #include "device.cuh"
 #include "linear_tile.cuh"
 #include "linear_tensor.cuh"

@@ -25,7 +25,7 @@ from quintet.deploy.embedded import default_model_path
 from quintet.deploy.python_api.inputs import PromptInput
 from quintet.deploy.python_api.offline import EngineError
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
-from tests.deploy.supervised import is_readable
+from tests.deploy.supervisor.supervised import is_readable
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=7)
 

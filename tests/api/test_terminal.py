@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.toy_server import ToyServer, chunked, frames, sized, toy_server
-from tests.deploy.supervised import is_readable
+from tests.deploy.supervisor.supervised import is_readable
 
 MODELS = json.dumps({"data": [{"id": "toy"}]}).encode()
 USAGE = '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'

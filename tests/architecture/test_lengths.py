@@ -52,7 +52,7 @@ LONG_FUNCTIONS = {
         66,
         "checks of a kernel's dozen arguments, then one launch",
     ),
-    "tests/dialects/conftest.py: step": (95, "an engine's answers to every kind of request"),
+    "tests/http_api/conftest.py: step": (95, "an engine's answers to every kind of request"),
     "tests/executor/test_ops.py: test_paged_attention": (70, "the reference beside what is tested"),
     "tests/api/toy_server.py: toy_server": (70, "a server in one closure, as its client sees it"),
 }

@@ -128,7 +128,7 @@ def test_the_summary_names_failures_and_is_cut(tmp_path: Path) -> None:
     ("test", "arguments"),
     [
         ("tests/gpu/test_steps.py::test_a[1]", ["tests/gpu/test_steps.py", "--only-id"]),
-        ("tests/cuda/test_norm.py::test_b[2]", ["tests/gpu/test_kernels.py", "--only-id"]),
+        ("tests/cuda/kernels/test_norm.py::test_b[2]", ["tests/gpu/test_kernels.py", "--only-id"]),
     ],
 )
 def test_the_first_failing_test_is_run_again(tmp_path: Path, test: str, arguments: list[str]) -> None:

@@ -17,7 +17,7 @@ from quintet.wire.params import SamplingParams
 from ..processes.server import Server
 from .fuzz_frames import EDGES, FLOATS, TEXTS, Frames
 
-BODIES = Path(__file__).parents[1] / "dialects" / "bodies"
+BODIES = Path(__file__).parents[1] / "http_api" / "bodies"
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/x", "/health",
     "/livez", "/readyz", "/ping", "/v2/health/ready", "/version", "/load", "/metrics", "/openapi.json", "/docs",

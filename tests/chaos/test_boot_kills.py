@@ -1,7 +1,7 @@
 """`kill -9` while the server boots: two engines, two frontends, of one rank or two; one executor is held in a phase of its boot.
 
 Before any engine is ready, the death of a process that was ready is no end of the server. Once an engine serves, no death is.
-The rules alone, with children of the test: `tests.deploy.test_boot_deaths`.
+The rules alone, with children of the test: `tests.deploy.supervisor.test_boot_deaths`.
 """
 
 from __future__ import annotations

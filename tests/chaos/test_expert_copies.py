@@ -16,7 +16,7 @@ from tests.chaos.test_ranks import RANK
 from tests.processes.server import Server, serve
 
 pytestmark = pytest.mark.whole
-"""That copying changes no bit is seen in `tests.models.test_eplb` as well, without a server."""
+"""That copying changes no bit is seen in `tests.models.distributed.test_eplb` as well, without a server."""
 
 COPIES = "quintet:executor_expert_copies_total"
 CARD = {

@@ -21,10 +21,10 @@ from bench.chaos.streams import crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.processes.server import Server, serve, wait_until
-from tests.processes.test_apart import free_port
+from tests.processes.test_disaggregation import free_port
 
 pytestmark = pytest.mark.whole
-"""What a rank's death on another host does is seen in `tests.executor.test_host_processes` as well, without a server."""
+"""`tests.executor.distributed.test_host_processes` kills ranks of another host without a server."""
 
 
 @dataclass

@@ -11,8 +11,8 @@ from bench.chaos.streams import crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
+from tests.processes.kv.test_kv_disk import blocks
 from tests.processes.server import Server, serve, wait_until
-from tests.processes.test_kv_disk import blocks
 
 NUM_STREAMS = 24
 

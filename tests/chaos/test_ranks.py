@@ -18,7 +18,7 @@ RANK = "executor-0-rank"
 
 
 pytestmark = pytest.mark.whole
-"""What a rank's death does to the others is seen in `tests.executor.test_rank_processes` as well, without a server."""
+"""`tests.executor.distributed.test_rank_processes` kills ranks without a server."""
 
 
 LAYOUTS = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 2)]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from quintet.executor.kv_transfer.store.connector import open_connector
 from quintet.wire.config import KvStoreConfig
+from tests.processes.kv.test_kv_store import FLAGS, RUN, ask, runs
 from tests.processes.server import serve, wait_until
-from tests.processes.test_kv_store import FLAGS, RUN, ask, runs
 
 CONTENT = bytes(range(256)) * 12_000
 NAMES = [f"{'ab' * 16}/{number:064x}" for number in range(8)]

@@ -28,11 +28,10 @@ from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
+from tests.core.kv.fake_disk import FakeDisk, Past
+from tests.core.kv.fake_peers import FakePeers
+from tests.core.kv.fake_store import FakeStore
 from tests.wire.respec import changed
-
-from .fake_disk import FakeDisk, Past
-from .fake_peers import FakePeers
-from .fake_store import FakeStore
 
 EOS = 2
 VOCAB = 200

@@ -14,11 +14,11 @@ from quintet.wire.messages import FinishReason
 from quintet.wire.params import seed_of_choice
 from quintet.wire.request import KvTransfer
 from quintet.wire.step import NewRow
+from tests.core.kv.fake_disk import FakeDisk
+from tests.core.kv.fake_peers import PEER, FakePeers
+from tests.core.kv.fake_store import FakeStore
 
 from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
-from .fake_disk import FakeDisk
-from .fake_peers import PEER, FakePeers
-from .fake_store import FakeStore
 
 PLAIN = (KvGroup("full", [0]),)
 RAISES, DIES, RAISES_LATER, DIES_DECODING = 250, 251, 252, 253

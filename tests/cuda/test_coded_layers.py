@@ -7,8 +7,16 @@ import pytest
 import torch
 from bench import quantized
 from bench.quantized import Written
-from tests.cuda.test_linear import HALF_UNIT
-from tests.executor.test_formats import DEPTH, FLOATS, KEPT, ROUNDED, loaded, noise, with_another_k
+from tests.cuda.kernels.test_linear import HALF_UNIT
+from tests.executor.checkpoints.test_formats import (
+    DEPTH,
+    FLOATS,
+    KEPT,
+    ROUNDED,
+    loaded,
+    noise,
+    with_another_k,
+)
 
 from quintet.executor.backends.cpu.ops.host_linear import WeightFormat
 from quintet.executor.backends.cuda.device import Device
@@ -51,7 +59,7 @@ def product(device: Device, layer: Linear) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(y: torch.Tensor, x: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Within half a unit of bf16, and what a matrix instruction cuts off (`tests.cuda.test_linear`)."""
+    """Within half a unit of bf16, and what a matrix instruction cuts off (`tests.cuda.kernels.test_linear`)."""
     exact = x.double() @ numbers.double().t()
     slack = (DEPTH + 8) * 2.0**-22 * (x.double().abs() @ numbers.double().abs().t())
     bound = 1.01 * (slack + HALF_UNIT[torch.bfloat16] * (exact.abs() + slack))

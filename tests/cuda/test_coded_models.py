@@ -15,11 +15,11 @@ from bench.quantized import Written
 from tests.cuda.test_worker import worker_on
 from tests.cuda.test_worker_bits import ask, bits_of
 from tests.gpu.small import with_blocks, with_executor, with_scheduler
-from tests.models.equal import Loaded, load
-from tests.models.kv_scales import with_scales
-from tests.models.quantized import SETTINGS, write
+from tests.models.checkpoints.quantized import SETTINGS, write
+from tests.models.equality import Loaded, load
+from tests.models.kv.kv_scales import with_scales
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
-from tests.models.rows import routed
+from tests.models.rows import moe
 
 from quintet.executor.backends.cuda import experts
 from quintet.executor.backends.cuda.device import Device
@@ -108,7 +108,7 @@ def test_experts_that_a_model_has_in_codes_itself(
         return coded_grouped_matmul(*operands)
 
     monkeypatch.setattr(experts, "coded_grouped_matmul", counting)
-    write_checkpoint(routed.ROWS["gpt-oss, 4 bits"], tmp_path)
+    write_checkpoint(moe.ROWS["gpt-oss, 4 bits"], tmp_path)
     agree(tmp_path, load(tmp_path), device)
     assert set(multiplied) == {Code.FP4}
 

@@ -19,10 +19,10 @@ import transformers
 from tests.cuda.device_ranks import leading_worker
 from tests.cuda.rank_devices import at_once, devices_of, peers_of
 from tests.cuda.test_worker_bits import Bits, ask, bits_of
-from tests.models.equal import GREEDY, Dtype, few_blocks, load, run, with_blocks
+from tests.models.distributed.ranks import config_of
+from tests.models.equality import GREEDY, Dtype, few_blocks, load, run, with_blocks
 from tests.models.random_checkpoints import Expectation, expectations, write_checkpoint
-from tests.models.ranks import config_of
-from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, routed, states
+from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, moe, states
 from tests.models.test_embeds import mixed
 from tests.models.test_engine import House, changed
 
@@ -47,7 +47,7 @@ KINDS = {
     "llama": llama.ROWS["llama"],
     "queries and keys normed as one": dense.ROWS["olmo2"],
     "stacked, with biases and learned positions": gpt.ROWS["gpt2"],
-    "columns of experts": routed.ROWS["mixtral"],
+    "columns of experts": moe.ROWS["mixtral"],
 }
 MORE_KINDS = {
     "fewer KV heads than four ranks": falcon.ROWS["falcon 40b"],

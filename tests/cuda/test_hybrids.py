@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.cuda.test_worker import worker_on
-from tests.models.equal import alone, load
+from tests.models.equality import alone, load
 from tests.models.test_engine import House, changed
 from tests.models.test_hybrids import CARD, PROMPTS, greedy, hybrid
 

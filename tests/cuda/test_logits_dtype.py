@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.cuda.test_worker import worker_on
-from tests.models.equal import load
+from tests.models.equality import load
 from tests.models.test_engine import House, changed
 from tests.models.test_logits_dtype import HIDDEN, ONE_TOKEN, VOCAB, head_of, with_head, write
 
@@ -17,7 +17,7 @@ from quintet.executor.backends.cuda.device import Device
 
 PROMPT = [(5 * i + 3) % VOCAB for i in range(17)]
 SUMS = HIDDEN * 2.0**-22
-"""As a share of the products' magnitudes; see `tests.cuda.test_linear`."""
+"""As a share of the products' magnitudes; see `tests.cuda.kernels.test_linear`."""
 
 
 def first_logits(

@@ -11,18 +11,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.cuda.row_major import RowMajor
+from tests.cuda.kernels.row_major import RowMajor
 from tests.gpu.small import CARD, SMALLER, run_all
-from tests.models import equal, forms
+from tests.models import byte_vocabulary, equality
 from tests.models.conftest import engine_config, in_groups, serve
-from tests.models.families import FAMILIES, prompts_of
+from tests.models.kv.test_swapping import with_host_memory
 from tests.models.random_checkpoints import expectations, of_module, write_checkpoint
-from tests.models.rows import falcon, gemma, gpt, latent, routed, states
-from tests.models.rows.departed import QWEN_1
+from tests.models.rows import falcon, gemma, gpt, latent, moe, states
+from tests.models.rows.remote_code import QWEN_1
+from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_embeds import mixed
 from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
 from tests.models.test_qwen1_long import Rememberer
-from tests.models.test_swapping import with_host_memory
 
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Device
@@ -49,7 +49,7 @@ from quintet.wire.thinking import Thinking, ThinkingBound
 __all__ = ["serve"]
 
 KINDS = {
-    "experts": routed.ROWS["mixtral"],
+    "experts": moe.ROWS["mixtral"],
     "side by side, a part rotated": gpt.ROWS["gpt_neox"],
     "ALiBi": falcon.ROWS["bloom"],
     "soft caps": gemma.ROWS["gemma2"],
@@ -63,8 +63,8 @@ MORE_KINDS = {
     "queries that grow, a rotation by the prompt": of_module(
         QWEN_1 | {"seq_length": 16, "max_position_embeddings": 128}, Rememberer
     ),
-    "sinks": routed.ROWS["gpt-oss"],
-    "chunks, neighbours, layers without rotation": routed.ROWS["llama4"],
+    "sinks": moe.ROWS["gpt-oss"],
+    "chunks, neighbours, layers without rotation": moe.ROWS["llama4"],
     "neighbours, side by side": gpt.ROWS["gptj"],
     "latent, experts of groups": latent.ROWS["deepseek v3"],
     "states of heads": states.ROWS["mamba2"],
@@ -141,10 +141,10 @@ def test_tokens_of_other_kinds_of_layers(family: str, tmp_path: Path, device: De
     and tokens that choose more."""
     row = KINDS.get(family) or MORE_KINDS[family]
     expected = expectations(write_checkpoint(row, tmp_path), (1, 9, 17, 29))
-    config = changed(equal.load(tmp_path).config, max_num_seqs=8, max_num_batched_tokens=23)
+    config = changed(equality.load(tmp_path).config, max_num_seqs=8, max_num_batched_tokens=23)
     house = House(config, worker_on(device, config))
     for i, each in enumerate(expected):
-        house.admit(i + 1, each.prompt, equal.GREEDY)
+        house.admit(i + 1, each.prompt, equality.GREEDY)
     house.run()
     assert [house.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
 
@@ -249,16 +249,16 @@ def test_reasoning_ends_behind_its_budget(serve: Callable[..., Any], device: Dev
 def test_answers_with_a_form(serve: Callable[..., Any], tmp_path: Path, device: Device) -> None:
     """Beside plain rows, two plans in flight: as the host's kernels draw them."""
     served = serve(FAMILIES["qwen2"](), max_model_len=96)
-    config = forms.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
+    config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     drawn = []
     for worker in (make_torch_worker(config), worker_on(device, config)):
         house = House(config, worker)
         for number in (0, 1, 2, 4):
-            house.admit(number + 1, prompts_of()[number], forms.asked(num_tokens=24)[number])
+            house.admit(number + 1, prompts_of()[number], byte_vocabulary.asked(num_tokens=24)[number])
         house.run()
         drawn.append(house.outputs)
     assert drawn[0] == drawn[1]
-    forms.check({request_id - 1: tokens for request_id, tokens in drawn[1].items()})
+    byte_vocabulary.check({request_id - 1: tokens for request_id, tokens in drawn[1].items()})
 
 
 @BLOCKS_OF_16

@@ -23,7 +23,7 @@ from tests.gpu.small import (
     with_scheduler,
 )
 from tests.models.conftest import engine_config
-from tests.models.equal import load
+from tests.models.equality import load
 from tests.models.random_checkpoints import write_checkpoint
 from tests.models.rows import dense, latent, states
 

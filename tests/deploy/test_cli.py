@@ -16,8 +16,7 @@ from quintet.deploy.cli.main import COMMANDS, main
 from quintet.deploy.supervisor import run_dirs
 from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
 from quintet.process.sockets import make_run_dir
-
-from .model_folder import write_model, write_weights
+from tests.deploy.config.model_folder import write_model, write_weights
 
 
 def test_help_teaches_every_command_without_loading_any(capsys: pytest.CaptureFixture[str]) -> None:

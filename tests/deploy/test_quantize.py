@@ -187,5 +187,5 @@ def test_the_loss_of_a_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert quantize(default_model_path(), tmp_path / "out.gguf", *words) == 0
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [row[1].strip() for row in rows] == ["weights", "before", "q8_0"]
-    assert abs(float(rows[2][3])) < 0.01  # as of `int8` in tests/executor/test_quantized_loss.py
+    assert abs(float(rows[2][3])) < 0.01  # as of `int8` in tests/executor/checkpoints/test_quantized_loss.py
     assert float(rows[2][4].strip(" %")) > 95

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.executor.test_executor_process import config_of
 
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.backends.platforms import shares
 from quintet.executor.backends.platforms.cores import default_threads, usable_cores
 from quintet.executor.backends.platforms.memory_nodes import usable_nodes
 from quintet.executor.backends.platforms.shares import devices_of, share_of
-
-from .test_process import config_of
 
 
 def machine(root: Path, siblings: dict[int, str], **files: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.executor.paged_requests import Features, reference
+from tests.executor.kernels.paged_requests import Features, reference
 
 from quintet.executor import batch as batches
 from quintet.executor.backends.cpu.ops.activation import clipped

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.executor.state_problems import Problem, conv, delta, heads, rows_of, selective
+from tests.executor.kernels.state_problems import Problem, conv, delta, heads, rows_of, selective
 from transformers.models.mamba.modeling_mamba import causal_conv1d_fn, mamba_selective_scan
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import (

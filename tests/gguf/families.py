@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from tests.models.checkpoints.renamed import renamed
 from tests.models.random_checkpoints import Row, of_module, of_transformers
 from tests.models.references.baichuan import Baichuan
 from tests.models.references.internlm2 import InternLM2
 from tests.models.references.qwen1 import Qwen1
-from tests.models.renamed import renamed
-from tests.models.rows import dense, departed, falcon, gemma, gpt, latent, llama, routed, states
+from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, moe, remote_code, states
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -18,7 +18,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = latent.YARN | {"mscale": 0.8}
-_GPT_OSS = routed.GPT_OSS | {"swiglu_limit": 7.0}
+_GPT_OSS = moe.GPT_OSS | {"swiglu_limit": 7.0}
 _DELTA = states.QWEN_NEXT | {"linear_value_head_dim": 16}
 _DELTA_DENSE = states.QWEN_DENSE | {"linear_value_head_dim": 16}
 _LONG = [1.0 + 0.1 * i for i in range(8)]
@@ -26,13 +26,13 @@ _LONG = [1.0 + 0.1 * i for i in range(8)]
 ROWS: dict[str, Row] = {
     "llama": of_transformers("LlamaConfig", rope_parameters=_LLAMA3, head_dim=32),
     "llama, tied": llama.ROWS["llama, one KV head, tied"],
-    "llama of experts": routed.ROWS["mixtral"],
+    "llama of experts": moe.ROWS["mixtral"],
     "qwen2": llama.ROWS["qwen2"],
     "qwen3": llama.ROWS["qwen3"],
     "qwen2moe": of_transformers(
-        "Qwen2MoeConfig", num_experts=9, shared_expert_intermediate_size=72, **routed.SMALL
+        "Qwen2MoeConfig", num_experts=9, shared_expert_intermediate_size=72, **moe.SMALL
     ),
-    "qwen3moe": of_transformers("Qwen3MoeConfig", **routed.SMALL, num_experts=10, norm_topk_prob=True),
+    "qwen3moe": of_transformers("Qwen3MoeConfig", **moe.SMALL, num_experts=10, norm_topk_prob=True),
     "gemma": gemma.ROWS["gemma"],
     "gemma2": of_transformers(
         "Gemma2Config",
@@ -82,15 +82,16 @@ ROWS: dict[str, Row] = {
     "stablelm, side by side": dense.ROWS["stablelm, side by side"],
     "starcoder": gpt.ROWS["gpt_bigcode"],
     "starcoder2": of_transformers("Starcoder2Config", sliding_window=None),
-    "baichuan": departed.ROWS["baichuan 7b"],
+    "baichuan": remote_code.ROWS["baichuan 7b"],
     "baichuan, 13b": of_module(
-        departed.CARD_13B | {"hidden_size": 80, "num_attention_heads": 5, "num_hidden_layers": 40}, Baichuan
+        remote_code.CARD_13B | {"hidden_size": 80, "num_attention_heads": 5, "num_hidden_layers": 40},
+        Baichuan,
     ),
-    "bailingmoe": routed.ROWS["granite moe, as ling"],
-    "bailingmoe2": routed.ROWS["glm4 moe, as ling 2"],
-    "chatglm": departed.ROWS["chatglm"],
+    "bailingmoe": moe.ROWS["granite moe, as ling"],
+    "bailingmoe2": moe.ROWS["glm4 moe, as ling 2"],
+    "chatglm": remote_code.ROWS["chatglm"],
     "deci": llama.ROWS["nemotron nas"],
-    "deepseek": routed.ROWS["granite moe, as deepseek 1"],
+    "deepseek": moe.ROWS["granite moe, as deepseek 1"],
     "deepseek2": of_transformers("DeepseekV3Config", **latent.SMALL, **latent.ROUTED, rope_parameters=_YARN),
     "deepseek2, softmax": latent.ROWS["deepseek v2, queries at once"],
     "deepseek2, softmax, groups": of_transformers(
@@ -104,7 +105,7 @@ ROWS: dict[str, Row] = {
     "deepseek2, no experts": latent.ROWS["deepseek v3, as youtu"],
     "dots1": of_transformers(
         "Dots1Config",
-        **routed.SMALL,
+        **moe.SMALL,
         num_key_value_heads=4,
         n_routed_experts=12,
         n_shared_experts=2,
@@ -116,11 +117,11 @@ ROWS: dict[str, Row] = {
     "ernie4_5-moe": of_transformers(
         "Ernie4_5_MoeConfig", moe_num_experts=9, moe_k=3, moe_intermediate_size=40
     ),
-    "exaone": departed.ROWS["exaone 3"],
-    "exaone-moe": routed.ROWS["glm4 moe, as exaone"],
+    "exaone": remote_code.ROWS["exaone 3"],
+    "exaone-moe": moe.ROWS["glm4 moe, as exaone"],
     "falcon-h1": states.ROWS["falcon h1"],
     "falcon-h1, normed": states.ROWS["falcon h1, normed"],
-    "glm4moe": routed.ROWS["glm4 moe"],
+    "glm4moe": moe.ROWS["glm4 moe"],
     "gpt-oss": of_transformers("GptOssConfig", **_GPT_OSS),
     "gpt-oss, not stretched": of_transformers(
         "GptOssConfig", **_GPT_OSS, rope_parameters={"rope_type": "default", "rope_theta": 150000.0}
@@ -128,11 +129,11 @@ ROWS: dict[str, Row] = {
     "granitehybrid": states.ROWS["granite hybrid"],
     "granitehybrid, experts": states.ROWS["granite hybrid, experts"],
     "granitehybrid, positions": states.ROWS["granite hybrid, positions"],
-    "granitemoe": routed.ROWS["granite moe"],
-    "granitemoe, shared expert": routed.ROWS["granite moe, shared expert"],
+    "granitemoe": moe.ROWS["granite moe"],
+    "granitemoe, shared expert": moe.ROWS["granite moe, shared expert"],
     "hunyuan-dense": dense.ROWS["hunyuan"],
-    "hunyuan-moe": routed.ROWS["hunyuan moe"],
-    "internlm2": of_module(departed.INTERNLM2 | {"rope_scaling": None}, InternLM2),
+    "hunyuan-moe": moe.ROWS["hunyuan moe"],
+    "internlm2": of_module(remote_code.INTERNLM2 | {"rope_scaling": None}, InternLM2),
     "jais2": dense.ROWS["jais 2"],
     "jamba": of_transformers(
         "JambaConfig", num_experts=1, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1
@@ -147,7 +148,7 @@ ROWS: dict[str, Row] = {
         num_dense_layers=1,
     ),
     "llama4": of_transformers(
-        "Llama4TextConfig", **(routed.LLAMA4 | {"attention_chunk_size": 8192, "floor_scale": 8192})
+        "Llama4TextConfig", **(moe.LLAMA4 | {"attention_chunk_size": 8192, "floor_scale": 8192})
     ),
     "mamba, of falcon": of_transformers("FalconMambaConfig", intermediate_size=128),
     "minicpm": dense.ROWS["minicpm"],
@@ -159,13 +160,13 @@ ROWS: dict[str, Row] = {
         dim_model_base=256,
         tie_word_embeddings=False,
     ),
-    "minimax-m2": routed.ROWS["minimax m2"],
+    "minimax-m2": moe.ROWS["minimax m2"],
     "mistral3": dense.ROWS["ministral 3"],
     "mpt": falcon.ROWS["mpt"] if "mpt" in falcon.ROWS else dense.ROWS["mpt"],
     "nemotron_h": states.ROWS["nemotron h"],
     "orion": dense.ROWS["orion"],
     "phimoe": of_transformers("PhimoeConfig", num_local_experts=6, lm_head_bias=True, attention_bias=True),
-    "qwen": of_module(departed.QWEN_1 | {"seq_length": 512}, Qwen1),
+    "qwen": of_module(remote_code.QWEN_1 | {"seq_length": 512}, Qwen1),
     "qwen35": of_transformers(
         "Qwen3_5TextConfig", **_DELTA_DENSE, **states.QWEN_TWO, rope_parameters=states.MROPE
     ),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from quintet.deploy.cli.main import main
 from tests.gguf.test_tokens import said_by_llama_cpp
 from tests.gguf.vocabularies import LLAMA_CPP
-from tests.models.equal import alone, load
+from tests.models.equality import alone, load
 from tests.models.random_checkpoints import Expectation, Logits, Row, of_transformers, side_by_side
 from tests.models.test_equal import made
 

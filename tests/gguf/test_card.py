@@ -156,7 +156,7 @@ def test_transformers_computes_no_file(file: Path) -> None:
 
 def test_tensors_that_the_architecture_has_no_place_for_are_refused(file: Path) -> None:
     """A bias that nobody adds would be another model."""
-    from tests.models.equal import load
+    from tests.models.equality import load
 
     raw = file.read_bytes()
     changed = file.with_name("changed.gguf")

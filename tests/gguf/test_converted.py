@@ -18,9 +18,9 @@ from quintet.wire.errors import EXIT_CONFIG
 from tests.gguf.files import write_model
 from tests.gguf.random_blocks import in_blocks, of_gpt_oss
 from tests.gguf.test_packed import WIDE, as_q4_k_m
-from tests.models.equal import alone, load, logits_of
+from tests.models.equality import alone, load, logits_of
 from tests.models.random_checkpoints import Expectation, of_transformers, side_by_side
-from tests.models.rows import routed
+from tests.models.rows import moe
 from tests.models.test_equal import made
 
 CLOSE = 0.1
@@ -99,7 +99,7 @@ def test_a_converted_file_is_quantized_again_from_exact_numbers(tmp_path: Path) 
 def test_other_families_load_again(family: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     if family == "GptOssConfig":
-        more = routed.GPT_OSS | WIDE | {"swiglu_limit": 7.0, "intermediate_size": 256}
+        more = moe.GPT_OSS | WIDE | {"swiglu_limit": 7.0, "intermediate_size": 256}
         expected = made(of_gpt_oss(of_transformers(family, **more), file), tmp_path)
     else:
         expected = made(of_transformers(family, **WIDE), tmp_path)

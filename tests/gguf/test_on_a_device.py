@@ -10,7 +10,7 @@ from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_coded_models import agree
 from tests.gguf.random_blocks import in_blocks
 from tests.gguf.test_packed import WIDE, as_q4_k_m
-from tests.models.equal import load
+from tests.models.equality import load
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
 
 

@@ -19,9 +19,9 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.wire.errors import ConfigError
 from tests.gguf.files import write_model
 from tests.gguf.random_blocks import SCALES, WIDENED, in_blocks, of_gpt_oss
-from tests.models.equal import WAYS, alone, furthest, load
+from tests.models.equality import WAYS, alone, furthest, load
 from tests.models.random_checkpoints import of_transformers
-from tests.models.rows import routed
+from tests.models.rows import moe
 from tests.models.test_equal import check_bits, check_quantized, made
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -164,9 +164,9 @@ def test_experts_are_packed_too(tmp_path: Path) -> None:
 
 _STACKED = {
     "experts with biases": of_transformers(
-        "GptOssConfig", **routed.GPT_OSS | WIDE | {"swiglu_limit": 7.0, "intermediate_size": 256}
+        "GptOssConfig", **moe.GPT_OSS | WIDE | {"swiglu_limit": 7.0, "intermediate_size": 256}
     ),
-    "experts of gates and ups in one": of_transformers("GraniteMoeConfig", **routed.GRANITE | WIDE),
+    "experts of gates and ups in one": of_transformers("GraniteMoeConfig", **moe.GRANITE | WIDE),
     "queries, keys and values in one, gates and ups in one": of_transformers(
         "Phi3Config", pad_token_id=0, **WIDE
     ),

@@ -20,7 +20,7 @@ from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from tests.gguf.families import ROWS
 from tests.gguf.files import names_of_ids, write_model
 from tests.gguf.vocabularies import LLAMA_CPP
-from tests.models.equal import load, one_torch_thread
+from tests.models.equality import load, one_torch_thread
 from tests.models.random_checkpoints import NUM_TOKENS, Expectation
 from tests.models.test_equal import check_once, made
 

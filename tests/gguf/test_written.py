@@ -24,7 +24,7 @@ from quintet.wire.errors import ConfigError
 from tests.gguf.files import names_of_ids, write_model
 from tests.gguf.test_tokenizer import made as tokenizer_made
 from tests.gguf.vocabularies import KINDS, LLAMA_CPP, strings
-from tests.models.equal import alone, furthest, load
+from tests.models.equality import alone, furthest, load
 from tests.models.random_checkpoints import Expectation, Logits, Row, of_transformers, side_by_side
 from tests.models.test_equal import made
 

@@ -39,7 +39,7 @@ class KernelTests(pytest.File):
     def collect(self) -> Iterable[pytest.Collector]:
         """Return their modules."""
         only = self.config.getoption("--only-id")
-        for path in sorted(KERNEL_TESTS.glob("test_*.py")):
+        for path in sorted(KERNEL_TESTS.rglob("test_*.py")):
             if only is not None and f"{path.name}::" not in only:
                 continue
             yield pytest.Module.from_parent(self, path=path)
@@ -55,7 +55,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out those that launch nothing, or provoke what only the emulator survives."""
-    left_out = [item for item in items if item.path.parent == KERNEL_TESTS and not takes_any_device(item)]
+    left_out = [item for item in items if KERNEL_TESTS in item.path.parents and not takes_any_device(item)]
     config.hook.pytest_deselected(items=left_out)
     only = config.getoption("--only-id")
     items[:] = [item for item in items if item not in left_out and only in (None, item.nodeid)]

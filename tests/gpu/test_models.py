@@ -24,7 +24,7 @@ from bench.gpu.engine import EngineAlone
 from bench.gpu.figures import Figure, Report
 from tests.gpu.small import BLOCK_SIZE, ready_worker, with_blocks, with_scheduler
 from tests.models.conftest import engine_config, serve
-from tests.models.families import FAMILIES, prompts_of
+from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed
 
 from quintet.executor.interface import StepWorker

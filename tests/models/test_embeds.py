@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.models import equal
-from tests.models.families import FAMILIES, prompts_of
+from tests.models import equality
+from tests.models.kv.test_swapping import with_host_memory
 from tests.models.random_checkpoints import write_checkpoint
 from tests.models.rows import gpt, states
+from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
-from tests.models.test_swapping import with_host_memory
 
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.embeds import EmbedsPrompt
@@ -62,7 +62,7 @@ def test_vectors_of_tokens_say_what_the_tokens_do(serve: Callable[..., Any]) -> 
 def test_models_of_other_kinds(row: Any, tmp_path: Any) -> None:
     write_checkpoint(row, tmp_path)
     table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
-    loaded = equal.load(tmp_path)
+    loaded = equality.load(tmp_path)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
     outputs = []
     for given in (list(prompts), [vectors_of(table, ids, torch.float64) for ids in prompts]):

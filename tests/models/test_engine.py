@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.models.families import FAMILIES, prompts_of
+from tests.models.small_models import FAMILIES, prompts_of
 
 from quintet.core.engine import Engine
 from quintet.core.token_messages import StepMessages

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models.equal import MORE_WAYS, WAYS, Loaded, alone, furthest, in_every_way, load, run
+from tests.models.equality import MORE_WAYS, WAYS, Loaded, alone, furthest, in_every_way, load, run
 from tests.models.random_checkpoints import LENGTHS, Expectation, Row, expectations, write_checkpoint
-from tests.models.rows import dense, departed, falcon, gemma, gpt, latent, llama, opt, routed, states
+from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, moe, opt, remote_code, states
 from tests.models.test_engine import changed
 
 ROWS: dict[str, Row] = {
@@ -23,8 +23,8 @@ ROWS: dict[str, Row] = {
     **gpt.ROWS,
     **latent.ROWS,
     **opt.ROWS,
-    **departed.ROWS,
-    **routed.ROWS,
+    **remote_code.ROWS,
+    **moe.ROWS,
     **states.ROWS,
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.models.equal import MORE_WAYS, WAYS, Dtype, alone, load, logits_of
+from tests.models.equality import MORE_WAYS, WAYS, Dtype, alone, load, logits_of
 from tests.models.random_checkpoints import LENGTHS, expectations, of_transformers, write_checkpoint
 from tests.models.rows import fallback
 from tests.models.test_equal import check_once, check_tokens

@@ -15,10 +15,10 @@ from unittest import mock
 
 import msgspec
 import pytest
-from tests.models import equal
-from tests.models.equal import MORE_WAYS, Loaded, alone, in_every_way, load, run
+from tests.models import equality
+from tests.models.equality import MORE_WAYS, Loaded, alone, in_every_way, load, run
+from tests.models.kv.test_groups import lose_executor, run_evicting, with_blocks
 from tests.models.test_engine import House, changed, without_prefix_cache
-from tests.models.test_groups import lose_executor, run_evicting, with_blocks
 
 from quintet.core import recurrent_state
 from quintet.executor.model_config.card import ModelCard
@@ -126,7 +126,7 @@ def test_what_went_to_the_host_comes_back(loaded: Loaded) -> None:
 
 def test_a_chat_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Of a turn what is new is computed, though a block is larger than the chat, and says what it says when all is computed."""
-    with mock.patch.object(equal, "BLOCK_SIZE", 80), of_tests(tmp_path):
+    with mock.patch.object(equality, "BLOCK_SIZE", 80), of_tests(tmp_path):
         loaded = load(tmp_path, load_format="dummy")
         house = House(changed(loaded.config), loaded.worker)
         history = PROMPTS[1]

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.equal import GREEDY, Dtype, Loaded, Outcome, alone, load
+from tests.models.distributed.ranks import in_ranks
+from tests.models.distributed.test_stages import Heard
+from tests.models.equality import GREEDY, Dtype, Loaded, Outcome, alone, load
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
-from tests.models.ranks import in_ranks
 from tests.models.test_engine import changed
-from tests.models.test_stages import Heard
 
 HIDDEN, VOCAB = 64, 96
 PROMPTS = [[(5 * i + n) % VOCAB for i in range(n)] for n in (1, 2, 7, 17, 33)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.models.families import FAMILIES
+from tests.models.small_models import FAMILIES
 
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 

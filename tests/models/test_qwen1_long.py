@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.equal import Loaded, alone, furthest, in_every_way, load, one_torch_thread
+from tests.models.equality import Loaded, alone, furthest, in_every_way, load, one_torch_thread
 from tests.models.random_checkpoints import CLOSE, Expectation, expectations, of_module, write_checkpoint
 from tests.models.references.qwen1 import Qwen1
-from tests.models.rows.departed import QWEN_1
+from tests.models.rows.remote_code import QWEN_1
 
 from quintet.deploy.config.model.card import read_facts
 from quintet.executor.backends.cpu.program.runner import ProgramRunner

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models import forms
-from tests.models.families import FAMILIES, prompts_of
+from tests.models import byte_vocabulary
+from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import House, changed, small_kv, without_prefix_cache
 
 from quintet.executor.worker import make_torch_worker
@@ -20,7 +20,7 @@ def run(config: EngineConfig, worker: Any, which: list[int]) -> dict[int, list[i
     """Ask some of the requests, all at once."""
     house = House(config, worker)
     for number in which:
-        house.admit(number + 1, prompts_of()[number % len(prompts_of())], forms.asked()[number])
+        house.admit(number + 1, prompts_of()[number % len(prompts_of())], byte_vocabulary.asked()[number])
     house.run()
     return {number: house.outputs[number + 1] for number in which}
 
@@ -28,11 +28,11 @@ def run(config: EngineConfig, worker: Any, which: list[int]) -> dict[int, list[i
 @pytest.mark.parametrize("serve", [16], indirect=True)
 def test_forms_hold_and_depend_on_no_schedule(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
-    config = forms.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
+    config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     worker = make_torch_worker(config)
-    everyone = list(range(len(forms.asked())))
+    everyone = list(range(len(byte_vocabulary.asked())))
     together = run(config, worker, everyone)
-    forms.check(together)
+    byte_vocabulary.check(together)
     for number in everyone:
         assert run(config, worker, [number])[number] == together[number], f"{number} alone"
     variants = {
@@ -48,11 +48,11 @@ def test_forms_hold_and_depend_on_no_schedule(serve: Callable[..., Any], tmp_pat
 def test_another_executor_goes_on_where_the_first_one_was(serve: Callable[..., Any], tmp_path: Path) -> None:
     """The outputs come back with the request."""
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
-    config = forms.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
+    config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     whole = run(config, make_torch_worker(config), [0, 1])
     house = House(config)
     for number in (0, 1):
-        house.admit(number + 1, prompts_of()[number], forms.asked()[number])
+        house.admit(number + 1, prompts_of()[number], byte_vocabulary.asked()[number])
     for _ in range(4):
         plan = house.engine.plan(0)
         assert plan is not None

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.processes.server import Server, serve, wait_until
-from tests.processes.test_life import MOCK, stream
+from tests.processes.test_lifecycle import MOCK, stream
 
 NUM_STREAMS = 8
 NUM_TOKENS = 150

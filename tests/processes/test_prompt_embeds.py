@@ -18,7 +18,7 @@ from quintet import LLM, SamplingParams
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.python_api.inputs import PromptInput
 from tests.processes.server import Server, serve
-from tests.processes.test_calls import Listener
+from tests.processes.test_tool_calls import Listener
 
 C = "/v1/completions"
 WORDS = "Once upon a time, a little mouse lived in a big house near the old river. Every day the mouse went"

@@ -12,7 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.deploy.queries import labels_of, names_in, queries, variables
+from tests.deploy.integrations.prometheus_queries import labels_of, names_in, queries, variables
 from tests.processes.server import Server, serve, wait_until
 
 

@@ -53,7 +53,7 @@ def test_reasoning_ends_behind_its_budget(server: Server) -> None:
     assert said(server, {**ASK, "thinking_token_budget": 500})["reasoning"] == endless["reasoning"]
 
 
-@pytest.mark.whole  # what is forced is a function of the tokens alone: tests/executor/test_thinking.py
+@pytest.mark.whole  # what is forced is a function of the tokens alone: tests/executor/sampling/test_thinking_budget.py
 def test_the_executor_dies_before_the_budget_ends(server: Server) -> None:
     body = {**ASK, "thinking_token_budget": 40, "max_tokens": 80}
     undisturbed = said(server, body)

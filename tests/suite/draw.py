@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.suite.packages import package_of
+
 SEED = "--seed"
 SHARES = {"models": 1 / 3, "cuda": 1 / 3, "gguf": 1 / 2, "executor": 2 / 3}
 """Of folders whose tests repeat one procedure for many shapes: the share of each file's drawn tests in the fast suite."""
@@ -87,7 +89,7 @@ def fast_suite(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
 def thinned(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     """Return the tests without those that a folder's share leaves out."""
     chosen: list[pytest.Item] = []
-    for folder, group in itertools.groupby(items, lambda item: item.path.parent.name):
+    for folder, group in itertools.groupby(items, lambda item: package_of(item.path)):
         tests = list(group)
         share = SHARES.get(folder, 1.0)
         chosen += tests if share == 1 else share_of(tests, share, seed)

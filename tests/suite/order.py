@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.suite.packages import package_of
+
 WAITING = ("chaos", "processes", "deploy", "api")
 COMPUTING = ("models", "cuda", "executor", "suite", "bench")
 """Folders, those of long files first; all others come at the end."""
@@ -28,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def in_order(paths: Sequence[Path]) -> list[Path]:
     """Return files of tests in the order in which they are to begin."""
     waiting, computing = (
-        [path for name in names for path in paths if path.parent.name == name]
+        [path for name in names for path in paths if package_of(path) == name]
         for names in (WAITING, COMPUTING)
     )
     pairs = itertools.zip_longest(waiting, computing)

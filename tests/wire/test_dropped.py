@@ -21,9 +21,9 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_admin import KvReport
 from quintet.wire.request import Echo
 from quintet.wire.validate import Validator
+from tests.wire.test_validate import admit, plan, result, submit, text, tokens
 
 from .test_record import config_of
-from .test_sense import admit, plan, result, submit, text, tokens
 
 CORE = WorkerId(Role.CORE, 0, 1)
 OPEN = m.Open(7, 1, 0, b"", [], False, True, True, True, Echo.NONE, False, 0, 0, 0)

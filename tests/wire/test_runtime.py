@@ -14,7 +14,7 @@ from quintet.process.sockets import Bus, Inbox, address_of
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.supervision import Drain, Heartbeat
-from tests.deploy.supervised import make_config
+from tests.deploy.supervisor.supervised import make_config
 
 ME = WorkerId(Role.EXECUTOR, 0, 1)
 DEADLINE_S = 20.0

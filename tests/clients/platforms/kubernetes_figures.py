@@ -22,7 +22,7 @@ import promql_parser as promql
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.deploy.queries import labels_of, queries, variables
+from tests.deploy.integrations.prometheus_queries import labels_of, queries, variables
 
 Labels = dict[str, set[str]]
 SILENT_IF_WELL = (

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.models.checkpoints.renamed import renamed
 from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
-from tests.models.renamed import renamed
 
 
 def nas(folder: Path) -> Logits:

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from tests.models.checkpoints.renamed import that_sees
 from tests.models.random_checkpoints import Row, of_transformers
-from tests.models.renamed import that_sees
 from tests.models.rows.reference import MAMBA2_GROUPS
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}

@@ -1,0 +1,254 @@
+"""KV on disk, the core's half: what outlives executors and cores comes back, is waited for, and is never needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.core.kv.disk_pool import DiskPool
+from quintet.core.kv.fetch_cost import OUTLIER_FACTOR, TRY_EVERY
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
+from quintet.core.scheduler_state import SchedulerState
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from tests.core.fake import World, expected
+from tests.core.kv.fake_disk import FakeDisk
+from tests.core.trace import assert_served, random_trace
+
+PROMPT = list(range(10, 31))
+"""21 tokens: five full blocks of four, and a token to compute."""
+A, B, C = (bytes([letter]) * 32 for letter in b"abc")
+
+
+def state_of(world: World) -> SchedulerState:
+    assert world.engine.state is not None
+    return world.engine.state
+
+
+def serve(world: World, request_id: int = 1, prompt: list[int] | None = None) -> int | None:
+    """Run a request to its end; return how many of its tokens were cached."""
+    tokens = PROMPT if prompt is None else prompt
+    world.admit(request_id, tokens, max_tokens=5, ignore_eos=True)
+    world.run()
+    assert world.outcomes[request_id].tokens == expected(tokens, request_id, 5, stops=())
+    world.assert_idle()
+    return world.outcomes[request_id].num_cached
+
+
+@pytest.mark.parametrize("lost", ["executor", "core"])
+def test_what_was_computed_outlives_executor_and_core(lost: str) -> None:
+    world = World(disk=FakeDisk(20))
+    assert serve(world) == 0
+    if lost == "executor":
+        world.new_executor()
+    else:
+        world.new_core()
+    assert serve(world, 2) == 20
+    assert state_of(world).counters.disk_fetched_blocks == 5
+    assert serve(world, 3) == 20, "on the device now"
+    assert state_of(world).counters.disk_fetched_blocks == 5
+
+
+def test_what_is_on_disk_already_is_not_stored_again() -> None:
+    world = World(disk=FakeDisk(20))
+    serve(world)
+    num_stored = state_of(world).counters.disk_stored_blocks
+    assert num_stored == 6, "those of the answer, too"
+    world.new_executor()
+    serve(world, 2)
+    assert state_of(world).counters.disk_stored_blocks == num_stored + 1, "another answer"
+
+
+def test_others_pass_who_waits_for_the_disk() -> None:
+    world = World(disk=FakeDisk(20))
+    serve(world, 3)
+    world.new_core()
+    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
+    world.admit(2, [7, 8, 9], max_tokens=5, ignore_eos=True)
+    world.plan()
+    assert [request.request_id for request in state_of(world).running] == [2]
+    world.run()
+    assert world.outcomes[1].num_cached == 20 and world.outcomes[2].num_cached == 0
+
+
+def test_a_content_that_is_not_there_is_computed() -> None:
+    disk = FakeDisk(20)
+    world = World(disk=disk)
+    serve(world)
+    world.new_core()
+    disk.is_losing = True
+    assert serve(world, 2) == 0
+    counters = state_of(world).counters
+    assert (counters.disk_missed_blocks, counters.disk_fetched_blocks) == (5, 0)
+    disk.is_losing = False
+    world.new_core()
+    assert serve(world, 3) == 20, "it was stored anew"
+
+
+def test_a_disk_that_hangs_keeps_nobody() -> None:
+    disk = FakeDisk(20)
+    world = World(disk=disk)
+    serve(world)
+    world.new_core()
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
+    assert world.plan() is None and disk.answers
+    late = disk.answers.popleft()
+    world.now += FETCH_TIMEOUT_NS + 1
+    world.apply(world.engine.expire(world.now))
+    world.run()
+    assert world.outcomes[2].num_cached == 0
+    world.engine.kv_answers(late)
+    world.assert_idle()
+
+
+def test_nor_does_it_keep_who_waits_for_what_another_ordered() -> None:
+    disk = FakeDisk(20)
+    world = World(disk=disk)
+    serve(world)
+    world.new_core()
+    for request_id in (2, 3):
+        world.admit(request_id, PROMPT, max_tokens=5, ignore_eos=True)
+        assert world.plan() is None
+    disk.answers.clear()
+    world.now += FETCH_TIMEOUT_NS + 2
+    world.apply(world.engine.expire(world.now))
+    world.run()
+    assert [world.outcomes[request_id].num_endings for request_id in (2, 3)] == [1, 1]
+
+
+def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
+    world = World(disk=FakeDisk(20, num_staging_blocks=10))
+    serve(world)
+    world.new_core()
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
+    assert world.plan() is None
+    world.cancel(2)
+    assert serve(world, 3) == 20, "its answers come while another wants the same"
+
+
+def test_little_room_brings_the_beginning() -> None:
+    world = World(disk=FakeDisk(20, num_staging_blocks=2))
+    serve(world)
+    world.new_core()
+    assert serve(world, 2) == 8
+
+
+def test_a_disk_too_small_keeps_what_was_used_last() -> None:
+    world = World(disk=FakeDisk(6))
+    serve(world, 1)
+    serve(world, 2, [*range(50, 71)])
+    world.new_core()
+    assert serve(world, 3) == 0
+    world.new_core()
+    serve(world, 4)
+    assert state_of(world).counters.disk_missed_blocks == 0
+
+
+def test_requests_that_compute_everything_themselves_do() -> None:
+    world = World(disk=FakeDisk(20))
+    serve(world)
+    world.new_core()
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True, skip_reading_prefix_cache=True)
+    assert world.plan() is not None
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_traces_with_a_disk(seed: int, in_groups: bool) -> None:
+    disk = FakeDisk(6 + 30 * (seed % 2), num_staging_blocks=4 + 12 * (seed % 3))
+    poisonous = 0.05 if seed % 4 == 0 else 0.0
+    depth, num_host_blocks = 1 + seed % 3, 5 * (seed % 2)
+    assert_served(*random_trace(seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, disk=disk))
+
+
+def test_a_state_that_is_given_away_in_the_plan_that_names_it_is_not_stored() -> None:
+    """A trace in which a request that gives way names a state, and the block goes to who needed the room."""
+    disk = FakeDisk(200, num_staging_blocks=30)
+    assert_served(*random_trace(50066, 250, 1 + 50066 % 2, 0.0, 5 * (50066 % 3), in_groups=True, disk=disk))
+
+
+def test_such_traces_fetch() -> None:
+    disks = [FakeDisk(60, 30) for _ in range(4)]
+    for seed, disk in enumerate(disks):
+        random_trace(seed, 250, 2, in_groups=seed % 2 == 1, disk=disk)
+    assert sum(disk.num_fetched > 0 for disk in disks) > 2, [disk.num_fetched for disk in disks]
+
+
+# --- the pool ---
+
+
+def orders_of(pool: DiskPool, now_ns: int = 0) -> KvTierRequests:
+    orders = KvTierRequests(0)
+    pool.add_orders(orders, now_ns)
+    return orders
+
+
+def store(pool: DiskPool, *keys: bytes) -> None:
+    for block, key in enumerate(keys):
+        pool.queue_store(key, block)
+    pool.answer(KvTierResults(1, 0, stored=orders_of(pool).store_keys))
+    pool.check(set())
+
+
+def test_what_was_used_longest_ago_gives_way() -> None:
+    pool = DiskPool(2, 0, 2)
+    store(pool, A, B)
+    pool.use([A])
+    store(pool, C)
+    assert set(pool.place_of) == {A, C}
+
+
+def test_progress_renews_patience_of_those_behind_it_alone() -> None:
+    pool = DiskPool(3, 0, 3)
+    store(pool, A, B, C)
+    for request_id, key in enumerate((A, B, C)):
+        assert pool.ask(request_id, [key], 4, whole=False)
+        orders_of(pool)
+    pool.answer(KvTierResults(1, 0, fetched=pack_i32([pool.fetches.host_blocks.block_of[B]]), fetch_ns=8))
+    orders_of(pool, FETCH_TIMEOUT_NS)
+    pool.expire(FETCH_TIMEOUT_NS + 1)
+    waits = {request_id for request_id, wish in pool.fetches.requests.items() if wish.pending}
+    assert waits == {2}, "the answer about the first one was lost, since those come in order"
+    pool.expire(2 * FETCH_TIMEOUT_NS + 1)
+    assert not pool.fetches.requests[2].pending
+
+
+def test_one_slow_read_is_not_the_last() -> None:
+    pool = DiskPool(1, 0, 1)
+    pool.cost.each_ns = 10.0
+    store(pool, A)
+    pool.ask(1, [A], 4, whole=False)
+    pool.answer(KvTierResults(1, 0, fetched=pack_i32([0]), fetch_ns=10**12))
+    assert pool.cost.each_ns == (3 * 10 + OUTLIER_FACTOR * 10) / 4
+    assert pool.cost.is_cheaper(1, 28)
+    tries = [pool.cost.is_cheaper(1, 20) for _ in range(TRY_EVERY)]
+    assert tries == [False] * (TRY_EVERY - 1) + [True] and pool.cost.each_ns is None
+
+
+def test_what_the_disk_does_not_take_is_not_there() -> None:
+    pool = DiskPool(2, 0, 2)
+    pool.queue_store(A, 0)
+    orders_of(pool)
+    pool.answer(KvTierResults(1, 0, unstored=[A]))
+    pool.check(set())
+    assert not pool.place_of and len(pool.free) == 2
+
+
+def test_a_block_that_is_written_gets_no_other_content() -> None:
+    """Neither when nobody wants it any more, nor when somebody wants the same content again."""
+    pool = DiskPool(2, 5, 2)
+    store(pool, A)
+    assert pool.ask(1, [A], 4, whole=False)
+    orders = orders_of(pool)
+    assert list(unpack_i32(orders.fetches)) == [pool.place_of[A], 5]
+    pool.forget(1)
+    pool.take_copies()
+    assert pool.ask(2, [A], 4, whole=False)
+    again = orders_of(pool)
+    assert list(unpack_i32(again.fetches)) == [pool.place_of[A], 6]
+    pool.answer(KvTierResults(1, 0, fetched=pack_i32([5]), fetch_ns=8))
+    assert pool.fetch(2, [A]) is None
+    pool.answer(KvTierResults(1, 0, fetched=pack_i32([6]), fetch_ns=8))
+    assert pool.fetch(2, [A]) == [6] and pool.cost.each_ns == 8
+    pool.take_copies()
+    assert pool.fetches.host_blocks.free == [5]
+    pool.check({2})

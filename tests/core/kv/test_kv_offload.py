@@ -1,0 +1,230 @@
+"""Swapping: what a preempted request had computed comes back from the host, if that is cheaper, and nothing else does."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from quintet.core.hooks import FEATURES
+from quintet.core.kv.host_pool import HostPool
+from quintet.core.kv.pool import BlockPool
+from quintet.core.kv.tiers import Tiers
+from quintet.core.scheduler_state import SchedulerState
+from quintet.wire import codec
+from quintet.wire.step import StepPlan
+from tests.core.fake import NS_PER_TOKEN, World, expected
+
+BLOCK_BYTES = 64
+"""Of the model of `World`."""
+WITHOUT = {name: module for name, module in FEATURES.items() if name != "kv_offload"}
+PROMPTS = {1: list(range(10, 21)), 2: list(range(30, 41)), 3: list(range(50, 61))}
+"""Three requests of 11 tokens; each needs 3 blocks of 4, and 6 at its end."""
+
+
+def crowded(**options: object) -> World:
+    """Return a world in which the last request loses its blocks to the first two."""
+    return World(**{"num_blocks": 14, "max_steps_in_flight": 2, "num_host_blocks": 20, **options})
+
+
+def play(world: World) -> SchedulerState:
+    """Let the three requests run to their ends; return the state."""
+    for request_id, prompt in PROMPTS.items():
+        world.admit(request_id, prompt, max_tokens=13, ignore_eos=True)
+    world.run()
+    for request_id, prompt in PROMPTS.items():
+        assert world.outcomes[request_id].tokens == expected(prompt, request_id, 13, stops=())
+    world.assert_idle()
+    assert world.engine.state is not None
+    return world.engine.state
+
+
+def num_computed(world: World) -> int:
+    plans = [msgspec.msgpack.decode(plan, type=StepPlan) for plan in world.plans]
+    return sum(sum(codec.unpack_i32(plan.counts)) for plan in plans)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_preempted_request_goes_on_behind_what_it_had(caching: bool, depth: int) -> None:
+    world = crowded(prefix_caching=caching, max_steps_in_flight=depth)
+    state = play(world)
+    assert state.counters.preemptions > 0
+    assert world.executor.num_swapped_in > 0
+    again = crowded(prefix_caching=caching, max_steps_in_flight=depth, num_host_blocks=0)
+    play(again)
+    assert again.executor.num_swapped_out == 0
+    saved = num_computed(again) - num_computed(world)
+    assert saved >= world.executor.num_swapped_in * world.block_size
+
+
+def test_the_figures_are_those_of_the_plans() -> None:
+    world = crowded()
+    counters = play(world).counters
+    assert counters.swap_out_blocks == world.executor.num_swapped_out
+    assert counters.swap_in_blocks == world.executor.num_swapped_in
+    assert counters.swap_out_bytes == BLOCK_BYTES * counters.swap_out_blocks
+    assert counters.swap_in_bytes == BLOCK_BYTES * counters.swap_in_blocks
+
+
+def test_what_the_prefix_cache_still_has_is_not_copied() -> None:
+    """Its blocks are given away one after the other, and only then copied; those that are left are shared again."""
+    world = crowded(prefix_caching=True)
+    play(world)
+    eager = crowded(prefix_caching=False)
+    play(eager)
+    assert 0 < world.executor.num_swapped_out < eager.executor.num_swapped_out
+
+
+@pytest.mark.parametrize("features", [FEATURES, WITHOUT])
+def test_without_host_blocks_plans_are_byte_identical(features: dict[str, str]) -> None:
+    plain = World(num_blocks=14, features=WITHOUT)
+    play(plain)
+    world = World(num_blocks=14, features=features)
+    play(world)
+    assert world.plans == plain.plans
+
+
+def test_host_blocks_without_the_feature_change_nothing() -> None:
+    plain = World(num_blocks=14, features=WITHOUT)
+    play(plain)
+    world = crowded(features=WITHOUT)
+    play(world)
+    assert world.plans == plain.plans
+
+
+def test_what_is_cheaper_to_compute_is_computed() -> None:
+    """The pretend executor takes a millisecond for a token. Copying four tokens out and in takes two times as long as once."""
+    block_ns = 4 * NS_PER_TOKEN
+    worlds = {}
+    for share in (0.3, 0.6, 1.1):  # of the time of computing, that one copy takes
+        speed = int(BLOCK_BYTES * 1e9 / (share * block_ns))
+        # steps of at least 32 tokens say how fast it computes: the prompts, together
+        worlds[share] = crowded(prefix_caching=False, swap_bytes_per_s=speed)
+        play(worlds[share])
+    assert worlds[0.3].executor.num_swapped_in > 0
+    assert worlds[0.6].executor.num_swapped_out == 0, "out and in again would be dearer"
+    assert worlds[1.1].executor.num_swapped_out == 0
+
+
+@pytest.mark.parametrize("options", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 0}])
+def test_requests_that_compute_everything_themselves_do(options: dict[str, object]) -> None:
+    world = crowded()
+    for request_id, prompt in PROMPTS.items():
+        world.admit(request_id, prompt, max_tokens=13, ignore_eos=True, **options)
+    world.run()
+    world.assert_idle()
+    assert world.executor.num_swapped_out == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_contents_are_shared_where_beginnings_are(caching: bool) -> None:
+    """Without the prefix cache, keys and values may depend on more than the tokens before them."""
+    world = World(prefix_caching=caching, max_steps_in_flight=1, num_host_blocks=20)
+    state = world.engine.state
+    assert state is not None
+    for request_id in (1, 2):
+        world.admit(request_id, PROMPTS[1])
+    world.step()
+    for request in list(state.running):
+        state.preempt(request)
+    first, second = (state.pool.tiers.host.keys_of[request_id] for request_id in (1, 2))
+    assert len(first) == len(second) == 2
+    assert (first == second) == caching
+    assert set(first).isdisjoint(second) != caching
+    world.run()
+    world.assert_idle()
+
+
+def test_a_new_executor_has_nothing_on_the_host() -> None:
+    world = crowded(prefix_caching=False)
+    for request_id, prompt in PROMPTS.items():
+        world.admit(request_id, prompt, max_tokens=13, ignore_eos=True)
+    while not world.executor.num_swapped_out:
+        world.step()
+    world.new_executor()
+    assert world.engine.state is not None
+    assert not world.engine.state.pool.tiers.host.block_of
+    world.run()  # the pretend executor raises a KeyError for a block that it never got
+    for request_id, prompt in PROMPTS.items():
+        assert world.outcomes[request_id].tokens == expected(prompt, request_id, 13, stops=())
+    world.assert_idle()
+
+
+def test_a_cancelled_request_leaves_nothing_behind() -> None:
+    world = crowded(prefix_caching=False)
+    for request_id, prompt in PROMPTS.items():
+        world.admit(request_id, prompt, max_tokens=13, ignore_eos=True)
+    state = world.engine.state
+    assert state is not None
+    while not state.pool.tiers.host.block_of:
+        world.step()
+    (waiting,) = state.waiting
+    world.cancel(waiting.request_id)
+    assert not state.pool.tiers.host.wanted
+    world.run()
+    world.assert_idle()
+
+
+# --- the pool ---
+
+
+def test_the_beginning_is_kept_when_there_is_no_room_for_all() -> None:
+    host = HostPool(3)
+    assert host.want(1, [b"a", b"b"]) == [b"a", b"b"]
+    assert host.want(2, [b"a", b"c", b"d"]) == [b"a", b"c"]
+    assert host.want(3, [b"e"]) == []
+    host.on_evict(b"d", 7)
+    assert not host.block_of, "nobody wants it"
+    host.on_evict(b"c", 5)
+    host.on_evict(b"a", 4)
+    assert host.fetch(1, [b"a", b"c", b"d"]) == [host.block_of[b"a"], host.block_of[b"c"]]
+    assert host.fetch(1, [b"b", b"a"]) == []
+
+
+def test_a_content_stays_as_long_as_anybody_wants_it() -> None:
+    host = HostPool(2)
+    host.want(1, [b"a", b"b"])
+    host.want(2, [b"a"])
+    host.on_evict(b"a", 4)
+    host.on_evict(b"b", 5)
+    assert host.take_copies() == [4, host.block_of[b"a"], 5, host.block_of[b"b"]]
+    host.forget(1)
+    assert list(host.block_of) == [b"a"]
+    host.forget(2)
+    assert not host.block_of and not host.wanted
+
+
+def test_a_block_that_a_plan_may_read_gets_no_content_from_that_plan() -> None:
+    host = HostPool(1)
+    host.want(1, [b"a"])
+    host.on_evict(b"a", 4)
+    assert len(host.take_copies()) == 2
+    host.forget(1)  # it is resumed: the plan in the making copies the block back
+    assert host.want(2, [b"b"]) == []
+    host.take_copies()
+    assert host.want(2, [b"b"]) == [b"b"]
+
+
+def test_who_is_resumed_by_the_plan_that_was_to_copy_gets_its_copy() -> None:
+    host = HostPool(2)
+    host.want(1, [b"a"])
+    host.on_evict(b"a", 4)
+    block = host.block_of[b"a"]
+    host.forget(1)
+    host.want(2, [b"b"])
+    host.on_evict(b"b", 5)
+    assert host.take_copies() == [4, block, 5, host.block_of[b"b"]]
+    assert host.free == [block]
+
+
+def test_an_evicted_block_is_saved_if_it_is_wanted() -> None:
+    pool = BlockPool(2, Tiers(2))
+    blocks = [pool.take(), pool.take()]
+    for key, block in zip((b"a", b"b"), blocks, strict=True):
+        pool.index.register(key, block)
+    pool.tiers.host.want(1, [b"a"])
+    pool.release(blocks, None)
+    assert pool.take() == blocks[1], "the tail first"
+    assert not pool.tiers.host.copies
+    assert pool.take() == blocks[0]
+    assert pool.tiers.host.copies == {pool.tiers.host.block_of[b"a"]: blocks[0]}

@@ -1,0 +1,241 @@
+"""KV of other servers, the core's half: what one core offers, another begins behind; what does not come is computed."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from quintet.core import recurrent_state
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, MAX_FETCH_NS
+from quintet.core.scheduler_state import SchedulerState
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.kv_disk import KvTierResults
+from quintet.wire.kv_spec import KvGroup
+from quintet.wire.request import KvTransfer
+from tests.core.fake import World, expected
+from tests.core.kv.fake_disk import FakeDisk
+from tests.core.kv.fake_peers import PEER, FakePeers
+from tests.core.trace import assert_served, random_trace
+
+PROMPT = list(range(10, 31))
+"""21 tokens: five full blocks of four, and a token to compute."""
+OFFERS = KvTransfer(offers=True)
+
+
+def state_of(world: World) -> SchedulerState:
+    assert world.engine.state is not None
+    return world.engine.state
+
+
+def compute(world: World, request_id: int = 1, prompt: list[int] | None = None) -> None:
+    """Be the server that computes a prompt; then another one, which has nothing of it."""
+    world.admit(request_id, prompt or PROMPT, max_tokens=1, ignore_eos=True, handover=OFFERS)
+    world.run()
+    assert world.plan() is None, "but orders"
+    world.new_core()
+
+
+def admit(world: World, request_id: int, num_blocks: int = 5, prompt: list[int] | None = None) -> None:
+    handover = KvTransfer(peer=PEER, num_blocks=num_blocks)
+    world.admit(request_id, prompt or PROMPT, max_tokens=5, ignore_eos=True, handover=handover)
+
+
+def go_on(world: World, request_id: int = 2, num_blocks: int = 5, prompt: list[int] | None = None) -> int:
+    """Be the server that computes an answer; return how many of the prompt's tokens were cached."""
+    admit(world, request_id, num_blocks, prompt)
+    world.run()
+    outcome = world.outcomes[request_id]
+    assert outcome.tokens == expected(prompt or PROMPT, request_id, 5, stops=())
+    world.assert_idle()
+    assert outcome.num_cached is not None
+    return outcome.num_cached
+
+
+def test_a_prompt_that_another_computed_is_begun_behind() -> None:
+    world = World(peers=FakePeers())
+    compute(world)
+    assert go_on(world) == 20
+    counters = state_of(world).counters
+    assert (counters.peer_fetched_blocks, counters.peer_missed_blocks) == (5, 0)
+    assert go_on(world, 3) == 20, "on the device now"
+    assert state_of(world).counters.peer_fetched_blocks == 5
+
+
+def test_only_requests_that_say_so_offer_or_fetch() -> None:
+    peers = FakePeers()
+    world = World(peers=peers)
+    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
+    world.run()
+    assert not peers.offered
+    compute(world, 2)
+    assert len(peers.offered) == 5
+    world.admit(3, PROMPT, max_tokens=5, ignore_eos=True)
+    world.run()
+    assert world.outcomes[3].num_cached == 0
+
+
+def test_windows_are_handed_over_too() -> None:
+    groups = [KvGroup("full", [0]), KvGroup("sliding", [1], 8)]
+    world = World(peers=FakePeers(20), groups=groups)
+    compute(world)
+    assert go_on(world) == 20
+
+
+@pytest.mark.parametrize("block_size", [4, 32])
+def test_states_are_handed_over_too(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind full blocks: near the prompt's end where blocks are small, every so many tokens where they are not."""
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 64)
+    groups = [KvGroup("full", [0]), KvGroup("state", [1])]
+    world = World(peers=FakePeers(60), groups=groups, block_size=block_size, max_model_len=256)
+    prompt = [number % 150 + 10 for number in range(117)]
+    compute(world, prompt=prompt)
+    assert go_on(world, prompt=prompt, num_blocks=100) == (116 if block_size == 4 else 64)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 3])
+def test_no_more_is_asked_for_than_is_offered(num_blocks: int) -> None:
+    world = World(peers=FakePeers())
+    compute(world)
+    assert go_on(world, num_blocks=num_blocks) == 4 * num_blocks
+
+
+def test_what_does_not_come_is_computed() -> None:
+    peers = FakePeers()
+    world = World(peers=peers)
+    compute(world)
+    peers.is_losing = True
+    assert go_on(world) == 0
+    assert state_of(world).counters.peer_missed_blocks == 5
+
+
+def test_of_what_comes_the_beginning_is_used() -> None:
+    peers = FakePeers()
+    world = World(peers=peers)
+    compute(world)
+    del peers.offered[[*peers.offered][2]]
+    assert go_on(world) == 8
+
+
+def test_a_peer_that_hangs_keeps_nobody_and_others_pass() -> None:
+    peers = FakePeers()
+    world = World(peers=peers)
+    compute(world)
+    admit(world, 2)
+    world.admit(3, [7, 8, 9], max_tokens=5, ignore_eos=True)
+    world.plan()
+    assert [request.request_id for request in state_of(world).running] == [3]
+    late = peers.answers.popleft()
+    world.now += FETCH_TIMEOUT_NS + 1
+    world.apply(world.engine.expire(world.now))
+    world.run()
+    assert world.outcomes[2].num_cached == 0
+    world.engine.kv_answers(late)
+    world.assert_idle()
+
+
+def test_a_peer_that_brings_a_block_now_and_then_keeps_nobody_for_long() -> None:
+    peers, prompt = FakePeers(20), list(range(10, 91))
+    world = World(peers=peers)
+    compute(world, prompt=prompt)
+    admit(world, 2, 20, prompt)
+    assert world.plan() is None
+    whole = peers.answers.popleft()
+    begun, blocks = world.now, deque(unpack_i32(whole.pulled))
+    while state_of(world).pool.tiers.is_fetching:
+        world.now += FETCH_TIMEOUT_NS // 2
+        world.apply(world.engine.expire(world.now))
+        one = pack_i32([blocks.popleft()])
+        world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=one))
+        world.plan()
+    assert MAX_FETCH_NS <= world.now - begun <= MAX_FETCH_NS + FETCH_TIMEOUT_NS
+    world.run()
+    assert world.outcomes[2].num_cached == 0
+    world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=pack_i32(blocks)))
+    world.assert_idle()
+
+
+def test_who_finds_no_room_waits_for_it() -> None:
+    peers = FakePeers(num_staging_blocks=5)
+    world = World(peers=peers)
+    other = list(range(50, 71))
+    compute(world)
+    compute(world, 2, other)
+    admit(world, 3)
+    admit(world, 4, prompt=other)
+    world.run()
+    assert [world.outcomes[request_id].num_cached for request_id in (3, 4)] == [20, 20]
+
+
+def test_who_wants_little_room_does_not_pass_who_waits_for_much() -> None:
+    peers = FakePeers(num_staging_blocks=5)
+    world = World(peers=peers)
+    prompts = {11: list(range(50, 63)), 12: PROMPT, 13: list(range(70, 79))}
+    for request_id, prompt in prompts.items():
+        compute(world, request_id - 10, prompt)
+    for request_id, prompt in prompts.items():
+        admit(world, request_id, prompt=prompt)
+    world.plan()
+    tier = state_of(world).pool.tiers.peers
+    assert tier is not None and [*tier.fetches.requests] == [11]
+    world.run()
+    assert [world.outcomes[request_id].num_cached for request_id in prompts] == [12, 20, 8]
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_who_waits_for_room_and_goes_keeps_nobody(is_cancelled: bool) -> None:
+    peers = FakePeers(num_staging_blocks=5)
+    world = World(peers=peers)
+    prompts = {11: list(range(50, 63)), 12: PROMPT, 13: list(range(70, 79))}
+    for request_id, prompt in prompts.items():
+        compute(world, request_id - 10, prompt)
+    for request_id, prompt in prompts.items():
+        admit(world, request_id, prompt=prompt)
+    world.plan()
+    if is_cancelled:
+        world.cancel(12)
+    else:
+        world.new_executor()
+    world.run()
+    assert world.outcomes[13].num_cached == 8
+    world.assert_idle()
+
+
+def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
+    world = World(peers=FakePeers(num_staging_blocks=10))
+    compute(world)
+    admit(world, 2)
+    assert world.plan() is None
+    world.cancel(2)
+    assert go_on(world, 3) == 20
+
+
+def test_a_disk_is_asked_for_what_no_peer_has() -> None:
+    peers = FakePeers()
+    world = World(peers=peers, disk=FakeDisk(20))
+    compute(world)
+    peers.is_losing = True
+    assert go_on(world) == 20
+    counters = state_of(world).counters
+    assert (counters.peer_missed_blocks, counters.disk_fetched_blocks) == (5, 5)
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_traces_with_peers(seed: int, in_groups: bool) -> None:
+    peers = FakePeers(4 + 12 * (seed % 3))
+    disk = FakeDisk(20) if seed % 4 == 1 else None
+    poisonous = 0.05 if seed % 4 == 0 else 0.0
+    depth, num_host_blocks = 1 + seed % 3, 5 * (seed % 2)
+    trace = random_trace(
+        seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, disk=disk, peers=peers
+    )
+    assert_served(*trace)
+
+
+def test_such_traces_fetch() -> None:
+    all_peers = [FakePeers(30) for _ in range(4)]
+    for seed, peers in enumerate(all_peers):
+        random_trace(seed, 250, 2, in_groups=seed % 2 == 1, peers=peers)
+    assert sum(peers.num_fetched > 0 for peers in all_peers) > 2

@@ -1,0 +1,326 @@
+"""KV in a shared store, the core's half: what others put there is found, fetched and waited for, and is never needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.core import recurrent_state
+from quintet.core.kv import store_chunks as runs_module
+from quintet.core.kv import store_pool
+from quintet.core.kv.groups import Groups
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
+from quintet.core.kv.store_chunks import StoreChunks
+from quintet.core.kv.store_pool import PAUSE_NS, StorePool
+from quintet.core.scheduler_state import SchedulerState
+from quintet.wire.codec import pack_i32
+from quintet.wire.kv_spec import KvGroup, KvSpec
+from quintet.wire.kv_store import LookupResult, Search, StoreRequests, StoreResults
+from tests.core.fake import World, expected
+from tests.core.kv.fake_disk import FakeDisk
+from tests.core.kv.fake_store import FakeStore
+from tests.core.trace import assert_served, random_trace
+
+PROMPT = list(range(10, 31))
+"""21 tokens: five full blocks of four, and a token to compute; two runs of two blocks."""
+KEYS = [bytes([letter]) * 32 for letter in b"abcdefgh"]
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_module, "RUN_TOKENS", 8)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 8)
+
+
+def state_of(world: World) -> SchedulerState:
+    assert world.engine.state is not None
+    return world.engine.state
+
+
+def pool_of(world: World) -> StorePool:
+    pool = state_of(world).pool.tiers.store
+    assert pool is not None
+    return pool
+
+
+def serve(world: World, request_id: int = 1, prompt: list[int] | None = None) -> int | None:
+    """Run a request to its end; return how many of its tokens were cached."""
+    tokens = PROMPT if prompt is None else prompt
+    world.admit(request_id, tokens, max_tokens=5, ignore_eos=True)
+    world.run()
+    assert world.outcomes[request_id].tokens == expected(tokens, request_id, 5, stops=())
+    world.assert_idle()
+    return world.outcomes[request_id].num_cached
+
+
+@pytest.mark.parametrize("lost", ["executor", "core", "server"])
+def test_what_was_computed_is_found_by_whoever_begins_so(lost: str) -> None:
+    store = FakeStore()
+    world = World(store=store)
+    assert serve(world) == 0
+    if lost == "executor":
+        world.new_executor()
+    elif lost == "core":
+        world.new_core()
+    else:
+        world = World(store=store)
+    assert serve(world, 2) == 16, "two whole runs"
+    assert state_of(world).counters.store_fetched_blocks == 4
+    assert serve(world, 3) == 20, "on the device now"
+    assert state_of(world).counters.store_fetched_blocks == 4
+
+
+def test_nothing_is_put_twice_nor_looked_for_in_vain() -> None:
+    store = FakeStore()
+    world = World(store=store)
+    serve(world)
+    assert store.num_puts == 3 and store.num_searches == 1, "of the answer one run, too"
+    world.new_executor()
+    serve(world, 2)
+    assert store.num_puts == 4 and store.num_searches == 2, "another answer"
+    serve(world, 3)
+    assert store.num_searches == 2, "all that it could find is here"
+
+
+def test_many_who_look_for_much_do_so_by_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_pool, "MAX_NAMES", 3)
+    store = FakeStore()
+    prompts = [[letter, *PROMPT] for letter in range(1, 6)]
+    for request_id, prompt in enumerate(prompts):
+        serve(World(store=store), request_id, prompt)
+    world, asked = World(store=store), []
+    pool = pool_of(world)
+    orders = pool.orders
+    monkeypatch.setattr(StorePool, "orders", lambda self, *now: asked.append(told := orders(*now)) or told)
+    for request_id, prompt in enumerate(prompts):
+        world.admit(request_id, prompt, max_tokens=5, ignore_eos=True)
+    world.run()
+    world.assert_idle()
+    assert [len(each.searches) for each in asked if each is not None and each.searches] == [2, 2, 1]
+
+
+def test_others_pass_who_waits_for_the_store() -> None:
+    store = FakeStore()
+    serve(World(store=store), 3)
+    world = World(store=store)
+    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
+    world.admit(2, [7, 8, 9], max_tokens=5, ignore_eos=True)
+    world.plan()
+    assert [request.request_id for request in state_of(world).running] == [2]
+    world.run()
+    assert world.outcomes[1].num_cached == 16 and world.outcomes[2].num_cached == 0
+
+
+def test_what_is_lost_meanwhile_is_computed_and_put_anew() -> None:
+    store = FakeStore()
+    serve(World(store=store))
+    world = World(store=store)
+    store.is_losing = True
+    assert serve(world, 2) == 0
+    counters = state_of(world).counters
+    assert (counters.store_missed_blocks, counters.store_fetched_blocks) == (4, 0)
+    store.is_losing = False
+    store.runs.clear()
+    world.new_executor()
+    assert serve(world, 3) == 0
+    assert serve(World(store=store), 4) == 16
+
+
+@pytest.mark.parametrize("what", ["search", "get"])
+def test_a_store_that_hangs_keeps_nobody_and_is_left_alone(what: str) -> None:
+    store = FakeStore()
+    serve(World(store=store))
+    world = World(store=store)
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
+    assert world.plan() is None and store.answers
+    if what == "get":
+        store.answer(world.engine)
+        assert world.plan() is None and store.answers
+    late = store.answers.popleft()
+    world.now += FETCH_TIMEOUT_NS + 1
+    world.apply(world.engine.expire(world.now))
+    world.run()
+    assert world.outcomes[2].num_cached == 0
+    num_searches = store.num_searches
+    world.engine.kv_answers(late)
+    serve(world, 3, PROMPT[::-1])
+    assert store.num_searches == num_searches
+
+
+def test_who_looked_in_vain_does_not_wait_for_what_is_known_besides() -> None:
+    store = FakeStore()
+    serve(World(store=store))
+    world = World(store=store)
+    pool_of(world)._mark_present(next(iter(store.runs)))
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
+    assert world.plan() is None and store.num_searches == 2
+    world.now += FETCH_TIMEOUT_NS + 1
+    world.apply(world.engine.expire(world.now))
+    assert world.plan() is not None and not store.num_fetched
+    world.run()
+
+
+def test_who_waits_for_long_steps_does_not_blame_the_store() -> None:
+    store = FakeStore()
+    serve(World(store=store))
+    world = World(store=store)
+    world.admit(1, [7, 8, 9], max_tokens=50, ignore_eos=True)
+    world.step()
+    state_of(world).throughput.note_computing(1000, 10**12)
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
+    world.plan()
+    assert state_of(world).in_flight and pool_of(world).lookups[2].is_pending
+    world.now += FETCH_TIMEOUT_NS + 1
+    world.apply(world.engine.expire(world.now))
+    assert pool_of(world).lookups[2].is_pending and not pool_of(world).is_paused, "a second for every token"
+    world.run()
+    assert world.outcomes[2].num_cached == 16
+
+
+def test_who_did_not_answer_is_not_asked_for_a_while() -> None:
+    pool = StorePool(StoreChunks(Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64), 2, 2), 0, 8, 100)
+    pool.look_up(1, KEYS[:2])
+    assert pool.orders({}, 0) == StoreRequests(searches=[Search(1, [[KEYS[1]]])])
+    pool.expire(FETCH_TIMEOUT_NS)
+    assert pool.lookups[1].is_pending and not pool.is_paused
+    pool.expire(FETCH_TIMEOUT_NS + 1)
+    assert not pool.lookups[1].is_pending and pool.is_paused
+    pool.answer(StoreResults(found=[LookupResult(1, pack_i32([1]))], search_ns=5, num_searches=1))
+    assert not pool.known, "too late: somebody may have given up for good reason"
+    pool.expire(FETCH_TIMEOUT_NS + 1 + PAUSE_NS)
+    assert not pool.is_paused
+
+
+def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
+    store = FakeStore()
+    serve(World(store=store))
+    world = World(store=store)
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
+    assert world.plan() is None
+    world.cancel(2)
+    world.admit(3, PROMPT, max_tokens=5, ignore_eos=True)
+    assert world.plan() is None and store.answer(world.engine) and store.answer(world.engine)
+    assert world.plan() is None
+    world.cancel(3)
+    assert serve(world, 4) == 16, "its answers come while another wants the same"
+
+
+def test_little_room_brings_the_beginning() -> None:
+    store = FakeStore(num_staging_blocks=3)
+    serve(World(store=store))
+    assert serve(World(store=store), 2) == 12
+
+
+def test_what_is_to_be_kept_waits_on_the_device() -> None:
+    store = FakeStore(waiting_blocks=1)
+    world = World(store=store)
+    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
+    assert world.plan() is None and store.answer(world.engine), "it was looked for"
+    assert world.plan() is not None and store.num_puts == 1, "a run at a time"
+    world.plan()
+    assert store.num_puts == 1
+    assert store.answer(world.engine)
+    world.plan()
+    assert store.num_puts == 2
+    world.run()
+    world.plan()
+    assert store.num_puts == 3
+
+
+def test_a_full_store_is_asked_again_for_what_is_computed_again() -> None:
+    store = FakeStore()
+    store.is_full = True
+    world = World(store=store)
+    serve(world)
+    assert not store.runs and state_of(world).counters.store_unkept_runs == 3
+    store.is_full = False
+    world.new_executor()
+    serve(world, 2)
+    assert serve(World(store=store), 3) == 16
+
+
+def test_looking_that_takes_longer_than_computing_is_left() -> None:
+    store = FakeStore()
+    world = World(store=store)
+    serve(world)
+    pool_of(world).known.clear()
+    pool_of(world).search_cost.each_ns = 1e15
+    state_of(world).throughput.note_computing(1000, 1000)
+    num_searches = store.num_searches
+    serve(world, 2, [*PROMPT[::-1]])
+    assert store.num_searches == num_searches
+
+
+def test_requests_that_compute_everything_themselves_do() -> None:
+    store = FakeStore()
+    serve(World(store=store))
+    world = World(store=store)
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True, skip_reading_prefix_cache=True)
+    assert world.plan() is not None
+
+
+def test_what_the_disk_brings_is_not_asked_of_the_store() -> None:
+    store, disk = FakeStore(), FakeDisk(20)
+    serve(World(store=store, disk=disk))
+    world = World(store=store, disk=disk)
+    num_searches = store.num_searches
+    assert serve(world, 2) == 20
+    assert store.num_searches == num_searches and store.num_fetched == 0
+
+
+def test_less_than_the_disk_brings_is_not_fetched() -> None:
+    store, disk = FakeStore(), FakeDisk(20)
+    disk.past = store.past
+    serve(World(store=store), prompt=PROMPT[:9])
+    serve(World(disk=disk), prompt=PROMPT[:13])
+    world = World(store=store, disk=disk)
+    assert serve(world, 2) == 12
+    assert store.num_searches == 2 and store.num_fetched == 0
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_traces_with_a_store(seed: int, in_groups: bool) -> None:
+    store = FakeStore(num_staging_blocks=4 + 12 * (seed % 3), waiting_blocks=1 + 99 * (seed % 2))
+    poisonous = 0.05 if seed % 4 == 0 else 0.0
+    disk = FakeDisk(30, 20) if seed % 3 == 2 else None
+    depth, num_host_blocks = 1 + seed % 3, 5 * (seed % 2)
+    assert_served(
+        *random_trace(
+            seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, disk=disk, store=store
+        )
+    )
+
+
+def test_such_traces_fetch() -> None:
+    stores = [FakeStore(30) for _ in range(6)]
+    for seed, store in enumerate(stores):
+        random_trace(seed, 250, 2, in_groups=seed % 2 == 1, store=store)
+    assert sum(store.num_fetched > 0 for store in stores) > 3, [store.num_fetched for store in stores]
+
+
+# --- runs ---
+
+
+@pytest.mark.parametrize(
+    ("block_size", "keep_every", "length", "every"),
+    [(16, 1024, 16, 64), (48, 1024, 2, 22), (256, 1024, 1, 4), (544, 1024, 1, 2), (1, 8, 8, 8)],
+)
+def test_runs_have_a_length_that_ends_where_states_are_kept(
+    block_size: int, keep_every: int, length: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "RUN_TOKENS", 256)
+    runs = StoreChunks.of(
+        Groups(KvSpec([KvGroup("full", [0])], 1, 64, block_size), 64), block_size, keep_every
+    )
+    assert (runs.num_blocks, runs.every) == (length, every)
+
+
+def test_runs_are_called_by_their_last_blocks() -> None:
+    kv = KvSpec([KvGroup("full", [0]), KvGroup("state", [1])], 1, 64, 4)
+    runs = StoreChunks(Groups(kv, 64), 2, 4)
+    assert runs.chains(KEYS[:7]) == [
+        [KEYS[1], KEYS[3], KEYS[5]],
+        [KEYS[3] + b"\1\0"],
+    ]
+    assert runs.keys(KEYS, 0, 1) == KEYS[2:4]
+    assert runs.keys(KEYS, 1, 0) == [KEYS[3] + b"\1\0"]

@@ -1,0 +1,134 @@
+"""What the prefix cache finds, what it must not find, and what it forgets first."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.core.kv.pool import BlockPool
+from quintet.core.kv.prefix import extend_chain, salt_digest
+from quintet.wire.kv_spec import KvGroup
+from tests.core.fake import World, expected
+
+PROMPT = list(range(10, 30))  # 5 blocks of 4
+
+
+def cached(world: World, request_id: int, prompt: list[int], **options: object) -> int | None:
+    """Run one request and return how many of its prompt tokens were found."""
+    world.admit(request_id, prompt, max_tokens=2, ignore_eos=True, **options)
+    world.run()
+    outcome = world.outcomes[request_id]
+    assert outcome.tokens == expected(prompt, request_id, 2, stops=())
+    return outcome.num_cached
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    world = World()
+    assert cached(world, 1, PROMPT) == 0
+    assert cached(world, 2, PROMPT) == 16
+    assert cached(world, 3, [*PROMPT, 99]) == 20
+    assert cached(world, 4, [*PROMPT[:10], 99, *PROMPT[11:]]) == 8
+
+
+def test_outputs_are_found_too() -> None:
+    world = World()
+    outputs = expected(PROMPT, 1, 2, stops=())
+    longer = expected(PROMPT, 1, 9, stops=())
+    world.admit(1, PROMPT, max_tokens=9, ignore_eos=True)
+    world.run()
+    assert longer[:2] == outputs
+    assert cached(world, 2, PROMPT + longer) == 28
+
+
+def test_salts_do_not_share() -> None:
+    world = World()
+    assert cached(world, 1, PROMPT, cache_salt="a") == 0
+    assert cached(world, 2, PROMPT, cache_salt="b") == 0
+    assert cached(world, 3, PROMPT) == 0
+    assert cached(world, 4, PROMPT, cache_salt="a") == 16
+
+
+@pytest.mark.parametrize("options", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 0}])
+def test_some_requests_do_not_read(options: dict[str, object]) -> None:
+    world = World()
+    cached(world, 1, PROMPT)
+    assert cached(world, 2, PROMPT, **options) == 0
+
+
+def test_switched_off() -> None:
+    world = World(prefix_caching=False)
+    cached(world, 1, PROMPT)
+    assert cached(world, 2, PROMPT) == 0
+    assert world.engine.state is not None and not world.engine.state.pool.cached
+
+
+def test_running_requests_share_committed_blocks() -> None:
+    world = World(num_blocks=8, max_steps_in_flight=1)
+    world.admit(1, PROMPT, max_tokens=9, ignore_eos=True)
+    world.step()
+    world.admit(2, PROMPT, max_tokens=1, ignore_eos=True)
+    world.step()
+    assert world.outcomes[2].num_cached == 16
+    world.run()
+    world.assert_idle()
+
+
+def test_counts_queries_and_hits_in_tokens() -> None:
+    world = World()
+    cached(world, 1, PROMPT)
+    cached(world, 2, PROMPT)
+    assert world.engine.state is not None
+    counters = world.engine.state.counters
+    assert (counters.prefix_queries, counters.prefix_hits) == (40, 16)
+
+
+def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
+    world = World(num_blocks=12, max_steps_in_flight=1)
+    other = [99, *PROMPT[1:]]
+    cached(world, 1, PROMPT)
+    cached(world, 2, other)
+    cached(world, 3, [*PROMPT, 98])  # now the other one is the older
+    assert world.engine.state is not None
+    pool = world.engine.state.pool
+    assert (len(pool.cached), len(pool.free)) == (10, 2)
+    for _ in range(2 + 3):  # the free ones, then three of the oldest
+        pool.take()
+    keys = [extended(prompt) for prompt in (PROMPT, other)]
+    assert [pool.index.longest(chain, 5, [KvGroup("full", [0])], 4)[0] for chain in keys] == [5, 2]
+
+
+def extended(prompt: list[int]) -> list[bytes]:
+    chain: list[bytes] = []
+    extend_chain(chain, salt_digest(""), prompt, 4, len(prompt) // 4)
+    return chain
+
+
+def test_key_depends_on_everything_before() -> None:
+    same_block = extended([1, 2, 3, 4, 9, 9, 9, 9])[1]
+    assert same_block != extended([1, 2, 3, 5, 9, 9, 9, 9])[1]
+    assert same_block != extended([9, 9, 9, 9])[0]
+    assert salt_digest("") != salt_digest("\0")
+
+
+def test_same_content_twice_is_registered_once() -> None:
+    pool = BlockPool(4)
+    first, second = pool.take(), pool.take()
+    pool.index.register(b"key", first)
+    pool.index.register(b"key", second)
+    pool.release([first, second], None)
+    assert list(pool.cached) == [first] and second in pool.free
+
+
+def test_fenced_block_is_readable_but_not_reusable() -> None:
+    pool = BlockPool(2)
+    known, unknown = pool.take(), pool.take()
+    pool.index.register(b"key", known)
+    pool.release([known, unknown], fence=7)
+    assert pool.num_available == 0
+    pool.share([pool.index.block_of[b"key"]])
+    assert pool.refs[known] == 1
+    pool.settle(6)
+    assert pool.num_available == 0
+    pool.settle(7)
+    assert pool.free == [unknown]
+    pool.release([known], None)
+    assert pool.num_available == 2

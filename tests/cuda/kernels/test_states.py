@@ -1,0 +1,170 @@
+"""Layers with a state on a device: torch's results, the same bits in chunks and in company, and no trace of padding.
+
+Tolerance: 16-bit results may round to the neighbour, a unit in the last place of the largest term that they are the sum of (the
+SiLU of a convolution: of its rounded argument as well); in fp32 what sums of up to 256 terms in another order lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.cuda.kernels.formats import FORMATS
+from tests.executor.kernels.state_problems import SHAPES, Problem, rows_of
+
+from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
+from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
+from quintet.executor.backends.cpu.ops.head_scan import head_scan
+from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.kv_memory import DeviceKv
+from quintet.executor.backends.cuda.ops import states as operations
+from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.states import DeviceStates
+from quintet.executor.models.layers.states import StatePart
+from quintet.wire.kv_spec import LayerKv, group_layers
+
+REFERENCES: Any = SimpleNamespace(
+    causal_conv=causal_conv, selective_scan=selective_scan, head_scan=head_scan, delta_rule=delta_rule
+)
+NAMES = ("causal_conv", "selective_scan", "head_scan", "delta_rule")
+UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-17}
+LAYER, OFFSET, NUM_BLOCKS, NUM_SLOTS = 1, 64, 6, 8
+FRESH = -1
+"""Named as the block that is read: nothing was kept yet."""
+Pair = tuple[int, int]
+
+formats = pytest.mark.parametrize("dtype", FORMATS)
+shapes = pytest.mark.parametrize("shape", SHAPES)
+
+
+class Blocks:
+    """Memory of two layers' states, the second of which is used from a few bytes on, and steps over it."""
+
+    def __init__(self, device: Device, problem: Problem) -> None:
+        self.device, self.problem = device, problem
+        self.problem.values = [value.to(device.torch_device) for value in problem.values]
+        self.problem.arguments = {
+            name: value.to(device.torch_device) if isinstance(value, torch.Tensor) else value
+            for name, value in problem.arguments.items()
+        }
+        size = OFFSET + problem.state_dtype.itemsize * torch.Size(problem.state_shape).numel()
+        layers = [LayerKv(layer, "state", state_bytes=size) for layer in range(LAYER + 1)]
+        self.kv = DeviceKv(group_layers(layers, 16), NUM_BLOCKS, torch.float32, device.torch_device)
+        for place in self.kv.places:
+            numbers = torch.randn(NUM_BLOCKS, place.shape[1] // problem.state_dtype.itemsize)
+            place.copy_(numbers.to(problem.state_dtype).view(torch.uint8))
+        self.part = StatePart(index=LAYER, offset=OFFSET, shape=problem.state_shape)
+        self.module: Any = SimpleNamespace(
+            **{name: partial(getattr(operations, name), device) for name in NAMES}
+        )
+
+    @property
+    def states(self) -> torch.Tensor:
+        return self.part.of(self.kv.places[LAYER], self.problem.state_dtype)
+
+    def step(
+        self, counts: Sequence[int], blocks: Sequence[Pair], first: int = 0, padding: int = 0
+    ) -> torch.Tensor:
+        """Compute so many of the problem's tokens of each row, from ``first`` on; rows read and write a pair of blocks."""
+        table = torch.zeros((1, NUM_SLOTS, 3), dtype=torch.int32)
+        slots = [NUM_SLOTS - 1 - 2 * row for row in range(len(counts))]
+        for slot, (source, target) in zip(slots, blocks, strict=True):
+            table[0, slot, :2] = torch.tensor([max(0, source), target], dtype=torch.int32)
+        starts = [0 if source == FRESH else 7 for source, _ in blocks]
+        owners = [row for row, count in enumerate(counts) for _ in range(count)]
+
+        def column(values: Sequence[int], pad: int) -> torch.Tensor:
+            return torch.tensor(
+                [*values, *[pad] * padding], dtype=torch.int32, device=self.device.torch_device
+            )
+
+        ends = torch.cumsum(torch.tensor([0, *counts, *[0] * padding]), 0, dtype=torch.int32)
+        rows = StepRows(
+            num_rows=len(counts) + padding,
+            num_tokens=sum(counts) + padding,
+            max_count=max(counts, default=1),
+            slots=column(slots, -1),
+            starts=column(starts, 0),
+            counts=column(counts, 0),
+            offsets=ends.to(self.device.torch_device),
+            token_ids=column(owners, 0),
+            positions=column(owners, -1),
+            token_rows=column(owners, -1),
+            block_table=table.to(self.device.torch_device),
+            block_size=16,
+        )
+        of_group, states = DeviceStates([rows.of_group(0)], self.kv).of(self.part, self.problem.state_dtype)
+        tokens = slice(first, first + sum(counts) + padding)
+        return self.problem.run(self.module, of_group, states, tokens)  # type: ignore[arg-type]
+
+
+def close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    largest = float(expected.float().abs().max())
+    torch.testing.assert_close(
+        out.float(), expected.float(), rtol=2 * UNIT[dtype], atol=UNIT[dtype] * largest / 4
+    )
+
+
+@formats
+@shapes
+def test_computes_what_torch_does(shape: str, dtype: torch.dtype, device: Device) -> None:
+    """Rows that go on in their block, in another one, and begin, with padding behind them; block 0 is somebody else's."""
+    counts: list[int] = [9, 1, 2]
+    pairs: list[Pair] = [(5, 5), (1, 4), (FRESH, 3)]
+    blocks = Blocks(device, SHAPES[shape](sum(counts) + 2, dtype))
+    before = [place.clone() for place in blocks.kv.places]
+    expected_states = blocks.states.clone()
+    plain = rows_of(counts, [5, 1, 2], [5, 4, 3], [False, False, True])
+    for name in ("sources", "targets", "fresh", "offsets", "counts"):
+        object.__setattr__(plain, name, getattr(plain, name).to(device.torch_device))
+    expected = blocks.problem.run(REFERENCES, plain, expected_states, slice(sum(counts)))
+    out = blocks.step(counts, pairs, padding=2)
+    close(out[: sum(counts)], expected, dtype)
+    assert not out[sum(counts) :].any(), "padding tokens get zeros"
+    for block in (5, 4, 3):
+        close(blocks.states[block], expected_states[block], blocks.problem.state_dtype)
+    for block in (0, 1, 2):
+        assert torch.equal(blocks.kv.places[LAYER][block], before[LAYER][block]), block
+    assert torch.equal(blocks.kv.places[LAYER][:, :OFFSET], before[LAYER][:, :OFFSET])
+    assert torch.equal(blocks.kv.places[0], before[0])
+
+
+@shapes
+def test_the_same_bits_in_chunks_and_in_company(shape: str, device: Device) -> None:
+    num_tokens = 19
+    blocks = Blocks(device, SHAPES[shape](num_tokens, torch.bfloat16))
+    expected = blocks.step([num_tokens], [(FRESH, 2)])
+    whole = blocks.states[2].clone()
+    pieces, cuts = [], [0, 1, 9, 11, num_tokens]
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        source = FRESH if begin == 0 else (number - 1) % 2
+        if begin == 1:  # beside one that begins, whose tokens are those that follow
+            out = blocks.step([end - begin, num_tokens - end], [(source, number % 2), (FRESH, 5)], begin)
+            pieces.append(out[: end - begin])
+        else:
+            pieces.append(blocks.step([end - begin], [(source, number % 2)], begin))
+    assert torch.equal(torch.cat(pieces), expected)
+    assert torch.equal(blocks.states[(len(cuts) - 2) % 2], whole)
+
+
+@shapes
+def test_a_step_of_padding_alone_leaves_every_block_alone(shape: str, device: Device) -> None:
+    """A graph is captured while requests hold blocks: the slots' tables name them, whatever row stands there."""
+    blocks = Blocks(device, SHAPES[shape](2, torch.float32))
+    before = blocks.kv.places[LAYER].clone()
+    assert not blocks.step([], [], padding=2).any()
+    assert torch.equal(blocks.kv.places[LAYER], before)
+
+
+def test_errors_name_the_tensor(device: Device) -> None:
+    blocks = Blocks(device, SHAPES["mamba"](3, torch.float32))
+    values = blocks.problem.values
+    values[1] = values[1].half()
+    with pytest.raises(ValueError, match=r"^dt: expected torch.float32\[3, 100\].*float16"):
+        blocks.step([3], [(FRESH, 1)])

@@ -1,0 +1,53 @@
+"""Generator of docs/vllm-flags.md from the flag tables: ``python -m tests.deploy.config.documented_flags`` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from quintet.deploy.config import vllm_flags as flags
+
+PAGE = Path(__file__).parents[3] / "docs" / "vllm-flags.md"
+_HEAD = """# Flags of vLLM
+
+`quintet serve` accepts command lines written for `vllm serve`, and their keys in YAML files and arguments of `LLM`. This page
+lists each flag of vLLM 0.33 and of older versions. A switch also has a `--no-` form.
+
+* *taken*: the flag works, possibly under another name.
+* *accepted*: the flag has no effect; a log line says so.
+* *refused*: the flag would change behaviour, but is not supported; the error names an alternative. Values equal to the fixed
+  behaviour (`0`, `1`, `none`, `auto`, `false`) are accepted.
+
+Short forms: {short}. Token counts may be written as `8k` (8000), `8K` (8192) or `auto`; `--dtype half` is `float16`.
+
+| Flag | Effect |
+|---|---|
+"""
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """Yield every flag and its effect."""
+    yield from ((key, "taken") for key in flags.TAKEN)
+    yield from (
+        (key, f"taken as {'the opposite of ' if new.convert else ''}`{flags.option(new.ours)}`")
+        for key, new in flags.RENAMED.items()
+    )
+    yield from ((key, "taken as a part of `--hf-overrides`") for key in flags.ROPE)
+    for table, words in (
+        (flags.ACCEPTED_SWITCHES, "accepted"),
+        (flags.ACCEPTED_VALUES, "accepted"),
+        (flags.REFUSED_SWITCHES, "refused"),
+        (flags.REFUSED_VALUES, "refused"),
+    ):
+        yield from ((key, f"{words}: {why}") for key, why in table.items())
+
+
+def page() -> str:
+    """Return the whole page."""
+    short = ", ".join(f"`{word}` ({flags.option(key)})" for word, key in flags.SHORT.items())
+    lines = [f"| `{flags.option(key)}` | {fate} |" for key, fate in sorted(rows())]
+    return _HEAD.format(short=short) + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,156 @@
+"""From a model's folder, through the configuration, to the text of a prompt: the templates transformers would choose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+from tests.deploy.config.model_folder import write_model
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.chat_templates import read_chat_templates
+from quintet.deploy.config.model.source import locate_model
+from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
+from quintet.wire.errors import ConfigError, RequestError
+from quintet.wire.messages import ChatPrompt
+
+CHAT = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+NAMED = {
+    "default": "{{ bos_token }}plain:{{ messages[0].content }}",
+    "tool_use": "tools:{{ tools|length }}",
+    "rag": "rag:{{ messages[0].content }}",
+}
+
+
+def write_folder(folder: Path, chat_template: Any = None, files: dict[str, str] | None = None) -> Path:
+    """Write a model whose tokenizer both sides can load, with its templates in the config or in files of their own."""
+    write_model(folder)
+    Tokenizer(models.WordLevel({"hi": 0, "<s>": 1}, unk_token="hi")).save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in (files or {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def templates_of(folder: Path, **options: Any) -> ChatTemplates:
+    """Return what a tokenizer process of a server for this folder renders with."""
+    resolution = resolve(
+        Options(model=str(folder), executor="mock", **options), Path("/nowhere/quintet-test")
+    )
+    return load_templates(resolution.config.model)
+
+
+def render(templates: ChatTemplates, tools: Any = None, asked: str | None = None) -> str:
+    return templates.render(
+        ChatPrompt(
+            json.dumps(CHAT).encode(), json.dumps(tools).encode() if tools else b"", chat_template=asked
+        )
+    )
+
+
+def theirs(folder: Path, tools: Any = None, asked: str | None = None) -> str:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(
+        CHAT, tools=tools, chat_template=asked, tokenize=False, add_generation_prompt=True
+    )
+    assert isinstance(text, str)
+    return text
+
+
+FOLDERS: dict[str, dict[str, Any]] = {
+    "a list": {"chat_template": [{"name": n, "template": t} for n, t in NAMED.items()]},
+    "a map": {"chat_template": NAMED},
+    "files": {
+        "chat_template": "of the config, which files replace",
+        "files": {
+            "chat_template.jinja": NAMED["default"],
+            "additional_chat_templates/tool_use.jinja": NAMED["tool_use"],
+            "additional_chat_templates/rag.jinja": NAMED["rag"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_named_templates_are_chosen_as_transformers_chooses(tmp_path: Path, kind: str) -> None:
+    folder = write_folder(tmp_path, **FOLDERS[kind])
+    templates = templates_of(folder)
+    assert sorted(templates.names) == sorted(NAMED)
+    assert render(templates) == theirs(folder) == "<s>plain:hi"
+    assert render(templates, TOOLS) == theirs(folder, TOOLS) == "tools:1"
+    for tools in (None, TOOLS):
+        assert render(templates, tools, "rag") == theirs(folder, tools, "rag") == "rag:hi"
+    with pytest.raises(RequestError, match="default"):
+        render(templates, None, "typo")
+
+
+def test_a_flag_replaces_all_of_the_models_templates(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, NAMED)
+    (tmp_path / "mine.jinja").write_text("mine:{{ messages[0].content }}")
+    for given in ("mine:{{ messages[0].content }}", str(tmp_path / "mine.jinja")):
+        templates = templates_of(folder, chat_template=given)
+        assert render(templates) == render(templates, TOOLS) == "mine:hi"
+        with pytest.raises(RequestError, match=r"\(default\)"):
+            render(templates, None, "rag")
+
+
+def test_without_a_default_the_names_are_told(tmp_path: Path) -> None:
+    templates = templates_of(write_folder(tmp_path, {"rag": NAMED["rag"], "other": "x"}))
+    assert render(templates, None, "rag") == "rag:hi"
+    with pytest.raises(RequestError, match="rag, other but no default"):
+        render(templates)
+
+
+def test_one_place_goes_before_another(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    assert read_chat_templates(folder, None) == {}
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "C"}')
+    assert read_chat_templates(folder, None) == {"default": "C"}
+    (folder / "chat_template.json").write_text('{"chat_template": {"default": "J", "rag": "R"}}')
+    assert read_chat_templates(folder, None) == {"default": "J", "rag": "R"}
+    (folder / "chat_template.jinja").write_text("F")
+    assert read_chat_templates(folder, None) == {"default": "F"}
+    assert read_chat_templates(folder, "{{ messages }}") == {"default": "{{ messages }}"}
+
+
+def test_named_templates_are_fetched_from_the_hub_and_other_folders_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = [
+        "config.json", "chat_template.jinja", "additional_chat_templates/rag.jinja", "onnx/config.json", "x.safetensors",
+        "onnx/x.jinja", "consolidated.safetensors",
+    ]  # fmt: skip
+    fetched: set[str] = set()
+
+    def fetch(
+        name: str, revision: str | None = None, allow_patterns: Any = None, ignore_patterns: Any = None
+    ) -> str:
+        assert revision == "v1"
+        fetched.update(
+            filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        )
+        return "/cache/folder"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert locate_model("owner/name", with_weights=True, revision="v1") == Path("/cache/folder")
+    assert fetched == {
+        "config.json", "chat_template.jinja", "additional_chat_templates/rag.jinja", "x.safetensors"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", [5, ["x"], [{"name": "a"}], [{"name": "a", "template": "b"}, 1], {"a": 1}])
+def test_templates_of_another_shape_are_named(tmp_path: Path, odd: Any) -> None:
+    folder = write_folder(tmp_path, odd)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template must be a template"):
+        read_chat_templates(folder, None)

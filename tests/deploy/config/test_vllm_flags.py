@@ -1,0 +1,164 @@
+"""Command lines written for vLLM: each flag is taken, accepted with a note, or refused with an alternative."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.deploy.config.documented_flags import PAGE, page, rows
+from tests.deploy.config.model_folder import write_model
+
+from quintet.deploy.cli import serve
+from quintet.deploy.config import vllm_flags as flags
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.config_file import merged_options
+from quintet.deploy.config.flag_table import flag_table, make_options
+from quintet.deploy.config.flags import Options
+from quintet.wire.errors import ConfigError
+
+
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    serve.add_option_arguments(made)
+    return made
+
+
+def parsed(*words: str) -> tuple[Options, list[str]]:
+    return serve.options_of(parser().parse_args(list(words)))
+
+
+def test_the_page_says_what_becomes_of_every_flag() -> None:
+    keys = [key for key, _ in rows()]
+    assert len(keys) == len(set(keys)) > 250
+    assert PAGE.read_text() == page(), "run `python -m tests.deploy.config.documented_flags`"
+
+
+def test_flags_of_both_are_flags_of_ours() -> None:
+    ours = {spec.key for spec in flag_table()}
+    assert set(flags.TAKEN) <= ours
+    assert {new.ours for new in flags.RENAMED.values()} <= ours
+    assert not flags.keys() & ours
+
+
+COMMON: list[tuple[list[str], dict[str, Any]]] = [
+    (["--max-model-len", "1k"], {"max_model_len": 1000}),
+    (["--max-model-len", "1.5K"], {"max_model_len": 1536}),
+    (["--max-model-len", "auto"], {"max_model_len": None}),
+    (["--max-model-len", "-1"], {"max_model_len": None}),
+    (["--dtype", "half"], {"dtype": "float16"}),
+    (["--dtype", "float"], {"dtype": "float32"}),
+    (["-tp", "2", "-pp", "3", "-dp=4"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 4}),
+    (["--served-model-name", "a", "b"], {"served_model_name": ["a", "b"]}),
+    (["--served-model-name", "a", "--served-model-name", "b"], {"served_model_name": ["a", "b"]}),
+    (["--served-model-name", "a", "./folder"], {"served_model_name": ["a"], "model": "./folder"}),
+    (["folder", "--api-key", "k", "l"], {"model": "folder", "api_key": ["k", "l"]}),
+    (["--enable-log-requests"], {"log_requests": True}),
+    (["--disable-log-requests"], {"log_requests": False}),
+    (["--no-enable-log-requests"], {"log_requests": False}),
+    (["--kv-cache-dtype", "fp8_e4m3"], {"kv_cache_dtype": "fp8"}),
+    (["--kv-cache-memory-bytes", "4GiB"], {"kv_cache_memory": "4GiB"}),
+    (["--api-server-count", "2"], {"frontends": 2}),
+    (["--shutdown-timeout", "5"], {"drain_timeout": 5.0}),
+    (["--load-format", "safetensors"], {"load_format": "auto"}),
+    (["--revision", "main"], {"revision": "main"}),
+    (["--hf-overrides", '{"a": {"b": 1}}'], {"hf_overrides": {"a": {"b": 1}}}),
+    (["--rope-scaling", '{"rope_type": "yarn"}', "--rope-theta", "1e6"],
+     {"hf_overrides": {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e6}}),
+    (["--override-generation-config", '{"temperature": 0.5}'], {"override_generation_config": {"temperature": 0.5}}),
+    (["--default-chat-template-kwargs", '{"enable_thinking": false}'],
+     {"default_chat_template_kwargs": {"enable_thinking": False}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "changes"), COMMON, ids=str)
+def test_what_there_is_here_is_taken(words: list[str], changes: dict[str, Any]) -> None:
+    options, notes = parsed(*words)
+    assert options == make_options(changes, "the test") and notes == []
+
+
+def test_what_has_no_meaning_is_accepted_and_said() -> None:
+    for key in flags.ACCEPTED_SWITCHES:
+        assert_said(key, [flags.option(key)])
+    for key in flags.ACCEPTED_VALUES:
+        assert_said(key, [flags.option(key), "x"])
+
+
+def assert_said(key: str, words: list[str]) -> None:
+    options, [note] = parsed("folder", *words)
+    assert options == Options(model="folder"), key
+    assert note.startswith(flags.option(key)) and "has no effect" in note
+
+
+def test_what_would_be_missed_is_refused_with_a_way_out() -> None:
+    for key in flags.REFUSED_SWITCHES:
+        assert_refused(key, [flags.option(key)], [flags.option(key).replace("--", "--no-")])
+    for key in flags.REFUSED_VALUES:
+        assert_refused(key, [flags.option(key), "x"], [flags.option(key), "0"])
+
+
+def assert_refused(key: str, words: list[str], harmless: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(*words)
+    assert flags.option(key) in str(caught.value)
+    assert parsed(*harmless) == (Options(), []), key
+
+
+def test_files_and_calls_may_have_them_too(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("max-model-len: 8k\nasync-scheduling: true\nhf-overrides: {a: 1}\ndtype: half\n")
+    options, notes = merged_options(file, {})
+    assert options == Options(max_model_len=8000, hf_overrides={"a": 1}, dtype="float16")
+    assert len(notes) == 1
+    assert make_options({"disable_log_stats": True, "max_model_len": "1K"}, "LLM(...)") == Options(
+        max_model_len=1024
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--max-model-len", "many"], "--max-model-len is 'many'"),
+        (["--max-model-len", "1.5"], "give an integer"),
+        (["--hf-overrides", "{"], "--hf-overrides is '{', which is not JSON"),
+        (["--hf-overrides", "[1]"], "give a JSON object"),
+        (["--rope-theta", "big"], "--rope-theta is 'big'"),
+    ],
+)
+def test_wrong_values_are_named(words: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint.replace("{", r"\{").replace(".", r"\.")):
+        parsed(*words)
+
+
+# --- what they do -----------------------------------------------------------------------------------------------------
+
+
+def resolved(folder: Path, **options: Any) -> Any:
+    return resolve(
+        Options(model=str(folder), executor="mock", **options), Path("/nowhere/quintet-test")
+    ).config
+
+
+def test_overrides_go_before_the_card(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, max_position_embeddings=64)
+    model = resolved(folder, hf_overrides={"max_position_embeddings": 4096}).model
+    assert model.max_model_len == 4096 and json.loads(model.card)["max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rotations_are_changed_in_cards_of_both_kinds(tmp_path: Path, key: str) -> None:
+    folder = write_model(tmp_path, **{key: {"rope_type": "default", "rope_theta": 10000.0}})
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+    model = resolved(folder, hf_overrides={"rope_scaling": scaling}).model
+    assert model.max_model_len == 1024
+
+
+def test_sampling_defaults_are_changed(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.5}')
+    model = resolved(folder, override_generation_config={"temperature": 0.25}).model
+    assert model.generation_defaults == {"temperature": 0.25, "top_p": 0.5}

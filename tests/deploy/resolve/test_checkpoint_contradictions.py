@@ -1,0 +1,194 @@
+"""Files of one model that say different things: which tokens end an answer, which output layer, which architecture."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.deploy.config.model_folder import write_model
+
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.stop_tokens import end_token_ids
+from quintet.executor.model_config.registry import FAMILIES, architecture_of
+from quintet.wire.errors import ConfigError
+
+RUN_DIR = Path("/nowhere/quintet-test")
+
+# --- ends of answers --------------------------------------------------------------------------------------------------
+
+TOKENS = {
+    "<|endoftext|>": 0,
+    "<s>": 1,
+    "</s>": 2,
+    "<|im_start|>": 3,
+    "<|im_end|>": 4,
+    "<|end|>": 5,
+    "<|return|>": 6,
+}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HARMONY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endfor %}"
+)
+PARTS = (
+    "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}<|end|>{% endfor %}"
+)
+ENDLESS = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}{% endfor %}"
+TITLED = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} {{ eos_token }}{% endfor %}"
+
+
+def write_tokenizer(folder: Path, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    added = [{"id": number, "content": content, "special": True} for content, number in TOKENS.items()]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("configured", "tokenizer", "template", "ids"),
+    [
+        ([0], {"eos_token": "<|im_end|>"}, None, [0, 4]),
+        ([0], {"eos_token": {"content": "<|im_end|>"}}, CHATML, [0, 4]),
+        ([0], {"eos_token": "<|endoftext|>"}, CHATML, [0, 4]),
+        ([], {}, CHATML, [4]),
+        ([2], {"eos_token": "<|return|>"}, HARMONY, [2, 6]),
+        ([2], {}, PARTS, [2, 5]),
+        ([2], {}, ENDLESS, [2]),
+        ([0], {"eos_token": "</s>"}, TITLED, [0, 2]),
+        ([7, 7], {"eos_token": "<nowhere>"}, None, [7]),
+        ([2], {}, "{% for m in messages %}{{ raise_exception('roles') }}{% endfor %}", [2]),
+        ([2], {}, "{% for m in", [2]),
+        ([2], {}, "You are a helpful assistant.", [2]),
+    ],
+)
+def test_every_token_ends_an_answer_that_one_of_the_files_names(
+    tmp_path: Path, configured: list[int], tokenizer: dict[str, Any], template: str | None, ids: list[int]
+) -> None:
+    folder = write_tokenizer(tmp_path, **tokenizer)
+    templates = {} if template is None else {"default": template}
+    assert end_token_ids(configured, folder, templates) == ids
+
+
+def test_the_ends_of_all_files_reach_the_configuration(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, eos_token_id=0)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    write_tokenizer(folder, eos_token="<|im_end|>", chat_template=PARTS)
+    model = resolve(Options(model=str(folder), executor="mock"), RUN_DIR).config.model
+    assert model.eos_token_ids == [1, 0, 4, 5]
+
+
+def test_an_end_beyond_the_vocabulary_is_left_out(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, eos_token_id=0, vocab_size=4)
+    write_tokenizer(folder, eos_token="<|im_end|>")
+    resolution = resolve(Options(model=str(folder), executor="mock"), RUN_DIR)
+    assert resolution.config.model.eos_token_ids == [0]
+    assert any("eos_token_id 4" in note for note in resolution.notes)
+
+
+# --- output layers ----------------------------------------------------------------------------------------------------
+
+
+def write_tensors(path: Path, **tensors: tuple[str, list[int], bytes]) -> None:
+    """Write a safetensors file; dots of names are spelled ``__``."""
+    header, data = dict[str, Any](), b""
+    for name, (dtype, shape, content) in tensors.items():
+        spelled = name.replace("__", ".")
+        header[spelled] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
+        data += content
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+NUMBERS = bytes(range(200)) * 64  # [100, 64] in bf16
+OTHERS = NUMBERS[:-1] + b"\xff"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "brings"),
+    [
+        ({"lm_head__weight": ("BF16", [100, 64], OTHERS)}, True),
+        ({"model__lm_head__weight": ("BF16", [100, 64], OTHERS)}, True),
+        ({"lm_head__weight": ("F32", [100, 64], NUMBERS * 2)}, True),
+        ({"lm_head__weight": ("BF16", [100, 64], NUMBERS)}, False),
+        ({"lm_head__weight": ("BF16", [50, 64], NUMBERS[: 50 * 128])}, False),
+        ({}, False),
+    ],
+)
+def test_a_checkpoint_that_brings_an_output_layer_of_its_own_is_not_tied(
+    tmp_path: Path, tensors: dict[str, Any], brings: bool
+) -> None:
+    folder = write_model(tmp_path, tie_word_embeddings=True)
+    embedding = {"model__embed_tokens__weight": ("BF16", [100, 64], NUMBERS)}
+    write_tensors(folder / "model.safetensors", **embedding, **tensors)
+    facts = read_facts(folder, with_weights=True)
+    assert (json.loads(facts.card)["tie_word_embeddings"], bool(facts.notes)) == (not brings, brings)
+    tied = read_facts(folder)
+    assert tied.num_parameters is not None and facts.num_parameters is not None
+    assert facts.num_parameters - tied.num_parameters == (6400 if brings else 0)
+
+
+def test_an_output_layer_in_another_file_is_found(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, tie_word_embeddings=True)
+    write_tensors(folder / "model-1.safetensors", embed_tokens__weight=("BF16", [100, 64], NUMBERS))
+    write_tensors(folder / "model-2.safetensors", lm_head__weight=("BF16", [100, 64], OTHERS))
+    assert read_facts(folder, with_weights=True).notes
+
+
+def test_a_family_whose_output_layer_is_the_embedding_by_default(tmp_path: Path) -> None:
+    text = {"tie_word_embeddings": True, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8}
+    folder = write_model(tmp_path, architectures=["Gemma3ForCausalLM"], **text)
+    tensors = {name: ("BF16", [100, 64], content) for name, content in
+               {"model__embed_tokens__weight": NUMBERS, "lm_head__weight": OTHERS}.items()}  # fmt: skip
+    write_tensors(folder / "model.safetensors", **tensors)
+    assert json.loads(read_facts(folder, with_weights=True).card)["tie_word_embeddings"] is False
+
+
+# --- architectures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_part", "name"),
+    [
+        ("llama", False, "LlamaForCausalLM"),
+        ("qwen2_moe", False, "Qwen2MoeForCausalLM"),
+        ("gpt2", False, "GPT2LMHeadModel"),
+        ("gpt_neox", False, "GPTNeoXForCausalLM"),
+        ("gpt_oss", False, "GptOssForCausalLM"),
+        ("gemma3_text", False, "Gemma3ForCausalLM"),
+        ("gemma3", True, "Gemma3ForConditionalGeneration"),
+        ("mistral3", True, "Mistral3ForConditionalGeneration"),
+        ("qwen2_5_vl", True, "Qwen2_5_VLForConditionalGeneration"),
+        ("deepseek_v3", False, "DeepseekV3ForCausalLM"),
+        ("falcon_h1", False, "FalconH1ForCausalLM"),
+        ("refinedweb", False, "RWForCausalLM"),
+        ("new_kind", False, "NewKindForCausalLM"),
+    ],
+)
+def test_the_kind_of_a_model_says_its_architecture(model_type: str, is_part: bool, name: str) -> None:
+    assert architecture_of(model_type, is_part=is_part) == name
+    assert name in FAMILIES or model_type == "new_kind"
+
+
+@pytest.mark.parametrize("listed", [None, []])
+def test_a_card_without_architectures_is_completed(tmp_path: Path, listed: list[str] | None) -> None:
+    facts = read_facts(write_model(tmp_path, architectures=listed, model_type="llama"))
+    assert facts.architecture == "LlamaForCausalLM"
+    assert json.loads(facts.card)["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_card_that_names_neither_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither `architectures` nor `model_type`"):
+        read_facts(write_model(tmp_path, architectures=None))

@@ -1,0 +1,59 @@
+"""The small JSON files of a model's folder with values that make no sense: each is refused in one line, or left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.deploy.config.model_folder import write_model
+
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.wire.errors import ConfigError
+
+RUN_DIR = Path("/tmp/quintet-test")
+ODD: list[Any] = [
+    *(None, True, False, -1, 0, 1.5, 1e308, 2**70, "", "2", "\ud800", [], {}, [1], [True], [1.5], [2**70], ["a"]),
+    *([None], [[1]], {"a": 1}, {"content": 5}, {"content": "<end>"}, {"content": "<end>", "id": "x"}),
+    *([{"content": "<end>"}], [{"content": "<end>", "id": None}], [{"content": "<end>", "id": True}]),
+    *([{"name": "default", "template": "\ud800"}], [{"name": 1, "template": "x"}], {"default": 1}),
+]  # fmt: skip
+PLACES = [
+    ("config.json", "architectures"),
+    ("config.json", "dtype"),
+    ("config.json", "eos_token_id"),
+    ("generation_config.json", "do_sample"),
+    ("generation_config.json", "eos_token_id"),
+    ("generation_config.json", "max_new_tokens"),
+    ("generation_config.json", "temperature"),
+    ("generation_config.json", "top_k"),
+    ("tokenizer_config.json", "chat_template"),
+    ("tokenizer_config.json", "eos_token"),
+    ("chat_template.json", "chat_template"),
+    ("tokenizer.json", "added_tokens"),
+]
+
+
+def write(path: Path, changes: dict[str, Any]) -> None:
+    """Change some of a file's values."""
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+
+@pytest.mark.parametrize(("file", "key"), PLACES)
+def test_an_odd_value_is_refused_in_one_line_or_left_out(tmp_path: Path, file: str, key: str) -> None:
+    for number, odd in enumerate(ODD):
+        folder = write_model(tmp_path / str(number))
+        if file.startswith("tokenizer"):  # so that it is asked for the end of a sequence
+            write(folder / "config.json", {"eos_token_id": None})
+            write(folder / "tokenizer_config.json", {"eos_token": "<end>"})
+        write(folder / file, {key: [odd] if key == "architectures" else odd})
+        try:
+            config = resolve(Options(model=str(folder), executor="mock"), RUN_DIR).config
+        except ConfigError as error:
+            assert "\n" not in str(error), odd
+        else:
+            msgspec.json.encode(config)
+            assert all(type(token_id) is int for token_id in config.model.eos_token_ids), odd

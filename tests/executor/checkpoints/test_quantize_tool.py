@@ -1,0 +1,319 @@
+"""Folders that `quintet quantize` writes: the `compressed-tensors` package reads what was meant, and so do we; GPTQ."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.models.equality import alone, furthest, load
+from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
+from tests.models.test_equal import made
+
+from quintet.deploy.cli.main import main
+from quintet.executor.checkpoints.quantize_tool.compressed import plan_of, write_compressed
+from quintet.executor.checkpoints.quantize_tool.gptq import gptq
+from quintet.executor.checkpoints.quantize_tool.layers import layers_of
+from quintet.executor.checkpoints.quantize_tool.rounders import Division
+from quintet.executor.checkpoints.quantize_tool.rounding import rounded
+from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
+from quintet.executor.checkpoints.weights.load import open_files
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.errors import EXIT_CONFIG, ConfigError
+
+CLOSE = 3e-3
+"""How far logits may be from those of the numbers, in deviations: activations are integers of 16 bits."""
+_WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+FAMILIES = {
+    "llama": of_transformers("LlamaConfig", **_WIDE),
+    "falcon, one tensor of queries, keys and values": of_transformers(
+        "FalconConfig", num_kv_heads=2, new_decoder_architecture=True, ffn_hidden_size=256, **_WIDE
+    ),
+    "experts": of_transformers(
+        "OlmoeConfig",
+        num_experts=4,
+        num_experts_per_tok=4,
+        num_key_value_heads=4,
+        pad_token_id=0,
+        **(_WIDE | {"intermediate_size": 128}),
+    ),
+}
+
+
+def decompressed(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a folder in fp32, by the package's own reading of its configuration and its tensors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its imports'
+        quantization = importlib.import_module("compressed_tensors.quantization")
+        packed = importlib.import_module("compressed_tensors.compressors.pack_quantized")
+        naive = importlib.import_module("compressed_tensors.compressors.naive_quantized")
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = quantization.QuantizationConfig.model_validate(section)
+    (scheme,) = config.config_groups.values()
+    compressor: Any = {
+        "pack-quantized": packed.PackedQuantizationCompressor,
+        "int-quantized": naive.IntQuantizationCompressor,
+    }[config.format]
+    tensors, found = load_file(folder / "model.safetensors"), {}
+    for name in list(tensors):
+        if name.endswith(".weight_scale"):
+            stem = name.removesuffix("_scale").removesuffix(".weight")
+            its = {each.rpartition(".")[2]: each for each in tensors if each.rpartition(".")[0] == stem}
+            stored = {ending: tensors[each] for ending, each in its.items() if ending != "bias"}
+            stored["weight_scale"] = stored["weight_scale"].float()  # it multiplies in the scales' format
+            found[f"{stem}.weight"] = compressor.decompress(stored, scheme)["weight"].float()
+    rest = {name: tensor for name, tensor in tensors.items() if ".weight_" not in name and name not in found}
+    return {**rest, **found}
+
+
+def quantized(row: Row, name: str, target: Path) -> Row:
+    """Return the row with the numbers that its quantized folder has; whoever makes it has that at ``target``."""
+
+    def make(folder: Path) -> Logits:
+        row.make(folder)
+        card = json.loads((folder / "config.json").read_text())
+        write(folder, target, name)
+        tensors = decompressed(target)
+        before = load_file(folder / "model.safetensors")
+        assert tensors.keys() == before.keys()
+        assert (
+            sum(not torch.equal(tensors[each], before[each]) for each in before)
+            >= 4 * card["num_hidden_layers"]
+        )
+        save_file(
+            {each: tensor.contiguous() for each, tensor in tensors.items()}, folder / "model.safetensors"
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        return side_by_side(model.float().eval())
+
+    return Row(make)
+
+
+def write(folder: Path, target: Path, name: str) -> None:
+    card = json.loads((folder / "config.json").read_text())
+    plan = plan_of(folder, card["architectures"][0], ModelCard(card, str(folder)), TARGETS[name])
+    counted: list[int] = []
+    write_compressed(plan, target, counted.append)
+    assert sum(counted) == plan.num_numbers
+    weights = target / "model.safetensors"
+    assert 0 < weights.stat().st_size - plan.num_bytes < 1 << 16
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", ["int8", "w8a8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_has_the_numbers_that_were_meant(family: str, name: str, tmp_path: Path) -> None:
+    out = tmp_path / "quantized"
+    expected = made(quantized(FAMILIES[family], name, out), tmp_path / "plain")
+    (out / "tokenizer.json").write_text("{}")
+    loaded = load(out, "float32")
+    assert loaded.config.executor.quantization == "compressed-tensors"
+    outcome = alone(loaded, [each.prompt for each in expected])
+    if name == "w8a8":  # activations, too
+        for i, each in enumerate(expected):
+            first = torch.frombuffer(bytearray(outcome.bits[i, len(each.prompt)]), dtype=torch.float32)
+            assert torch.corrcoef(torch.stack([first, each.logits[0]]))[0, 1] > 0.99
+        return
+    assert furthest(outcome, expected) < CLOSE
+    assert outcome.outputs == [each.outputs for each in expected]
+
+
+def correlated(count: int, depth: int) -> torch.Tensor:
+    """Inputs that say much of each other, as those of a model do; the last never says anything."""
+    draw = torch.Generator().manual_seed(1)
+    few = torch.randn(count, depth // 8, generator=draw) @ torch.randn(depth // 8, depth, generator=draw)
+    inputs = few + 0.3 * torch.randn(count, depth, generator=draw)
+    inputs[:, -1] = 0
+    return inputs
+
+
+def test_gptq_loses_less_of_what_a_layer_gives() -> None:
+    target, inputs = TARGETS["gptq"], correlated(2000, 256)
+    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(2))
+    by_nearest = rounded(weight, target, torch.bfloat16).numbers
+    by_gptq = gptq(weight, inputs.t() @ inputs, target, torch.bfloat16).numbers
+    lost = [float((inputs @ (each - weight).t()).square().sum()) for each in (by_nearest, by_gptq)]
+    assert lost[1] < 0.5 * lost[0]
+    assert (by_gptq - weight).square().sum() > (by_nearest - weight).square().sum()  # of the weights more
+
+
+def test_gptq_of_inputs_that_say_nothing_of_each_other_is_the_nearest() -> None:
+    target = TARGETS["gptq"]
+    weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(3))
+    found = gptq(weight, torch.eye(256) * 7, target, torch.bfloat16)
+    assert torch.equal(found.codes, rounded(weight, target, torch.bfloat16).codes)
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
+    weight = torch.zeros(3, 256)
+    weight[1, :128] = torch.linspace(-1, 1, 128)
+    for name in ("int4", "int8"):
+        found = rounded(weight, TARGETS[name], torch.bfloat16)
+        assert (
+            torch.isfinite(found.numbers).all()
+            and not found.numbers[0].any()
+            and not found.numbers[1, 128:].any()
+        )
+        assert (found.scales > 0).all()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The embedded model with two layers."""
+    from quintet.deploy.embedded import default_model_path
+
+    source, folder = Path(default_model_path()), tmp_path / "model"
+    folder.mkdir()
+    for path in source.glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    card = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(card | {"num_hidden_layers": 2}))
+    tensors = load_file(source / "model.safetensors")
+    kept = {name: tensors[name] for name in tensors if ".layers.2." not in name and ".layers.3." not in name}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+def test_a_calibrated_model_is_nearer_to_what_it_was(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.py"
+    text.write_text(Path(json.__file__).read_text()[:9000])
+    words = ["quantize", str(folder)]
+    assert main([*words, str(tmp_path / "nearest"), "--format", "int4"]) == 0
+    assert main([*words, str(tmp_path / "gptq"), "--format", "gptq", "--calibration", str(text)]) == 0
+    prompts = [[0, *range(40 + 7 * i, 90 + 7 * i)] for i in range(6)]
+    plain = logits_of(load_file(folder / "model.safetensors"), folder, prompts)
+    off = {
+        name: (logits_of(decompressed(tmp_path / name), folder, prompts) - plain).square().mean()
+        for name in ("nearest", "gptq")
+    }
+    assert off["gptq"] < 0.9 * off["nearest"]
+
+
+def unpacked(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of AutoAWQ's folder in fp32, written from its format: words of eight rows, which take turns."""
+    tensors = load_file(folder / "model.safetensors")
+    rows = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
+
+    def codes_of(words: torch.Tensor) -> Any:
+        bits = words.numpy().view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+        return bits[..., rows].reshape(len(words), -1).astype(np.float32)
+
+    found = {}
+    for name in [each for each in tensors if each.endswith(".qweight")]:
+        stem = name.removesuffix(".qweight")
+        codes, zeros = (codes_of(tensors.pop(f"{stem}.{each}")) for each in ("qweight", "qzeros"))
+        scales = tensors.pop(f"{stem}.scales").float().numpy()
+        groups = np.arange(len(codes)) // 128
+        found[f"{stem}.weight"] = torch.from_numpy(((codes - zeros[groups]) * scales[groups]).T.copy())
+    return {name: tensor.float() for name, tensor in tensors.items()} | found
+
+
+def test_awq_is_nearer_and_says_what_its_words_stand_for(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.py"
+    text.write_text(Path(json.__file__).read_text()[:9000])
+    words = ["quantize", str(folder)]
+    assert main([*words, str(tmp_path / "nearest"), "--format", "int4"]) == 0
+    assert main([*words, str(tmp_path / "awq"), "--format", "awq", "--calibration", str(text)]) == 0
+    prompts = [[0, *range(40 + 7 * i, 90 + 7 * i)] for i in range(6)]
+    plain = logits_of(load_file(folder / "model.safetensors"), folder, prompts)
+    tensors = unpacked(tmp_path / "awq")
+    meant = logits_of(tensors, folder, prompts)
+    nearest = logits_of(decompressed(tmp_path / "nearest"), folder, prompts)
+    assert (meant - plain).square().mean() < 0.9 * (nearest - plain).square().mean()
+    loaded = load(tmp_path / "awq", "float32")
+    assert loaded.config.executor.quantization == "awq"
+    outcome = alone(loaded, prompts)
+    for i, prompt in enumerate(prompts):
+        first = torch.frombuffer(bytearray(outcome.bits[i, len(prompt)]), dtype=torch.float32)
+        assert (first - meant[i, -1]).abs().max() < CLOSE * meant[i, -1].std()
+    norm = "model.layers.0.input_layernorm.weight"
+    assert not torch.equal(tensors[norm], load_file(folder / "model.safetensors")[norm].float())
+
+
+@torch.inference_mode()
+def logits_of(tensors: dict[str, torch.Tensor], folder: Path, prompts: list[list[int]]) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    model.float().eval().load_state_dict(tensors, strict=False)
+    model.tie_weights()
+    return torch.as_tensor(model(torch.tensor(prompts)).logits)
+
+
+TOGETHER = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "up_proj")}
+"""Layers that see the same inputs, by the first."""
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize(
+    ("name", "more", "in_each_layer"),
+    [
+        ("Qwen2Config", {}, 3),
+        ("Gemma2Config", {}, 3),  # norms' weights are less one
+        (
+            "Phi3Config",
+            {"pad_token_id": 0},
+            3,
+        ),  # gates and ups are one tensor, as queries, keys and values are
+        ("StableLmConfig", {}, 3),  # norms have biases
+        ("CohereConfig", {}, 1),  # one norm is read by attention and feed-forward
+        ("Olmo2Config", {}, 1),  # what they read is no norm's
+        ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}, 2),  # an activation is before downs
+    ],
+)
+def test_dividing_what_makes_inputs_is_multiplying_columns(
+    name: str, more: dict[str, int], in_each_layer: int, tmp_path: Path
+) -> None:
+    of_transformers(name, num_hidden_layers=2, hidden_size=64, **more).make(tmp_path)
+    card = json.loads((tmp_path / "config.json").read_text())
+    makers = layers_of(card["architectures"][0], ModelCard(card, str(tmp_path)), open_files(tmp_path)).makers
+    assert len(makers) == 2 * in_each_layer
+    tensors = {each: tensor.float() for each, tensor in load_file(tmp_path / "model.safetensors").items()}
+    prompts = [list(range(5, 40))]
+    before = logits_of(tensors, tmp_path, prompts)
+    draw = torch.Generator().manual_seed(7)
+    for first, maker in makers.items():
+        factors = 0.5 + torch.rand(tensors[first].shape[1], generator=draw)
+        stem, _, last = first.removesuffix(".weight").rpartition(".")
+        for reader in TOGETHER.get(last, (last,)):
+            tensors[f"{stem}.{reader}.weight"] = tensors[f"{stem}.{reader}.weight"] * factors
+        made = tensors[f"{maker.name}.weight"]
+        if made.dim() == 2:
+            factors = torch.cat([torch.ones(maker.first_row), factors])
+            tensors[f"{maker.name}.weight"] = made / factors[:, None]
+        else:
+            tensors[f"{maker.name}.weight"] = Division(factors, maker.offset).of(made)
+        if f"{maker.name}.bias" in tensors:
+            tensors[f"{maker.name}.bias"] = Division(factors).of(tensors[f"{maker.name}.bias"])
+    after = logits_of(tensors, tmp_path, prompts)
+    assert (after - before).abs().max() < 1e-4 * before.std()
+
+
+def test_what_no_such_folder_can_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(row: Row, name: str, words: str) -> None:
+        folder = tmp_path / words[:4]
+        row.make(folder)
+        with pytest.raises(ConfigError, match=words):
+            write(folder, tmp_path / "out", name)
+
+    refused(of_transformers("GPT2Config"), "int8", "is transposed")
+    refused(of_transformers("LlamaConfig"), "int4", "not a multiple of 128: use --format int8")
+    of_transformers("OlmoeConfig", **_WIDE, num_experts=4, num_experts_per_tok=2, pad_token_id=0).make(
+        tmp_path / "experts"
+    )
+    (tmp_path / "text").write_text("some words")
+    words = ["quantize", str(tmp_path / "experts"), str(tmp_path / "out")]
+    for more, told in (
+        (["--format", "gptq"], "--format gptq requires --calibration FILE"),
+        (["--format", "int8", "--calibration", str(tmp_path / "text")], "--calibration is for gptq and awq"),
+        (["--format", "gptq", "--calibration", str(tmp_path / "text")], "has experts"),
+        (["--format", "awq"], "--format awq requires --calibration FILE"),
+    ):
+        assert main([*words, *more]) == EXIT_CONFIG
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,169 @@
+"""A model whose stages, or ranks, are on two hosts, which are processes of this machine that share nothing but a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from tests.deploy.config.model_folder import write_model
+from tests.executor.distributed.test_rank_processes import ME, config_of, prompt, ranks_of
+from tests.processes.test_disaggregation import free_port
+
+from quintet.deploy import embedded
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.executor.distributed.hosts.member import MemberSettings
+from quintet.executor.worker import make_torch_worker
+from quintet.process.runtime import error_file
+from quintet.wire.config import EngineConfig, HostsConfig
+from quintet.wire.step import StepResult
+
+MEMBER = "quintet.executor.distributed.hosts.member"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> HostsConfig:
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    return HostsConfig(count=2, address=f"127.0.0.1:{free_port()}", key_file=str(key))
+
+
+def on(hosts: HostsConfig, config: EngineConfig) -> EngineConfig:
+    executor = msgspec.structs.replace(config.executor, hosts=hosts)
+    return msgspec.structs.replace(config, executor=executor)
+
+
+def place(hosts: HostsConfig, run_dir: Path, **changed: object) -> MemberSettings:
+    run_dir.mkdir(exist_ok=True)
+    own = MemberSettings(
+        host=1, hosts=hosts, run_dir=str(run_dir), model_path=str(embedded.default_model_path()),
+        packed_cache=None, threads=1, log_level="INFO", available_bytes=1 << 40,
+    )  # fmt: skip
+    return msgspec.structs.replace(own, **changed)
+
+
+@contextmanager
+def member(own: MemberSettings) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", MEMBER, "--parent", str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(own))
+        process.stdin.close()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def check_two_hosts(tmp_path: Path, hosts: HostsConfig, config: EngineConfig, alone: StepResult) -> None:
+    """Two hosts draw what was drawn alone, and a rank that is killed ends both."""
+    there = tmp_path / "there"
+    with (
+        member(place(hosts, there)) as second,
+        ranks_of(on(hosts, config)) as (first, together),
+    ):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+        assert len(psutil.Process(first.pid).children()) == 1, "the hub alone: no rank"
+        [rank] = psutil.Process(second.pid).children()
+        rank.kill()
+        assert second.wait(60) == 1 and first.wait(60) == 1
+    assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
+    assert error_file(tmp_path, ME).read_text() == "hub: host 1 closed the connection"
+
+
+def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, hosts: HostsConfig) -> None:
+    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    check_two_hosts(tmp_path, hosts, config_of(tmp_path, 1, stages=2), alone)
+
+
+@pytest.mark.whole
+def test_ranks_of_one_stage_on_two_hosts_draw_what_they_draw_on_one_and_end_together(
+    tmp_path: Path, hosts: HostsConfig
+) -> None:
+    with ranks_of(config_of(tmp_path, 2)) as (_, alone):
+        pass
+    check_two_hosts(tmp_path, hosts, config_of(tmp_path, 2), alone)
+
+
+@pytest.mark.whole
+def test_bits_of_no_layout_are_those_of_one_process_on_two_hosts_too(
+    tmp_path: Path, hosts: HostsConfig
+) -> None:
+    def invariant(size: int) -> EngineConfig:
+        config = config_of(tmp_path, size)
+        executor = msgspec.structs.replace(config.executor, sum_leaves=4)
+        return msgspec.structs.replace(config, executor=executor)
+
+    alone = make_torch_worker(invariant(1)).begin(prompt()).result()
+    with member(place(hosts, tmp_path / "there")), ranks_of(on(hosts, invariant(2))) as (_, together):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "card",
+    [
+        {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16, "conv_kernel": 4},
+        {
+            "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "num_heads": 4, "head_dim": 32,
+            "n_groups": 1, "state_size": 16, "conv_kernel": 4,
+        },
+    ],
+    ids=["queries and keys", "what channels choose", "states"],
+)  # fmt: skip
+def test_what_all_ranks_have_to_know_is_put_together_over_hosts(
+    card: dict[str, object], tmp_path: Path, hosts: HostsConfig
+) -> None:
+    shape = {
+        "hidden_size": 64, "intermediate_size": 128, "head_dim": None, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 211, "max_position_embeddings": 256,
+    }  # fmt: skip
+    write_model(tmp_path, **{**shape, **card})
+    options = Options(
+        model=str(tmp_path), device="cpu", load_format="dummy", tensor_parallel_size=2, threads=1,
+        max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB",
+    )  # fmt: skip
+    config = resolve(options, tmp_path, http=False).config
+    with ranks_of(config) as (_, alone):
+        pass
+    other = place(hosts, tmp_path / "there", model_path=str(tmp_path))
+    with member(other), ranks_of(on(hosts, config)) as (_, together):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("count", "size"), [(2, 4), (4, 4)])
+def test_more_ranks_on_more_hosts_draw_what_they_draw_on_one(
+    count: int, size: int, tmp_path: Path, hosts: HostsConfig
+) -> None:
+    with ranks_of(config_of(tmp_path, size)) as (_, alone):
+        pass
+    more = msgspec.structs.replace(hosts, count=count)
+    with contextlib.ExitStack() as others:
+        for host in range(1, count):
+            others.enter_context(member(place(more, tmp_path / str(host), host=host)))
+        _, together = others.enter_context(ranks_of(on(more, config_of(tmp_path, size))))
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+@pytest.mark.whole
+def test_what_two_of_the_others_tell_each_other_goes_through_the_first(
+    tmp_path: Path, hosts: HostsConfig
+) -> None:
+    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    three = msgspec.structs.replace(hosts, count=3)
+    with (
+        member(place(three, tmp_path / "1")),
+        member(place(three, tmp_path / "2", host=2)),
+        ranks_of(on(three, config_of(tmp_path, 1, stages=3))) as (_, together),
+    ):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)

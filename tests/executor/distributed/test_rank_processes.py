@@ -1,0 +1,106 @@
+"""Ranks as processes, without the server around them: what they compute together, and how they end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from tests.executor.conftest import Drawer, plan_of
+
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.executor.worker import make_torch_worker
+from quintet.process.runtime import error_file
+from quintet.wire.codec import pack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.params import SamplingParams
+from quintet.wire.step import StepPlan, StepResult
+
+ME = WorkerId(Role.EXECUTOR, 0, 1)
+RANK_0 = """
+import sys, threading
+import msgspec
+from quintet.executor.main import make_worker
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
+from quintet.executor.backends.platforms.shares import take_share
+from quintet.process.trace import no_span
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.step import StepPlan
+
+config = msgspec.json.decode(sys.stdin.readline(), type=EngineConfig)
+plan = msgspec.json.decode(sys.stdin.readline(), type=StepPlan)
+followers = FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)
+worker = make_worker(take_share(0, config), no_span, followers)
+print(msgspec.json.encode(worker.begin(plan).result()).decode(), flush=True)
+threading.Event().wait()
+"""
+
+
+def config_of(run_dir: Path, size: int, threads: int = 1, stages: int = 1) -> EngineConfig:
+    """Of the embedded model."""
+    options = Options(
+        device="cpu", tensor_parallel_size=size, pipeline_parallel_size=stages, threads=threads,
+        max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB",
+    )  # fmt: skip
+    return resolve(options, run_dir, http=False).config
+
+
+def prompt() -> StepPlan:
+    """A step that computes a prompt and draws what follows."""
+    drawer = Drawer(SamplingParams(temperature=0.0, logprobs=5), prompt=list(range(40, 52)))
+    columns = {"starts": pack_i32([0]), "counts": pack_i32([len(drawer.prompt)])}
+    return msgspec.structs.replace(plan_of([drawer], [2]), blocks=pack_i32([2, 0, 0, 3]), **columns)
+
+
+@contextmanager
+def ranks_of(config: EngineConfig) -> Iterator[tuple[subprocess.Popen[bytes], StepResult]]:
+    """Run the ranks, rank 0 first; yield its process and what they have computed."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", RANK_0], **pipes) as first:
+        assert first.stdin is not None and first.stdout is not None
+        try:
+            first.stdin.write(msgspec.json.encode(config) + b"\n" + msgspec.json.encode(prompt()) + b"\n")
+            first.stdin.flush()
+            yield first, msgspec.json.decode(first.stdout.readline(), type=StepResult)
+        finally:
+            first.kill()
+
+
+def test_two_processes_draw_what_one_does_and_end_together(tmp_path: Path) -> None:
+    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    with ranks_of(config_of(tmp_path, 2)) as (first, together):
+        assert together.token_ids == alone.token_ids
+        ours, theirs = (np.frombuffer(each.logprobs[0].logprobs, np.float32) for each in (alone, together))
+        assert np.allclose(ours, theirs, atol=0.1), "not the same model"
+        [rank] = psutil.Process(first.pid).children()
+        rank.kill()
+        assert first.wait(60) == 1
+    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
+
+
+def test_two_stages_draw_what_one_process_does_and_end_together(tmp_path: Path) -> None:
+    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    with ranks_of(config_of(tmp_path, 1, stages=2)) as (first, together):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+        [stage] = psutil.Process(first.pid).children()
+        stage.kill()
+        assert first.wait(60) == 1
+    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
+
+
+@pytest.mark.whole
+def test_bits_do_not_depend_on_the_threads_of_a_rank(tmp_path: Path) -> None:
+    results = []
+    for threads in (1, 2):
+        with ranks_of(config_of(tmp_path, 2, threads)) as (_, result):
+            results.append((result.token_ids, result.logprobs))
+    assert results[0] == results[1]

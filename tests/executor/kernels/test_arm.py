@@ -1,0 +1,105 @@
+"""Kernels of csrc/cpu on 64-bit ARM: compiled by a cross compiler, run by an emulator.
+
+The program in `arm/` calls the kernels' C functions. It compares results with fp64 sums, and each row's bits between batches and
+thread counts. It needs neither Python nor torch. The tests also run it on this processor with the installed library, which
+validates the program itself.
+
+QUINTET_ISA selects each instruction set on both machines. The emulator also poses as processors with fewer instruction sets, to
+test the automatic choice. Results of integer weights have the same bits everywhere: their digests are equal.
+
+An emulator on x86 cannot show memory reordering of ARM, or speed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.executor.kernels.compiled_checks import KERNELS, NATIVE, ROOT, compiled, kernel_sources, run
+from tests.executor.kernels.instruction_sets import all_of_them, isa
+
+from quintet.executor.backends.cpu.ops.host_library import open_library
+
+CHECKS = ROOT / "tests/executor/kernels/arm"
+PARTS = ("linear", "attention", "rows", "sampling")
+ARM = ("baseline", "neon_dot", "neon_i8mm", "neon_bf16")
+# Contraction is off, or the numbers that the checks begin with would differ between processors.
+CHECK_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{KERNELS}")
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
+
+def checks() -> list[tuple[Path, tuple[str, ...]]]:
+    return [(path, CHECK_FLAGS) for path in sorted(CHECKS.glob("*.cpp"))]
+
+
+def digest_of(said: str, name: str) -> str:
+    """What the check of linear layers, run with the instruction set ``name``, says of integer weights' results."""
+    found = re.search(rf"^{name}: linear: .* digest ([0-9a-f]{{16}})$", said, re.MULTILINE)
+    assert found, said
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def program_here() -> Path:
+    """The checks, with this processor's kernels as they are installed."""
+    library = open_library()
+    if library is None:
+        pytest.skip("the host kernels are not built")
+    if shutil.which(NATIVE[0]) is None:
+        pytest.skip(f"needs the compiler {NATIVE[0]}")
+    return compiled(NATIVE, "here", checks(), Path(library._name))
+
+
+@pytest.fixture(scope="module")
+def digest_here(program_here: Path) -> str:
+    """Of the results of integer weights: the same wherever a product and a sum are rounded once."""
+    said = run(str(program_here), "linear", env={**os.environ, "QUINTET_ISA": isa()})
+    return digest_of(said, isa())
+
+
+@pytest.mark.whole  # compiles the checks; of the kernels here, `test_*_kernels.py` say the same
+@pytest.mark.parametrize("name", all_of_them())
+def test_on_this_processor(program_here: Path, digest_here: str, name: str) -> None:
+    said = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})
+    assert [line.partition(":")[0] for line in said.splitlines()] == [name] * len(PARTS)
+    if (platform.machine(), name) != ("x86_64", "baseline"):  # whose products are rounded as well
+        assert digest_of(said, name) == digest_here, name
+
+
+@pytest.fixture(scope="module")
+def arm_program() -> Path:
+    """The checks and the kernels for 64-bit ARM."""
+    if platform.machine() in {"aarch64", "arm64"}:
+        pytest.skip("this is ARM: the other test is enough")
+    if shutil.which(CROSS) is None:
+        pytest.skip(f"needs the compiler {CROSS} (Debian: g++-aarch64-linux-gnu)")
+    if shutil.which(EMULATOR) is None:
+        pytest.skip(f"needs the emulator {EMULATOR} (Debian: qemu-user)")
+    return compiled([CROSS], "arm", kernel_sources("aarch64") + checks(), "-static")
+
+
+@pytest.mark.whole  # compiles all kernels again
+def test_on_arm(arm_program: Path, digest_here: str) -> None:
+    def check(job: tuple[str, str]) -> str:
+        name, part = job
+        return run(EMULATOR, "-cpu", "max", str(arm_program), part, env={**os.environ, "QUINTET_ISA": name})
+
+    jobs = [("baseline", part) for part in PARTS] + [(name, "linear") for name in ARM if name != "baseline"]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        said = "".join(threads.map(check, jobs))
+    assert {digest_of(said, name) for name in ARM} == {digest_here}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("processor", "chosen"),
+    [("cortex-a72", "baseline"), ("neoverse-n1", "neon_dot"), ("max", "neon_bf16")],
+)
+def test_which_is_chosen_on_arm(arm_program: Path, processor: str, chosen: str) -> None:
+    """By what the kernel says of the processor. qemu 7.2 has no processor with FEAT_I8MM and without FEAT_BF16."""
+    assert run(EMULATOR, "-cpu", processor, str(arm_program), "isa").strip() == chosen

@@ -1,0 +1,86 @@
+"""`QUINTET_KERNELS`: which instruction sets are built, and which of them optimised less, where GCC can tell what is native."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+BUILD = """
+import platform, runpy, sys
+platform.machine = lambda: {machine!r}
+sys.argv = ["setup.py", "-q", "build_ext", "--build-lib", {made!r}, "--build-temp", {made!r}]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+COMPILER = """#!/bin/sh
+# Says what is native, and keeps what it is asked to compile.
+case "$*" in *-march=native*) {answer};; esac
+echo "$@" >> {asked}
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
+
+
+def build(folder: Path, machine: str, answer: str, kernels: str = "quick") -> list[str]:
+    """What a compiler is asked to compile, a line a source, that answers so when asked what is native."""
+    compiler, asked = folder / "compiler", folder / "asked"
+    compiler.write_text(COMPILER.format(answer=answer, asked=asked))
+    compiler.chmod(0o755)
+    run_setup(folder, machine, compiler, kernels)
+    return [line for line in asked.read_text().splitlines() if " -c " in line]
+
+
+def run_setup(folder: Path, machine: str, compiler: Path, kernels: str = "quick") -> None:
+    program = BUILD.format(machine=machine, made=str(folder / "made"))
+    environment = os.environ | {"CC": str(compiler), "CXX": str(compiler), "QUINTET_KERNELS": kernels}
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, capture_output=True
+    )
+
+
+def optimised_less(lines: list[str]) -> set[str]:
+    return {line.partition("-DQT_ISA=")[2].split()[0] for line in lines if "-Og" in line.split()}
+
+
+def sets_of(lines: list[str]) -> set[str]:
+    return {line.partition("-DQT_ISA=")[2].split()[0] for line in lines if "-DQT_ISA=" in line}
+
+
+AVX2 = "; ".join(f"echo '  {flag}  [enabled]'" for flag in ("-mavx2", "-mfma", "-mf16c")) + "; exit 0"
+
+
+def test_native_builds_what_the_processor_chooses_and_the_portable_set(tmp_path: Path) -> None:
+    lines = build(tmp_path, "x86_64", AVX2, "native")
+    assert sets_of(lines) == {"avx2", "baseline"}
+    assert optimised_less(lines) == {"baseline"}
+    assert any('-DQT_BUILT="baseline avx2"' in line for line in lines)
+
+
+def test_all_builds_every_set_optimised(tmp_path: Path) -> None:
+    lines = build(tmp_path, "x86_64", AVX2, "all")
+    assert {"baseline", "avx2", "avx512", "amx"} <= sets_of(lines) and not optimised_less(lines)
+
+
+def test_sets_that_the_processor_does_not_choose_are_optimised_less(tmp_path: Path) -> None:
+    lines = build(tmp_path, "x86_64", AVX2)
+    assert {"baseline", "avx512", "avx2_vnni"} <= optimised_less(lines)
+    assert not {"avx2", "amx_emulated"} & optimised_less(lines)
+
+
+def test_all_is_optimised_where_the_compiler_does_not_know_what_is_native(tmp_path: Path) -> None:
+    lines = build(tmp_path, "x86_64", "exit 1")
+    assert lines and not optimised_less(lines)
+
+
+def test_all_is_optimised_on_arm_where_flags_of_sets_are_not_those_of_a_processor(tmp_path: Path) -> None:
+    lines = build(tmp_path, "aarch64", "echo '  -mbranch-protection= [enabled]'; exit 0")
+    assert any("neon_dot" in line for line in lines) and not optimised_less(lines)
+
+
+def test_without_a_compiler_the_package_builds_without_kernels(tmp_path: Path) -> None:
+    run_setup(tmp_path, "x86_64", tmp_path / "none")
+    assert not list(tmp_path.rglob("_host*"))

@@ -1,0 +1,115 @@
+"""The kernels of operations with a state: against the references, and the same bits however a request is cut.
+
+Tolerance: 16-bit results may round to the neighbour, a unit in the last place of the largest term that they are the sum of (the
+SiLU of a convolution: of its rounded argument as well); in fp32 what sums of up to 256 terms in another order lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.executor.kernels.state_problems import SHAPES, rows_of
+
+from quintet.executor.backends.cpu.ops import host_states
+from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
+from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
+from quintet.executor.backends.cpu.ops.head_scan import head_scan
+from quintet.executor.backends.cpu.ops.host_library import open_library
+from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
+
+pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
+
+REFERENCES: Any = SimpleNamespace(
+    causal_conv=causal_conv, selective_scan=selective_scan, head_scan=head_scan, delta_rule=delta_rule
+)
+UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-17}
+
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+shapes = pytest.mark.parametrize("shape", SHAPES)
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Run on so many threads."""
+    library = open_library()
+    assert library is not None
+    library.qt_set_threads(request.param, 0)
+    yield request.param
+    library.qt_set_threads(1, 0)
+
+
+def close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    largest = float(expected.float().abs().max())
+    torch.testing.assert_close(
+        out.float(), expected.float(), rtol=2 * UNIT[dtype], atol=UNIT[dtype] * largest / 4
+    )
+
+
+@dtypes
+@shapes
+def test_computes_what_the_reference_does(shape: str, dtype: torch.dtype) -> None:
+    counts = [3, 1, 21, 9]
+    problem = SHAPES[shape](sum(counts), dtype)
+    rows = rows_of(counts, [5, 0, 2, 1])
+    states, expected_states = problem.states(6), problem.states(6)
+    close(problem.run(host_states, rows, states), problem.run(REFERENCES, rows, expected_states), dtype)
+    for block in (5, 0, 2, 1):
+        close(states[block], expected_states[block], problem.state_dtype)
+    assert states[3].isnan().all() and states[4].isnan().all(), "a block of nobody was written"
+
+
+@dtypes
+@shapes
+def test_goes_on_from_one_block_into_another(shape: str, dtype: torch.dtype) -> None:
+    counts = [4, 1, 10]
+    problem = SHAPES[shape](sum(counts), dtype)
+    states = problem.states(8)
+    states[:3] = torch.randn(3, *problem.state_shape, generator=torch.Generator().manual_seed(9)).to(
+        problem.state_dtype
+    )
+    before = states.clone()
+    rows = rows_of(counts, [0, 1, 2], [3, 1, 7], [False, False, True])
+    expected_states = states.clone()
+    close(problem.run(host_states, rows, states), problem.run(REFERENCES, rows, expected_states), dtype)
+    for block in (3, 1, 7):
+        close(states[block], expected_states[block], problem.state_dtype)
+    assert torch.equal(states[[0, 2]], before[[0, 2]]), "a row wrote the block that it read"
+
+
+@dtypes
+@shapes
+def test_the_same_bits_however_it_is_cut(shape: str, dtype: torch.dtype) -> None:
+    """Whole, token by token, in chunks, beside others and from block to block."""
+    num_tokens = 26
+    problem = SHAPES[shape](num_tokens, dtype)
+    whole = problem.states(1)
+    expected = problem.run(host_states, rows_of([num_tokens], [0]), whole)
+    for cuts in ([*range(num_tokens)], [0, 1, 8, 17], [0, 9], [0, 16, 24, 25]):
+        states = problem.states(3)
+        pieces = []
+        for number, (begin, end) in enumerate(zip(cuts, [*cuts[1:], num_tokens], strict=True)):
+            rows = rows_of([end - begin], [number % 2], [(number + 1) % 2], [begin == 0])
+            pieces.append(problem.run(host_states, rows, states, slice(begin, end)))
+        assert torch.equal(torch.cat(pieces), expected), cuts
+        assert torch.equal(states[len(cuts) % 2], whole[0]), cuts
+
+
+@shapes
+def test_the_same_bits_in_a_batch(shape: str) -> None:
+    counts = [1, 17, 1, 8, 30, 2]
+    problem = SHAPES[shape](sum(counts), torch.bfloat16)
+    states = problem.states(len(counts))
+    together = problem.run(host_states, rows_of(counts, range(len(counts))), states)
+    begin = 0
+    for number, count in enumerate(counts):
+        alone = problem.states(1)
+        tokens = slice(begin, begin + count)
+        assert torch.equal(
+            problem.run(host_states, rows_of([count], [0]), alone, tokens), together[tokens]
+        ), number
+        assert torch.equal(alone[0], states[number]), number
+        begin += count

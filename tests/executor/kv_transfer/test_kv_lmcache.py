@@ -1,0 +1,163 @@
+"""A store in LMCache's server, against a stand-in of it; `tests/clients` has it against the real one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.executor.kv_transfer.lmcache_server import StandIn, stand_in
+
+from quintet.executor.kv_transfer.store import lmcache
+from quintet.executor.kv_transfer.store.connector import connector_path, open_connector
+from quintet.wire.config import KvStoreConfig
+from quintet.wire.errors import ConfigError
+
+NAMES = [f"{'ab' * 16}/{number:064x}" for number in range(300)]
+CONTENT = bytes(range(250)) * 4
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    with stand_in() as server:
+        yield server
+
+
+def opened(server: StandIn) -> lmcache.LmStore:
+    store = open_connector(config(server.url))
+    assert isinstance(store, lmcache.LmStore)
+    return store
+
+
+def config(url: str) -> KvStoreConfig:
+    return KvStoreConfig(url=url, waiting_bytes=1, staging_bytes=1)
+
+
+def get(store: lmcache.LmStore, name: str, size: int = 1000) -> bytes | None:
+    into = bytearray(size)
+    return bytes(into) if store.get(name, memoryview(into)) else None
+
+
+def test_objects_come_back(server: StandIn) -> None:
+    one, other = opened(server), opened(server)
+    assert one.put(NAMES[0], memoryview(CONTENT)) and one.put(NAMES[1], memoryview(b"b" * 1000))
+    assert get(other, NAMES[0]) == CONTENT and get(other, NAMES[2]) is None
+    assert other.count(NAMES) == 2 and other.count(NAMES[1:]) == 1 and other.count(NAMES[2:]) == 0
+    assert one.put(NAMES[0], memoryview(b"c" * 1000)) and get(other, NAMES[0]) == CONTENT, "it was there"
+    one.close()
+    other.close()
+
+
+def test_names_that_begin_with_zeros_are_several(server: StandIn) -> None:
+    store = opened(server)
+    names = [f"{whose * 32}/{zeros}07" for whose in "0a" for zeros in ("", "00", "0000")]
+    for name in names:
+        assert store.put(name, memoryview(name.encode()))
+    assert [get(store, name, len(name)) for name in names] == [name.encode() for name in names]
+    store.close()
+
+
+def test_a_long_chain_is_counted(server: StandIn) -> None:
+    store = opened(server)
+    for name in NAMES[:290]:
+        store.put(name, memoryview(b"x"))
+    assert store.count(NAMES) == 290 and store.count(NAMES[:290]) == 290 and store.count([]) == 0
+    store.close()
+
+
+def test_what_is_damaged_is_written_over(server: StandIn) -> None:
+    store = opened(server)
+    assert store.put(NAMES[0], memoryview(b"a" * 1000))
+    store.drop(NAMES[0])
+    assert get(store, NAMES[0]) is None and store.count(NAMES) == 0
+    assert store.put(NAMES[0], memoryview(CONTENT)) and get(store, NAMES[0]) == CONTENT
+    store.close()
+
+
+@pytest.mark.parametrize("wrong", ["size", "torn"])
+def test_what_is_not_whole_is_written_over(wrong: str, server: StandIn) -> None:
+    """Its writer was killed, or errs: the real server says that such an object is there."""
+    store = opened(server)
+    assert store.put(NAMES[0], memoryview(b"a" * 1000))
+    server.objects = dict.fromkeys(server.objects, b"a" * 999 if wrong == "size" else None)
+    assert store.count(NAMES) == 1 and get(store, NAMES[0]) is None
+    assert store.put(NAMES[0], memoryview(CONTENT)) and get(store, NAMES[0]) == CONTENT
+    store.close()
+
+
+def test_a_server_that_is_lost_amid_an_object_leaves_it_as_it_is(server: StandIn) -> None:
+    store = opened(server)
+    assert store.put(NAMES[0], memoryview(CONTENT))
+    server.dies_behind = 1
+    with pytest.raises(ConnectionError, match="closed the connection"):
+        get(store, NAMES[0])
+    server.dies_behind = None
+    assert store.count(NAMES) == 1 and get(store, NAMES[0]) == CONTENT
+    store.close()
+
+
+def test_a_server_that_is_started_anew_is_an_error_once(server: StandIn) -> None:
+    store = opened(server)
+    barrier = threading.Barrier(4)
+
+    def ask() -> None:
+        with store._exchange() as exchange:
+            exchange.send(lmcache._order(lmcache.EXIST, NAMES[0]))
+            assert exchange.receive_reply()[0] == lmcache.MISSING
+            barrier.wait()
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    server.hang_up()
+    with pytest.raises(ConnectionError):
+        store.count(NAMES)
+    assert store.count(NAMES) == 0 and store.put(NAMES[0], memoryview(CONTENT))
+    store.close()
+
+
+def test_a_server_that_says_little_at_a_time_holds_no_order_for_ever(server: StandIn) -> None:
+    """However soon each of its answers comes."""
+    store = lmcache.LmStore(*server.address, timeout_s=0.3)
+    server.pause_s = 0.05
+    with pytest.raises(TimeoutError):
+        store.count(NAMES[:100])
+    server.pause_s = 0.0
+    assert store.count(NAMES[:100]) == 0
+    store.close()
+
+
+def test_a_server_that_says_something_else_is_an_error(server: StandIn) -> None:
+    store = opened(server)
+    server.codes = (200, 500)
+    with pytest.raises(ConnectionError, match="unknown code 500"):
+        store.count(NAMES)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["lm://host", "lm://host:port", "lm://host:1/below", "lm://:1", "lm://host:1?x=y"]
+)
+def test_a_url_says_where_it_listens(url: str) -> None:
+    with pytest.raises(ConfigError, match="use lm://host:port"):
+        open_connector(config(url))
+
+
+def test_nobody_there_is_an_error_of_whoever_asks() -> None:
+    with stand_in() as server:
+        store = opened(server)
+    with pytest.raises(ConnectionError):
+        store.count(NAMES)
+
+
+def test_our_plug_ins_are_installed_and_not_imported() -> None:
+    """Whoever has changed `pyproject.toml` installs anew."""
+    pyproject = Path(__file__).parents[3] / "pyproject.toml"
+    ours = tomllib.loads(pyproject.read_text())["project"]["entry-points"]["quintet.kv_connectors"]
+    assert {scheme: connector_path(f"{scheme}://somewhere") for scheme in ours} == ours
+    assert "lmcache" not in sys.modules and "nixl" not in sys.modules

@@ -1,0 +1,107 @@
+"""A prefix in a file: another server that computes the same bits has the blocks, and nobody believes anything else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.executor.kv_transfer.test_block_file import (
+    BLOCK_BYTES,
+    KEYS,
+    WHOSE,
+    block_of,
+    flip,
+    found,
+    opened,
+    written,
+)
+
+from quintet.executor.kv_transfer.disk.block_file import BlockFile
+from quintet.executor.kv_transfer.disk.prefix_file import (
+    ENTRY,
+    HEAD,
+    PrefixFileError,
+    read_keys,
+    read_prefix,
+    write_prefix,
+)
+
+NAME = "prefix.kv"
+WANTED = list(enumerate(KEYS))[:3]
+PLACES = [(3 - place, key) for place, key in WANTED]
+
+
+def exported(folder: Path) -> Path:
+    *_, num_bytes = write_prefix(folder / "out", NAME, WHOSE, written(folder), WANTED)
+    assert (folder / "out" / NAME).stat().st_size == num_bytes
+    return folder / "out"
+
+
+def imported(folder: Path, file: BlockFile) -> list[tuple[int, bytes, bool]]:
+    assert list(read_keys(folder, NAME, WHOSE, file)) == KEYS[:3]
+    return list(read_prefix(folder, NAME, WHOSE, file, PLACES))
+
+
+def test_what_was_exported_is_imported(tmp_path: Path) -> None:
+    folder = exported(tmp_path)
+    assert os.listdir(folder) == [NAME]
+    other = opened(tmp_path / "other")
+    assert imported(folder, other) == [(place, key, True) for place, key in PLACES]
+    again = opened(tmp_path / "other")
+    assert [found(again, place, key) for place, key in PLACES] == [block_of(key) for key in KEYS[:3]]
+
+
+def test_a_damaged_block_is_left_out(tmp_path: Path) -> None:
+    folder = exported(tmp_path)
+    flip(folder / NAME, HEAD.size + 3 * ENTRY.size + 32 + BLOCK_BYTES + 5)
+    other = opened(tmp_path / "other")
+    assert [is_stored for _, _, is_stored in imported(folder, other)] == [True, False, True]
+    assert found(other, 2, KEYS[1]) is None
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (cut, "it was truncated or extended"),
+    "another's": (lambda path: flip(path, 25), "is of another model, other weights"),
+    "another version": (lambda path: flip(path, 18), "was not written by this version's `kv export`"),
+    "empty": (lambda path: os.truncate(path, 0), "was not written by"),
+    "a key": (lambda path: flip(path, HEAD.size + 5), "the hash of its table does not match"),
+    "gone": (lambda path: path.unlink(), "No such file"),
+    "a link": (link, "is a symbolic link, which is not followed"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_what_was_written_is_refused(tmp_path: Path, what: str) -> None:
+    folder = exported(tmp_path)
+    damage, words = REFUSED[what]
+    damage(folder / NAME)
+    other = opened(tmp_path / "other")
+    with pytest.raises(PrefixFileError, match=words):
+        imported(folder, other)
+    assert not other.kept()
+
+
+def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    steps = write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED)
+    next(steps)
+    file.drop(*WANTED[1])
+    with pytest.raises(PrefixFileError, match="were evicted during the export"):
+        list(steps)
+    assert os.listdir(tmp_path / "out") == []
+    with pytest.raises(PrefixFileError, match="were evicted"):
+        list(write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED))
+    list(write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED[:1]))
+    with pytest.raises(PrefixFileError, match="exists: use another name"):
+        list(write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED[:1]))

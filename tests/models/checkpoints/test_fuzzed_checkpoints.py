@@ -1,0 +1,114 @@
+"""Checkpoints whose files make no sense: each is refused in one line, or is a model that computes.
+
+What is drawn is a function of the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tests.models.checkpoints.invalid_values import NONSENSE, SMALL, nonsense, try_out, without_card
+
+from quintet.wire.number_formats import ITEM_BYTES
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return without_card(tmp_path)
+
+
+def checkpoint(folder: Path, dtype: torch.dtype) -> bytes:
+    """Write a card and its weights; return the weights' file."""
+    card = {**SMALL, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(card))
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**card)).to(dtype).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(card))
+    return (folder / "model.safetensors").read_bytes()
+
+
+def spoiled(draw: random.Random, whole: bytes) -> bytes:
+    """Return a safetensors file with something wrong in its header, its length, or nothing."""
+    (size,) = struct.unpack("<Q", whole[:8])
+    kind = draw.choice(["nothing", "entry", "entry", "entry", "names", "bytes", "cut", "length"])
+    if kind == "bytes":
+        changed = bytearray(whole)
+        for _ in range(draw.choice([1, 3, 20])):
+            changed[draw.randrange(8 + size)] = draw.randrange(256)
+        return bytes(changed)
+    if kind == "cut":
+        return whole[: draw.randrange(len(whole))]
+    if kind == "length":
+        return (
+            struct.pack("<Q", draw.choice([0, 1, 2, size - 1, size + 1, len(whole), 1 << 40, (1 << 64) - 1]))
+            + whole[8:]
+        )
+    header, tensors = json.loads(whole[8 : 8 + size]), whole[8 + size :]
+    name = draw.choice([name for name in header if name != "__metadata__"])
+    entry = header[name]
+    if kind == "names":
+        header.pop(name)
+        if draw.random() < 0.6:
+            header[draw.choice(["lm_head.weight", "x", "", "\ud800", name + ".1", "__metadata__"])] = entry
+    elif kind == "entry":
+        key = draw.choice(["dtype", "dtype", "shape", "shape", "data_offsets", "all"])
+        if key == "dtype":
+            entry[key] = draw.choice([*ITEM_BYTES, "F4", "bf16", *NONSENSE])
+        elif key == "all":
+            header[name] = draw.choice(NONSENSE)
+        elif draw.random() < 0.5:
+            entry[key] = draw.choice([entry[key][::-1], [*entry[key], 1], entry[key][:1], [0, 0], *NONSENSE])
+        else:
+            at = draw.randrange(len(entry[key]))
+            entry[key][at] = nonsense(draw, entry[key][at])
+    encoded = json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + tensors
+
+
+def fuzz_checkpoints(folder: Path, seeds: range) -> tuple[int, int]:
+    """Try a checkpoint of each seed; return how many were refused and how many computed."""
+    refused = computed = 0
+    wholes = [checkpoint(folder, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for seed in seeds:
+        draw = random.Random(seed)
+        path = folder / "model.safetensors"
+        path.write_bytes(spoiled(draw, draw.choice(wholes)))
+        index = folder / "model.safetensors.index.json"
+        index.unlink(missing_ok=True)
+        if draw.random() < 0.2:
+            names = draw.choice(
+                [
+                    {"x": path.name},
+                    {"x": "absent"},
+                    {"x": "../" + path.name},
+                    *({"x": one} for one in NONSENSE),
+                ]
+            )
+            index.write_text(
+                json.dumps(
+                    draw.choice([{"weight_map": names}, {"weight_map": names}, {}, draw.choice(NONSENSE)])
+                )
+            )
+        try:
+            said = try_out(folder, draw.choice([4, 16]), quantization=draw.choice(["none", "none", "int8"]))
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        refused, computed = refused + (said is not None), computed + (said is None)
+    return refused, computed
+
+
+def test_a_senseless_checkpoint_is_refused_or_computes(folder: Path) -> None:
+    refused, computed = fuzz_checkpoints(folder, range(100))
+    assert refused > 40 and computed > 10
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("part", range(4))
+def test_many_senseless_checkpoints(folder: Path, part: int) -> None:
+    fuzz_checkpoints(folder, range(1000 + 500 * part, 1500 + 500 * part))

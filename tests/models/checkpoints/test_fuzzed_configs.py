@@ -1,0 +1,280 @@
+"""Cards that make no sense: each is refused in one line, or is a model that computes.
+
+What is drawn is a function of the seed. See `tests.models.checkpoints.invalid_values` for how far a card goes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tests.models.checkpoints.invalid_values import SMALL, nonsense, try_out, without_card
+from tests.models.test_equal import ROWS
+
+from quintet.executor.model_config.registry import FAMILIES
+
+OPTIONAL: dict[str, Any] = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "sliding_window": 9,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "partial_rotary_factor": 0.5,
+    "quantization_config": None,
+    "original_max_position_embeddings": 32,
+    "alibi": True,
+    "attention_layers": ["global", "local"],
+    "attn_config": {"alibi": False, "clip_qkv": 2.0, "softmax_scale": 0.2},
+    "attn_logit_softcapping": 50.0,
+    "bias": True,
+    "clip_qkv": 8.0,
+    "do_layer_norm_before": False,
+    "final_logit_softcapping": 30.0,
+    "first_k_dense_replace": 1,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "logit_scale": 0.06,
+    "multi_query": False,
+    "n_inner": 40,
+    "new_decoder_architecture": True,
+    "no_rope_layer_interval": 2,
+    "num_experts_per_tok": 2,
+    "num_kv_heads": 2,
+    "num_ln_in_parallel_attn": 1,
+    "num_local_experts": 4,
+    "parallel_attn": False,
+    "qk_layernorm": True,
+    "query_pre_attn_scalar": 24,
+    "residual_multiplier": 0.5,
+    "rotary_dim": 8,
+    "rotary_pct": 0.5,
+    "scale_attn_by_inverse_layer_idx": True,
+    "sliding_window_pattern": 2,
+    "text_config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    },
+    "use_parallel_residual": False,
+    "word_embed_proj_dim": 16,
+}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 5e5},
+    {"rope_type": "linear", "factor": 2.0},
+    {"type": "dynamic", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16, "beta_slow": 2,
+     "mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False},
+    {"rope_type": "yarn", "attention_factor": 1.3, "original_max_position_embeddings": 32},
+    {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32, "short_factor": [1.0] * 8,
+     "long_factor": [1.5] * 8},
+]  # fmt: skip
+SPELLED_LIKE = {
+    "InternLM3ForCausalLM": ("LlamaForCausalLM", False),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", True),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", True),
+}
+"""Of architectures that have neither a row nor a reader in common with one that has: whose card is like theirs, and whether they
+have it as their text model's."""
+Cards = dict[str, list[dict[str, Any]]]
+
+
+def a_card(draw: random.Random) -> dict[str, Any]:
+    """Return a card with a few wrong values, or none."""
+    card = {**SMALL, "architectures": [draw.choice(sorted(FAMILIES))]}
+    card |= {key: value for key, value in OPTIONAL.items() if draw.random() < 0.15}
+    if draw.random() < 0.7:
+        card[draw.choice(["rope_parameters", "rope_scaling"])] = dict(draw.choice(ROPES))
+    for _ in range(draw.choice([0, 1, 1, 1, 2, 3])):
+        inner = [card[key] for key in ("rope_parameters", "rope_scaling") if isinstance(card.get(key), dict)]
+        where = draw.choice(inner) if inner and draw.random() < 0.4 else card
+        key = draw.choice(sorted(where)) if where else "rope_type"
+        if draw.random() < 0.15:
+            where.pop(key, None)
+        else:
+            where[key] = nonsense(draw, where.get(key))
+    return card
+
+
+@pytest.fixture(scope="module")
+def working(tmp_path_factory: pytest.TempPathFactory) -> Cards:
+    """Cards that are right: of every architecture at least one, with the keys that it knows."""
+    anything = transformers.PretrainedConfig().to_dict()
+    cards: Cards = {}
+    for row in ROWS.values():
+        folder = tmp_path_factory.mktemp("card")
+        row.make(folder)
+        card = json.loads((folder / "config.json").read_bytes()) | dict(row.card)
+        own = {key: value for key, value in card.items() if key not in anything or value != anything[key]}
+        cards.setdefault(card["architectures"][0], []).append(own)
+    for architecture, family in FAMILIES.items():
+        alike = next((each for each in cards if FAMILIES[each].read is family.read), None)
+        inner, text = SPELLED_LIKE.get(architecture, (alike, False))
+        for card in cards[inner] if architecture not in cards and inner is not None else ():
+            spelled = {"text_config": card} if text else card
+            cards.setdefault(architecture, []).append(spelled | {"architectures": [architecture]})
+    return cards
+
+
+def places_of(value: object) -> list[tuple[Any, Any]]:
+    """Return every key of a card and of what is in it, and every index: each with what it is of."""
+    if isinstance(value, dict):
+        own = [(value, key) for key in value]
+    elif isinstance(value, list):
+        own = [(value, at) for at in range(len(value))]
+    else:
+        return []
+    return own + [place for inner, key in own for place in places_of(inner[key])]
+
+
+def a_card_of(draw: random.Random, cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one of them with a few wrong values, or none: any that it has, at any depth."""
+    card: dict[str, Any] = copy.deepcopy(draw.choice(cards))
+    card["dtype"] = draw.choice(["bfloat16", "float16", "float32"])
+    for _ in range(draw.choice([0, 1, 1, 1, 1, 2, 3])):
+        where, key = draw.choice([place for place in places_of(card) if place[1] != "architectures"])
+        if draw.random() < 0.15:
+            where.pop(key)
+        else:
+            where[key] = nonsense(draw, where[key])
+    return card
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return without_card(tmp_path)
+
+
+def fuzz_cards(
+    folder: Path, seeds: Iterable[int], make: Callable[[random.Random], dict[str, Any]] = a_card
+) -> tuple[int, int]:
+    """Try a card of each seed; return how many were refused and how many computed."""
+    refused = computed = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        (folder / "config.json").write_text(json.dumps(make(draw)))
+        try:
+            said = try_out(folder, draw.choice([4, 16]), load_format="dummy")
+        except Exception as error:
+            error.add_note(f"seed {seed}: {(folder / 'config.json').read_text()}")
+            raise
+        refused, computed = refused + (said is not None), computed + (said is None)
+    return refused, computed
+
+
+def test_a_senseless_card_is_refused_or_computes(folder: Path) -> None:
+    refused, computed = fuzz_cards(folder, range(120))
+    assert refused > 30 and computed > 30
+
+
+def fuzz_families(folder: Path, working: Cards, seeds: range) -> tuple[int, int]:
+    """The same with cards of every family in turn."""
+    names = sorted(working)
+    tried = [
+        fuzz_cards(folder, [seed], partial(a_card_of, cards=working[names[seed % len(names)]]))
+        for seed in seeds
+    ]
+    return sum(refused for refused, _ in tried), sum(computed for _, computed in tried)
+
+
+def test_every_architecture_has_a_card_that_computes(folder: Path, working: Cards) -> None:
+    assert working.keys() == FAMILIES.keys()
+    for cards in working.values():
+        (folder / "config.json").write_text(json.dumps(cards[0]))
+        assert try_out(folder, 16, load_format="dummy") is None, cards[0]
+
+
+def test_a_senseless_card_of_any_family_is_refused_or_computes(folder: Path, working: Cards) -> None:
+    refused, computed = fuzz_families(folder, working, range(len(working)))
+    assert refused > 30 and computed > 30
+
+
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+MANY = 10**400
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("GPTNeoForCausalLM", {"attention_layers": [["global"]] * 3}, "words, each global or local"),
+        ("FalconH1ForCausalLM", {"ssm_multipliers": [MANY, 1.0, 1.0, 1.0, 1.0]}, "a list of 5 numbers"),
+        (
+            "FalconH1ForCausalLM",
+            {"ssm_multipliers": [float("nan"), 1.0, 1.0, 1.0, 1.0]},
+            "a list of 5 numbers",
+        ),
+        ("Mamba2ForCausalLM", {"time_step_limit": [MANY, MANY]}, "two numbers, the smaller one first"),
+        ("Mamba2ForCausalLM", {"time_step_limit": [0.0, MANY]}, None),
+        ("MptForCausalLM", {"attn_config": {"clip_qkv": 1e6}}, None),
+        ("GptOssForCausalLM", {"swiglu_limit": 1e6}, None),
+        ("GptOssForCausalLM", {"intermediate_size": 33, **MXFP4}, "multiple of 32"),
+        ("GptOssForCausalLM", {"hidden_size": 48, **MXFP4}, "multiple of 32"),
+    ],
+)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_what_was_drawn_once(
+    folder: Path,
+    working: Cards,
+    architecture: str,
+    changes: dict[str, Any],
+    words: str | None,
+    block_size: int,
+) -> None:
+    """By torch, whose blocks are smaller, and by the kernels: in fp16, which does not hold every bound."""
+    card = working[architecture][0] | {"dtype": "float16"}
+    for key, value in changes.items():
+        card[key] = card[key] | value if key in card and isinstance(value, dict) else value
+    (folder / "config.json").write_text(json.dumps(card))
+    said = try_out(folder, block_size, load_format="dummy")
+    assert said is None if words is None else said is not None and words in said
+
+
+def test_what_transformers_cannot_compute_is_refused(folder: Path, working: Cards) -> None:
+    """It makes the model, and finds out in the middle of a pass."""
+    card = working["DeepseekV2ForCausalLM"][0] | {"architectures": ["Unknown"], "num_key_value_heads": 5}
+    (folder / "config.json").write_text(json.dumps(card))
+    said = try_out(folder, 16, load_format="dummy")
+    assert said is not None and "a test pass failed: RuntimeError" in said
+
+
+@pytest.mark.parametrize("name", ["", "x" * 500])
+def test_a_name_that_is_none_is_refused(folder: Path, working: Cards, name: str) -> None:
+    (folder / "config.json").write_text(
+        json.dumps(working["FalconForCausalLM"][0] | {"architectures": [name]})
+    )
+    said = try_out(folder, 16, load_format="dummy")
+    assert said is not None and "has neither `architectures` nor `model_type`" in said
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("part", range(12))
+def test_many_senseless_cards_of_all_families(folder: Path, working: Cards, part: int) -> None:
+    fuzz_families(folder, working, range(10_000 + 500 * part, 10_500 + 500 * part))
+
+
+def test_heads_of_one_number_compute(folder: Path) -> None:
+    card = {**SMALL, "architectures": ["BioGptForCausalLM"], "head_dim": 1}
+    (folder / "config.json").write_text(json.dumps(card))
+    assert try_out(folder, 4, load_format="dummy") is None
+
+
+def test_a_long_value_is_not_repeated_whole(folder: Path) -> None:
+    card = {**SMALL, "architectures": ["LlamaForCausalLM"], "dtype": "x" * 5000}
+    (folder / "config.json").write_text(json.dumps(card))
+    said = try_out(folder, 4, load_format="dummy")
+    assert said is not None and "x" * 20 in said
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("part", range(8))
+def test_many_senseless_cards(folder: Path, part: int) -> None:
+    fuzz_cards(folder, range(1000 + 500 * part, 1500 + 500 * part))

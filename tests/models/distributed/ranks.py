@@ -1,0 +1,128 @@
+"""A model divided over ranks that are threads of the test: everything but the processes is real."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.models.equality import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, RUN_DIR, Dtype, Loaded, with_blocks
+
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.executor.backends.platforms.platform import open_platform
+from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
+from quintet.executor.distributed.parallel.follower_loop import follow, run_stage
+from quintet.executor.distributed.parallel.leader import make_pipeline_worker
+from quintet.executor.distributed.parallel.library import OrderKind
+from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.worker import Worker, make_torch_worker
+from quintet.wire.config import ActivationDtype, EngineConfig, KvCacheDtype, Quantization
+
+
+def config_of(
+    folder: Path,
+    size: int,
+    stages: int,
+    dtype: Dtype,
+    quantization: Quantization,
+    kv_cache_dtype: KvCacheDtype,
+    swap_space: float | None,
+    *,
+    experts: bool,
+    eplb: str | None = None,
+    invariant: bool = False,
+    activation_dtype: ActivationDtype = "auto",
+    context: int = 1,
+    max_model_len: int = MAX_MODEL_LEN,
+) -> EngineConfig:
+    """Resolve as `quintet serve` does."""
+    asked = Options(
+        model=str(folder),
+        dtype=dtype,
+        quantization=quantization,
+        activation_dtype=activation_dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        device="cpu",
+        max_model_len=max_model_len,
+        max_num_seqs=16,
+        block_size=BLOCK_SIZE,
+        threads=1,
+        kv_cache_memory="64MiB",
+        swap_space=swap_space,
+        tensor_parallel_size=size,
+        decode_context_parallel_size=context,
+        enable_expert_parallel=experts,
+        enable_eplb=eplb is not None,
+        eplb_config=eplb,
+        layout_invariant=invariant,
+        pipeline_parallel_size=stages,
+    )
+    return with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
+
+
+@contextmanager
+def in_ranks(
+    folder: Path,
+    size: int,
+    dtype: Dtype = "float32",
+    quantization: Quantization = "none",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    swap_space: float | None = None,
+    experts: bool = False,
+    stages: int = 1,
+    change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+    **switches: Any,
+) -> Iterator[Loaded]:
+    """Load a folder as `quintet serve --tensor-parallel-size --pipeline-parallel-size` does, and end all ranks behind it.
+
+    Each has one thread. switches: more of `config_of`. change: what to make of the configuration before anybody has it.
+    """
+    gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
+    asked = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
+    config = change(config_of(*asked, experts=experts, **switches))
+    memories = [range(stages * (size > 1)), range(stages * (stages > 1)), range(config.cache.leaves)]
+    groups, links, crossings = ([os.memfd_create("ranks") for _ in each] for each in memories)
+    platform = open_platform(config.executor)
+    is_over = threading.Event()
+
+    def orders(rank: int) -> Iterator[OrderKind | None]:
+        share = share_of_rank(config, rank)
+        group = open_ranks(config, groups[share.stage], rank) if groups else None
+        if share.rank == 0:
+            return run_stage(
+                config, platform, share, group, open_links(config, links, share.stage), crossings
+            )
+        assert group is not None
+        return follow(config, platform, group, crossings)
+
+    def be_a_rank(rank: int) -> None:
+        for kind in orders(rank):
+            if kind is OrderKind.IDLE_TASK and is_over.is_set():  # the last: it has been told to all
+                return
+
+    others = range(1, size * stages)
+    threads = [threading.Thread(target=be_a_rank, args=(rank,), daemon=True) for rank in others]
+    for thread in threads:
+        thread.start()
+    first = open_ranks(config, groups[0], 0) if groups else None
+    worker: Worker | PipelineWorker
+    if stages > 1:
+        worker = make_pipeline_worker(config, first, open_links(config, links, 0), gather_fds=crossings)
+    else:
+        worker = make_torch_worker(config, ranks=first, gather_fds=crossings)
+        assert first is not None, "nobody else"
+        first.wait_for_all()
+    try:
+        yield Loaded(config, worker)  # type: ignore[arg-type]
+    finally:
+        is_over.set()
+        worker.run_idle_task()
+        for thread in threads:
+            thread.join()
+        for memory in (*groups, *links, *crossings):
+            os.close(memory)

@@ -1,0 +1,103 @@
+"""Two real cores over two real workers that share a store: what one computed is what the other begins behind, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+from tests.models.conftest import in_groups
+from tests.models.equality import load
+from tests.models.kv.test_groups import WINDOWED
+from tests.models.kv.test_kv_disk import PROMPT
+from tests.models.small_models import FAMILIES
+from tests.models.test_engine import GREEDY, House, changed
+from tests.models.test_hybrids import of_tests
+
+from quintet.core import recurrent_state
+from quintet.core.kv import store_chunks
+from quintet.deploy import embedded
+from quintet.executor.worker import make_torch_worker
+from quintet.wire.config import EngineConfig, KvStoreConfig
+
+RUN = 32
+"""Tokens, in these tests."""
+IN_RUNS = (len(PROMPT) - 1) // RUN * RUN
+
+
+@pytest.fixture(autouse=True)
+def short_runs() -> Iterator[None]:
+    with (
+        mock.patch.object(store_chunks, "RUN_TOKENS", RUN),
+        mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", RUN),
+    ):
+        yield
+
+
+def with_store(config: EngineConfig, url: str) -> EngineConfig:
+    size = 200 * config.model.kv.bytes_per_block
+    store = KvStoreConfig(url=url, size_bytes=10 * size, waiting_bytes=size, staging_bytes=size)
+    return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, store=store))
+
+
+def answer(config: EngineConfig) -> tuple[list[int], int]:
+    """Return what a core and a worker that have just begun answer, and how much of the prompt was cached; then end them."""
+    worker = make_torch_worker(config)
+    house = House(config, worker)
+    house.admit(1, PROMPT, GREEDY)
+    house.run()
+    house.order_all()
+    if worker.kv_store is not None:
+        worker.kv_store.close()
+    return house.outputs[1], house.cached[1]
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_what_another_computed_is_begun_behind(
+    scheme: str, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Kept by us, and by fsspec."""
+    config = changed(serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config)
+    without, _ = answer(config)
+    (tmp_path / "kv").mkdir()
+    config = with_store(config, f"{scheme}://{tmp_path}/kv")
+    assert answer(config) == (without, 0)
+    assert answer(config) == (without, IN_RUNS)
+    for path in (tmp_path / "kv").rglob("*"):
+        if path.is_file() and path.name != "ledger":
+            content = bytearray(path.read_bytes())
+            content[-5] ^= 1
+            path.write_bytes(content)
+    tokens, num_cached = answer(config)
+    assert tokens == without and num_cached < RUN, "no more than the blocks that are whole"
+    assert answer(config) == (without, IN_RUNS), "it was put anew"
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
+def test_quantized_keys_and_values_too(kv_dtype: str, tmp_path: Path) -> None:
+    loaded = load(Path(embedded.__file__).parent / "default", kv_cache_dtype=kv_dtype)
+    config = with_store(changed(loaded.config), f"file://{tmp_path}")
+    first, num_cached = answer(config)
+    assert num_cached == 0
+    assert answer(config) == (first, IN_RUNS)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_come_back(family: str, serve: Callable[..., Any], tmp_path: Path) -> None:
+    config = changed(in_groups(serve(FAMILIES[family](), max_model_len=160).config))
+    without, _ = answer(config)
+    config = with_store(config, f"file://{tmp_path}/kv")
+    assert answer(config) == (without, 0)
+    assert answer(config) == (without, IN_RUNS)
+
+
+def test_states_come_back(tmp_path: Path) -> None:
+    with of_tests(tmp_path):
+        config = changed(load(tmp_path, compiled=True, load_format="dummy").config)
+        without, _ = answer(config)
+        config = with_store(config, f"file://{tmp_path}/kv")
+        assert answer(config) == (without, 0)
+        assert answer(config) == (without, IN_RUNS)
