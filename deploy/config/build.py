@@ -25,6 +25,7 @@ from quintet.deploy.config.memory import (
 from quintet.deploy.config.model.card import ModelFacts, Overrides, read_facts
 from quintet.deploy.config.model.chat_templates import read_chat_templates
 from quintet.deploy.config.model.implementation import check_transformers_flags, note_of
+from quintet.deploy.config.model.packaged_models import packaged_generation
 from quintet.deploy.config.model.quantization import (
     check_activations,
     check_packed_cache,
@@ -99,7 +100,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     folder = locate_model(
         options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
     )
-    overrides = Overrides(options.hf_overrides, options.override_generation_config)
+    packaged = packaged_generation(options.model) if options.generation_config == "auto" else {}
+    overrides = Overrides(options.hf_overrides, {**packaged, **options.override_generation_config})
     facts = read_facts(
         folder, options.generation_config, options.model_impl, overrides, with_weights=reads_weights
     )

