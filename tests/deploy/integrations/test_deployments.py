@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from quintet.deploy.config.hosts import hosts_config
 from quintet.frontend.app import ROUTES
 from quintet.frontend.http.auth import is_open
 
-DEPLOY = Path(__file__).parents[3] / "deploy" / "integrations"
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy" / "integrations"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("quintet*.yaml"))
 
 GRACE_S = 30
@@ -184,3 +186,12 @@ def test_the_units_words_are_those_of_serve(tmp_path: Path) -> None:
     assert words[0].endswith("/bin/quintet")
     options = options_from(words[1:])
     assert (options.model, options.port) == ("some/model", 8080)
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: path.name)
+def test_versions_are_those_of_the_package(path: Path) -> None:
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    named = re.findall(
+        r"\bquintet:(\d[\w.]*)|\b(?:appVersion|app\.kubernetes\.io/version): \"([^\"]+)\"", path.read_text()
+    )
+    assert {version for pair in named for version in pair if version} <= {package}
