@@ -44,7 +44,7 @@ ALL_BUT_INTEGERS = ("[!l]*", "limits", "linear_[!i]*", "logprobs")
 PAIRS = ("linear_float", "limits")
 MATRICES = ("linear_matrix*", "attention", "limits", "matrix_check")
 # Instruction set -> compiler flags, and patterns of kernel sources compiled for it; for other sources its parent set is used
-# (csrc/cpu/dispatch.hpp).
+# (csrc/cpu/runtime/dispatch.hpp).
 BASELINE = {"baseline": ((), ALL)}
 INSTRUCTION_SETS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "x86_64": {
@@ -86,7 +86,7 @@ FLAGS = (
     "-Wno-maybe-uninitialized",
     "-Wno-psabi",
     "-Wno-unused-function",  # simd.hpp has helpers that not all sources use
-    "-Werror=frame-larger-than=131072",  # threads may have small stacks (csrc/cpu/thread_memory.hpp)
+    "-Werror=frame-larger-than=131072",  # threads may have small stacks (csrc/cpu/runtime/thread_memory.hpp)
 )
 
 
@@ -110,7 +110,7 @@ def native_sets(sets: Sets) -> set[tuple[str, Path]] | None:
         for name, (flags, sources) in sets.items()
         if name != EMULATED and native.issuperset(flags)
         for pattern in sources
-        for path in (SOURCES / "kernels").glob(f"{pattern}.cpp")
+        for path in (SOURCES / "kernels").rglob(f"{pattern}.cpp")
     }
     return {(name, path) for path, name in best.items()}
 
@@ -176,11 +176,14 @@ class BuildKernels(build_ext):
         named = (*named, f'-DQT_BUILT="{" ".join(built)}"')
         jobs = [
             (path, Path(self.build_temp) / "once", named if path.name in NAMED else FLAGS)
-            for path in sorted(SOURCES.glob("*.cpp"))
+            for path in sorted(SOURCES.rglob("*.cpp"))
+            if "kernels" not in path.parts
         ]
+        headers = list(SOURCES.rglob("*.hpp"))
+        include_dirs = sorted({str(path.parent) for path in headers} | {str(SOURCES)})
         for name, (flags, sources) in sets.items():
             for path in sorted(
-                {path for pattern in sources for path in (SOURCES / "kernels").glob(f"{pattern}.cpp")}
+                {path for pattern in sources for path in (SOURCES / "kernels").rglob(f"{pattern}.cpp")}
             ):
                 is_chosen = best is None or (name, path) in best
                 if not is_chosen and KERNELS == "native" and name != "baseline":
@@ -189,7 +192,7 @@ class BuildKernels(build_ext):
                 folder = Path(self.build_temp) / (name + "".join(less))
                 jobs += [(path, folder, (*FLAGS, *less, *flags, f"-DQT_ISA={name}"))]
         jobs.sort(key=lambda job: LONGEST.index(job[0].stem) if job[0].stem in LONGEST else len(LONGEST))
-        newest_header = max(path.stat().st_mtime for path in SOURCES.rglob("*.hpp"))
+        newest_header = max(path.stat().st_mtime for path in headers)
 
         def compile_one(job: tuple[Path, Path, tuple[str, ...]]) -> list[str]:
             source, folder, flags = job
@@ -200,7 +203,7 @@ class BuildKernels(build_ext):
                 objects = self.compiler.compile(
                     [str(source)],
                     output_dir=str(folder),
-                    include_dirs=[str(SOURCES)],
+                    include_dirs=include_dirs,
                     extra_preargs=list(flags),
                     depends=ext.depends,
                 )

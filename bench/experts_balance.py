@@ -37,7 +37,7 @@ EXPERTS, CHOSEN = 128, 8
 EXPERT_BYTES = 3 * 2048 * 768 * 2
 """Of Qwen3-30B-A3B in bf16."""
 READ_ROWS = 12
-"""So many rows are multiplied in the time in which an expert is read: ``csrc/cpu/expert_shares.hpp``."""
+"""So many rows are multiplied in the time in which an expert is read: ``csrc/cpu/ranks/expert_shares.hpp``."""
 STAGING_BYTES = 4 << 20
 SETTLING = 400
 """Steps from the first look to the first one that counts: longer than all is copied."""

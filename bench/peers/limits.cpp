@@ -1,6 +1,6 @@
 // What this machine can do at most, to hold engines against: bytes read per second and multiply-adds per second.
 //
-// Each thread is kept on one processor, one of each core first as engines have it (csrc/cpu/cores.hpp), so that no scheduler must
+// Each thread is kept on one processor, one of each core first as engines have it (csrc/cpu/runtime/cores.hpp), so that no scheduler must
 // find out first that two of them share one, and the first run is not counted: a processor that was idle takes its time to reach
 // its speed. Each thread keeps twelve independent accumulators in registers, enough to cover the latency of the multiply units, and
 // touches no memory; the reader streams over a buffer far larger than any cache. Prints one line of JSON:
@@ -8,7 +8,7 @@
 //    "int8_matrix_gop_s": ..}
 // Rates an instruction set lacks are 0; without AVX-512, fp32 and int8 are those of AVX2.
 //
-//   g++ -O3 -std=c++20 -pthread -I../../csrc/cpu limits.cpp ../../csrc/cpu/cores.cpp -o limits && ./limits 2
+//   g++ -O3 -std=c++20 -pthread -I../../csrc/cpu limits.cpp ../../csrc/cpu/runtime/cores.cpp -o limits && ./limits 2
 
 #include <cpuid.h>
 #include <immintrin.h>

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 _KERNELS = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
-_SOURCES = (Path(__file__).with_name("limits.cpp"), _KERNELS / "cores.cpp")
+_SOURCES = (Path(__file__).with_name("limits.cpp"), _KERNELS / "runtime/cores.cpp")
 """The probe, and which processors threads are kept on, as the kernels' own are."""
 
 
@@ -49,7 +49,7 @@ def build_probe(home: Path) -> Path:
     program = home / "limits"
     if not program.exists() or program.stat().st_mtime < max(source.stat().st_mtime for source in _SOURCES):
         home.mkdir(parents=True, exist_ok=True)
-        command = ["g++", "-O3", "-std=c++20", "-pthread", f"-I{_KERNELS}"]
+        command = ["g++", "-O3", "-std=c++20", "-pthread", f"-I{_KERNELS / 'runtime'}"]
         subprocess.run([*command, *map(str, _SOURCES), "-o", str(program)], check=True)
     return program
 

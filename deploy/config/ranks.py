@@ -37,7 +37,7 @@ from quintet.wire.model_files import card_path
 FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
 INVARIANT_FLAG, CONTEXT_FLAG = "--layout-invariant", "--decode-context-parallel-size"
 MOST_IN_KEY, MOST_IN_VALUE, TILE_TOKENS = 576, 512, 16
-"""Limits of the CPU attention kernel, the only one that ranks use: ``takes`` of ``csrc/cpu/paged.hpp``."""
+"""Limits of the CPU attention kernel, the only one that ranks use: ``takes`` of ``csrc/cpu/attention/paged.hpp``."""
 
 _UNKNOWN_LAYERS = "Quintet does not implement its layers"
 

@@ -10,7 +10,7 @@ from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, Laten
 
 MOST_RANKS = 64
 MAX_LEAVES = 8
-"""``kMostLeaves`` of ``csrc/cpu/linear.hpp``."""
+"""``kMostLeaves`` of ``csrc/cpu/linear/linear.hpp``."""
 
 
 def misfit(spec: DecoderSpec, share: Share) -> str | None:

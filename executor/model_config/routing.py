@@ -7,11 +7,11 @@ from enum import IntEnum
 
 MAX_EXPERTS = 1024
 MAX_CHOSEN = 64
-"""Limits of the kernels (``csrc/cpu/experts.hpp``)."""
+"""Limits of the kernels (``csrc/cpu/ops/experts.hpp``)."""
 
 
 class Scoring(IntEnum):
-    """Function that converts router scores to weights; the codes are those of ``csrc/cpu/experts.hpp``."""
+    """Function that converts router scores to weights; the codes are those of ``csrc/cpu/ops/experts.hpp``."""
 
     SOFTMAX = 0
     """Softmax over all experts."""

@@ -21,7 +21,7 @@ MOST = 1e30
 
 
 class CMasks(ctypes.Structure):
-    """The layout of ``qt::Masks`` in ``csrc/cpu/sampling.hpp``."""
+    """The layout of ``qt::Masks`` in ``csrc/cpu/ops/sampling.hpp``."""
 
     _fields_ = (("words", ctypes.c_void_p), ("stride", ctypes.c_int64), ("used", ctypes.c_void_p))
 

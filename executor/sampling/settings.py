@@ -21,7 +21,7 @@ RECORD = np.dtype(
         ("seed", np.uint64),
     ]
 )
-"""The layout in csrc/cpu/sampling.hpp."""
+"""The layout in csrc/cpu/ops/sampling.hpp."""
 
 SEED_MASK = (1 << 64) - 1
 

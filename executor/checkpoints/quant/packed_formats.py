@@ -15,7 +15,7 @@ FLOAT_FORMATS = {
 }
 
 LAYOUT = 2
-"""Version of the packed bytes (csrc/cpu/linear.hpp). Part of the packed cache's key: raise it with every change of them."""
+"""Version of the packed bytes (csrc/cpu/linear/linear.hpp). Part of the packed cache's key: raise it when they change."""
 
 
 @dataclass(frozen=True, slots=True)

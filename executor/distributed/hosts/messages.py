@@ -9,7 +9,7 @@
 
 Ranks of one stage on several hosts also use `CollectiveRows` and `CollectivesDone`, each with a destination host.
 
-Two frames follow a `LinkOrder`: the step's arrays (``csrc/cpu/step_bytes.cpp``) or the order's mail, and its payload.
+Two frames follow a `LinkOrder`: the step's arrays (``csrc/cpu/ranks/step_bytes.cpp``) or the order's mail, and its payload.
 A long payload is split: `PayloadChunk` messages of one frame each precede the order with all but the last piece. Each
 received chunk also counts as a heartbeat on a slow network.
 """

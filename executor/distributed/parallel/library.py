@@ -1,4 +1,4 @@
-"""Bindings of the ranks' shared memory; ``csrc/cpu/ranks.hpp`` and ``rank_ops.cpp`` document the arguments."""
+"""Bindings of the ranks' shared memory; ``csrc/cpu/ranks/ranks.hpp`` and ``rank_ops.cpp`` document the arguments."""
 
 from __future__ import annotations
 

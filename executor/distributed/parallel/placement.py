@@ -5,7 +5,7 @@
 
 Redundant experts that follow measured loads: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.4.1. There
 all experts are rearranged; here only the copies are. Each step divides an expert's rows among its ranks by the step's
-own counts (``csrc/cpu/expert_shares.hpp``), so few copies balance much. Pure functions: equal inputs give equal
+own counts (``csrc/cpu/ranks/expert_shares.hpp``), so few copies balance much. Pure functions: equal inputs give equal
 placements.
 """
 

@@ -20,7 +20,7 @@ from quintet.wire.errors import ConfigError
 
 MAX_STATE_SIZE = 256
 MAX_TAPS = 16
-"""Limits of the kernels: ``csrc/cpu/states.hpp``."""
+"""Limits of the kernels: ``csrc/cpu/ops/states.hpp``."""
 MAX_TIME_STEP = 3e38
 """Largest bound of time steps: kernels use fp32."""
 REACH = 1 << 17

@@ -16,6 +16,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "csrc/cpu"
+INCLUDES = tuple(
+    f"-I{folder}" for folder in sorted({path.parent for path in KERNELS.rglob("*.hpp")} | {KERNELS})
+)
+"""Compiler flags: folders of headers."""
 NATIVE = shlex.split(os.environ.get("CXX", "g++"))
 """In words, as make has it: a launcher such as ccache may stand first."""
 
@@ -34,12 +38,16 @@ def kernel_sources(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
     tables = [node for node in assigned if not any(isinstance(part, ast.Call) for part in ast.walk(node))]
     said: dict[str, Any] = {}
     exec(compile(ast.Module(tables, []), "setup.py", "exec"), said)
-    flags = (*said["FLAGS"], f"-I{KERNELS}")
-    named = KERNELS / said["NAMED"]  # says to Python what the library was built from: setup.py alone knows
-    sources = [(path, flags) for path in sorted({*KERNELS.glob("*.cpp")} - {named})]
+    flags = (*said["FLAGS"], *INCLUDES)
+    once = [
+        path for path in sorted(KERNELS.rglob("*.cpp")) if "kernels" not in path.relative_to(KERNELS).parts
+    ]
+    sources = [
+        (path, flags) for path in once if path.name != "library.cpp"
+    ]  # it needs definitions of setup.py
     for name, (its_flags, patterns) in (said["BASELINE"] | said["INSTRUCTION_SETS"][machine]).items():
         for pattern in patterns:
-            for path in sorted((KERNELS / "kernels").glob(f"{pattern}.cpp")):
+            for path in sorted((KERNELS / "kernels").rglob(f"{pattern}.cpp")):
                 sources.append((path, (*flags, *its_flags, f"-DQT_ISA={name}")))
     return sources
 

@@ -1,4 +1,4 @@
-"""The matrix unit (csrc/cpu/amx.hpp): its arithmetic in plain C++ against sums written here, and the kernels that use it.
+"""The matrix unit (csrc/cpu/runtime/amx.hpp): its arithmetic in plain C++ against sums written here, and the kernels that use it.
 
 The plain C++ is compared with the sums on every processor, compiled for what each of its kind has. What the unit does is compared
 with it wherever there is such a processor: operation by operation, and linear layers whole.
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.executor.kernels.compiled_checks import INCLUDES
 from tests.executor.kernels.gguf_blocks import random_rows
 
 from quintet.executor.backends.cpu.ops import host_library
@@ -62,7 +63,7 @@ def compiled(built: Path, name: str, *sources: Path) -> Path:
     """Compile sources for a unit into a library."""
     flags = ("-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *FLAGS[name])
     warnings = ("-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
-    command = ["g++", *flags, *warnings, f"-DQT_ISA={name}", f"-I{ROOT / 'csrc/cpu'}"]
+    command = ["g++", *flags, *warnings, f"-DQT_ISA={name}", *INCLUDES]
     subprocess.run([*command, *map(str, sources), "-o", str(built)], check=True)
     return built
 
@@ -249,7 +250,9 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not HAS["amx_emulated"]:
         pytest.skip("this processor cannot run amx_emulated")
     built = tmp_path_factory.mktemp("faulty") / "faulty.so"
-    return compiled(built, "amx_emulated", SOURCE.with_name("faulty.cpp"), ROOT / "csrc/cpu/dispatch.cpp")
+    return compiled(
+        built, "amx_emulated", SOURCE.with_name("faulty.cpp"), ROOT / "csrc/cpu/runtime/dispatch.cpp"
+    )
 
 
 def test_wrong_products_are_told_from_right_ones(tmp_path: Path) -> None:

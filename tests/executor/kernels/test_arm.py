@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.executor.kernels.compiled_checks import KERNELS, NATIVE, ROOT, compiled, kernel_sources, run
+from tests.executor.kernels.compiled_checks import INCLUDES, NATIVE, ROOT, compiled, kernel_sources, run
 from tests.executor.kernels.instruction_sets import all_of_them, isa
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
@@ -29,7 +29,7 @@ CHECKS = ROOT / "tests/executor/kernels/arm"
 PARTS = ("linear", "attention", "rows", "sampling")
 ARM = ("baseline", "neon_dot", "neon_i8mm", "neon_bf16")
 # Contraction is off, or the numbers that the checks begin with would differ between processors.
-CHECK_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{KERNELS}")
+CHECK_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", *INCLUDES)
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 

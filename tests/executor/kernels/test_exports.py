@@ -29,6 +29,6 @@ def signatures(texts: list[str], pattern: re.Pattern[str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_declares_what_the_library_exports(program: str) -> None:
-    exported = signatures([path.read_text() for path in (ROOT / "csrc/cpu").glob("*.cpp")], _EXPORTED)
+    exported = signatures([path.read_text() for path in (ROOT / "csrc/cpu").rglob("*.cpp")], _EXPORTED)
     declared = signatures([(ROOT / program).read_text()], _DECLARED)
     assert declared == {name: exported.get(name) for name in declared}

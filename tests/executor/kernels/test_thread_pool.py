@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.executor.kernels.compiled_checks import KERNELS, NATIVE, run
+from tests.executor.kernels.compiled_checks import INCLUDES, KERNELS, NATIVE, run
 
-SOURCES = (Path(__file__).parent / "pool/checks.cpp", KERNELS / "cores.cpp")
+SOURCES = (Path(__file__).parent / "pool/checks.cpp", KERNELS / "runtime/cores.cpp")
 MOST, FEWEST = 4000, 400
 """Spins before sleep: of a pool that has a processor for each thread, and however short waits have been."""
 
@@ -19,7 +19,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if shutil.which(NATIVE[0]) is None:
         pytest.skip(f"needs the compiler {NATIVE[0]}")
     built = tmp_path_factory.mktemp("pool") / "checks.so"
-    flags = ("-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-I{KERNELS}")
+    flags = ("-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", *INCLUDES)
     run(*NATIVE, *flags, *map(str, SOURCES), "-o", str(built))
     library = ctypes.CDLL(str(built))
     library.counted.restype = ctypes.c_uint64

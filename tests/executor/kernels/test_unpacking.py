@@ -12,13 +12,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.executor.kernels.compiled_checks import KERNELS, NATIVE, ROOT, compiled, kernel_sources, run
+from tests.executor.kernels.compiled_checks import INCLUDES, NATIVE, ROOT, compiled, kernel_sources, run
 from tests.executor.kernels.instruction_sets import all_of_them
 
 from quintet.executor.backends.cpu.ops.host_linear import WeightFormat
 
 SANITIZED = (
-    *("-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-Wall", f"-I{KERNELS}"),
+    *("-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-Wall", *INCLUDES),
     *(
         "-fsanitize=address,undefined,float-cast-overflow",
         "-fno-sanitize-recover=all",

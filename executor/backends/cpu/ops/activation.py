@@ -18,7 +18,7 @@ ACTIVATION_CODES = {
     Activation.QUICK_GELU: 6,
     Activation.SIGMOID: 7,
 }
-"""Codes of ``csrc/cpu/work.hpp``."""
+"""Codes of ``csrc/cpu/runtime/work.hpp``."""
 
 
 def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""CPU paged attention and KV write: bindings of ``csrc/cpu/attention.cpp`` for bf16, fp16 and fp32 rows.
+"""CPU paged attention and KV write: bindings of ``csrc/cpu/attention/attention.cpp`` for bf16, fp16 and fp32 rows.
 
 Owns the cache of a layer (`PagedKv`), the C declarations for eager calls, and the argument checks. A compiled step calls the
 same kernels through `quintet.executor.backends.cpu.program.library`. A token's attention has the same bits in every batch and
@@ -49,7 +49,7 @@ class CAttention(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionFunctions:
-    """C functions; ``csrc/cpu/attention.cpp`` documents the arguments."""
+    """C functions; ``csrc/cpu/attention/attention.cpp`` documents the arguments."""
 
     block_bytes: Callable[..., Any]
     query_width: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Dtype codes of the host kernels: ``qt::Dtype`` of csrc/cpu/work.hpp."""
+"""Dtype codes of the host kernels: ``qt::Dtype`` of csrc/cpu/runtime/work.hpp."""
 
 from __future__ import annotations
 

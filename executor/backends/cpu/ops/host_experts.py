@@ -1,4 +1,4 @@
-"""Mixture of experts on the host kernels: ``csrc/cpu/experts.cpp``, eager or in a compiled step.
+"""Mixture of experts on the host kernels: ``csrc/cpu/ops/experts.cpp``, eager or in a compiled step.
 
 The reference is `quintet.executor.backends.cpu.ops.experts`.
 """

@@ -21,7 +21,7 @@ _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class Inputs(IntEnum):
-    """Activation quantization for integer weights; codes of csrc/cpu/linear.hpp."""
+    """Activation quantization for integer weights; codes of csrc/cpu/linear/linear.hpp."""
 
     SIXTEEN_BITS = 0
     """One scale per group of the weight, or per 256 inputs for a weight without groups."""
@@ -32,7 +32,7 @@ class Inputs(IntEnum):
 
 
 class WeightFormat(IntEnum):
-    """Storage format of a packed weight; codes of csrc/cpu/weight_formats.hpp."""
+    """Storage format of a packed weight; codes of csrc/cpu/linear/weight_formats.hpp."""
 
     BF16 = 0
     FP16 = 1
@@ -165,7 +165,7 @@ class CodesProblem(IntFlag):
 
 
 class LinearLibrary:
-    """C functions; csrc/cpu/weight.cpp and linear_calls.cpp document the arguments."""
+    """C functions; csrc/cpu/linear/weight.cpp and linear_calls.cpp document the arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         def function(name: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""CPU pointwise operations: bindings of ``csrc/cpu/pointwise.cpp`` for bf16, fp16 and fp32 rows.
+"""CPU pointwise operations: bindings of ``csrc/cpu/ops/pointwise.cpp`` for bf16, fp16 and fp32 rows.
 
 Owns the declarations of the eager functions (``op``) and of the operations of a compiled step (``program``), and the checks of
 the former's tensors. Rows may be strided; the elements of a row are contiguous. ``y`` may be the input. Results are rounded at

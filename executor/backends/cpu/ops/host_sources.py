@@ -30,9 +30,10 @@ _EXPORTED = re.compile(rb"(?:^//.*\n)*^QT_EXPORT[^{;]*", re.MULTILINE)
 def interface_of(folder: Path) -> str:
     """Return the hash of the interface: exported functions and mirrored headers."""
     declared = (
-        match for path in sorted(folder.glob("*.cpp")) for match in _EXPORTED.findall(path.read_bytes())
+        match for path in sorted(folder.rglob("*.cpp")) for match in _EXPORTED.findall(path.read_bytes())
     )
-    return _hash_of([*declared, *((folder / name).read_bytes() for name in MIRRORED)])
+    mirrored = (path for path in sorted(folder.rglob("*.hpp")) if path.name in MIRRORED)
+    return _hash_of([*declared, *(path.read_bytes() for path in mirrored)])
 
 
 def sources_of(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""CPU operations with recurrent state: bindings of ``csrc/cpu/states.cpp`` for bf16, fp16 and fp32 rows.
+"""CPU operations with recurrent state: bindings of ``csrc/cpu/ops/states.cpp`` for bf16, fp16 and fp32 rows.
 
 Each function has the signature of its reference (`quintet.executor.backends.cpu.ops.causal_conv`, ``selective_scan``,
 ``head_scan``, ``delta_rule``). `quintet.executor.backends.cpu.program.library` has the same kernels as operations of a compiled

@@ -1,7 +1,7 @@
 """A weight packed for the host kernels: owns its memory, checks shapes, multiplies.
 
-The reference is `quintet.executor.backends.cpu.ops.linear.linear`. Only csrc/cpu/linear.hpp knows the layout. Packed bytes may
-be written to a file and mapped by the same version, on any processor.
+The reference is `quintet.executor.backends.cpu.ops.linear.linear`. Only csrc/cpu/linear/linear.hpp knows the
+layout. Packed bytes may be written to a file and mapped by the same version, on any processor.
 """
 
 from __future__ import annotations

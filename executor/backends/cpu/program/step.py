@@ -1,4 +1,4 @@
-"""Per-step arguments of a program: ``qt::Step`` of ``csrc/cpu/program.hpp``."""
+"""Per-step arguments of a program: ``qt::Step`` of ``csrc/cpu/runtime/program.hpp``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CStep(ctypes.Structure):
 
 
 class KvPlace(ctypes.Structure):
-    """Location of a layer's KV or state; mirror of ``qt::KvPlace`` of ``csrc/cpu/blocks.hpp``."""
+    """Location of a layer's KV or state; mirror of ``qt::KvPlace`` of ``csrc/cpu/attention/blocks.hpp``."""
 
     _fields_ = (
         ("memory", _ADDRESS),

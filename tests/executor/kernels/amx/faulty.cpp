@@ -1,5 +1,5 @@
 // Matrix units that differ from the manual, for test_amx.py: how csrc/cpu tells them from right ones, and what becomes of one. Compiled
-// with csrc/cpu/dispatch.cpp for the emulated unit, whose place a faulty one takes.
+// with csrc/cpu/runtime/dispatch.cpp for the emulated unit, whose place a faulty one takes.
 #include "matrix_check.hpp"
 
 #include "kernels/matrix_products.hpp"

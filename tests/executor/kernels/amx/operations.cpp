@@ -1,4 +1,4 @@
-// Each operation of csrc/cpu/amx.hpp as a C function, for test_amx.py: compiled once for the emulated unit, and once for the real one.
+// Each operation of csrc/cpu/runtime/amx.hpp as a C function, for test_amx.py: compiled once for the emulated unit, and once for the real one.
 #include "amx.hpp"
 
 #if defined(__linux__)
@@ -41,7 +41,7 @@ extern "C" void clear(const void* numbers, void* out) {
   amx.store<7>((char*)out + 1024, 64);
 }
 
-// Asks for the registers, as csrc/cpu/dispatch.cpp does.
+// Asks for the registers, as csrc/cpu/runtime/dispatch.cpp does.
 extern "C" int permitted() {
 #if defined(__linux__)
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;

@@ -2,7 +2,7 @@
 //
 // Three requests lie in one cache in mixed-up blocks: one with much context draws a token, a prompt begins, a chunk continues
 // one across the border of a partition. What was written, zeros behind heads' numbers included, is read back from the cache by its documented layout
-// (csrc/cpu/attention.hpp). Both are done again in other chunks and on another number of threads: the same bits.
+// (csrc/cpu/attention/attention.hpp). Both are done again in other chunks and on another number of threads: the same bits.
 //
 // Bounds. Written numbers are rounded by the norm, its weight and the rotation, half a unit of their format each; int8 is off
 // by half a step of 127, int4 of 15 and by what fp16 rounds of the step and of the least number. A score is off by head_dim 2^-24 of the sum of the products' magnitudes, and by 2^-20 of its

@@ -142,7 +142,7 @@ class Findings {
     ++compared_;
     if (!right && ++wrong_ < kMostSaid) std::printf("%s [%ld]: wrong\n", what_.c_str(), long(row));
   }
-  // Results that are to be the same wherever a product and a sum are rounded once (`fma` of csrc/cpu/simd.hpp): their FNV-1a.
+  // Results that are to be the same wherever a product and a sum are rounded once (`fma` of csrc/cpu/runtime/simd.hpp): their FNV-1a.
   void everywhere(const Matrix& results) {
     for (char byte : results.bytes) digest_ = (digest_ ^ (unsigned char)byte) * 0x100000001B3u;
   }
