@@ -27,6 +27,7 @@ PEERS_AVX2 = "peers-2026-11-22-avx2.json"
 GGUF_ZEN5 = "peers-2026-11-24-zen5-gguf-asked.json"
 GGUF_EMR = "peers-2026-11-23-emr-gguf2.json"
 FORMATS = {"bf16": "bf16", "int8": "8-bit weights", "int4": "4-bit weights", "w8a8": "w8a8"}
+CLIENT_ROWS = ("stream-S-bf16", "prompt-S-bf16", "clients8-S-bf16", "clients32-S-bf16")
 OVERHEAD = "overhead-2026-11-21.json"
 WIDTH, BAR, GAP, LEFT, RIGHT = 760, 13, 16, 250, 70
 FONT = "Helvetica, Arial, DejaVu Sans, sans-serif"
@@ -160,32 +161,23 @@ def label_of(row_id: str) -> str:
 
 def peers() -> str:
     """Throughput beside other engines on Zen 5."""
-    rows = ("stream-S-bf16", "prompt-S-bf16", "clients8-S-bf16", "clients32-S-bf16")
-    rows += ("stream-M-bf16", "stream-M-int8", "stream-M-int4")
+    rows = (*CLIENT_ROWS, "stream-M-bf16", "stream-M-int8", "stream-M-int4")
     note = "2 cores of an AMD EPYC (Zen 5), 2026-11-22; vLLM 0.32.0, OpenVINO GenAI 2026.4.1, llama.cpp (Python 0.3.36)"
     return bars("Tokens per second beside other engines", note, throughput(PEERS, rows))
 
 
 def peers_emr() -> str:
     """Throughput beside other engines on Emerald Rapids without AMX."""
-    rows = ("stream-S-bf16", "prompt-S-bf16", "clients8-S-bf16", "clients32-S-bf16", "stream-S-int8")
-    rows += (
-        "stream-S-int4",
-        "prompt-S-w8a8",
-        "stream-M-bf16",
-        "prompt-M-bf16",
-        "stream-M-int8",
-        "stream-M-int4",
-    )
+    quantized = ("stream-S-int8", "stream-S-int4", "prompt-S-w8a8")
+    rows = (*CLIENT_ROWS, *quantized, "stream-M-bf16", "prompt-M-bf16", "stream-M-int8", "stream-M-int4")
     note = "2 cores of an Intel Xeon (Emerald Rapids, AMX not used), 2026-11-21, commits 7ac4130 to 4e6e2a3"
     return bars("Tokens per second beside other engines", note, throughput(PEERS_EMR, rows))
 
 
 def peers_amx() -> str:
     """Throughput beside other engines on Emerald Rapids with AMX."""
-    rows = ("stream-S-bf16", "prompt-S-bf16", "clients8-S-bf16", "clients32-S-bf16")
     note = "2 cores of an Intel Xeon (Emerald Rapids, AMX), 2026-11-28, commit 1ba9cff7"
-    return bars("Tokens per second beside other engines", note, throughput(PEERS_AMX, rows))
+    return bars("Tokens per second beside other engines", note, throughput(PEERS_AMX, CLIENT_ROWS))
 
 
 def peers_avx2() -> str:
