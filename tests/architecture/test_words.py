@@ -46,6 +46,7 @@ PAGES = (
     "docs/models.md",
     "docs/quantization.md",
     "docs/vllm-flags.md",
+    "docs/benchmarks.md",
 )
 
 
