@@ -47,6 +47,7 @@ PAGES = (
     "docs/quantization.md",
     "docs/vllm-flags.md",
     "docs/benchmarks.md",
+    "docs/performance.md",
 )
 
 
