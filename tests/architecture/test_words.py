@@ -48,6 +48,8 @@ PAGES = (
     "docs/vllm-flags.md",
     "docs/benchmarks.md",
     "docs/performance.md",
+    "docs/overhead.md",
+    "docs/recorder.md",
 )
 
 
