@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,13 @@ RESULTS = ROOT / "bench" / "results"
 FOLDER = ROOT / "docs" / "plots"
 COLORS = {"Quintet": "#0969da", "vLLM": "#bf8700", "OpenVINO": "#8250df", "llama.cpp": "#57606a"}
 PEERS = "peers-2026-11-22-zen5-all.json"
+PEERS_EMR = "peers-2026-11-21-night.json"
+PEERS_AMX = "peers-2026-11-28-amx.json"
+PEERS_AVX2 = "peers-2026-11-22-avx2.json"
+GGUF_ZEN5 = "peers-2026-11-24-zen5-gguf-asked.json"
+GGUF_EMR = "peers-2026-11-23-emr-gguf2.json"
+FORMATS = {"bf16": "bf16", "int8": "8-bit weights", "int4": "4-bit weights", "w8a8": "w8a8"}
+CLIENT_ROWS = ("stream-S-bf16", "prompt-S-bf16", "clients8-S-bf16", "clients32-S-bf16")
 OVERHEAD = "overhead-2026-11-21.json"
 WIDTH, BAR, GAP, LEFT, RIGHT = 760, 13, 16, 250, 70
 FONT = "Helvetica, Arial, DejaVu Sans, sans-serif"
@@ -113,30 +120,115 @@ def load(name: str) -> dict[str, Any]:
     return content
 
 
-def peer_rows(rows: Sequence[tuple[str, str, str]]) -> Iterator[Row]:
-    """Yield medians of each engine for (label, row id, figure)."""
-    records = load(PEERS)["records"]
-    for label, row_id, figure in rows:
-        values: dict[str, list[float]] = {}
-        for record in records:
-            if record["row"] == row_id and figure in record["figures"] and record["engine"] in COLORS:
-                values.setdefault(record["engine"], []).append(record["figures"][figure])
-        yield Row(label, {name: statistics.median(values[name]) for name in COLORS if name in values})
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A row of a plot: its label, and the result file, row id and figure that it shows."""
+
+    label: str
+    file: str
+    row_id: str
+    figure: str
+
+
+def peer_row(measured: Measured) -> Row:
+    """Return the median of each engine."""
+    values: dict[str, list[float]] = {}
+    for record in load(measured.file)["records"]:
+        counted = record["row"] == measured.row_id and measured.figure in record["figures"]
+        if counted and record["engine"] in COLORS:
+            values.setdefault(record["engine"], []).append(record["figures"][measured.figure])
+    return Row(measured.label, {name: statistics.median(values[name]) for name in COLORS if name in values})
+
+
+def throughput(file: str, row_ids: Sequence[str]) -> list[Row]:
+    """Return rows of tokens per second of one result file."""
+    return [peer_row(Measured(label_of(r), file, r, figure_of(r))) for r in row_ids]
+
+
+def figure_of(row_id: str) -> str:
+    """Return the name of a row's figure of throughput."""
+    return {"stream": "decode_tok_s", "prompt": "prompt_tok_s"}.get(row_id.partition("-")[0], "output_tok_s")
+
+
+def label_of(row_id: str) -> str:
+    """Return a row id in words: model size, format, and load."""
+    load_id, size, format_id = row_id.split("-", 2)
+    model = {"S": "0.5 B", "M": "1.2 B", "L": "8 B", "E": "gpt-oss, 8 layers"}[size]
+    numbers = FORMATS.get(format_id, format_id.upper())
+    loads = {"stream": "one stream", "prompt": "2 048-token prompt"}
+    return f"{model}, {numbers}, {loads.get(load_id, load_id.replace('clients', '') + ' clients')}"
 
 
 def peers() -> str:
-    """Throughput beside other engines."""
-    rows = (
-        ("0.5 B, bf16, one stream", "stream-S-bf16", "decode_tok_s"),
-        ("0.5 B, bf16, 2 048-token prompt", "prompt-S-bf16", "prompt_tok_s"),
-        ("0.5 B, bf16, 8 clients", "clients8-S-bf16", "output_tok_s"),
-        ("0.5 B, bf16, 32 clients", "clients32-S-bf16", "output_tok_s"),
-        ("1.2 B, bf16, one stream", "stream-M-bf16", "decode_tok_s"),
-        ("1.2 B, 8-bit weights, one stream", "stream-M-int8", "decode_tok_s"),
-        ("1.2 B, 4-bit weights, one stream", "stream-M-int4", "decode_tok_s"),
-    )
+    """Throughput beside other engines on Zen 5."""
+    rows = (*CLIENT_ROWS, "stream-M-bf16", "stream-M-int8", "stream-M-int4")
     note = "2 cores of an AMD EPYC (Zen 5), 2026-11-22; vLLM 0.32.0, OpenVINO GenAI 2026.4.1, llama.cpp (Python 0.3.36)"
-    return bars("Tokens per second beside other engines", note, list(peer_rows(rows)))
+    return bars("Tokens per second beside other engines", note, throughput(PEERS, rows))
+
+
+def peers_emr() -> str:
+    """Throughput beside other engines on Emerald Rapids without AMX."""
+    quantized = ("stream-S-int8", "stream-S-int4", "prompt-S-w8a8")
+    rows = (*CLIENT_ROWS, *quantized, "stream-M-bf16", "prompt-M-bf16", "stream-M-int8", "stream-M-int4")
+    note = "2 cores of an Intel Xeon (Emerald Rapids, AMX not used), 2026-11-21, commits 7ac4130 to 4e6e2a3"
+    return bars("Tokens per second beside other engines", note, throughput(PEERS_EMR, rows))
+
+
+def peers_amx() -> str:
+    """Throughput beside other engines on Emerald Rapids with AMX."""
+    note = "2 cores of an Intel Xeon (Emerald Rapids, AMX), 2026-11-28, commit 1ba9cff7"
+    return bars("Tokens per second beside other engines", note, throughput(PEERS_AMX, CLIENT_ROWS))
+
+
+def peers_avx2() -> str:
+    """Throughput beside other engines with AVX2."""
+    rows = ("stream-S-bf16", "prompt-S-bf16", "stream-S-int4", "clients32-S-bf16")
+    note = "2 cores of an AMD EPYC with AVX2, 2026-11-22, commit f018c25"
+    return bars("Tokens per second beside other engines", note, throughput(PEERS_AVX2, rows))
+
+
+def gguf_zen5() -> str:
+    """Throughput of GGUF files on Zen 5."""
+    streams = [f"stream-{size}-{name}" for size in "SM" for name in ("q8_0", "q4_0", "q4_k_m", "q6_k")]
+    prompts = ["prompt-S-q4_k_m", "prompt-M-q4_k_m"]
+    rows = throughput(GGUF_ZEN5, [*streams, *prompts])
+    rows += throughput("peers-2026-11-24-zen5-gguf-clients.json", ["clients8-S-q4_k_m", "clients32-S-q4_k_m"])
+    note = "2 cores of an AMD EPYC (Zen 5), 2026-11-24, commits 0dfe949a and 47b339b9"
+    return bars("GGUF files: tokens per second beside llama.cpp", note, rows)
+
+
+def gguf_emr() -> str:
+    """Throughput of GGUF files on Emerald Rapids without AMX."""
+    streams = [f"stream-{size}-{name}" for size in "SM" for name in ("q8_0", "q4_0", "q4_k_m", "q6_k")]
+    others = [
+        "stream-E-mxfp4",
+        "prompt-S-q4_k_m",
+        "prompt-E-mxfp4",
+        "clients8-S-q4_k_m",
+        "clients32-S-q4_k_m",
+    ]
+    note = "2 cores of an Intel Xeon (Emerald Rapids, AMX not used), 2026-11-23, commit cb2e339"
+    rows = throughput(GGUF_EMR, [*streams, *others])
+    return bars("GGUF files: tokens per second beside llama.cpp", note, rows)
+
+
+def latency() -> str:
+    """First token and pauses of 32 clients, by machine."""
+    machines = (
+        ("Zen 5", "peers-2026-11-24-zen5-clients.json"),
+        ("Zen 4", "peers-2026-11-23-zen4-clients.json"),
+        ("Emerald Rapids, AMX", PEERS_AMX),
+        ("Emerald Rapids, no AMX", PEERS_EMR),
+        ("AVX2", PEERS_AVX2),
+    )
+    figures = (("ttft_p50_s", "first token p50"), ("inter_token_p99_s", "between tokens p99"))
+    rows = [
+        peer_row(Measured(f"{machine}: {words}", file, "clients32-S-bf16", figure))
+        for figure, words in figures
+        for machine, file in machines
+    ]
+    note = "0.5 B shape, bf16, 256 tokens in, 64 out, 2 cores each; seconds, less is better"
+    return bars("Latency with 32 clients", note, rows)
 
 
 def clients() -> str:
@@ -155,7 +247,16 @@ def clients() -> str:
     )
 
 
-PLOTS: dict[str, Callable[[], str]] = {"peers.svg": peers, "clients.svg": clients}
+PLOTS: dict[str, Callable[[], str]] = {
+    "peers.svg": peers,
+    "peers-emr.svg": peers_emr,
+    "peers-amx.svg": peers_amx,
+    "peers-avx2.svg": peers_avx2,
+    "gguf-zen5.svg": gguf_zen5,
+    "gguf-emr.svg": gguf_emr,
+    "latency.svg": latency,
+    "clients.svg": clients,
+}
 
 
 def main() -> int:

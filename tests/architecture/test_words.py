@@ -46,6 +46,10 @@ PAGES = (
     "docs/models.md",
     "docs/quantization.md",
     "docs/vllm-flags.md",
+    "docs/benchmarks.md",
+    "docs/performance.md",
+    "docs/overhead.md",
+    "docs/recorder.md",
 )
 
 

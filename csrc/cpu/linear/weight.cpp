@@ -130,7 +130,7 @@ bool follows_reads() {
 }
 
 // Zen 5 (family 26) follows what one instruction after the other reads, less well what few rows unpack between two reads; its
-// predecessors are slower when they are asked (docs/measured.md).
+// predecessors are slower when they are asked (bench/notes/003-zen5-prefetch-two-distances.md).
 index_t asked_rows() {
 #if defined(__x86_64__)
   unsigned signature = 0, features[3];

@@ -11,7 +11,7 @@
 // 16-bit activations of integer weights are two planes of bytes: the two registers of x are then the planes of the same 16
 // rows.
 //
-// Cycles of a step of 64 bytes of k (32 bf16, 64 bytes), measured on Emerald Rapids (docs/performance.md): a product takes 16,
+// Cycles of a step of 64 bytes of k (32 bf16, 64 bytes), measured on Emerald Rapids (bench/notes/024): a product takes 16,
 // a load out of the first-level cache 8, beside products. 48 rows by 32 columns: products 96, loads 56, 80 lines of operands.
 // 32 by 32: 64, 32 and 64. With operands in the second-level cache a product so takes 23 cycles of 48 rows, 26 of 32.
 // Leaving a unit's sums in memory and taking them up again costs 300 to 400 cycles, in which the registers wait: so a unit
