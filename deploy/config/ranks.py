@@ -31,8 +31,7 @@ from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, State
 from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.wire.config import DTYPE_BYTES
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import parse_json
-from quintet.wire.model_files import card_path
+from quintet.wire.model_files import card_path, parse_json
 
 FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
 INVARIANT_FLAG, CONTEXT_FLAG = "--layout-invariant", "--decode-context-parallel-size"

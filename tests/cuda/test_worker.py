@@ -43,8 +43,7 @@ from quintet.executor.models.registry import build_model
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf
-from quintet.wire.params import SamplingParams
-from quintet.wire.thinking import Thinking, ThinkingBound
+from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
 
 __all__ = ["serve"]
 

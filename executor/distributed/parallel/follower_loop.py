@@ -25,7 +25,7 @@ from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
 from quintet.executor.loading import load_model
 from quintet.executor.model_config.share import Share
 from quintet.executor.worker import IDLE_TASK_S, make_stage
-from quintet.process.malloc_trim import trim_memory
+from quintet.process.os_tuning import trim_memory
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 

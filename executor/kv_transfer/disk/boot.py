@@ -11,7 +11,7 @@ from quintet.executor.kv_transfer.disk.block_file import BlockFile
 from quintet.executor.kv_transfer.features.kv_disk import DiskBlocks
 from quintet.executor.kv_transfer.kv_identity import identity_of, parts_of, whole_of
 from quintet.wire.config import EngineConfig
-from quintet.wire.kv_disk import EXCHANGE
+from quintet.wire.kv_tiers import EXCHANGE
 
 log = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from quintet.executor.kv_transfer.disk.prefix_file import (
     write_prefix,
 )
 from quintet.executor.memory import lazy_zeros
-from quintet.process.sched_batch import set_batch_scheduling
+from quintet.process.os_tuning import set_batch_scheduling
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import FileRequest, FileResult, KvTierRequests, KvTierResults
 
 MAX_WAITING_BYTES = 256 << 20
 """Limit on block copies that wait for the disk."""

@@ -26,10 +26,10 @@ from quintet.executor.kv_transfer.peers.kv_server import KvServer
 from quintet.executor.kv_transfer.peers.link import BlockArrival, Link, PeerLost, WantedBlock
 from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
 from quintet.executor.memory import lazy_zeros
-from quintet.process.sched_batch import set_batch_scheduling
+from quintet.process.os_tuning import set_batch_scheduling
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
 
 log = logging.getLogger(__name__)
 

@@ -28,10 +28,9 @@ from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait, WholeBloc
 from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
 from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, KvConnector
 from quintet.executor.memory import lazy_zeros
-from quintet.process.sched_batch import set_batch_scheduling
+from quintet.process.os_tuning import set_batch_scheduling
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
-from quintet.wire.kv_store import Get, LookupResult, Put, Search, StoreResults
+from quintet.wire.kv_tiers import Get, KvTierRequests, KvTierResults, LookupResult, Put, Search, StoreResults
 
 log = logging.getLogger(__name__)
 ValueT = TypeVar("ValueT")

@@ -27,7 +27,7 @@ from quintet.executor.backends.platforms.platform import open_platform
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.models.model import CausalModel
-from quintet.process.malloc_trim import trim_memory
+from quintet.process.os_tuning import trim_memory
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
