@@ -21,8 +21,7 @@ from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkp
 from quintet.executor.checkpoints.weights.packed_cache import PackedCache
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.share import WHOLE, Share
-from quintet.executor.models.model import CausalModel, Setting
-from quintet.executor.models.registry import build_model
+from quintet.executor.models.model import CausalModel, Setting, build_model
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf

@@ -9,11 +9,10 @@ from pathlib import Path
 from quintet.deploy.config import rules
 from quintet.deploy.config.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.gpu_ranks import check_gpu_ranks
 from quintet.deploy.config.hosts import check_first
 from quintet.deploy.config.kv.export import kv_leaves
 from quintet.deploy.config.model.card import ModelFacts
-from quintet.deploy.config.stored_ranks import why_not_stored
+from quintet.deploy.config.rank_checks import check_gpu_ranks, why_not_stored
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.fitting import (

@@ -247,7 +247,7 @@ def _read_generation_config(folder: Path, where: str) -> Json:
     if where in ("none", "vllm"):
         return {}
     if where == "auto" and is_gguf(folder):
-        from quintet.deploy.config.gguf.endings import generation_of_gguf
+        from quintet.deploy.config.gguf.tokenizer import generation_of_gguf
         from quintet.executor.checkpoints.gguf.parts import read_parts
 
         return generation_of_gguf(read_parts(folder))
