@@ -3,14 +3,15 @@
     python -m bench.quantization [--made | --formats] [--model MODEL] [--only NAME]... [--int8-activations]
         [--windows N] [--json FILE]
 
-The rows are formats that a server converts to at load time (``--quantization``, ``--kv-cache-dtype``). With ``--made`` they are
-formats that `quintet quantize` writes. With ``--formats`` they are formats of quantized checkpoints, made by rounding each
-number to the nearest: calibration, which their publishers use, is not in them. With ``--int8-activations`` each row of integer
-weights comes a second time, with ``--activation-dtype int8``.
+The rows are formats that a server converts to at load time (``--quantization``, ``--kv-cache-dtype``). With
+``--made`` they are formats that `quintet quantize` writes. With ``--formats`` they are formats of quantized
+checkpoints, made by rounding each number to the nearest: calibration, which their publishers use, is not in them.
+With ``--int8-activations`` each row of integer weights comes a second time, with ``--activation-dtype int8``.
 
-MODEL is a packaged model (default: ``smollm2``), a GGUF file or a folder; a file is first dequantized to float32. The text is the
-standard library's documentation (`bench.documentation`). ``--model embedded`` is the model that ships with Quintet, measured on
-library files that its training data lacks (`bench.embedded.corpus`). Compare rows of one model and text only.
+MODEL is a packaged model (default: ``smollm2``), a GGUF file or a folder; a file is first dequantized to float32. The
+text is the standard library's documentation (`bench.documentation`). ``--model embedded`` is the model that ships
+with Quintet, measured on library files that its training data lacks (`bench.embedded.corpus`). Compare rows of one
+model and text only.
 
 Rows that FILE holds are not measured again.
 """
@@ -52,7 +53,7 @@ from quintet.deploy.cli.convert import convert_gguf
 from quintet.deploy.cli.main import main as cli
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.embedded import default_model_path
-from quintet.deploy.tools.quantize.settings import WINDOW
+from quintet.deploy.tools.quantize.target import WINDOW
 from quintet.deploy.tools.quantize.windows import first_tokens, windows_of
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS

@@ -5,8 +5,7 @@ from __future__ import annotations
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefix import embeds_digest, salt_digest
 from quintet.core.policy import Policy
-from quintet.core.requests.repetition import Repetition
-from quintet.core.requests.request import Request
+from quintet.core.requests.request import Repetition, Request
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders
 from quintet.wire.codec import unpack_i32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from quintet.core.hooks import PrefixMatch
-from quintet.core.kv.group_blocks import GroupBlocks
+from quintet.core.kv.groups import GroupBlocks
 from quintet.core.kv.prefetch import Prefetches
 from quintet.core.kv.prefix import digest_after, extend_chain, key_of
 from quintet.core.requests.request import Request, Status

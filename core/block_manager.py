@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from quintet.core import recurrent_state
 from quintet.core.hooks import PrefixMatch
-from quintet.core.kv.group_blocks import GroupBlocks
+from quintet.core.kv.groups import GroupBlocks
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.step_builder import StepBuilder

@@ -1,20 +1,37 @@
-"""Commit of a step's result: append tokens, register full blocks, end requests.
+"""Commit of a step's result: append tokens, register full blocks, end requests, publish KV.
 
 A request may lose its slot after the plan was made (stop, cancel, preemption). Its row then has an older generation,
 and the result is dropped.
+
+KV publication offers the full prompt blocks of an ended request to other servers (disaggregated prefill).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.kv_services.kv_publish import offer
+from quintet.core.block_keys import digests_of, keys_after, run_of
+from quintet.core.kv.prefix import reach
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
 from quintet.core.token_messages import Ending, StepMessages, TokensBuilders
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import FinishReason
 from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
+
+
+def offer(state: SchedulerState, request: Request) -> None:
+    """Offer the full prompt blocks of a request that has just ended, while the device still has them."""
+    peers, handover = state.pool.tiers.peers, request.handover
+    if peers is None or handover is None or not handover.offers:
+        return
+    limits, index = state.limits, state.pool.index
+    groups, size = limits.groups.all, limits.block_size
+    most = request.num_prompt // size
+    num_blocks = reach(index.block_of, digests_of(state, request, most), most, groups, size)
+    for group in range(len(groups)):
+        keys = keys_after(state, request, group, num_blocks * size)
+        peers.offer(dict(zip(keys, run_of(keys, index.block_of), strict=True)))
 
 
 def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessages:

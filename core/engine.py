@@ -33,7 +33,7 @@ from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import Role, epoch_tag, frontend_of, is_newer
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
 from quintet.wire.messages import Admit, Cancel, Failed, FinishReason, Reclaim, Reclaimed
 from quintet.wire.step import Capacity, StepPlan, StepResult
 

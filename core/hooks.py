@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from quintet.core.kv.group_blocks import GroupBlocks
+from quintet.core.kv.groups import GroupBlocks
 from quintet.wire.config import CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.kv_admin import KvPins, KvQuery
-from quintet.wire.kv_disk import KvTierResults, StoredBlocks
 from quintet.wire.kv_events import KvEventBatch
+from quintet.wire.kv_tiers import KvTierResults, StoredBlocks
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
     Admit,

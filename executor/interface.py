@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.expert_metrics import ExpertCounts
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
 from quintet.wire.step import StepPlan, StepResult
 
 

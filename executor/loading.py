@@ -15,15 +15,13 @@ from quintet.executor.checkpoints.quant.blocks import read_blocks
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales
-from quintet.executor.checkpoints.quant.registry import open_quantization
-from quintet.executor.checkpoints.quant.rounded_inputs import RoundedInputs
+from quintet.executor.checkpoints.quant.registry import RoundedInputs, open_quantization
 from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.checkpoints.weights.packed_cache import PackedCache
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.share import WHOLE, Share
-from quintet.executor.models.model import CausalModel, Setting
-from quintet.executor.models.registry import build_model
+from quintet.executor.models.model import CausalModel, Setting, build_model
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf

@@ -29,7 +29,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_admin import KvPins
-from quintet.wire.kv_disk import DiskResultsReady, KvTierRequests
+from quintet.wire.kv_tiers import DiskResultsReady, KvTierRequests
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
 from quintet.wire.supervision import Topology

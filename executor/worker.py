@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
 from quintet.executor.backends.cpu.ops.huge_pages import HugePages
@@ -24,10 +23,9 @@ from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.platforms.platform import Platform, open_platform
 from quintet.executor.backends.torch.eager import EagerRunner
 from quintet.executor.batch import Rows
-from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.distributed.parallel.library import Note
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.distributed.parallel.whole_blocks import open_whole_blocks
+from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
@@ -41,7 +39,7 @@ from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError

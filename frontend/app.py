@@ -1,6 +1,8 @@
 """ASGI application: route table, authentication, error responses and request metrics.
 
 uvicorn ─▶ CORS (http/auth.py) ─▶ App: request id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
+
+A thread returns free heap memory to the system shortly after a large request.
 """
 
 from __future__ import annotations
@@ -39,13 +41,23 @@ from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
 from quintet.frontend.http.openapi import openapi
 from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
-from quintet.frontend.malloc_trim import schedule_trim
 from quintet.frontend.metrics import metrics
 from quintet.frontend.resume.continue_stream import continue_stream
 from quintet.frontend.resume.resume_stream import resumable, streams
 from quintet.frontend.service import Handler, Service
+from quintet.process.os_tuning import TRIM_MIN_BYTES, trim_memory
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
+
+TRIM_DELAY_S = 1.0
+"""Delay after a large request: the connection may still hold its response."""
+
+
+def schedule_trim(num_bytes: int) -> None:
+    """Schedule a heap trim if a request that ended was large."""
+    if num_bytes >= TRIM_MIN_BYTES:
+        loop = asyncio.get_running_loop()
+        loop.call_later(TRIM_DELAY_S, loop.run_in_executor, None, trim_memory)
 
 
 class RouteSpec(NamedTuple):

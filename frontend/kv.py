@@ -1,7 +1,7 @@
 """KV cache administration: GET /kv, POST /kv/pin, /kv/unpin, /kv/evict, /kv/export and /kv/import.
 
-For operators only (`quintet.frontend.http.auth`). Prompts are private: a prefix is listed as hash and counts, and as text only
-on request.
+For operators only (`quintet.frontend.http.auth`). Prompts are private: a prefix is listed as hash and counts, and as
+text only on request.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.kv_admin import MAX_LISTED, MAX_NAME, KvPrefix, KvReport, KvUsage, Verb
-from quintet.wire.kv_disk import EXCHANGE
-from quintet.wire.kv_disk_validate import is_file_name
+from quintet.wire.kv_tiers import EXCHANGE
+from quintet.wire.kv_validate import is_file_name
 from quintet.wire.messages import TextPrompt
 from quintet.wire.params import check_token_ids
 

@@ -18,9 +18,7 @@ from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_cor
 from quintet.frontend.load_balancing.dispatcher import Dispatcher, Send, too_large
 from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
 from quintet.frontend.reconcile import Report, reports_of
-from quintet.frontend.resume.partial_response import ReceivedOutput, apply_received
-from quintet.frontend.resume.reattach import ReceivedCount, skip_received, submission
-from quintet.frontend.resume.resend_errors import MAX_RESENDS, missing_output_error, unknown_request_error
+from quintet.frontend.resume import reattachment
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Delta, Mailbox, Stream, StreamChoice
 from quintet.wire.codec import unpack_i32
@@ -114,7 +112,7 @@ class Sessions:
         reading: OutputParsing | None = None,
         replayed_ids: bytes = b"",
         session: str = "",
-        received: Sequence[ReceivedOutput] = (),
+        received: Sequence[reattachment.ReceivedOutput] = (),
         kv_transfer: KvTransfer | None = None,
     ) -> Stream:
         """Submit a request and return its output stream; park it while a required worker is missing.
@@ -154,8 +152,8 @@ class Sessions:
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
         return self._enter(stream, received)
 
-    def _enter(self, stream: Stream, received: Sequence[ReceivedOutput]) -> Stream:
-        apply_received(stream, received)
+    def _enter(self, stream: Stream, received: Sequence[reattachment.ReceivedOutput]) -> Stream:
+        reattachment.apply_received(stream, received)
         if stream.num_open:  # else another server delivered all of it
             self._begin(stream)
             self.metrics.submitted(stream.submit.spec.params)
@@ -169,7 +167,7 @@ class Sessions:
         self,
         reclaimed: Reclaimed,
         first_id: int,
-        seen: Sequence[ReceivedCount],
+        seen: Sequence[reattachment.ReceivedCount],
         mailbox: Mailbox,
         interval: int,
     ) -> Stream:
@@ -178,10 +176,10 @@ class Sessions:
         ``first_id`` comes from `take_ids`; the core has the request under that id.
         """
         assert reclaimed.admit is not None
-        submit = submission(reclaimed.admit, first_id, seen)
+        submit = reattachment.submission(reclaimed.admit, first_id, seen)
         stream = Stream(submit, mailbox, self.cancel, interval=interval)
         stream.pinned_core = reclaimed.core
-        skip_received(stream, reclaimed, seen)
+        reattachment.skip_received(stream, reclaimed, seen)
         if stream.num_open:
             self._begin(stream)
             self.metrics.resumed.inc()
@@ -294,7 +292,7 @@ class Sessions:
             num_chars = offset if choice.num_chars is None else choice.num_chars
             seen_tokens, seen_chars = len(output_ids) - first_index, num_chars - offset
             if seen_tokens < 0 or seen_chars < 0:
-                self.give_up([request_id], missing_output_error(choice, first_index, offset))
+                self.give_up([request_id], reattachment.missing_output_error(choice, first_index, offset))
                 continue
             if num_tokens > seen_tokens:
                 begin += seen_tokens
@@ -380,8 +378,8 @@ class Sessions:
             stream.num_resends += 1
             if stream.is_cancelled:
                 self._abort_locally(stream)
-            elif stream.num_resends > MAX_RESENDS:
-                self._give_up(stream, unknown_request_error())
+            elif stream.num_resends > reattachment.MAX_RESENDS:
+                self._give_up(stream, reattachment.unknown_request_error())
             else:
                 self._dispatcher.restart(stream, Role.CORE)
         self._place_parked()

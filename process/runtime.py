@@ -27,9 +27,8 @@ import msgspec
 import setproctitle
 
 from quintet.process.log import configure_logging
-from quintet.process.malloc_trim import trim_memory
+from quintet.process.os_tuning import set_batch_scheduling, trim_memory
 from quintet.process.record import Recorder
-from quintet.process.sched_batch import set_batch_scheduling
 from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
 from quintet.process.trace import Span, Tracer, no_span
 from quintet.process.wakeup import Wakeup

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from quintet.process.malloc_trim import TRIM_MIN_BYTES, trim_memory
+from quintet.process.os_tuning import TRIM_MIN_BYTES, trim_memory
 from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process, child_main
-from quintet.tokenizer_proc.embeds import check_embeds
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
+from quintet.tokenizer_proc.inbox_checks import check_embeds, error_answer, sender_of
 from quintet.tokenizer_proc.offloaded import OffloadedRequests
-from quintet.tokenizer_proc.senders import error_answer, sender_of
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64

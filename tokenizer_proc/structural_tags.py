@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from quintet.tokenizer_proc.json_blanks import with_blanks
 from quintet.tokenizer_proc.nesting_depth import check_schema
-from quintet.tokenizer_proc.schemas import plain_schema
+from quintet.tokenizer_proc.schemas import plain_schema, with_blanks
 from quintet.wire.errors import ErrorCode, RequestError
 
 Node = Mapping[str, Any]

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vocabulary
-from quintet.tokenizer_proc.json_blanks import with_blanks
 from quintet.tokenizer_proc.nesting_depth import check_grammar, check_schema, schemas_in
 from quintet.tokenizer_proc.reasoning_grammar import or_calls, with_reasoning
-from quintet.tokenizer_proc.schemas import plain_schema, schemas_of
+from quintet.tokenizer_proc.schemas import plain_schema, schemas_of, with_blanks
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError

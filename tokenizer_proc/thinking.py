@@ -10,8 +10,7 @@ import msgspec
 from quintet.wire.channels import is_inside
 from quintet.wire.config import ThinkMarks
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import SamplingParams
-from quintet.wire.thinking import Thinking, ThinkingBound
+from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
 
 FIELD = "thinking_token_budget"
 AROUND = ("word\n", "\nWord")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from quintet.wire import kv_disk as d
-from quintet.wire import kv_store as k
+from quintet.wire import kv_tiers as d
+from quintet.wire import kv_tiers as k
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.request import RequestSpec

@@ -10,7 +10,7 @@ from hashlib import sha256
 
 import msgspec
 
-from quintet.wire.number_formats import ITEM_BYTES
+from quintet.wire.model_files import ITEM_BYTES
 
 FLOAT_BYTES: Mapping[str, int] = {name: ITEM_BYTES[name] for name in ("F64", "F32", "F16", "BF16")}
 """Bytes of a number, by the allowed formats of embeddings."""

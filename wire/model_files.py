@@ -1,8 +1,10 @@
-"""File names of models."""
+"""Files of a model: names, JSON readers with one-line errors, number formats of safetensors."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from quintet.wire.errors import ConfigError
@@ -34,3 +36,60 @@ def part_paths(file: Path) -> list[Path]:
 def card_path(model: Path) -> Path:
     """Return the path that errors name as the model config: the folder's ``config.json``, or the GGUF file."""
     return model if is_gguf(model) else model / "config.json"
+
+
+Json = dict[str, object]
+
+
+def read_json(path: Path) -> Json:
+    """Read a JSON object. Raises `ConfigError` that names the file."""
+    return parse_json(read_text(path), path)
+
+
+def read_text(path: Path) -> str:
+    """Read a file of a model's folder. Raises `ConfigError` that names it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist; a model folder has config.json, weights and tokenizer.json"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise _invalid(path, error) from None
+
+
+def parse_json(text: str, path: Path) -> Json:
+    """Parse a file's text as a JSON object. Raises `ConfigError` that names the file."""
+    try:
+        loaded: object = json.loads(text)
+    except ValueError as error:
+        raise _invalid(path, error) from None
+    except RecursionError:
+        raise _invalid(path, "it is nested too deeply") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} holds a {type(loaded).__name__}, not a JSON object")
+    return loaded
+
+
+def _invalid(path: Path, why: object) -> ConfigError:
+    return ConfigError(f"{path} is not valid JSON: {why}; download it again")
+
+
+ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""Bytes per number."""

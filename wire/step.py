@@ -152,7 +152,7 @@ class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     swap_bytes_per_s: int = 0
     """Copy speed between device and host, the slower direction; 0 when not measured."""
     num_disk_blocks: int = 0
-    """Number of blocks that the disk tier can hold (`quintet.wire.kv_disk`)."""
+    """Number of blocks that the disk tier can hold (`quintet.wire.kv_tiers`)."""
     num_staging_blocks: int = 0
     """Host blocks for reads from disk, numbered after `num_host_blocks`."""
     num_peer_blocks: int | None = None

@@ -19,15 +19,15 @@ from quintet.wire.codec import UNREADABLE, unpack_i32
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
-from quintet.wire.kv_admin_validate import operator_checks
-from quintet.wire.kv_disk_validate import (
+from quintet.wire.kv_spec import STATE_BLOCKS
+from quintet.wire.kv_validate import (
     are_swaps,
     disk_checks,
     fits_tiers,
     is_kv_transfer,
     max_tier_blocks,
+    operator_checks,
 )
-from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import (
     MAX_CHOICES,
@@ -35,10 +35,10 @@ from quintet.wire.params import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     SamplingParams,
+    ThinkingBound,
     first_unknown,
 )
 from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, OutputParsing, RequestSpec
-from quintet.wire.thinking import ThinkingBound
 
 MAX_SLOTS = 1 << 10
 """Maximum slots per role: a frontend index has ten bits in a request id."""

@@ -30,8 +30,7 @@ from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer
 from quintet.executor.checkpoints.weights.load import fill_randomly
 from quintet.executor.interface import StepWorker
 from quintet.executor.model_config.card import card_of
-from quintet.executor.models.model import Setting
-from quintet.executor.models.registry import build_model
+from quintet.executor.models.model import Setting, build_model
 from quintet.executor.worker import make_worker
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import EngineConfig

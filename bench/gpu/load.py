@@ -2,9 +2,9 @@
 
     python -m bench.gpu.load
 
-The first row of the checklist: the others find what this one compiled, instead of compiling it within their own time. Every
-form is loaded on its own, so that the one a user's machine falls back on is known to work. Exit status 1 when kernels
-cannot be loaded at all.
+The first row of the checklist: the others find what this one compiled, instead of compiling it within their own time.
+Every form is loaded on its own, so that the one a user's machine falls back on is known to work. Exit status 1 when
+kernels cannot be loaded at all.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.kernels import open_device
 from bench.gpu.machine import ROOT, environment
 from quintet.executor.backends.cuda.kernels.compile import PTX_TARGET, TARGETS
-from quintet.executor.backends.cuda.kernels.modules import KINDS
-from quintet.executor.backends.cuda.sources import modules
+from quintet.executor.backends.cuda.kernels.modules import KINDS, modules
 from quintet.wire.errors import ConfigError
 
 SMALL = "norm"

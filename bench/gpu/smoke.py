@@ -2,9 +2,10 @@
 
     python -m bench.gpu.smoke [--only linear attention] [--device cpu]
 
-Order: load all modules, run the self-test kernels, capture ``torch.mm`` three times, then the families. A line is printed and
-flushed before each launch, so that the last line names the kernel of a crash or a hang. Behind a launch: registers and
-local-memory bytes of a thread, and blocks per multiprocessor. A family fails alone; exit status 1 if any failed.
+Order: load all modules, run the self-test kernels, capture ``torch.mm`` three times, then the families. A line is
+printed and flushed before each launch, so that the last line names the kernel of a crash or a hang. Behind a launch:
+registers and local-memory bytes of a thread, and blocks per multiprocessor. A family fails alone; exit status 1 if
+any failed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.kernels import open_device
 from bench.gpu.smoke_families import FAMILIES, Family, drawn
 from quintet.executor.backends.cuda.device import Argument, Device, Kernel, Size
-from quintet.executor.backends.cuda.sources import modules
+from quintet.executor.backends.cuda.kernels.modules import modules
 
 
 class LoggedDevice:

@@ -2,13 +2,13 @@
 
     python -m bench.kernels.experts [--threads 2] [--formats bf16 int8 ...] [--tokens 1 4 ...] [--processor-time]
 
-A step cannot take less time than reading, once, the weights of the experts that some token of it chose. The share is that time
-over its own; the limit is measured before and after every repeat, because it drifts, and all figures are medians. Every call
-chooses other experts, by random scores, of so many layers that none is in a cache when its turn comes. Of many tokens the
-multiplications are what limits: see `bench.kernels.linear` for those.
+A step cannot take less time than reading, once, the weights of the experts that some token of it chose. The share is
+that time over its own; the limit is measured before and after every repeat, because it drifts, and all figures are
+medians. Every call chooses other experts, by random scores, of so many layers that none is in a cache when its turn
+comes. Of many tokens the multiplications are what limits: see `bench.kernels.linear` for those.
 
-Of one token a dense layer of as many bytes as it chooses takes turns with the experts: what is missing from reading is theirs
-only as far as the dense layer's share is larger. "Time over dense" is the median over adjacent pairs.
+Of one token a dense layer of as many bytes as it chooses takes turns with the experts: what is missing from reading
+is theirs only as far as the dense layer's share is larger. "Time over dense" is the median over adjacent pairs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quintet.executor.backends.cpu.ops.host_linear import LinearLibrary, linear_
 from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 from quintet.executor.backends.cpu.ops.linear import GatedActivation
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
-from quintet.executor.model_config.routing import Routing, Scoring
+from quintet.executor.model_config.experts import Routing, Scoring
 
 TOKENS = (1, 2, 4, 16, 64)
 CALLS = 8

@@ -9,7 +9,7 @@ cache.
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, PrefixMatch, Setup
-from quintet.core.kv.group_blocks import GroupBlocks
+from quintet.core.kv.groups import GroupBlocks
 from quintet.core.kv.prefix import key_of
 from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState

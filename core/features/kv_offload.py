@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from quintet.core.block_keys import digests_of, keys_after, run_of
 from quintet.core.hooks import Feature, PrefixMatch, Setup
-from quintet.core.kv.group_blocks import GroupBlocks
+from quintet.core.kv.groups import GroupBlocks
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 

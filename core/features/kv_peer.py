@@ -2,7 +2,7 @@
 
 A waiting request that names a peer is looked up once, before it first runs. Blocks that the device lacks and the peer
 offers are fetched; meanwhile other requests pass. Then it enters as after a prefix cache hit. It also waits for free
-host blocks, because recomputation would defeat the transfer. Missing blocks are computed. `quintet.core.kv_services.kv_publish`
+host blocks, because recomputation would defeat the transfer. Missing blocks are computed. `quintet.core.commit`
 is the sending side.
 """
 

@@ -8,7 +8,7 @@ request's last computed token and near the end of its prompt.
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, PrefixMatch, Setup
-from quintet.core.kv.group_blocks import GroupBlocks
+from quintet.core.kv.groups import GroupBlocks
 from quintet.core.kv.prefix import extend_chain
 from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState

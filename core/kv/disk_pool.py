@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 
-from quintet.core.kv.fetch_cost import FetchCost
-from quintet.core.kv.prefetch import Prefetches
+from quintet.core.kv.prefetch import FetchCost, Prefetches
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import FileRequest, KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults
 
 
 class DiskPool:

@@ -1,4 +1,13 @@
-"""Layer groups of a model, classified by the core's handling."""
+"""Layer groups of a model, classified by the core's handling, and blocks of a request in one group.
+
+The blocks are at consecutive positions of a block table.
+
+    position    0     1     2     3     4     5
+               before the window  |    held    |
+                                begin         end
+
+A state group has the blocks that the newest step read and wrote (`quintet.core.recurrent_state`), often the same one.
+"""
 
 from __future__ import annotations
 
@@ -57,3 +66,27 @@ class Groups:
             else min(num_tokens, block_size * self.most_blocks(index, whole))
             for index, group in enumerate(self.all)
         )
+
+
+class GroupBlocks:
+    """A range of a block table. Without a window it begins at 0."""
+
+    __slots__ = ("begin", "blocks")
+
+    def __init__(self, begin: int = 0, blocks: list[int] | None = None) -> None:
+        self.begin = begin
+        self.blocks: list[int] = [] if blocks is None else blocks
+
+    @property
+    def end(self) -> int:
+        """End position, exclusive."""
+        return self.begin + len(self.blocks)
+
+    def before(self, position: int) -> list[int]:
+        """Return the blocks before a position."""
+        return self.blocks[: max(0, position - self.begin)]
+
+    def drop(self, position: int) -> None:
+        """Drop the blocks before a position; past the end, the range becomes empty and begins there."""
+        del self.blocks[: max(0, position - self.begin)]
+        self.begin = max(self.begin, position)

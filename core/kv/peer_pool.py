@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from quintet.core.kv.prefetch import Prefetches
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults, Pull
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, Pull
 
 
 class PeerPool:

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from hashlib import sha256
 
-from quintet.core.kv.group_blocks import GroupBlocks
+from quintet.core.kv.groups import GroupBlocks
 from quintet.wire.kv_spec import KvGroup
 
 DIGEST_BYTES = 32

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
 
-from quintet.core.kv.pins import Pin, Pins
+from quintet.core.kv.pool import Pin, Pins
 from quintet.core.kv.prefix import extend_chain, key_of, reach, salt_digest
 from quintet.core.kv.prefix_tree import PrefixPath, PrefixPaths, PrefixTree
 from quintet.core.kv_services.prefix_export import FileTasks

@@ -9,13 +9,12 @@ from quintet.core import recurrent_state
 from quintet.core.counters import Counters
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.peer_pool import PeerPool
-from quintet.core.kv.store_chunks import StoreChunks
-from quintet.core.kv.store_pool import StorePool
+from quintet.core.kv.store_pool import StoreChunks, StorePool
 from quintet.core.kv.tiers import Tiers
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import CacheConfig
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults, StoredBlocks
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, StoredBlocks
 from quintet.wire.step import Capacity
 
 

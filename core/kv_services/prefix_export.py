@@ -14,7 +14,7 @@ from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.kv_admin import KvQuery, KvReport
-from quintet.wire.kv_disk import FileRequest, FileResult
+from quintet.wire.kv_tiers import FileRequest, FileResult
 from quintet.wire.messages import Failed
 
 

@@ -4,8 +4,8 @@
 //
 // Tokens of a row are scanned one after the other, so results do not depend on how a request is cut into steps; sums over a state
 // are in an order that its size alone decides. Limiter: a prompt's latency, some hundred instructions a token; a decode step's
-// bandwidth, a state being read once and written once. References: executor/backends/cpu/ops/causal_conv.py, selective_scan.py, head_scan.py,
-// delta_rule.py; products and sums round where torch's do, except sums over a state, and exponentials in the last bit.
+// bandwidth, a state being read once and written once. References: executor/backends/cpu/ops/states.py;
+// products and sums round where torch's do, except sums over a state, and exponentials in the last bit.
 #include "device.cuh"
 #include "pointwise.cuh"
 

@@ -23,7 +23,7 @@ from quintet.frontend.http.auth import operator_keys
 from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_disk import EXCHANGE
+from quintet.wire.kv_tiers import EXCHANGE
 
 WAIT_S = 620.0
 """Response timeout."""

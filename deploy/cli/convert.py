@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.gguf.endings import generation_of_gguf
+from quintet.deploy.config.gguf.tokenizer import generation_of_gguf
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.tools.quantize.target import atomic_output, check_apart, check_space, check_target

@@ -16,8 +16,13 @@ from tqdm import tqdm
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.card import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
-from quintet.deploy.tools.quantize.settings import MAX_CALIBRATION_TOKENS
-from quintet.deploy.tools.quantize.target import atomic_output, check_apart, check_space, check_target
+from quintet.deploy.tools.quantize.target import (
+    MAX_CALIBRATION_TOKENS,
+    atomic_output,
+    check_apart,
+    check_space,
+    check_target,
+)
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 from quintet.executor.model_config.card import ModelCard

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.key_files import LEAST_BYTES, key_file_of
+from quintet.deploy.config.user_files import LEAST_BYTES, key_file_of
 from quintet.wire.config import HostsConfig
 from quintet.wire.errors import ConfigError
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from quintet.deploy.config import rules
 from quintet.deploy.config.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.gpu_ranks import check_gpu_ranks
 from quintet.deploy.config.hosts import check_first
 from quintet.deploy.config.kv.export import kv_leaves
 from quintet.deploy.config.model.card import ModelFacts
-from quintet.deploy.config.stored_ranks import why_not_stored
+from quintet.deploy.config.rank_checks import check_gpu_ranks, why_not_stored
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.fitting import (
@@ -31,8 +30,7 @@ from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, State
 from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.wire.config import DTYPE_BYTES
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import parse_json
-from quintet.wire.model_files import card_path
+from quintet.wire.model_files import card_path, parse_json
 
 FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
 INVARIANT_FLAG, CONTEXT_FLAG = "--layout-invariant", "--decode-context-parallel-size"

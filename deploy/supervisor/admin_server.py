@@ -1,6 +1,8 @@
 """Server side of ``quintet admin``: validates a command and starts the change, or replies with an error.
 
 ``changes.py`` carries out the changes.
+
+It checks the memory before engines are added: each engine has its own weights and KV memory.
 """
 
 from __future__ import annotations
@@ -9,10 +11,9 @@ import logging
 import re
 from pathlib import Path
 
-from quintet.deploy.config.memory import available_ram_bytes
+from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.commands import CommandError, Scale, Status, parse, status_lines
-from quintet.deploy.supervisor.memory_check import check_memory
 from quintet.deploy.supervisor.process_slots import SlotTable
 from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus
@@ -20,6 +21,27 @@ from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 from quintet.wire.supervision import Command, CommandAnswer
+
+
+def check_memory(config: EngineConfig, num_more: int, available_bytes: int) -> None:
+    """Raise `CommandError` if ``num_more`` engines need more host memory than ``available_bytes``.
+
+    The kernel allocates pages on first write, so unused KV memory of running engines counts as free.
+    """
+    if num_more <= 0 or config.executor.kind == "mock" or config.executor.device != "cpu":
+        return
+    if config.executor.hosts is not None:
+        raise CommandError("a multi-host engine cannot be scaled: start another group of hosts")
+    num_ranks, kv_memories = config.executor.num_ranks, config.executor.num_kv_memories
+    weights, kv = config.executor.weight_bytes * num_ranks, config.cache.memory_bytes * kv_memories
+    each = weights + kv + ATTENTION_SCRATCH_BYTES * num_ranks + config.executor.shared_bytes
+    if num_more * each > available_bytes:
+        needed, left = format_size(num_more * each), format_size(available_bytes)
+        raise CommandError(
+            f"{num_more} more engine{'s' * (num_more > 1)} would take {needed} (each {format_size(weights)} of weights and "
+            f"{format_size(kv)} of KV), but {left} of memory are available: to scale later, start the server with a "
+            "smaller --kv-cache-memory"
+        )
 
 
 class AdminClient:

@@ -14,7 +14,7 @@ from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 from quintet.wire.kv_admin import KvPins
-from quintet.wire.kv_disk import MAX_KEPT, DiskResultsReady, KvTierRequests, StoredBlocks
+from quintet.wire.kv_tiers import MAX_KEPT, DiskResultsReady, KvTierRequests, StoredBlocks
 from quintet.wire.step import Capacity, StepPlan
 
 

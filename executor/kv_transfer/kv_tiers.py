@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks
+from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks
 from quintet.executor.interface import KvDisk, KvTierWorker
 from quintet.executor.kv_transfer.block_bytes import WholeBlocks
-from quintet.executor.kv_transfer.disk.boot import open_kv_disk
+from quintet.executor.kv_transfer.features.kv_disk import open_kv_disk
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
-from quintet.executor.kv_transfer.store.boot import open_kv_store
+from quintet.executor.kv_transfer.features.kv_store import open_kv_store
 from quintet.wire.config import EngineConfig
 
 
@@ -47,7 +47,7 @@ class KvTiers:
             self.disk = open_kv_disk(blocks, config, runner, first)
             first = self._register(first, self.disk)
         if cache.peers is not None:
-            from quintet.executor.kv_transfer.peers.boot import (
+            from quintet.executor.kv_transfer.features.kv_peer import (
                 open_kv_peers,  # imports ZeroMQ
             )
 

@@ -14,8 +14,7 @@ from typing import Any, TypeGuard
 
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import parse_json
-from quintet.wire.model_files import card_path
+from quintet.wire.model_files import card_path, parse_json
 
 Key = str | tuple[str, ...]
 """A value's key in a card, or alternative keys of different families; the first key with a value counts."""

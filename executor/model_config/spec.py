@@ -11,12 +11,12 @@ from enum import StrEnum
 from typing import Protocol
 
 from quintet.executor.model_config.experts import ExpertsSpec
-from quintet.executor.model_config.kv_need import KvNeed
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.norm_spec import NormKind, Norms, NormSpec
 from quintet.executor.model_config.rope import RopeSpec
 from quintet.executor.model_config.state_specs import (
     DeltaSpec,
+    KvNeed,
     Mamba2Spec,
     MambaSpec,
     ShortConvSpec,

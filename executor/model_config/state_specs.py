@@ -2,6 +2,8 @@
 
 A layer's state is its convolution's, in the model's dtype, then its scan's, in float32. Each part is aligned to a
 cache line. Imports no torch: `quintet.executor.models.blocks` builds the mixers.
+
+`KvNeed` is the memory of a layer without such a state, per token.
 """
 
 from __future__ import annotations
@@ -213,3 +215,19 @@ class DeltaSpec:
         """Number of matrix elements."""
         projected = 2 * self.keys + 3 * self.channels + 2 * self.num_heads
         return hidden_size * projected + (2 * self.keys + self.channels) * self.taps
+
+
+@dataclass(frozen=True, slots=True)
+class KvNeed:
+    """KV memory that one layer keeps per token."""
+
+    num_kv_heads: int
+    key_dim: int
+    """Elements of one head's key."""
+    value_dim: int
+    window: int | None = None
+    """Number of recent tokens kept; None for all."""
+    chunk: int | None = None
+    """Chunk length in positions: only the current chunk's tokens are kept; None for all."""
+    values_in_keys: bool = False
+    """True if a value is a prefix of its key and needs no memory."""

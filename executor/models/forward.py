@@ -6,6 +6,8 @@ and runs them with one call per step. So a model does not depend on batches, blo
 
 Operations are pure: values never change and may be read in any order. The backend decides on fusion, in-place
 execution and elimination.
+
+`norm_of_all` is a norm over values that ranks divide.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
-from quintet.executor.models.layers.head_linear import HeadLinear
-from quintet.executor.models.layers.linear import Embedding, Linear
+from quintet.executor.models.layers.linear import Embedding, HeadLinear, Linear
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
 
@@ -89,7 +90,7 @@ class ForwardPass(Protocol[ValueT]):
         """
 
     def causal_conv(self, layer: CausalConv, x: ValueT) -> ValueT:
-        """Return each channel of ``x`` convolved over its last tokens; see `quintet.executor.backends.cpu.ops.causal_conv`.
+        """Return each channel of ``x`` convolved over its last tokens; see `quintet.executor.backends.cpu.ops.states`.
 
         This operation and the scans below read the layer's state of each row and write the next one.
         """
@@ -97,14 +98,21 @@ class ForwardPass(Protocol[ValueT]):
     def selective_scan(
         self, layer: SelectiveScan, x: ValueT, dt: ValueT, b: ValueT, c: ValueT, gate: ValueT
     ) -> ValueT:
-        """Return ``x`` scanned and gated; see `quintet.executor.backends.cpu.ops.selective_scan`."""
+        """Return ``x`` scanned and gated; see `quintet.executor.backends.cpu.ops.states`."""
 
     def head_scan(
         self, layer: HeadScan, x: ValueT, dt: ValueT, b: ValueT, c: ValueT, gate: ValueT | None
     ) -> ValueT:
-        """Return ``x`` scanned and, if there is a gate, gated; see `quintet.executor.backends.cpu.ops.head_scan`."""
+        """Return ``x`` scanned and, if there is a gate, gated; see `quintet.executor.backends.cpu.ops.states`."""
 
     def delta_rule(
         self, layer: DeltaRule, q: ValueT, k: ValueT, v: ValueT, alpha: ValueT, beta: ValueT
     ) -> ValueT:
-        """Return the state's output for ``q``, updated by ``k``, ``v``; see `quintet.executor.backends.cpu.ops.delta_rule`."""
+        """Return the state's output for ``q``, updated by ``k``, ``v``; see `quintet.executor.backends.cpu.ops.states`."""
+
+
+def norm_of_all(ops: ForwardPass[ValueT], x: ValueT, norm: Norm, kept: KeptRange) -> ValueT:
+    """Return ``x`` normed over all ranks' columns; ``x`` has the columns ``kept``."""
+    if kept.is_all:
+        return ops.norm(x, norm)
+    return ops.columns(ops.norm(ops.of_all_ranks(x, kept), norm), kept.begin, kept.count)

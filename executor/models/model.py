@@ -1,19 +1,24 @@
-"""Interface of a model for the worker, and the settings with which a model is built."""
+"""Interface of a model for the worker, its settings, and its construction from a card."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from quintet.executor.backends.platforms.platform import entry_point_path, import_string
 from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.registry import FAMILIES, nearest
 from quintet.executor.model_config.share import WHOLE, Share
+from quintet.executor.model_config.spec import ModelSpec
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.rope import Rope
+from quintet.wire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +59,25 @@ class CausalModel(Protocol):
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``, in `Setting.logits_dtype`."""
+
+
+def build_model(architecture: str, card: ModelCard, setting: Setting) -> CausalModel:
+    """Return the model, its weights not yet loaded. Raises `ConfigError` for an unsupported architecture.
+
+    Packages can register models as entry points of the group ``quintet.models``, named after the architecture.
+    """
+    family = FAMILIES.get(architecture)
+    if family is not None:
+        builder: Callable[[ModelSpec, Setting], CausalModel] = import_string(family.builder)
+        return builder(family.read(card), setting)
+    path = entry_point_path("quintet.models", architecture)
+    if path is None:
+        near = nearest(architecture)
+        raise ConfigError(
+            f"{card.path}: unsupported architecture {architecture!r:.80}"
+            f"{f'; the nearest supported one is {near}' if near else '; docs/models.md lists the supported ones'}. Install a"
+            " package that registers it under 'quintet.models', or try --model-impl transformers, which runs the model in"
+            " transformers"
+        )
+    build: Callable[[ModelCard, Setting], CausalModel] = import_string(path)
+    return build(card, setting)

@@ -15,8 +15,8 @@ import torch
 
 from quintet.executor.memory import to_device
 from quintet.executor.sampling.logits_processor import DrawRows, Int
+from quintet.wire.params import ThinkingBound
 from quintet.wire.step import NewRow
-from quintet.wire.thinking import ThinkingBound
 
 NEVER = 1 << 62
 NONE = -1

@@ -16,7 +16,7 @@ from quintet.frontend.api import sse
 from quintet.frontend.api.routing import explain
 from quintet.frontend.http.http_request import ClientDisconnected, Header, HttpRequest
 from quintet.frontend.http.write_timeout import Reader
-from quintet.frontend.resume.partial_response import ReceivedOutput
+from quintet.frontend.resume.reattachment import ReceivedOutput
 from quintet.frontend.resume.stream_cursor import StreamId
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Stream

@@ -1,7 +1,8 @@
 """POST /v1/streams: continue a stream that another server began before it failed.
 
-The proxy sends the original request, the seed, time and id from the relay header, its client's cursor, and the token ids of
-every choice (`token_relay`). The response continues after the cursor. Its text is the same if both servers have the same model.
+The proxy sends the original request, the seed, time and id from the relay header, its client's cursor, and the token
+ids of every choice (`token_relay`). The response continues after the cursor. Its text is the same if both servers
+have the same model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.api.responses.create import responses
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.partial_response import PartialResponse
+from quintet.frontend.resume.reattachment import PartialResponse
 from quintet.frontend.service import Handler, Service
 from quintet.wire.params import check_token_ids, shown
 

@@ -24,8 +24,7 @@ from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import ResponsesAnswer
 from quintet.frontend.api.responses.response_history import store_end
 from quintet.frontend.http.error_shape import ErrorShape
-from quintet.frontend.resume.resume_token import Answer
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
+from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import RelayedWriter
 from quintet.wire.request import ResumeToken
 

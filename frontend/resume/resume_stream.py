@@ -1,8 +1,8 @@
 """Resume a streamed response after a lost connection or a lost frontend.
 
-Every event id holds the stream cursor (`quintet.frontend.resume.stream_cursor`). The client gets the later events from any
-frontend: by ``GET /v1/streams/<stream>?from=<position>``, or by repeating the request with the ``Last-Event-ID``
-header. The core retains the request.
+Every event id holds the stream cursor (`quintet.frontend.resume.stream_cursor`). The client gets the later events
+from any frontend: by ``GET /v1/streams/<stream>?from=<position>``, or by repeating the request with the
+``Last-Event-ID`` header. The core retains the request.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from urllib.parse import parse_qs
 
 from quintet.frontend.api.answer import Submissions, stream_answer
 from quintet.frontend.api.openai.answer import ChunkWriter
-from quintet.frontend.api.openai.usage_replay import replay_usage
+from quintet.frontend.api.openai.redetokenize import replay_usage
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.reattach import ReceivedCount
+from quintet.frontend.resume.reattachment import ReceivedCount
 from quintet.frontend.resume.registry import answer_of, api_of
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import with_relay

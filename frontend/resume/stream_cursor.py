@@ -1,18 +1,29 @@
-"""Stream cursor: the reader's position in a streamed response, as in event ids.
+"""Stream cursor and resume token of a streamed response.
+
+The cursor is the reader's position, as in event ids.
 
     <first request id>-<key>:<choice>,<choice>,…[.note]
 
 A choice is ``-`` (nothing sent), the number of its tokens sent, or that number and ``e`` (end sent). A note is
 API-specific.
+
+The resume token has a secret and the response shape. It is sent with a streamed request, so that any frontend can
+resume it.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
+from quintet.wire.request import ResumeToken
 
 _STREAM = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{32})")
 _CHOICE = re.compile(r"-|[0-9]{1,9}e?")
@@ -86,3 +97,27 @@ class StreamCursor:
             for count, ended in zip(self.counts, self.ended, strict=True)
         ]
         return ",".join(choices) + (f".{self.note}" if self.note else "")
+
+
+KEY_BYTES = 16
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """Content of `ResumeToken.answer`: event format of a stream. Each API extends it (`registry.RESUMABLE_APIS`)."""
+
+    num_prompts: int
+    """Prompts of the HTTP request. Their ids are consecutive, ``num_choices`` for each."""
+    num_choices: int
+    """Per prompt."""
+    interval: int
+    """Tokens per event."""
+
+
+encode_answer: Callable[[Answer], bytes] = msgspec.msgpack.Encoder().encode
+
+
+def claim_for(answer: Answer, config: EngineConfig) -> ResumeToken | None:
+    """Build the resume token; None if resuming is disabled or there are too many choices."""
+    if config.scheduler.resume_grace_s <= 0 or answer.num_prompts * answer.num_choices > MAX_CHOICES:
+        return None
+    return ResumeToken(secrets.token_bytes(KEY_BYTES), encode_answer(answer))

@@ -1,9 +1,9 @@
 """Token ids in streams for a proxy, which continues them at another server if this one fails.
 
-A request header ``X-Quintet-Relay`` asks for token ids: a comment before each event (``: ids <choice> [<token>,…]``), and a
-response header of the same name. With both, `continue_stream` resumes the response on another server. A resumed
-stream first gets the ids of earlier events in another comment (``: told <choice> [<token>,…]``), which replaces
-those the proxy has.
+A request header ``X-Quintet-Relay`` asks for token ids: a comment before each event (``: ids <choice> [<token>,…]``),
+and a response header of the same name. With both, `continue_stream` resumes the response on another server. A resumed
+stream first gets the ids of earlier events in another comment (``: told <choice> [<token>,…]``), which replaces those
+the proxy has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.openai import parse
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.partial_response import PartialResponse, ReceivedOutput
+from quintet.frontend.resume.reattachment import PartialResponse, ReceivedOutput
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 
 RELAY_HEADER = "x-quintet-relay"

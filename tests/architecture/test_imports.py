@@ -59,7 +59,7 @@ def test_a_folder_imports_only_itself_and_what_is_below(folder: str) -> None:
 CHECKPOINTS = "executor.checkpoints"
 CPU_OPS = "executor.backends.cpu.ops"
 INNER = {
-    "core/kv": {"core.kv", "wire.codec", "wire.kv_disk", "wire.kv_spec", "wire.kv_store"},
+    "core/kv": {"core.kv", "wire.codec", "wire.kv_spec", "wire.kv_tiers"},
     "deploy/integrations/fastchat": {
         *("deploy.integrations.fastchat", "deploy.tools.load_client", "deploy.router.connection_pool"),
         *("deploy.supervisor.listener", "frontend", "process.log", "wire"),

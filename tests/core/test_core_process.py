@@ -27,8 +27,8 @@ from quintet.wire.config import (
 )
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 from quintet.wire.kv_spec import full_layers
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
 from quintet.wire.messages import (
     Admit,
     Cancel,

@@ -6,8 +6,8 @@ import torch
 
 from quintet.executor.backends.cuda.attention.backend import AttentionNeeds, HostRows, require
 from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention import paged_attention_reference
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
-from quintet.executor.backends.cuda.ops.attention_reference import paged_attention_reference
 from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.rows import StepRows
 

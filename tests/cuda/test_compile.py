@@ -25,7 +25,7 @@ from quintet.executor.backends.cuda.kernels.compilers import (
     Output,
     find_nvrtc,
 )
-from quintet.executor.backends.cuda.sources import digest
+from quintet.executor.backends.cuda.kernels.modules import digest
 
 NVCC_LOG = """\
 ptxas info    : 0 bytes gmem

@@ -35,9 +35,13 @@ from quintet.executor.backends.cuda.ops.peers import (
     RankDesyncError,
 )
 from quintet.executor.backends.cuda.ops.tables import PackedPlan
-from quintet.executor.backends.cuda.ranks.group import ONE_SHOT_BYTES, DeviceGroup
+from quintet.executor.backends.cuda.ranks.group import (
+    ONE_SHOT_BYTES,
+    DeviceGroup,
+    group_of,
+    open_device_ranks,
+)
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster, RankReceiver, StepOrder
-from quintet.executor.backends.cuda.ranks.setup import group_of, open_device_ranks
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.model_config.share import Share
 from quintet.wire.config import EngineConfig

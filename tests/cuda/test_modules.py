@@ -17,10 +17,12 @@ from quintet.executor.backends.cuda.kernels.modules import (
     Kind,
     ModuleStore,
     RefusedError,
+    digest,
     forms,
+    modules,
     record_path,
+    source_text,
 )
-from quintet.executor.backends.cuda.sources import digest, modules, source_text
 from quintet.wire.errors import ConfigError
 
 

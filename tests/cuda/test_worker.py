@@ -38,13 +38,11 @@ from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkp
 from quintet.executor.loading import MODEL_DTYPES as DTYPES
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.share import WHOLE, Share
-from quintet.executor.models.model import CausalModel, Setting
-from quintet.executor.models.registry import build_model
+from quintet.executor.models.model import CausalModel, Setting, build_model
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf
-from quintet.wire.params import SamplingParams
-from quintet.wire.thinking import Thinking, ThinkingBound
+from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
 
 __all__ = ["serve"]
 

@@ -17,13 +17,13 @@ from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, Memo
 from quintet.executor.backends.cpu.program.step import CStep
 from quintet.executor.backends.cpu.program.values import Extent, Operation, Value
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
-from quintet.executor.checkpoints.quant.mixed_rows import packed_by_part
+from quintet.executor.checkpoints.quant.packed import packed_by_part
 from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 from quintet.executor.checkpoints.quant.registry import open_quantization
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackPiece, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
-from quintet.executor.model_config.routing import Routing, Scoring
+from quintet.executor.model_config.experts import Routing, Scoring
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.experts import Experts, Gate
 from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange

@@ -15,10 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
-from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
-from quintet.executor.backends.cpu.ops.head_scan import head_scan
-from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
+from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 
 NUM_TOKENS = 41
 

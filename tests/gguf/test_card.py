@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from quintet.deploy.config.model.card import read_facts
 from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES
-from quintet.executor.checkpoints.gguf.card import card_of_gguf
+from quintet.executor.checkpoints.gguf.card import REFUSED, card_of_gguf
 from quintet.executor.checkpoints.gguf.header import Header, Tensor
 from quintet.executor.checkpoints.gguf.parts import Parts, read_parts
 from quintet.executor.checkpoints.gguf.types import TYPES
-from quintet.executor.checkpoints.gguf.unsupported import REFUSED
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.wire.errors import ConfigError

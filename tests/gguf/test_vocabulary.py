@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from quintet.deploy.config.gguf.endings import generation_of_gguf
-from quintet.deploy.config.gguf.tokenizer import tokenizer_of_gguf
+from quintet.deploy.config.gguf.tokenizer import generation_of_gguf, tokenizer_of_gguf
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.wire.errors import ConfigError
 from tests.gguf.bytes_of_files import ARRAY, STRING, array, file_of, key, text

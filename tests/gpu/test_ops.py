@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quintet.executor.backends.cpu.ops.argmax import argmax
 from quintet.executor.backends.cpu.ops.linear import GatedActivation, linear
 from quintet.executor.backends.cpu.ops.rms_norm import rms_norm
+from quintet.executor.sampling.draw import argmax
 
 SHAPES = [(1, 8), (3, 130), (257, 1030)]
 

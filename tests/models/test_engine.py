@@ -18,7 +18,7 @@ from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, digest_of
-from quintet.wire.kv_disk import StoredBlocks
+from quintet.wire.kv_tiers import StoredBlocks
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import KvTransfer, RequestSpec

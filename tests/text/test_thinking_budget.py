@@ -9,8 +9,7 @@ from quintet.detokenizer_proc.parsers.forced import think_marks
 from quintet.detokenizer_proc.parsers.registry import REASONING
 from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.errors import RequestError
-from quintet.wire.params import SamplingParams
-from quintet.wire.thinking import ThinkingBound
+from quintet.wire.params import SamplingParams, ThinkingBound
 
 
 def budgets_of(name: str, tokenizer: Tokenizer) -> Budgets:

@@ -7,7 +7,7 @@ import pytest
 
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_admin import MAX_LISTED, KvPin, KvPins, KvPrefix, KvQuery, KvReport
-from quintet.wire.kv_admin_validate import operator_checks
+from quintet.wire.kv_validate import operator_checks
 
 CHECKS = operator_checks(vocab_size=10, max_len=4)
 DIGEST = b"d" * 32

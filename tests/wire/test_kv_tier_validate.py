@@ -6,9 +6,20 @@ import msgspec
 import pytest
 
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults, StoredBlocks
-from quintet.wire.kv_disk_validate import disk_checks, fits_tiers
-from quintet.wire.kv_store import Get, LookupResult, Put, Search, StoreRequests, StoreResults
+from quintet.wire.kv_tiers import (
+    FileRequest,
+    FileResult,
+    Get,
+    KvTierRequests,
+    KvTierResults,
+    LookupResult,
+    Put,
+    Search,
+    StoredBlocks,
+    StoreRequests,
+    StoreResults,
+)
+from quintet.wire.kv_validate import disk_checks, fits_tiers
 from quintet.wire.step import Capacity
 
 CHECKS = disk_checks(num_blocks=8, num_host_blocks=6, num_places=4)

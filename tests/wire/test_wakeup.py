@@ -12,7 +12,7 @@ from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.process.wakeup import Wakeup
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.kv_disk import DiskResultsReady
+from quintet.wire.kv_tiers import DiskResultsReady
 from quintet.wire.messages import Cancel
 from quintet.wire.step import StepsEnded
 

@@ -1,6 +1,8 @@
 """Conversion of a GGUF file's vocabulary to a tokenizer folder: ``tokenizer.json``, its config and chat templates.
 
 The folder is created once and cached, because all other modules read tokenizers from folders.
+
+`generation_of_gguf` reads the end-of-sequence ids and sampling defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 
 from quintet.deploy.config.gguf import pre_tokenizers
 from quintet.deploy.config.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from quintet.executor.checkpoints.gguf.header import Strings
+from quintet.executor.checkpoints.gguf.header import Strings, Value
 from quintet.executor.checkpoints.gguf.parts import Parts
 from quintet.wire.errors import ConfigError
 
@@ -312,3 +314,53 @@ def _model(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **switches
         "ignore_merges": False,
     }
     return {**defaults, **switches, "vocab": ids, "merges": merges}
+
+
+_ENDING_KEYS = ("eos", "eot", "eom")
+_ENDINGS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<eos>",
+        "<｜end▁of▁sentence｜>",
+    }
+)
+"""Tokens that llama.cpp treats as end of generation: files name one of them, chat templates may use others."""
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+def generation_of_gguf(parts: Parts) -> dict[str, object]:
+    """Return the equivalent of ``generation_config.json``. Raises `ConfigError`."""
+    sampling = {ours: parts.metadata.get(theirs) for theirs, ours in _SAMPLING.items()}
+    found = {key: value for key, value in sampling.items() if isinstance(value, int | float)}
+    return {**found, "eos_token_id": _ending_ids(parts.metadata, tokens_of(parts))}
+
+
+def _ending_ids(metadata: Mapping[str, Value], tokens: Sequence[str]) -> list[int]:
+    """Return the ids that end a response, ``eos`` first."""
+    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _ENDING_KEYS]
+    ids = [each for each in named if type(each) is int and 0 <= each < len(tokens)]
+    found = {token: index for index, token in enumerate(tokens) if token in _ENDINGS}
+    if "<|end|>" in found and "<|return|>" in found:
+        del found["<|end|>"]  # ends a message in gpt-oss, but a response has several messages
+    return list(dict.fromkeys([*ids, *sorted(found.values())]))

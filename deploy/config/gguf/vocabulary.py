@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Sequence as Cuts
 from quintet.deploy.config.gguf.pre_tokenizers import PRE_TOKENIZERS
 from quintet.deploy.config.model.chat_templates import DEFAULT, read_chat_templates
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import read_json
+from quintet.wire.model_files import read_json
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Token types: ``tokenizer.ggml.token_type``."""

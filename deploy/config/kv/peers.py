@@ -8,11 +8,10 @@ import os
 import secrets
 import tempfile
 
-from quintet.deploy.config.caches import user_cache
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.key_files import LEAST_BYTES, key_file_of
 from quintet.deploy.config.kv.export import check_kv_leaves, num_parts
 from quintet.deploy.config.memory import format_size, parse_size
+from quintet.deploy.config.user_files import LEAST_BYTES, key_file_of, user_cache
 from quintet.wire.config import KvPeersConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec

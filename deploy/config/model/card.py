@@ -1,7 +1,7 @@
 """Model facts read from ``config.json`` and ``generation_config.json``.
 
-Uses the executor's parsers of ``config.json``, so that both processes see the same model. `weights` reads the weight files,
-`source` locates the folder.
+Uses the executor's parsers of ``config.json``, so that both processes see the same model. `weights` reads the weight
+files, `source` locates the folder.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from quintet.executor.model_config.state_specs import StateNeed
 from quintet.executor.model_config.unknown import unknown
 from quintet.wire.config import Dtype, ModelImpl
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import Json, parse_json, read_json, read_text
-from quintet.wire.model_files import card_path, is_gguf
+from quintet.wire.model_files import Json, card_path, is_gguf, parse_json, read_json, read_text
 from quintet.wire.params import shown
 
 _QUANTIZATION_FILES = {
@@ -248,7 +247,7 @@ def _read_generation_config(folder: Path, where: str) -> Json:
     if where in ("none", "vllm"):
         return {}
     if where == "auto" and is_gguf(folder):
-        from quintet.deploy.config.gguf.endings import generation_of_gguf
+        from quintet.deploy.config.gguf.tokenizer import generation_of_gguf
         from quintet.executor.checkpoints.gguf.parts import read_parts
 
         return generation_of_gguf(read_parts(folder))

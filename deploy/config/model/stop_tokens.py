@@ -1,7 +1,7 @@
 """End-of-sequence token ids, collected from all files of a model.
 
-Fine-tunes often add an end-of-turn token that only the tokenizer or the chat template names, while the configuration has the
-base model's. Without it, generation would continue with the user's next turn.
+Fine-tunes often add an end-of-turn token that only the tokenizer or the chat template names, while the configuration
+has the base model's. Without it, generation would continue with the user's next turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from quintet.deploy.config.model.chat_templates import DEFAULT
 from quintet.tokenizer_proc.chat_template import make_environment, special_tokens
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import Json, read_json
+from quintet.wire.model_files import Json, read_json
 
 _ANSWER = "quintet"
 """Marker text that no template contains."""

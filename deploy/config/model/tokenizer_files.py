@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quintet.deploy.config.caches import user_cache
+from quintet.deploy.config.user_files import user_cache
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
 

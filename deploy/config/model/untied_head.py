@@ -1,7 +1,7 @@
 """Detection of untied output layers in checkpoints with tied word embeddings in ``config.json``.
 
-Fine-tunes often keep the base model's ``config.json``. transformers uses the separate output layer, and so does Quintet. Reads
-the headers of safetensors files, and both tensors up to the first difference.
+Fine-tunes often keep the base model's ``config.json``. transformers uses the separate output layer, and so does
+Quintet. Reads the headers of safetensors files, and both tensors up to the first difference.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
 from quintet.executor.checkpoints.weights.header import Entry, read_header
 from quintet.executor.model_config.names import Names
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import Json
-from quintet.wire.model_files import is_gguf
+from quintet.wire.model_files import Json, is_gguf
 
 _CHUNK_BYTES = 1 << 20
 _TIES = ("tie_word_embeddings", "tie_embedding")

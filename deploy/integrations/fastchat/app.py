@@ -13,14 +13,15 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quintet.deploy.integrations.fastchat.conversation import TEMPLATE, messages_of
 from quintet.deploy.integrations.fastchat.errors import Code, WorkerError, as_worker, error_in, server_lost
 from quintet.deploy.integrations.fastchat.peer import Peer
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.integrations.fastchat.request import (
+    TEMPLATE,
     Params,
     TokenCountRequest,
     completion_of,
+    messages_of,
     read,
     tokenization_of,
 )

@@ -1,7 +1,7 @@
 """``python -m quintet.deploy.integrations.ray.hosts``: Ray driver that places the worker hosts of a multi-host model.
 
-A child process of host 0, which writes the order to standard input and keeps it open; end of file stops the driver. When the
-driver ends, Ray removes its actors and placement group. A failed actor is replaced.
+A child process of host 0, which writes the order to standard input and keeps it open; end of file stops the driver.
+When the driver ends, Ray removes its actors and placement group. A failed actor is replaced.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quintet.deploy.config.hosts import BY_RAY
+from quintet.deploy.integrations.ray.cluster import Joined, Node, Order, Refused, Report, processors_of
 from quintet.deploy.integrations.ray.host import Ended, Host
-from quintet.deploy.integrations.ray.messages import Joined, Order, Refused, Report
-from quintet.deploy.integrations.ray.resources import Node, processors_of
 from quintet.deploy.supervisor.restarts import RestartPolicy
 from quintet.process.log import configure_logging
 from quintet.wire.errors import EXIT_CONFIG, ConfigError

@@ -25,7 +25,7 @@ import msgspec
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import BY_RAY, address_of
 from quintet.deploy.config.sections import folder_of
-from quintet.deploy.integrations.ray.messages import Joined, Order, Refused, Report
+from quintet.deploy.integrations.ray.cluster import Joined, Order, Refused, Report
 from quintet.deploy.supervisor.restarts import RestartPolicy
 from quintet.deploy.supervisor.startup_log import Failure
 from quintet.wire.config import EngineConfig

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from quintet.deploy.config.model.card import ModelFacts
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
-from quintet.deploy.tools.quantize.settings import WINDOW
+from quintet.deploy.tools.quantize.target import WINDOW
 from quintet.wire.errors import ConfigError
 
 

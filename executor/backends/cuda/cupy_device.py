@@ -1,7 +1,7 @@
 """CUDA device: torch manages memory, streams, events and graphs; CuPy loads and launches kernels on torch's stream.
 
-Both use the device's primary context, so they share addresses and streams. CuPy allocates only the memory that processes share;
-torch allocates and accounts for the rest. Importing this module needs CuPy.
+Both use the device's primary context, so they share addresses and streams. CuPy allocates only the memory that
+processes share; torch allocates and accounts for the rest. Importing this module needs CuPy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from quintet.executor.backends.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
 from quintet.executor.backends.cuda.graph_capture import GraphCapture
 from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer
-from quintet.executor.backends.cuda.kernels.modules import KINDS, Kind, ModuleStore, RefusedError
-from quintet.executor.backends.cuda.sources import FLAGS
+from quintet.executor.backends.cuda.kernels.modules import FLAGS, KINDS, Kind, ModuleStore, RefusedError
 from quintet.executor.backends.cuda.step_clock import wait_until_done
 from quintet.wire.errors import ConfigError
 

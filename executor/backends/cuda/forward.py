@@ -1,7 +1,8 @@
 """Forward pass over a device's kernels, launched eagerly or captured into a graph.
 
-Implements `quintet.executor.models.forward.ForwardPass`. Every operation launches on the current stream. None waits or reads a
-value on the host, so a whole step can be captured. An addition is deferred until its result is read: a norm fuses it.
+Implements `quintet.executor.models.forward.ForwardPass`. Every operation launches on the current stream. None waits
+or reads a value on the host, so a whole step can be captured. An addition is deferred until its result is read: a
+norm fuses it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.experts import GATES, experts
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
-from quintet.executor.backends.cuda.kv_memory import DeviceKv
+from quintet.executor.backends.cuda.kv_memory import DeviceKv, DeviceStates
 from quintet.executor.backends.cuda.ops.activation import gated
 from quintet.executor.backends.cuda.ops.attention import paged_attention
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES
@@ -28,14 +29,12 @@ from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
 from quintet.executor.backends.cuda.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.backends.cuda.ranks.group import DeviceGroup
 from quintet.executor.backends.cuda.rows import StepRows
-from quintet.executor.backends.cuda.states import DeviceStates
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
-from quintet.executor.models.layers.head_linear import HeadLinear
-from quintet.executor.models.layers.linear import Embedding, Linear
+from quintet.executor.models.layers.linear import Embedding, HeadLinear, Linear
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
 

@@ -29,8 +29,7 @@ from quintet.executor.backends.cuda.scaled_mm import ScaledMm
 from quintet.executor.checkpoints.quant.coded import CodedLinear, CodedRun, Fp8Run
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.models.layers.head_linear import HeadLinear
-from quintet.executor.models.layers.linear import Linear
+from quintet.executor.models.layers.linear import HeadLinear, Linear
 
 log = logging.getLogger("quintet")
 

@@ -1,6 +1,8 @@
 """Device side of a step: copies the packed words, moves blocks, and computes the rows eagerly or by a graph.
 
 Works on packed plans only, so every rank runs the same code with the words of rank 0.
+
+`PinnedRing` has the pinned buffers for asynchronous copies between host and device.
 """
 
 from __future__ import annotations
@@ -10,15 +12,44 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.backends.cuda.attention.backend import HostRows
+from quintet.executor.backends.cuda.device import Device, Event
 from quintet.executor.backends.cuda.graphs import DecodeGraphs
-from quintet.executor.backends.cuda.host_pool import HostPool
+from quintet.executor.backends.cuda.kv_memory import HostPool
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, Words
 from quintet.executor.backends.cuda.runner import DecodeGraph, DeviceRunner, Drawn
-from quintet.executor.backends.cuda.staging import PinnedBuffer, PinnedRing
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.embeds import StepEmbeds
 from quintet.wire.config import EngineConfig
+
+
+@dataclass(slots=True)
+class PinnedBuffer:
+    """Pinned memory, and the event after the last copy that used it."""
+
+    host: torch.Tensor
+    free_after: Event | None = None
+
+
+class PinnedRing:
+    """Pinned buffers of one size, reused in turn.
+
+    `take` waits until the device has finished the last use of the buffer. With one more buffer than steps in flight it does not
+    wait.
+    """
+
+    def __init__(self, device: Device, num_buffers: int, num_words: int) -> None:
+        self._buffers = [PinnedBuffer(device.pinned((num_words,), torch.int32)) for _ in range(num_buffers)]
+        self._next = 0
+
+    def take(self) -> PinnedBuffer:
+        """Return the least recently used buffer; the caller sets ``free_after``."""
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        if buffer.free_after is not None:
+            buffer.free_after.wait()
+            buffer.free_after = None
+        return buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,45 +5,64 @@ One step, seen from the host::
     plan ── pack ──▶ pinned words ── one copy ──▶ staging ── graph replay, or eager ──▶ drawn tokens ── copy ──▶ pinned
     host                            device, one stream, in the order of the plans                            result
 
-`begin` returns when everything is launched. Drawn tokens stay in the token table on the device, where the next step reads
-them. So the worker packs, copies and launches plan N + 1 while step N runs. `begin` waits for the device only if a row needs
-more than a draw from the unmodified logits (penalties, log-probabilities).
+`begin` returns when everything is launched. Drawn tokens stay in the token table on the device, where the next step
+reads them. So the worker packs, copies and launches plan N + 1 while step N runs. `begin` waits for the device only
+if a row needs more than a draw from the unmodified logits (penalties, log-probabilities).
+
+For the sampler, kernels replace the torch operations and logits processors if available.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.backends.cuda.attention.backend import HostRows
-from quintet.executor.backends.cuda.device import Event
+from quintet.executor.backends.cuda.device import Device, Event
+from quintet.executor.backends.cuda.ops.draw import DeviceDraw
+from quintet.executor.backends.cuda.ops.entries import DeviceReport
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
+from quintet.executor.backends.cuda.ops.penalties import DevicePenalties
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
 from quintet.executor.backends.cuda.ranks.group import DeviceGroup
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DecodeGraph, Drawn
-from quintet.executor.backends.cuda.sampling import sampling_ops, shaping_on
-from quintet.executor.backends.cuda.staging import PinnedRing
 from quintet.executor.backends.cuda.step_clock import StepClock
-from quintet.executor.backends.cuda.steps import DeviceSteps
+from quintet.executor.backends.cuda.steps import DeviceSteps, PinnedRing
 from quintet.executor.batch import Int, Rows
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.oom_split import OomSplit
 from quintet.executor.sampling.grammar import Grammars, StepMasks
+from quintet.executor.sampling.logits_processor import LogitsProcessor
 from quintet.executor.sampling.ops import SamplingOps
-from quintet.executor.sampling.sampler import Sampler
-from quintet.executor.slots import SlotTables
+from quintet.executor.sampling.penalties import Penalties
+from quintet.executor.sampling.sampler import SHAPING, Sampler
+from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
+
+
+def sampling_ops(device: Device, ops: SamplingOps) -> SamplingOps:
+    """Return ``ops`` with the device's draw and log-probability kernels."""
+    return replace(ops, draw=DeviceDraw(device), entries=DeviceReport(device))
+
+
+def shaping_on(device: Device) -> tuple[Callable[[int, int], LogitsProcessor], ...]:
+    """Return `SHAPING` in order, with the device's penalties kernel."""
+
+    def penalties(max_num_seqs: int, _vocab_size: int) -> LogitsProcessor:
+        return DevicePenalties(device, max_num_seqs)
+
+    return tuple(penalties if make is Penalties else make for make in SHAPING)
+
 
 EAGER_STEPS_PER_CAPTURE = 8
 """Under load, the worker captures one graph after this many decode steps that ran eagerly for lack of a graph."""

@@ -10,8 +10,7 @@ import logging
 import torch
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.kernels.modules import MIN_CAPABILITY
-from quintet.executor.backends.cuda.sources import modules
+from quintet.executor.backends.cuda.kernels.modules import MIN_CAPABILITY, modules
 from quintet.executor.backends.platforms.cores import default_threads, usable_cores
 from quintet.executor.backends.platforms.platform import Platform
 from quintet.wire.config import ExecutorConfig

@@ -12,13 +12,10 @@ from typing import Protocol
 import torch
 
 from quintet.executor.backends.cpu.ops.activation import activate, clipped, xielu
-from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
-from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
-from quintet.executor.backends.cpu.ops.head_scan import head_scan
 from quintet.executor.backends.cpu.ops.paged_attention import paged_attention
 from quintet.executor.backends.cpu.ops.rope_kv_write import rope_kv_write
-from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
 from quintet.executor.backends.cpu.ops.state_rows import StateRows
+from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.batch import Batch, BatchBuilder, Int, Rows
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.memory import lazy_zeros, to_device
@@ -26,8 +23,7 @@ from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
-from quintet.executor.models.layers.head_linear import HeadLinear
-from quintet.executor.models.layers.linear import Embedding, Linear
+from quintet.executor.models.layers.linear import Embedding, HeadLinear, Linear
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart

@@ -21,7 +21,7 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import DTYPES
 from quintet.executor.model_config.card import FILE_KEYS
 from quintet.wire.config import ModelConfig
-from quintet.wire.number_formats import ITEM_BYTES
+from quintet.wire.model_files import ITEM_BYTES
 
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 Progress = Callable[[int], object]

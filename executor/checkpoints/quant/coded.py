@@ -30,10 +30,16 @@ from quintet.executor.backends.cuda.ops.linear_fp8 import PACK as FP8_PACK
 from quintet.executor.checkpoints.quant.blocks import Blocks
 from quintet.executor.checkpoints.quant.decode import Coded
 from quintet.executor.checkpoints.quant.formats.scheme import Scheme
-from quintet.executor.checkpoints.quant.input_order import declare_order, is_ordered, sorted_inputs
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
-from quintet.executor.checkpoints.quant.source import MOST_CODES, Rows, RowSource
+from quintet.executor.checkpoints.quant.source import (
+    MOST_CODES,
+    Rows,
+    RowSource,
+    declare_order,
+    is_ordered,
+    sorted_inputs,
+)
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape, bias_of
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.wire.errors import ConfigError

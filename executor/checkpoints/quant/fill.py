@@ -13,9 +13,8 @@ from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight, Packed
 from quintet.executor.checkpoints.quant.blocks import Blocks
 from quintet.executor.checkpoints.quant.decode import Coded
 from quintet.executor.checkpoints.quant.formats.scheme import Scheme
-from quintet.executor.checkpoints.quant.input_order import sorted_inputs
 from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
-from quintet.executor.checkpoints.quant.source import Rows, floats_of
+from quintet.executor.checkpoints.quant.source import Rows, floats_of, sorted_inputs
 from quintet.wire.errors import ConfigError
 
 GROUPS = (128, 64, 32, 16)

@@ -24,8 +24,7 @@ from quintet.executor.checkpoints.quant.coded import (
     multiplies,
 )
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.checkpoints.quant.mixed_rows import packed_by_part
-from quintet.executor.checkpoints.quant.packed import PackedLinear
+from quintet.executor.checkpoints.quant.packed import PackedLinear, packed_by_part
 from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
 from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.source import Expect, PlainRows, Rows

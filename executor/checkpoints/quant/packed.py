@@ -1,22 +1,25 @@
 """Linear layers on the host library's packed weights: in the model's number format, or quantized during packing.
 
 The kernels of ``csrc/cpu`` quantize arriving rows; this module selects the format of each layer.
+
+A layer with parts of different formats has one packed weight for each run of equal formats (`PackedRuns`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 
 import torch
 
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.fill import fill
-from quintet.executor.checkpoints.quant.input_order import declare_order
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, PackedRun
 from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, LAYOUT, PackedFormat
-from quintet.executor.checkpoints.quant.source import CodedRows, Rows, RowSource
+from quintet.executor.checkpoints.quant.source import CodedRows, Rows, RowSource, declare_order, is_ordered
 from quintet.executor.checkpoints.quant.stack import PackedStack, StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import Description
@@ -185,3 +188,43 @@ def _outliers_of(sources: Sequence[RowSource]) -> int:
     """Return the maximum number of outliers; a tensor that several parts share counts once."""
     coded = [source for source in sources if isinstance(source, CodedRows)]
     return sum({source.part.name: source.scheme.outliers for source in coded}.values())
+
+
+class PackedRuns:
+    """Packed weights of adjacent columns. A `LinearMethod`."""
+
+    packed = None
+    table = None
+    bias = None
+    is_quantized = False
+
+    def __init__(self, runs: Sequence[PackedLinear], result_dtype: torch.dtype | None) -> None:
+        self.runs = runs
+        self._result_dtype = result_dtype
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """See `LinearMethod.apply`."""
+        widths = [run.packed.columns for run in self.runs]
+        y = x.new_empty(len(x), sum(widths), dtype=self._result_dtype)
+        for run, columns in zip(self.runs, y.split(widths, dim=1), strict=True):
+            run.apply(x, out=columns)
+        return y
+
+
+def packed_by_part(
+    library: LinearLibrary,
+    shape: LinearShape,
+    plan: WeightPlan,
+    packed_formats: Sequence[PackedFormat],
+    sources: Sequence[RowSource],
+) -> LinearMethod:
+    """Return the owner of a layer with parts of these formats and sources, one each. Not for fused gate and up."""
+    assert not shape.activation, "a gate and its up are of one weight"
+    runs, first = [], 0
+    kinds = zip(packed_formats, map(is_ordered, sources), strict=True)
+    for (run_format, _), equal in groupby(kinds):
+        end = first + len(list(equal))
+        run = replace(shape, parts=shape.parts[first:end])
+        runs.append(PackedLinear(library, run, plan, run_format, sources[first:end]))
+        first = end
+    return runs[0] if len(runs) == 1 else PackedRuns(runs, shape.result_dtype)

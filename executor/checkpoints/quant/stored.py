@@ -17,9 +17,8 @@ from quintet.executor.checkpoints.quant.fill import packed_format_of
 from quintet.executor.checkpoints.quant.formats.cut import why_not
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.checkpoints.quant.mixed_rows import packed_by_part
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
-from quintet.executor.checkpoints.quant.packed import PackedLinear
+from quintet.executor.checkpoints.quant.packed import PackedLinear, packed_by_part
 from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
 from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.source import CodedRows, Expect, PlainRows, Rows, RowSource, floats_of

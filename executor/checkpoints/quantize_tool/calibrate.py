@@ -22,8 +22,7 @@ from quintet.executor.checkpoints.weights.load import load_checkpoint, open_file
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.card import card_of
-from quintet.executor.models.model import Setting
-from quintet.executor.models.registry import build_model
+from quintet.executor.models.model import Setting, build_model
 from quintet.executor.sequences import place, plan_of_pieces
 from quintet.executor.slots import SlotTables
 from quintet.wire.config import ModelConfig

@@ -33,7 +33,7 @@ from quintet.executor.checkpoints.weights.load import open_files
 from quintet.executor.checkpoints.weights.mapped import DTYPES
 from quintet.executor.model_config.card import ModelCard
 from quintet.wire.errors import ConfigError
-from quintet.wire.number_formats import ITEM_BYTES
+from quintet.wire.model_files import ITEM_BYTES
 
 Progress = Callable[[int], object]
 """Called with the number of rounded values."""

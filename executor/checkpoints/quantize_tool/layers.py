@@ -17,8 +17,7 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec
-from quintet.executor.models.model import Setting
-from quintet.executor.models.registry import build_model
+from quintet.executor.models.model import Setting, build_model
 from quintet.wire.errors import ConfigError
 
 _WEIGHT = ".weight"

@@ -6,8 +6,7 @@ import hashlib
 from pathlib import Path
 
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import read_json
-from quintet.wire.model_files import is_gguf, part_paths
+from quintet.wire.model_files import is_gguf, part_paths, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quintet.wire.errors import ConfigError
-from quintet.wire.number_formats import ITEM_BYTES
+from quintet.wire.model_files import ITEM_BYTES
 
 MAX_HEADER_BYTES = 100 << 20
 

@@ -18,7 +18,6 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quintet.executor.distributed.hosts.address import endpoints_of, is_ipv6
 from quintet.executor.distributed.hosts.carrier import Carrier, Frames, largest_frame, read_head
 from quintet.executor.distributed.hosts.messages import (
     BEAT_S,
@@ -44,7 +43,13 @@ from quintet.executor.distributed.hosts.messages import (
     Refused,
     Welcome,
 )
-from quintet.executor.distributed.hosts.topology import links_between, receiver_host, sender_host
+from quintet.executor.distributed.hosts.topology import (
+    endpoints_of,
+    is_ipv6,
+    links_between,
+    receiver_host,
+    sender_host,
+)
 from quintet.executor.distributed.parallel.child import ChildIdentity, parse_ints, run_child
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, read_key

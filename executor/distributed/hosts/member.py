@@ -20,7 +20,6 @@ import setproctitle
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quintet.executor.distributed.hosts.address import endpoints_of, is_ipv6
 from quintet.executor.distributed.hosts.carrier import Carrier, Frames, read_head
 from quintet.executor.distributed.hosts.messages import (
     BEAT_S,
@@ -45,6 +44,7 @@ from quintet.executor.distributed.hosts.messages import (
     Refused,
     Welcome,
 )
+from quintet.executor.distributed.hosts.topology import endpoints_of, is_ipv6
 from quintet.executor.distributed.parallel.child import ExpectedEnd, begin_child, end_child
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources

@@ -15,17 +15,16 @@ from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.backends.platforms.platform import Platform, open_platform
-from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
-from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.distributed.parallel.kv_gather import PartBlocks, open_parts
 from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, StepPart
-from quintet.executor.distributed.parallel.links import Links
+from quintet.executor.distributed.parallel.rank_views import Links, open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
 from quintet.executor.loading import load_model
 from quintet.executor.model_config.share import Share
 from quintet.executor.worker import IDLE_TASK_S, make_stage
-from quintet.process.malloc_trim import trim_memory
+from quintet.process.os_tuning import trim_memory
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 

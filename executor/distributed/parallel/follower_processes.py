@@ -52,7 +52,7 @@ class FollowerProcesses:
         self.groups = tuple(os.memfd_create("quintet-ranks") for _ in range(stages if size > 1 else 0))
         """Descriptors of the memory of each stage's ranks; see `quintet.executor.distributed.parallel.ranks`."""
         self.links = tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0))
-        """Descriptors of the links' memory between stages; see `quintet.executor.distributed.parallel.links`."""
+        """Descriptors of the links' memory between stages; see `quintet.executor.distributed.parallel.rank_views`."""
         self.gather_fds = tuple(os.memfd_create("quintet-gather") for _ in range(config.cache.leaves))
         """Descriptors of the KV gather memory; see `quintet.executor.distributed.parallel.kv_gather`."""
         self._memory = {"groups": self.groups, "links": self.links, "gather-fds": self.gather_fds}

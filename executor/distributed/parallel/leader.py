@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 
 from quintet.executor.backends.platforms.platform import open_platform
-from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
-from quintet.executor.distributed.parallel.links import Links
 from quintet.executor.distributed.parallel.pipeline import Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.distributed.parallel.rank_views import Links, open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.interface import StepWorker
 from quintet.executor.loading import load_model

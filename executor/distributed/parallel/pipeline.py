@@ -17,7 +17,7 @@ from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import CStep, Step
 from quintet.executor.batch import Int, Rows
 from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, StepPart
-from quintet.executor.distributed.parallel.links import Links
+from quintet.executor.distributed.parallel.rank_views import Links
 from quintet.executor.embeds import embeds_of
 from quintet.executor.model_config.share import Share
 from quintet.executor.sampling.masks import Masks

@@ -4,8 +4,8 @@
     result     draw step N's tokens from its logits
 
 A step's tokens are in the token table only after its end. So `begin` first finishes every step with tokens that the
-new rows read, and every step that draws into a slot with a new request. `waits_for` reports this in advance, so that the
-loop sends those results first.
+new rows read, and every step that draws into a slot with a new request. `waits_for` reports this in advance, so that
+the loop sends those results first.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.batch import Int, Rows
-from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.distributed.parallel.library import Note
-from quintet.executor.distributed.parallel.links import Links
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
+from quintet.executor.distributed.parallel.rank_views import Links
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.distributed.parallel.whole_blocks import open_whole_blocks
+from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
 from quintet.executor.kv_transfer.kv_tiers import KvTiers
@@ -35,7 +33,7 @@ from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
 from quintet.executor.worker import IDLE_TASK_S, STEPS_PER_IDLE_TASK
 from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig

@@ -6,15 +6,19 @@
 Only the thread accesses the files, so no step waits for a disk. Fetches have priority, because requests wait for
 them; this is safe, because the core fetches only blocks that are reported as stored. Stores beyond the queue limit
 are dropped. The core decides on the placement of blocks (`quintet.core.kv.disk_pool`).
+
+`open_kv_disk` opens the tier from the configuration.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +32,12 @@ from quintet.executor.kv_transfer.disk.prefix_file import (
     read_prefix,
     write_prefix,
 )
+from quintet.executor.kv_transfer.kv_identity import identity_of, parts_of, whole_of
 from quintet.executor.memory import lazy_zeros
-from quintet.process.sched_batch import set_batch_scheduling
+from quintet.process.os_tuning import set_batch_scheduling
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults
+from quintet.wire.config import EngineConfig
+from quintet.wire.kv_tiers import EXCHANGE, FileRequest, FileResult, KvTierRequests, KvTierResults
 
 MAX_WAITING_BYTES = 256 << 20
 """Limit on block copies that wait for the disk."""
@@ -306,3 +312,27 @@ class DiskBlocks:
         if not self._has_results:
             self._has_results = True
             self._ring()
+
+
+log = logging.getLogger(__name__)
+
+
+def open_kv_disk(blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int) -> DiskBlocks:
+    """Return the disk tier of a KV memory. runner: name of the model runner.
+
+    first_host_block: number of the first staging block. Raises `ConfigError` if the files cannot be opened.
+    """
+    disk = config.cache.disk
+    assert disk is not None, "no disk tier is configured"
+    num_blocks = config.model.kv.num_blocks
+    folder = Path(disk.folder)
+    file = BlockFile(folder, identity_of(config, runner), blocks.block_bytes, num_blocks(disk.size_bytes))
+    log.info("KV on disk: %d of %d blocks in %s", len(file.kept()), file.num_places, folder)
+    return DiskBlocks(
+        blocks,
+        file,
+        num_blocks(disk.staging_bytes),
+        first_host_block,
+        folder.parent / EXCHANGE,
+        cache(lambda: whole_of(parts_of(config, runner))),
+    )

@@ -5,6 +5,8 @@
 
 Only the thread uses the sockets, so no step waits for another server. The core and the sender of a request decide
 which peer to fetch from (`quintet.core.kv.peer_pool`).
+
+`open_kv_peers` opens the tier from the configuration.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ import torch
 import zmq
 
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, WholeBlocks
-from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, PeerKey
+from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
+from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, PeerKey, read_key
 from quintet.executor.kv_transfer.peers.kv_server import KvServer
 from quintet.executor.kv_transfer.peers.link import BlockArrival, Link, PeerLost, WantedBlock
 from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
 from quintet.executor.memory import lazy_zeros
-from quintet.process.sched_batch import set_batch_scheduling
+from quintet.process.os_tuning import set_batch_scheduling
 from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.config import EngineConfig, KvPeersConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
 
 log = logging.getLogger(__name__)
 
@@ -276,3 +280,27 @@ class PeerBlocks:
             if each is not None:
                 each.socket.close(linger=0)
         self._context.term()
+
+
+def open_kv_peers(
+    blocks: WholeBlocks, peers: KvPeersConfig, config: EngineConfig, runner: str, first_host_block: int
+) -> PeerBlocks:
+    """Return the peer tier of a KV memory. runner: name of the model runner.
+
+    first_host_block: number of the first staging block. Raises `ConfigError` if the listen address is invalid.
+    """
+    num_blocks = config.model.kv.num_blocks
+    parts = parts_of(config, runner)
+    opened = PeerBlocks(
+        blocks,
+        parts,
+        whole_of(parts),
+        peers.listen,
+        read_key(peers.key_file, "--kv-peer-key", b"quintet peers") if peers.key_file else None,
+        num_blocks(peers.offered_bytes),
+        num_blocks(peers.staging_bytes),
+        first_host_block,
+    )
+    if peers.listen:
+        log.info("KV for other servers: %d blocks at %s", num_blocks(peers.offered_bytes), peers.listen)
+    return opened

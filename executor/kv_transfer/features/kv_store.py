@@ -6,6 +6,8 @@
 Only the threads use the store, so no step waits for it. Priority: searches, gets, puts; puts never occupy all
 threads. A connector's error is a result, and the store is not used for a while after it. A damaged object counts as a
 miss. The core decides which chunks to look up and to put (`quintet.core.kv.store_pool`).
+
+`open_kv_store` opens the tier from the configuration.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ import numpy as np
 import torch
 
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait, WholeBlocks
+from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
 from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
-from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, KvConnector
+from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, KvConnector, open_connector
 from quintet.executor.memory import lazy_zeros
-from quintet.process.sched_batch import set_batch_scheduling
+from quintet.process.os_tuning import set_batch_scheduling
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
-from quintet.wire.kv_store import Get, LookupResult, Put, Search, StoreResults
+from quintet.wire.config import EngineConfig
+from quintet.wire.kv_tiers import Get, KvTierRequests, KvTierResults, LookupResult, Put, Search, StoreResults
 
 log = logging.getLogger(__name__)
 ValueT = TypeVar("ValueT")
@@ -341,3 +344,24 @@ class StoreBlocks:
         if not self._has_results:
             self._has_results = True
             self._ring()
+
+
+def open_kv_store(
+    blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
+) -> StoreBlocks:
+    """Return the store tier of a KV memory. runner: name of the model runner.
+
+    first_host_block: number of the first staging block. Raises `ConfigError` if the store cannot be opened.
+    """
+    store = config.cache.store
+    assert store is not None, "no store is configured"
+    identity = whole_of(parts_of(config, runner))
+    log.info("KV in %s, as %s", store.url, identity.hex()[:32])
+    return StoreBlocks(
+        blocks,
+        open_connector(store),
+        identity,
+        config.model.kv.num_blocks(store.staging_bytes),
+        first_host_block,
+        store.waiting_bytes,
+    )

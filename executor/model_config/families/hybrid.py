@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
+from quintet.executor.model_config.experts import MAX_EXPERTS, ExpertsLayout, ExpertsSpec, Scoring
 from quintet.executor.model_config.families.mamba import (
     check_silu,
     dt_rank,
@@ -19,7 +19,6 @@ from quintet.executor.model_config.families.mamba import (
 from quintet.executor.model_config.families.moe import EXPERTS, expert_width, routing
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.routing import MAX_EXPERTS, Scoring
 from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,

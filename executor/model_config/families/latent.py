@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.experts import MAX_EXPERTS, ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import (
     expert_width,
     first_dense,
@@ -15,7 +15,6 @@ from quintet.executor.model_config.families.moe import (
 )
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.rope import RopeSpec, rope_spec
-from quintet.executor.model_config.routing import MAX_EXPERTS, Scoring
 from quintet.executor.model_config.shape import (
     MAX_HEAD_DIM,
     MAX_WIDTH,

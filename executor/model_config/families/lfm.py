@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.mamba import taps
 from quintet.executor.model_config.families.moe import routing
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,

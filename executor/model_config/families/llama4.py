@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
+from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import expert_width, named_layers, routing
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,

@@ -7,10 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.model_config.card import Key, ModelCard
-from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
+from quintet.executor.model_config.experts import (
+    MAX_CHOSEN,
+    MAX_EXPERTS,
+    ExpertsLayout,
+    ExpertsSpec,
+    Routing,
+    Scoring,
+)
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.routing import MAX_CHOSEN, MAX_EXPERTS, Routing, Scoring
 from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,

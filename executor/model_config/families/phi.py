@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import MIXTRAL_NAMES, expert_width, routing
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.shape import (
     attention,
     decoder,

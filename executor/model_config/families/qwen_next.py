@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.mamba import MAX_STATE_SIZE, check_silu, taps
 from quintet.executor.model_config.families.moe import QWEN_NAMES, expert_width, routing, sparse
 from quintet.executor.model_config.family import Family
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.shape import (
     MAX_HEADS,
     MAX_LAYERS,

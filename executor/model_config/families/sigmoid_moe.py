@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import (
     BAILING_NAMES,
     MIXTRAL_NAMES,
@@ -19,7 +19,6 @@ from quintet.executor.model_config.families.olmo import exaone_mixers
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import rope_spec
-from quintet.executor.model_config.routing import Scoring
 from quintet.executor.model_config.shape import (
     FULL,
     MAX_LAYERS,

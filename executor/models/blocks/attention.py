@@ -11,9 +11,8 @@ import torch
 
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, AttentionSpec, NormSpec, QkNormOver, QkvLayout
-from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.forward import ForwardPass, ValueT, norm_of_all
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import RowRange
 from quintet.executor.models.layers.norm import Norm

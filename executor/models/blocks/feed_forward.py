@@ -7,9 +7,8 @@ import torch.nn.functional as F
 
 from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.model_config.spec import Activation, LearnedActivation, MlpLayout, MlpSpec
-from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.forward import ForwardPass, ValueT, norm_of_all
 from quintet.executor.models.layers.linear import GatedActivation, Linear
 
 

@@ -19,7 +19,7 @@ from quintet.executor.model_config.spec import LatentSpec
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
-from quintet.executor.models.layers.head_linear import HeadLinear
+from quintet.executor.models.layers.linear import HeadLinear
 from quintet.executor.models.layers.norm import Norm
 
 

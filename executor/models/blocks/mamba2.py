@@ -14,7 +14,6 @@ import torch
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.model_config.state_specs import Mamba2Spec
-from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
     KeptRows,
@@ -25,7 +24,7 @@ from quintet.executor.models.blocks.states import (
     scan_part,
     tensor_name,
 )
-from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.forward import ForwardPass, ValueT, norm_of_all
 from quintet.executor.models.layers.states import HeadScan
 
 

@@ -11,7 +11,7 @@ from quintet.executor.backends.cpu.ops.experts import ExpertTables, Gate, expert
 from quintet.executor.backends.cpu.ops.host_experts import ALL_HERE, Homes, HostExperts
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
-from quintet.executor.model_config.routing import Routing
+from quintet.executor.model_config.experts import Routing
 from quintet.executor.model_config.share import WHOLE, Share
 
 __all__ = ["Experts", "Gate"]

@@ -29,7 +29,7 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CausalConv:
-    """See `quintet.executor.backends.cpu.ops.causal_conv`. Its state has the model's dtype."""
+    """See `quintet.executor.backends.cpu.ops.states`. Its state has the model's dtype."""
 
     state: StatePart
     """``[taps - 1, channels]``"""
@@ -42,7 +42,7 @@ class CausalConv:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SelectiveScan:
-    """See `quintet.executor.backends.cpu.ops.selective_scan`. Its state is float32."""
+    """See `quintet.executor.backends.cpu.ops.states`. Its state is float32."""
 
     state: StatePart
     """``[state_size, channels]``"""
@@ -55,7 +55,7 @@ class SelectiveScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadScan:
-    """See `quintet.executor.backends.cpu.ops.head_scan`. Its state is float32."""
+    """See `quintet.executor.backends.cpu.ops.states`. Its state is float32."""
 
     state: StatePart
     """``[heads, state_size, head_dim]``"""
@@ -70,7 +70,7 @@ class HeadScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeltaRule:
-    """See `quintet.executor.backends.cpu.ops.delta_rule`. Its state is float32."""
+    """See `quintet.executor.backends.cpu.ops.states`. Its state is float32."""
 
     state: StatePart
     """``[heads, key_dim, head_dim]``"""

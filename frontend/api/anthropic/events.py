@@ -2,9 +2,9 @@
 
     message_start  ping  { content_block_start  content_block_delta…  content_block_stop }…  message_delta  message_stop
 
-A block is text, thinking or one tool call; it ends where the next one starts. The cursor in an event id has: tokens sent,
-characters sent of the text after them, and the blocks so far. Text after a token is a function of the tokens, so any
-frontend can resume within a block.
+A block is text, thinking or one tool call; it ends where the next one starts. The cursor in an event id has: tokens
+sent, characters sent of the text after them, and the blocks so far. Text after a token is a function of the tokens,
+so any frontend can resume within a block.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from quintet.frontend.api.anthropic.errors import error_body
 from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.http.http_request import Header
-from quintet.frontend.resume.resume_token import Answer
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
+from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import ids_comment
 from quintet.frontend.streams import Batch, Delta, Stream, text_spans
 from quintet.wire.channels import Channel

@@ -24,8 +24,7 @@ from quintet.frontend.api.anthropic.types import (
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.chat import decode_part
-from quintet.frontend.api.openai.offered_tools import OfferedTool, SentTool, offered_tools
-from quintet.frontend.api.openai.translation import Translation
+from quintet.frontend.api.openai.offered_tools import OfferedTool, SentTool, Translation, offered_tools
 from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, RawField, ResponseFormat
 from quintet.wire.billing_header import without_billing_header
 from quintet.wire.params import shown

@@ -17,8 +17,8 @@ from quintet.frontend.api.openai.chat import (
     parse_conversation,
     reject_unsupported,
 )
-from quintet.frontend.api.openai.chat_params import params_and_reading
 from quintet.frontend.api.openai.logprobs import prompt_logprobs
+from quintet.frontend.api.openai.tools import params_and_reading
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest

@@ -23,13 +23,12 @@ from quintet.frontend.api.openai.answer import (
     usage_of,
 )
 from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, rankable, stream_beams
-from quintet.frontend.api.openai.chat_params import params_and_reading
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
-from quintet.frontend.api.openai.offered_tools import shown_tools, with_deferred
-from quintet.frontend.api.openai.tools import check_tool_choice
-from quintet.frontend.api.openai.translation import AS_SENT, Translation
+from quintet.frontend.api.openai.offered_tools import AS_SENT, Translation, shown_tools, with_deferred
+from quintet.frontend.api.openai.redetokenize import replay_usage
+from quintet.frontend.api.openai.tools import check_tool_choice, params_and_reading
 from quintet.frontend.api.openai.types import (
     ChatBody,
     ChatMessage,
@@ -37,11 +36,9 @@ from quintet.frontend.api.openai.types import (
     TextPart,
     TokenizeBody,
 )
-from quintet.frontend.api.openai.usage_replay import replay_usage
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.resume_token import Answer, claim_for
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
+from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId, claim_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Delta

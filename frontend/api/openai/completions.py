@@ -29,12 +29,11 @@ from quintet.frontend.api.openai.logprobs import (
     joined,
     prompt_logprobs,
 )
+from quintet.frontend.api.openai.redetokenize import replay_usage
 from quintet.frontend.api.openai.types import CompletionBody
-from quintet.frontend.api.openai.usage_replay import replay_usage
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.resume_token import Answer, claim_for
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
+from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId, claim_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32

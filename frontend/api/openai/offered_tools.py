@@ -2,12 +2,15 @@
 
 Agents also send freeform tools, shells, namespaces, tool searches and server-side tools. A tool that the client runs is
 offered as a function; a server-side tool is skipped and logged.
+
+`Translation` has the additions to a `ChatBody` translated from another API: error locations and deferred tools.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -342,3 +345,16 @@ def _given(name: str | None, field: str) -> str:
     if name is None:
         raise parse.invalid(f"{field} is missing; it is required, here or in function.", "tools")
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Information of another API's conversation that a `ChatBody` cannot hold."""
+
+    message_names: Sequence[str] = ()
+    """Location of each message in the client's body."""
+    deferred: Sequence[OfferedTool] = ()
+    """Tools that the model may call but the template does not show: found by a tool search."""
+
+
+AS_SENT = Translation()

@@ -19,8 +19,7 @@ from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import CANCELLED, FAILED, ResponsesAnswer, response_json
 from quintet.frontend.api.responses.response_history import answer_of, conversation_turn
 from quintet.frontend.response_store import Events, Record, ResponseFile
-from quintet.frontend.resume.resume_token import claim_for
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId, claim_for
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Submit

@@ -15,8 +15,8 @@ from quintet.frontend.api.answer import Submissions, collect_outputs, stream_ans
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.api.openai.chat import channels_of, checked_chat
+from quintet.frontend.api.openai.offered_tools import Translation
 from quintet.frontend.api.openai.render import respond_rendered
-from quintet.frontend.api.openai.translation import Translation
 from quintet.frontend.api.responses.background import note_request, run, start, wake_on_start
 from quintet.frontend.api.responses.conversations import items_so_far
 from quintet.frontend.api.responses.events import ResponsesWriter, response_of_output
@@ -42,8 +42,8 @@ from quintet.frontend.api.responses.types import InputItem, ResponsesBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
-from quintet.frontend.resume.partial_response import PartialResponse
-from quintet.frontend.resume.resume_token import claim_for
+from quintet.frontend.resume.reattachment import PartialResponse
+from quintet.frontend.resume.stream_cursor import claim_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32

@@ -16,10 +16,10 @@ from quintet.frontend.api.openai.chat import decode_part
 from quintet.frontend.api.openai.offered_tools import (
     SERVER_TOOLS,
     OfferedTool,
+    Translation,
     offered_tools,
     sent_tools,
 )
-from quintet.frontend.api.openai.translation import Translation
 from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, ResponseFormat
 from quintet.frontend.api.responses.items import found_tools, leading_tools, messages_of
 from quintet.frontend.api.responses.output import CallForm

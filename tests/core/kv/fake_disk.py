@@ -10,7 +10,7 @@ from quintet.core.engine import Engine
 from quintet.core.kv.prefix import extend_chain, key_of, salt_digest
 from quintet.wire import codec
 from quintet.wire.config import KvDiskConfig
-from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults, StoredBlocks
+from quintet.wire.kv_tiers import FileRequest, FileResult, KvTierRequests, KvTierResults, StoredBlocks
 from quintet.wire.step import Capacity
 
 Content = dict[int, tuple[int, int, bytes]]

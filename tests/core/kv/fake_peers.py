@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from quintet.core.engine import Engine
 from quintet.wire import codec
 from quintet.wire.config import KvPeersConfig
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
 from quintet.wire.step import Capacity
 from tests.core.kv.fake_disk import Content
 

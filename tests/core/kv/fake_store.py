@@ -10,8 +10,7 @@ from itertools import takewhile
 from quintet.core.engine import Engine
 from quintet.wire import codec
 from quintet.wire.config import KvStoreConfig
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
-from quintet.wire.kv_store import LookupResult, StoreResults
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, LookupResult, StoreResults
 from quintet.wire.step import Capacity
 from tests.core.kv.fake_disk import Content, Past, names_of
 

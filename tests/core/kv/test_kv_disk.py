@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quintet.core.kv.disk_pool import DiskPool
-from quintet.core.kv.fetch_cost import OUTLIER_FACTOR, TRY_EVERY
-from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, OUTLIER_FACTOR, TRY_EVERY
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
 from tests.core.fake import World, expected
 from tests.core.kv.fake_disk import FakeDisk
 from tests.core.trace import assert_served, random_trace

@@ -10,8 +10,8 @@ from quintet.core import recurrent_state
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, MAX_FETCH_NS
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvTierResults
 from quintet.wire.kv_spec import KvGroup
+from quintet.wire.kv_tiers import KvTierResults
 from quintet.wire.request import KvTransfer
 from tests.core.fake import World, expected
 from tests.core.kv.fake_disk import FakeDisk

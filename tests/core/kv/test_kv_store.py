@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from quintet.core import recurrent_state
-from quintet.core.kv import store_chunks as runs_module
 from quintet.core.kv import store_pool
+from quintet.core.kv import store_pool as runs_module
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
-from quintet.core.kv.store_chunks import StoreChunks
-from quintet.core.kv.store_pool import PAUSE_NS, StorePool
+from quintet.core.kv.store_pool import PAUSE_NS, StoreChunks, StorePool
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvGroup, KvSpec
-from quintet.wire.kv_store import LookupResult, Search, StoreRequests, StoreResults
+from quintet.wire.kv_tiers import LookupResult, Search, StoreRequests, StoreResults
 from tests.core.fake import World, expected
 from tests.core.kv.fake_disk import FakeDisk
 from tests.core.kv.fake_store import FakeStore

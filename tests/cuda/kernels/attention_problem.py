@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_attention
-from quintet.executor.backends.cuda.ops.attention_reference import paged_attention_reference
+from quintet.executor.backends.cuda.ops.attention import (
+    AttentionPlan,
+    paged_attention,
+    paged_attention_reference,
+)
 from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.models.layers.attention import AttentionWindow

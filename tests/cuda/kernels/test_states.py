@@ -1,7 +1,8 @@
 """Layers with a state on a device: torch's results, the same bits in chunks and in company, and no trace of padding.
 
-Tolerance: 16-bit results may round to the neighbour, a unit in the last place of the largest term that they are the sum of (the
-SiLU of a convolution: of its rounded argument as well); in fp32 what sums of up to 256 terms in another order lose.
+Tolerance: 16-bit results may round to the neighbour, a unit in the last place of the largest term that they are the
+sum of (the SiLU of a convolution: of its rounded argument as well); in fp32 what sums of up to 256 terms in another
+order lose.
 """
 
 from __future__ import annotations
@@ -17,15 +18,11 @@ import torch
 from tests.cuda.kernels.formats import FORMATS
 from tests.executor.kernels.state_problems import SHAPES, Problem, rows_of
 
-from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
-from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
-from quintet.executor.backends.cpu.ops.head_scan import head_scan
-from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
+from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.kv_memory import DeviceKv
+from quintet.executor.backends.cuda.kv_memory import DeviceKv, DeviceStates
 from quintet.executor.backends.cuda.ops import states as operations
 from quintet.executor.backends.cuda.rows import StepRows
-from quintet.executor.backends.cuda.states import DeviceStates
 from quintet.executor.models.layers.states import StatePart
 from quintet.wire.kv_spec import LayerKv, group_layers
 

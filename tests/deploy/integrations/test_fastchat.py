@@ -13,10 +13,16 @@ import pytest
 from tests.deploy.router.test_router import Upstream, head, run
 
 from quintet.deploy.integrations.fastchat.app import App
-from quintet.deploy.integrations.fastchat.conversation import BEGIN, END, TEMPLATE, messages_of
 from quintet.deploy.integrations.fastchat.peer import Peer
 from quintet.deploy.integrations.fastchat.registration import Registration
-from quintet.deploy.integrations.fastchat.request import Params, completion_of
+from quintet.deploy.integrations.fastchat.request import (
+    BEGIN,
+    END,
+    TEMPLATE,
+    Params,
+    completion_of,
+    messages_of,
+)
 from quintet.deploy.integrations.fastchat.response import EventData
 from quintet.deploy.integrations.fastchat.worker import main
 from quintet.deploy.tools.load_client.connection import Target

@@ -18,9 +18,8 @@ from tests.processes.server import wait_until
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import of_first
-from quintet.deploy.integrations.ray.messages import Order
+from quintet.deploy.integrations.ray.cluster import Node, Order, processors_of
 from quintet.deploy.integrations.ray.placement import PlacedHosts, flags_of_others, placed_hosts
-from quintet.deploy.integrations.ray.resources import Node, processors_of
 from quintet.deploy.supervisor.startup_log import Failure
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 

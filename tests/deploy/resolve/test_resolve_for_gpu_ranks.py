@@ -12,7 +12,7 @@ from tests.deploy.config.test_device import machine
 from tests.deploy.resolve.test_resolve import complaint, resolved
 
 from quintet.deploy.cli.main import main
-from quintet.deploy.config import gpu_ranks
+from quintet.deploy.config import rank_checks
 from quintet.deploy.config.device import num_gpus
 from quintet.executor.backends.cuda.ops.peers import SIZES
 
@@ -84,7 +84,7 @@ def test_parts_whose_rows_kernels_cannot_read_are_refused(tmp_path: Path) -> Non
 
 
 def test_sizes_are_those_of_the_kernels() -> None:
-    assert gpu_ranks.SIZES == SIZES
+    assert rank_checks.SIZES == SIZES
 
 
 def test_gpus_are_counted_as_cuda_counts_them(tmp_path: Path) -> None:

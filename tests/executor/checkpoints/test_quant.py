@@ -11,8 +11,7 @@ from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, 
 from quintet.executor.backends.cpu.ops.linear import linear
 from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
-from quintet.executor.checkpoints.quant.registry import open_quantization
-from quintet.executor.checkpoints.quant.rounded_inputs import RoundedInputs
+from quintet.executor.checkpoints.quant.registry import RoundedInputs, open_quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
 from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear, RowRange

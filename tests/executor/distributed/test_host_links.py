@@ -23,7 +23,7 @@ from quintet.executor.distributed.parallel.library import (
     StepPart,
     open_ranks_library,
 )
-from quintet.executor.distributed.parallel.links import RECEIVER, SENDER
+from quintet.executor.distributed.parallel.rank_views import RECEIVER, SENDER
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.model_config.share import Share
 

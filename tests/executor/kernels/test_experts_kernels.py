@@ -1,7 +1,7 @@
 """Experts by the host kernels against torch: how tokens choose, what their experts compute, and the same bits in every batch.
 
-Bounds are those of two linear layers one behind the other: sums of products in fp32 in another order, and a rounding of what
-lies between to the rows' format, where either side may round the other way.
+Bounds are those of two linear layers one behind the other: sums of products in fp32 in another order, and a rounding
+of what lies between to the rows' format, where either side may round the other way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, linear_library
 from quintet.executor.backends.cpu.ops.linear import GatedActivation
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
-from quintet.executor.model_config.routing import Routing, Scoring
+from quintet.executor.model_config.experts import Routing, Scoring
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

@@ -13,7 +13,7 @@ from quintet.executor.checkpoints.quant.none import Unquantized
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
-from quintet.executor.models.layers.head_linear import HeadLinear
+from quintet.executor.models.layers.linear import HeadLinear
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.executor.kernels.compiled_checks import INCLUDES
 
 from quintet.executor.backends.cpu.ops import host_library
 from quintet.executor.backends.cpu.ops.host_attention import CAttention

@@ -1,7 +1,8 @@
 """The kernels of operations with a state: against the references, and the same bits however a request is cut.
 
-Tolerance: 16-bit results may round to the neighbour, a unit in the last place of the largest term that they are the sum of (the
-SiLU of a convolution: of its rounded argument as well); in fp32 what sums of up to 256 terms in another order lose.
+Tolerance: 16-bit results may round to the neighbour, a unit in the last place of the largest term that they are the
+sum of (the SiLU of a convolution: of its rounded argument as well); in fp32 what sums of up to 256 terms in another
+order lose.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ import torch
 from tests.executor.kernels.state_problems import SHAPES, rows_of
 
 from quintet.executor.backends.cpu.ops import host_states
-from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
-from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
-from quintet.executor.backends.cpu.ops.head_scan import head_scan
 from quintet.executor.backends.cpu.ops.host_library import open_library
-from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
+from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

@@ -17,7 +17,7 @@ from quintet.executor.kv_transfer.features import kv_disk
 from quintet.executor.kv_transfer.features.kv_disk import DiskBlocks
 from quintet.executor.kv_transfer.kv_connector_loop import KvConnectorLoop
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_disk import FileRequest, KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]

@@ -21,7 +21,7 @@ from quintet.executor.kv_transfer.peers.link import BlockArrival, Link, PeerLost
 from quintet.executor.kv_transfer.peers.messages import Ask, BlockReply, BlocksMissing, IdentityMismatch
 from quintet.wire.codec import encode, pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_disk import KvTierRequests, Pull
+from quintet.wire.kv_tiers import KvTierRequests, Pull
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]

@@ -22,8 +22,7 @@ from quintet.executor.kv_transfer.store.folder import FolderStore
 from quintet.executor.kv_transfer.store.objects import ObjectStore
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import KvStoreConfig
-from quintet.wire.kv_disk import KvTierRequests, KvTierResults
-from quintet.wire.kv_store import Get, Put, Search, StoreRequests, StoreResults
+from quintet.wire.kv_tiers import Get, KvTierRequests, KvTierResults, Put, Search, StoreRequests, StoreResults
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 7)]

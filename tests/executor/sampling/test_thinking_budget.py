@@ -9,9 +9,8 @@ import torch
 from tests.executor.conftest import Drawer, SamplerBench
 
 from quintet.executor.batch import Rows
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
 from quintet.wire.step import StepPlan
-from quintet.wire.thinking import Thinking, ThinkingBound
 
 VOCAB = 40
 ONE = [Thinking([5], [6])]

@@ -15,7 +15,7 @@ import torch
 import transformers
 from tests.models.checkpoints.invalid_values import NONSENSE, SMALL, nonsense, try_out, without_card
 
-from quintet.wire.number_formats import ITEM_BYTES
+from quintet.wire.model_files import ITEM_BYTES
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from tests.models.documented_families import SIZES, card_of
 
 from quintet.executor.checkpoints.quant.none import Unquantized
 from quintet.executor.model_config.registry import FAMILIES, nearest
-from quintet.executor.models.model import Setting
-from quintet.executor.models.registry import build_model
+from quintet.executor.models.model import Setting, build_model
 from quintet.wire.errors import ConfigError
 
 

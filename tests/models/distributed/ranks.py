@@ -15,11 +15,11 @@ from tests.models.equality import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, RUN_DIR
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.platforms.platform import open_platform
-from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.follower_loop import follow, run_stage
 from quintet.executor.distributed.parallel.leader import make_pipeline_worker
 from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.distributed.parallel.rank_views import open_links, open_ranks, share_of_rank
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.config import ActivationDtype, EngineConfig, KvCacheDtype, Quantization
 

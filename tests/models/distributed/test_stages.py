@@ -33,9 +33,9 @@ from tests.models.test_equal import ROWS, made
 
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.cpu.program.kv import allocate_kv
-from quintet.executor.distributed.parallel.boot import share_of_rank
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.distributed.parallel.rank_views import share_of_rank
 from quintet.executor.interface import StepWorker
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.worker import make_torch_worker

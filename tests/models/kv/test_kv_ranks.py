@@ -18,7 +18,7 @@ from tests.models.test_engine import GREEDY, House, changed
 from tests.models.test_equal import ROWS, made
 
 from quintet.core import recurrent_state
-from quintet.core.kv import store_chunks
+from quintet.core.kv import store_pool
 from quintet.executor.distributed.parallel import shapes
 from quintet.wire.config import EngineConfig
 from quintet.wire.request import KvTransfer
@@ -132,7 +132,7 @@ def test_ranks_share_a_store(layout: Layout, tmp_path: Path) -> None:
     store.mkdir()
     made(ROWS["llama"], model)
     without, _ = answer(model, layout)
-    with mock.patch.object(store_chunks, "RUN_TOKENS", RUN):
+    with mock.patch.object(store_pool, "RUN_TOKENS", RUN):
         for expected in (0, (len(PROMPT) - 1) // RUN * RUN):
             tokens, num_cached = answer(model, layout, lambda config: with_store(config, f"file://{store}"))
             assert (tokens, num_cached) == (without, expected)

@@ -18,7 +18,7 @@ from tests.models.test_engine import GREEDY, House, changed
 from tests.models.test_hybrids import of_tests
 
 from quintet.core import recurrent_state
-from quintet.core.kv import store_chunks
+from quintet.core.kv import store_pool
 from quintet.deploy import embedded
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig, KvStoreConfig
@@ -31,7 +31,7 @@ IN_RUNS = (len(PROMPT) - 1) // RUN * RUN
 @pytest.fixture(autouse=True)
 def short_runs() -> Iterator[None]:
     with (
-        mock.patch.object(store_chunks, "RUN_TOKENS", RUN),
+        mock.patch.object(store_pool, "RUN_TOKENS", RUN),
         mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", RUN),
     ):
         yield

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from quintet.executor.backends.cpu.ops.activation import activate, clipped
 from quintet.executor.backends.cpu.ops.linear import GatedActivation
-from quintet.executor.model_config.routing import Routing, Scoring
+from quintet.executor.model_config.experts import Routing, Scoring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_library import check_layout, declare, open_library
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
-from quintet.executor.model_config.routing import MAX_CHOSEN, MAX_EXPERTS, Routing
+from quintet.executor.model_config.experts import MAX_CHOSEN, MAX_EXPERTS, Routing
 
 NO_EXPERT = -1
 """Marks an empty place for a copy."""

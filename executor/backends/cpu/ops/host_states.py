@@ -1,8 +1,8 @@
 """CPU operations with recurrent state: bindings of ``csrc/cpu/ops/states.cpp`` for bf16, fp16 and fp32 rows.
 
-Each function has the signature of its reference (`quintet.executor.backends.cpu.ops.causal_conv`, ``selective_scan``,
-``head_scan``, ``delta_rule``). `quintet.executor.backends.cpu.program.library` has the same kernels as operations of a compiled
-step. Rows and blocks may be strided; their elements are contiguous.
+Each function has the signature of its reference (`quintet.executor.backends.cpu.ops.states`, ``selective_scan``,
+``head_scan``, ``delta_rule``). `quintet.executor.backends.cpu.program.library` has the same kernels as operations of
+a compiled step. Rows and blocks may be strided; their elements are contiguous.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def causal_conv(
     bias: torch.Tensor | None,
     silu: bool,
 ) -> torch.Tensor:
-    """See `quintet.executor.backends.cpu.ops.causal_conv.causal_conv`."""
+    """See `quintet.executor.backends.cpu.ops.states.causal_conv`."""
     channels, taps = x.shape[1], len(weight)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     parameters = (_parameter(weight, taps, channels), None if bias is None else _parameter(bias, channels))
@@ -87,7 +87,7 @@ def selective_scan(
     dt_bias: torch.Tensor,
     skip: torch.Tensor,
 ) -> torch.Tensor:
-    """See `quintet.executor.backends.cpu.ops.selective_scan.selective_scan`."""
+    """See `quintet.executor.backends.cpu.ops.states.selective_scan`."""
     size, channels = a.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     columns = columns_of(
@@ -115,7 +115,7 @@ def head_scan(
     skip: torch.Tensor,
     dt_limits: tuple[float, float],
 ) -> torch.Tensor:
-    """See `quintet.executor.backends.cpu.ops.head_scan.head_scan`."""
+    """See `quintet.executor.backends.cpu.ops.states.head_scan`."""
     heads, size, head_dim = states.shape[1:]
     groups, width = b.shape[1] // size, heads * head_dim
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -142,7 +142,7 @@ def delta_rule(
     a: torch.Tensor,
     dt_bias: torch.Tensor,
 ) -> torch.Tensor:
-    """See `quintet.executor.backends.cpu.ops.delta_rule.delta_rule`."""
+    """See `quintet.executor.backends.cpu.ops.states.delta_rule`."""
     heads, key_dim, head_dim = states.shape[1:]
     keys = k.shape[1]
     y = torch.empty_like(v, memory_format=torch.contiguous_format)

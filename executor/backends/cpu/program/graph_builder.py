@@ -1,7 +1,7 @@
 """Builds a program from a forward pass.
 
-The builder records the values that each operation reads and writes. `MemoryPlanner` then assigns memory to each value, and
-each operation appends itself to the program.
+The builder records the values that each operation reads and writes. `MemoryPlanner` then assigns memory to each
+value, and each operation appends itself to the program.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
-from quintet.executor.models.layers.head_linear import HeadLinear
-from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear
+from quintet.executor.models.layers.linear import Embedding, GatedActivation, HeadLinear, Linear
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
 

@@ -26,8 +26,15 @@ from quintet.executor.backends.cuda.kernels.compilers import (
     find_nvcc,
     find_nvrtc,
 )
-from quintet.executor.backends.cuda.kernels.modules import BUILT, ENTRY, record_path
-from quintet.executor.backends.cuda.sources import SOURCES, digest, modules, source_text
+from quintet.executor.backends.cuda.kernels.modules import (
+    BUILT,
+    ENTRY,
+    SOURCES,
+    digest,
+    modules,
+    record_path,
+    source_text,
+)
 
 TARGETS = (80, 90, 100)
 """sm_80: A100 and, with the same major capability, RTX 30 and 40; sm_90: H100, H200; sm_100: B200, B300."""

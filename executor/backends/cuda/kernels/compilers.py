@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from quintet.executor.backends.cuda.sources import FLAGS
+from quintet.executor.backends.cuda.kernels.modules import FLAGS
 
 TOOLCHAIN = Path(sys.prefix) / "cuda"
 """Folder into which `make cubins` installs the compilers."""

@@ -13,6 +13,7 @@ from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.boot import open_runner
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS
+from quintet.executor.backends.cuda.ranks.group import group_of, open_device_ranks
 from quintet.executor.backends.cuda.ranks.rank_broadcast import (
     CaptureOrder,
     LogitsOrder,
@@ -20,14 +21,13 @@ from quintet.executor.backends.cuda.ranks.rank_broadcast import (
     RankReceiver,
     StepOrder,
 )
-from quintet.executor.backends.cuda.ranks.setup import group_of, open_device_ranks
 from quintet.executor.backends.cuda.steps import DeviceSteps
 from quintet.executor.backends.platforms.cuda import open_rank_device
 from quintet.executor.backends.platforms.platform import open_platform
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.models.model import CausalModel
-from quintet.process.malloc_trim import trim_memory
+from quintet.process.os_tuning import trim_memory
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 

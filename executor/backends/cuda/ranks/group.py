@@ -1,10 +1,13 @@
 """Collectives of tensor-parallel ranks on their devices: all-reduce, all-gather of columns, broadcast of token ids.
 
-All ranks launch them on the current stream in the same order, and graphs may capture them. Two all-reduce implementations:
+All ranks launch them on the current stream in the same order, and graphs may capture them. Two all-reduce
+implementations:
 
 - Our one-shot kernel over peer memory; its bits depend only on the values.
 - A library for large messages. Its order of summation depends on the position in the message, and so on the batch. It is not used
   with ``--batch-invariant``.
+
+`open_device_ranks` sets up the ranks of a model: shared host memory for orders, and mailboxes on the devices.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.all_reduce import all_reduce
 from quintet.executor.backends.cuda.ops.gather import Columns, gather
 from quintet.executor.backends.cuda.ops.peers import MAILBOX_BYTES, Peers
-from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.model_config.share import KeptRange, Share
+from quintet.executor.backends.cuda.ranks.rank_broadcast import device_ranks_shape
+from quintet.executor.distributed.parallel.ranks import SPINS, Ranks
+from quintet.executor.model_config.share import KeptRange, Share, share_of
+from quintet.wire.config import EngineConfig
 
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 512 << 10, 8: 256 << 10}
 """Largest message of our one-shot kernel if a library is available, by number of ranks. Every rank reads all messages, so links
@@ -108,3 +113,20 @@ def open_peers(device: Device, ranks: Ranks) -> Peers:
     return Peers(
         device, rank, [address if peer == rank else device.open_memory(each) for peer, each in handles]
     )
+
+
+def open_device_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks:
+    """Map the ranks' shared memory. descriptor: of the memory file."""
+    shape = device_ranks_shape(config.executor.tensor_parallel_size)
+    return Ranks(descriptor, share_of(config.executor, rank), shape, spins=SPINS)
+
+
+def group_of(device: Device, ranks: Ranks, config: EngineConfig) -> DeviceGroup:
+    """Return a rank's collectives. All ranks call it."""
+    peers = open_peers(device, ranks)
+    library: AllReduceLibrary | None = None
+    if device.torch_device.type == "cuda" and not config.executor.batch_invariant:
+        from quintet.executor.backends.cuda.ranks.nccl import open_nccl  # needs CuPy
+
+        library = open_nccl(ranks, device.torch_device.index)
+    return DeviceGroup(device, ranks.share, peers, library)

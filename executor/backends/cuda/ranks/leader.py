@@ -6,7 +6,7 @@ import time
 
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ranks.setup import group_of, open_device_ranks
+from quintet.executor.backends.cuda.ranks.group import group_of, open_device_ranks
 from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.executor.backends.platforms.cuda import open_rank_device
 from quintet.executor.backends.platforms.platform import open_platform

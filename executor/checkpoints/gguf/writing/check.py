@@ -19,7 +19,7 @@ from quintet.executor.model_config.rope import RopeSpec
 from quintet.executor.model_config.shape import SEPARATE_MATRICES
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, MlpSpec, ParallelMixerSpec
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import read_json
+from quintet.wire.model_files import read_json
 
 _CLOSE = 1e-6
 """Files store float32."""

@@ -35,7 +35,7 @@ from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import open_files
 from quintet.executor.checkpoints.weights.mapped import DTYPES
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import read_json
+from quintet.wire.model_files import read_json
 
 Progress = Callable[[int], object]
 """Called with the number of values written."""

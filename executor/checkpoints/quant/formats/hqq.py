@@ -29,7 +29,7 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
-from quintet.wire.number_formats import ITEM_BYTES
+from quintet.wire.model_files import ITEM_BYTES
 
 STORED_BITS = {8: 8, 6: 8, 5: 8, 4: 4, 3: 3, 2: 2, 1: 1}
 """Bits of a code in the file, by its bits."""

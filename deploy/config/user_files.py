@@ -1,4 +1,4 @@
-"""Shared-secret files that authenticate processes on several machines."""
+"""Files of the server's user: the cache folder, and shared-secret files that authenticate processes on several machines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import os
 from pathlib import Path
 
 from quintet.wire.errors import ConfigError
+
+
+def user_cache() -> Path:
+    """Return the folder, which may not exist yet. Raises `ConfigError`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "quintet"
+    except RuntimeError:
+        raise ConfigError("the user has no home folder: set HOME or XDG_CACHE_HOME") from None
+
 
 LEAST_BYTES = 32
 

@@ -1,9 +1,11 @@
-"""CPU allocation of hosts on nodes of a Ray cluster. Does not import Ray."""
+"""Cluster of a Ray placement: CPU allocation on its nodes, and messages of its driver. Does not import Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from quintet.wire.errors import ConfigError
 
@@ -44,3 +46,35 @@ def processors_of(
     if threads:
         return [needed if own.cpus else 0, *(needed for _ in others)]
     return [own.cpus, *(others[-1] for _ in others)]
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """Placement order. Contains the group key, so it is not a command-line argument."""
+
+    count: int
+    """Number of hosts, host 0 included."""
+    ranks_per_host: int
+    threads: int
+    """Threads per rank; 0: a host uses its whole node."""
+    address: str
+    """Address of host 0: ``--master-addr``."""
+    key: bytes
+    flags: dict[str, str | int | bool]
+    """Common flags of the other hosts."""
+    log_level: str
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """The driver is connected to the cluster, and waits for the order."""
+
+    address: str
+    """Ray address of this node."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The order cannot be fulfilled."""
+
+    words: str
+
+
+Report = Joined | Refused

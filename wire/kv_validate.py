@@ -1,4 +1,4 @@
-"""Validation of messages about KV tiers: host memory, disk, shared store, other servers.
+"""Validation of messages about KV: tiers (host memory, disk, shared store, other servers) and admin commands.
 
 Part of `quintet.wire.validate`.
 """
@@ -13,18 +13,68 @@ import msgspec
 
 from quintet.wire.columns import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
-from quintet.wire.kv_disk import MAX_KEPT, KvTierRequests, KvTierResults, StoredBlocks
-from quintet.wire.kv_store_validate import (
-    MAX_NS,
-    are_below,
-    are_keys,
-    are_named,
-    is_store_answer,
-    is_store_order,
+from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPins, KvPrefix, KvQuery, KvReport
+from quintet.wire.kv_tiers import (
+    KEY_BYTES,
+    MAX_KEPT,
+    KvTierRequests,
+    KvTierResults,
+    StoredBlocks,
+    StoreRequests,
+    StoreResults,
 )
 from quintet.wire.params import MAX_COUNT
 from quintet.wire.request import MAX_PEER_CHARS, KvTransfer
 from quintet.wire.step import Capacity
+
+MAX_NS = 1 << 63
+
+
+def are_below(column: bytes, limit: int) -> bool:
+    """Return True when the int32 values are from 0 up to a limit, which may be 0."""
+    return not len(column) % ID_BYTES and (not column or (limit > 0 and all_below(column, limit)))
+
+
+def are_keys(keys: list[bytes]) -> bool:
+    """Return True when these have the length of block keys."""
+    return all(len(key) in KEY_BYTES for key in keys)
+
+
+def are_named(column: bytes, limit: int, keys: list[bytes]) -> bool:
+    """Return True when these are int32 below a limit, each with a key."""
+    return len(column) == ID_BYTES * len(keys) and are_keys(keys) and are_below(column, limit)
+
+
+def is_store_order(store: StoreRequests | None, num_blocks: int, num_host_blocks: int) -> bool:
+    """Return True when the request is valid for these numbers of device blocks and host blocks."""
+    return store is None or (
+        all(put.keys and are_named(put.blocks, num_blocks, put.keys) for put in store.puts)
+        and all(
+            0 <= search.request_id < MAX_NS and all(map(are_keys, search.chains)) for search in store.searches
+        )
+        and all(
+            are_keys([get.name])
+            and 0 < get.num_blocks <= MAX_COUNT
+            and are_named(get.host_blocks, num_host_blocks, get.keys)
+            and are_named(get.positions, get.num_blocks, get.keys)
+            for get in store.gets
+        )
+    )
+
+
+def is_store_answer(store: StoreResults | None, num_host_blocks: int) -> bool:
+    """Return True when the results are valid."""
+    return store is None or (
+        are_keys([*store.kept, *store.unkept, *store.lost])
+        and all(
+            0 <= found.request_id < MAX_NS and are_below(found.counts, MAX_COUNT) for found in store.found
+        )
+        and are_below(store.fetched, num_host_blocks)
+        and are_below(store.missed, num_host_blocks)
+        and all(0 <= each <= MAX_COUNT for each in (store.num_gets, store.num_searches))
+        and all(0 <= each < MAX_NS for each in (store.search_ns, store.get_ns))
+    )
+
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -133,3 +183,42 @@ def is_file_name(name: str) -> bool:
 
 def _is_about_tables(message: KvTierResults | StoredBlocks) -> bool:
     return 0 < message.executor_epoch <= MAX_COUNT and 0 <= message.tables <= MAX_COUNT
+
+
+MAX_NUMBER = 1 << 63
+MAX_SLOTS = 1 << 10
+
+
+def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
+    """Return the check of each kind of message, for this vocabulary size and context length."""
+
+    def are_tokens(column: bytes) -> bool:
+        return not len(column) % ID_BYTES and all_below(column, vocab_size)
+
+    def are_pins(message: KvPins) -> bool:
+        return all(
+            len(pin.digest) == DIGEST_BYTES and pin.num_tokens > 0 and are_keys(pin.keys)
+            for pin in message.pins
+        )
+
+    def is_prefix(prefix: KvPrefix) -> bool:
+        return len(prefix.digest) == DIGEST_BYTES and are_tokens(prefix.token_ids)
+
+    return {
+        KvQuery: lambda message: (
+            0 <= message.query_id < MAX_NUMBER
+            and 0 <= message.frontend < MAX_SLOTS
+            and len(message.name) <= MAX_NAME
+            and 0 <= message.limit <= MAX_LISTED
+            and are_tokens(message.token_ids)
+            and len(message.token_ids) <= ID_BYTES * max_len
+            and (not message.file or is_file_name(message.file))
+        ),
+        KvReport: lambda message: (
+            0 <= message.query_id < MAX_NUMBER
+            and 0 <= message.core < MAX_SLOTS
+            and len(message.prefixes) <= MAX_LISTED
+            and all(map(is_prefix, message.prefixes))
+        ),
+        KvPins: are_pins,
+    }
