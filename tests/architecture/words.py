@@ -176,7 +176,9 @@ def print_long_sentences(*names: str) -> None:
     for path in prose_pages(*names):
         all_of = list(sentences(path.read_text()))
         long = [sentence for sentence in all_of if num_words(sentence) > MAX_WORDS]
-        print(f"{path.relative_to(ROOT)}: {len(long)} of {len(all_of)}, {len(long) / max(1, len(all_of)):.1%}")
+        print(
+            f"{path.relative_to(ROOT)}: {len(long)} of {len(all_of)}, {len(long) / max(1, len(all_of)):.1%}"
+        )
         for sentence in long:
             print(f"    {num_words(sentence)}: {sentence}")
 
