@@ -1,6 +1,7 @@
 """Banned words in identifiers, prose and messages: `python -m tests.architecture.words [PATH …]` lists them.
 
-The rule is in CONTRIBUTING.md: the field's standard terms, components as subjects.
+`python -m tests.architecture.words --long [PATH …]` lists the long sentences of pages.
+The rule is in CONTRIBUTING.md: the field's standard terms, components as subjects, at most 25 words a sentence.
 """
 
 from __future__ import annotations
@@ -52,10 +53,26 @@ FOLDERS = (
     *("wire", "process", "frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc", "deploy"),
     *("csrc", "bench", "docs", "src", ".github"),
 )
+PROSE = (
+    *("docs", "README.md", "CONTRIBUTING.md", "SECURITY.md", "csrc/README.md", "tests/README.md"),
+    *("bench/README.md", "bench/*/README.md"),
+)
+"""Pages with a limit on long sentences."""
 SUFFIXES = {".py", ".md", ".cpp", ".hpp", ".cu", ".cuh", ".yaml", ".yml", ".sh", ".toml"}
 _WORD = re.compile(r"[A-Za-z][a-z]*|[A-Z]+(?![a-z])")
 _PHRASE = re.compile(r"\b(" + "|".join(PHRASES) + r")\b", re.IGNORECASE)
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+MAX_WORDS = 25
+"""A longer sentence is a long one."""
+MAX_LONG_SHARE = 0.05
+"""Largest share of long sentences in a page."""
+_NO_PROSE = re.compile(r"<!--.*?-->|^ *```.*?^ *```|^ *~~~.*?^ *~~~", re.MULTILINE | re.DOTALL)
+_NO_PROSE_LINE = re.compile(r"\s*(\||#+ |<)")
+_ITEM = re.compile(r"\s*(?:[-*+]|\d+\.)\s+")
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+_INLINE_CODE = re.compile(r"`[^`]+`")
+_ABBREVIATION = re.compile(r"\b(e\.g|i\.e|et al|vs|cf|etc|approx)\.")
+_END = re.compile(r"(?<=[.!?])[*_)\"”]*\s+(?=[\"“*_(\[]*[A-Z0-9`])")
 _BEGINS_AS_A_QUESTION = re.compile(r"^(what|which|how|whether|who|where|when)\b", re.IGNORECASE)
 
 
@@ -115,8 +132,62 @@ def questions_in(path: Path) -> Iterator[Hit]:
             previous = token.type
 
 
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs and list items of a Markdown page, without code, tables, headings and HTML."""
+    lines: list[str] = []
+    is_code = False
+    for line in (*_NO_PROSE.sub("", text).splitlines(), ""):
+        is_item = _ITEM.match(line) is not None
+        is_code = line.startswith("    ") and not is_item and (is_code or not lines)
+        if is_item or is_code or not line.strip() or _NO_PROSE_LINE.match(line):
+            if lines:
+                yield " ".join(lines)
+            lines = []
+        if line.strip() and not is_code and not _NO_PROSE_LINE.match(line):
+            lines.append(_ITEM.sub("", line, count=1).strip() if is_item else line.strip())
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a Markdown page. Inline code is one word: ``code``."""
+    for paragraph in paragraphs(text):
+        plain = _ABBREVIATION.sub(r"\1", _LINK.sub(r"\1", _INLINE_CODE.sub("`code`", paragraph)))
+        yield from (sentence for sentence in _END.split(plain) if re.search(r"\w", sentence))
+
+
+def num_words(sentence: str) -> int:
+    """Count the words of a sentence."""
+    return sum(1 for word in sentence.split() if re.search(r"\w", word))
+
+
+def prose_pages(*names: str) -> list[Path]:
+    """Return the pages with rules for sentences; generated pages, raw results and notes are not among them."""
+    listed = subprocess.run(
+        ["git", "ls-files", *(names or PROSE)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [
+        ROOT / name
+        for name in listed.stdout.splitlines()
+        if name.endswith(".md") and not name.startswith(("docs/reference/", "bench/results/"))
+    ]
+
+
+def print_long_sentences(*names: str) -> None:
+    """Print the long sentences of pages, and their share."""
+    for path in prose_pages(*names):
+        all_of = list(sentences(path.read_text()))
+        long = [sentence for sentence in all_of if num_words(sentence) > MAX_WORDS]
+        print(
+            f"{path.relative_to(ROOT)}: {len(long)} of {len(all_of)}, {len(long) / max(1, len(all_of)):.1%}"
+        )
+        for sentence in long:
+            print(f"    {num_words(sentence)}: {sentence}")
+
+
 def main() -> None:
     """Print the hits, and how many there are by word."""
+    if sys.argv[1:2] == ["--long"]:
+        print_long_sentences(*sys.argv[2:])
+        return
     counts: dict[str, int] = {}
     for path in files(*sys.argv[1:]):
         found = [*hits_in(path), *(questions_in(path) if path.suffix == ".py" else ())]
