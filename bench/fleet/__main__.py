@@ -27,7 +27,7 @@ from bench.fleet.engine import H100_8B
 from bench.fleet.play import Fleet, Outcome, Spread, Troubles
 from bench.fleet.traces import SHAPES, Trace, draw
 from bench.overhead.run import Machine, _commit, machine
-from bench.routing_shared import counting
+from bench.routing.simulated_cores import counting
 
 POLICIES = ("prefix", "load", "round-robin", "session")
 LENGTHS_GRAIN = 32

@@ -63,7 +63,7 @@ LONG = 12
 prompts block two engines; lower values queue long prompts one after another where they are common."""
 EVICTION_COST = 0.5
 """Extra cost per token that evicts a cached token, which some request later recomputes. From two cores in virtual time
-(`python -m bench.routing_shared`): at 0, engines that could hold all prefixes between them evict each other's."""
+(`python -m bench.routing.simulated_cores`): at 0, engines that could hold all prefixes between them evict each other's."""
 MAX_SLOWNESS = 16.0
 """Bound on slowness and its inverse, so that a slow engine still gets requests and is measured again."""
 

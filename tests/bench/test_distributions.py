@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bench.distributions import Reference, score
+from bench.quantization.distributions import Reference, score
 
 from quintet.deploy.embedded import default_model_path
 from quintet.executor.backends.cpu.ops.host_linear import linear_library

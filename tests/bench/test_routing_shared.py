@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.routing_shared import Play, counting
+from bench.routing.simulated_cores import Play, counting
 
 
 def test_engines_do_not_drive_out_each_others_beginnings() -> None:

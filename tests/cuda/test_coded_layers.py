@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bench import quantized
-from bench.quantized import Written
+from bench.quantization.layers import Written
+from bench.quantization.loss import layers
 from tests.cuda.kernels.test_linear import HALF_UNIT
 from tests.executor.checkpoints.test_formats import (
     DEPTH,
@@ -136,13 +136,13 @@ def test_what_no_kernel_multiplies_is_rounded_once(name: str, device: Device) ->
 
 
 def test_a_weight_of_no_number_is_refused(device: Device) -> None:
-    written = quantized.compressed(
+    written = layers.compressed(
         FLOATS | {"strategy": "channel"},
         "float-quantized",
-        tensors=quantized.eight_bit_floats("weight_scale", (1, 0)),
+        tensors=layers.eight_bit_floats("weight_scale", (1, 0)),
     )
 
-    def spoilt(name: str, weight: quantized.Array) -> tuple[quantized.Tensors, quantized.Array]:
+    def spoilt(name: str, weight: layers.Array) -> tuple[layers.Tensors, layers.Array]:
         tensors, numbers = written.tensors(name, weight)
         tensors["weight"].view(torch.uint8)[3, 5] = 0x7F
         return tensors, numbers
@@ -154,9 +154,9 @@ def test_a_weight_of_no_number_is_refused(device: Device) -> None:
 def test_inputs_are_rounded_to_fp8_where_the_checkpoint_says_so(device: Device) -> None:
     """By row or for the whole tensor; with blocks, or where it says nothing, they keep the model's format."""
     inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    by_row = quantized.eight_bit_floats("weight_scale", (1, 0))
+    by_row = layers.eight_bit_floats("weight_scale", (1, 0))
     for asked in (inputs, None):
-        written = quantized.compressed(
+        written = layers.compressed(
             FLOATS | {"strategy": "channel"}, "float-quantized", asked, tensors=by_row
         )
         layer, numbers = loaded(written, QKV, where=device.torch_device)

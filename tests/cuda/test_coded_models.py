@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from bench import quantized
 from bench.gpu.engine import EngineAlone
-from bench.quantized import Written
+from bench.quantization.layers import Written
+from bench.quantization.loss import layers
 from tests.cuda.test_worker import worker_on
 from tests.cuda.test_worker_bits import ask, bits_of
 from tests.gpu.small import with_blocks, with_executor, with_scheduler
@@ -37,20 +37,20 @@ EXPERTS = transformers.Qwen3MoeConfig(
 )
 GROUPS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 MODELS: dict[str, tuple[Written, transformers.PretrainedConfig | None]] = {
-    "awq, experts": (quantized.awq(32), EXPERTS),
+    "awq, experts": (layers.awq(32), EXPERTS),
 }
 MORE_MODELS: dict[str, tuple[Written, transformers.PretrainedConfig | None]] = {
-    "gptq": (quantized.gptq(4, 64, symmetric=True), None),
-    "gptq, ordered": (quantized.gptq(4, 32, symmetric=False, by_activations=True), None),
-    "gptq, 8 bits, experts": (quantized.gptq(8, 32, symmetric=True), EXPERTS),
-    "fp8": (quantized.fp8(block=True), None),
+    "gptq": (layers.gptq(4, 64, symmetric=True), None),
+    "gptq, ordered": (layers.gptq(4, 32, symmetric=False, by_activations=True), None),
+    "gptq, 8 bits, experts": (layers.gptq(8, 32, symmetric=True), EXPERTS),
+    "fp8": (layers.fp8(block=True), None),
     "mxfp4, experts": (
-        quantized.compressed(GROUPS, "mxfp4-pack-quantized", tensors=quantized.four_bit_floats(32)),
+        layers.compressed(GROUPS, "mxfp4-pack-quantized", tensors=layers.four_bit_floats(32)),
         EXPERTS,
     ),
-    "nf4, which is rounded": (quantized.bitsandbytes("nf4"), None),
+    "nf4, which is rounded": (layers.bitsandbytes("nf4"), None),
     "biases, a tied embedding": (
-        quantized.gptq(4, 64, symmetric=True),
+        layers.gptq(4, 64, symmetric=True),
         transformers.Qwen2Config(**SETTINGS, tie_word_embeddings=True),  # type: ignore[arg-type]
     ),
 }

@@ -1,11 +1,11 @@
-"""How steps would be cut for many threads, as `bench.balance` tells: of layers of a well-known size, without running them."""
+"""Work division among many threads, as `bench.distributed.thread_balance` computes it without running the layers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from bench.balance import STEPS, share
+from bench.distributed.thread_balance import STEPS, share
 from bench.step import SHAPES, Room, config_of
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
@@ -43,7 +43,7 @@ def test_linear_layers_keep_64_threads_busy(worker: Worker, step: str) -> None:
         assert all(each.takes <= each.pieces and each.busiest * threads >= each.cost for each in layers)
         if threads <= 64:
             assert share(layers, threads) >= 0.92
-            # With the output layers that such models have, 0.92 and more: `bench.balance`.
+            # With the output layers that such models have, 0.92 and more: `bench.distributed.thread_balance`.
             assert share([each for each in operations if each.name != logits.name], threads) >= 0.91
     # Threads change how work is cut, not how much there is; but a panel of few rows costs as much as reading the weight.
     assert max(costs) <= 1.01 * min(costs)

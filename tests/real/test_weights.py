@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from bench.documentation import held_text
+from bench.quantization.texts import held_text
 
 from tests.processes.server import Server, serve
 from tests.real.models import MODELS

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench import quantized
-from bench import quantized_tools as tools
-from bench.quantized import Array, Tensors, Written
+from bench.quantization.layers import Array, Tensors, Written
+from bench.quantization.loss import layers
+from bench.quantization.loss import more_layers as tools
 
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, linear_library
 from quintet.executor.checkpoints.quant import source
@@ -42,72 +42,72 @@ BY_ROW = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
 KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
-    "gptq, 2 bits": (quantized.gptq(2, 32, symmetric=True), WeightFormat.INT4, 32),
-    "gptq, 2 bits, zeros": (quantized.gptq(2, 32, symmetric=False), WeightFormat.INT4_ZEROS, 32),
-    "gptq, 3 bits": (quantized.gptq(3, 64, symmetric=True), WeightFormat.INT4, 64),
-    "gptq, 3 bits, zeros": (quantized.gptq(3, 32, symmetric=False), WeightFormat.INT4_ZEROS, 32),
-    "gptq, 4 bits": (quantized.gptq(4, 128, symmetric=True), WeightFormat.INT4, 128),
-    "gptq, 4 bits, one group": (quantized.gptq(4, 0, symmetric=False), WeightFormat.INT4_ZEROS, 128),
-    "gptq, 4 bits, groups of 96": (quantized.gptq(4, 96, symmetric=True), WeightFormat.INT4, 32),
-    "gptq, second version": (quantized.gptq(4, 32, symmetric=False, version=2), WeightFormat.INT4_ZEROS, 32),
+    "gptq, 2 bits": (layers.gptq(2, 32, symmetric=True), WeightFormat.INT4, 32),
+    "gptq, 2 bits, zeros": (layers.gptq(2, 32, symmetric=False), WeightFormat.INT4_ZEROS, 32),
+    "gptq, 3 bits": (layers.gptq(3, 64, symmetric=True), WeightFormat.INT4, 64),
+    "gptq, 3 bits, zeros": (layers.gptq(3, 32, symmetric=False), WeightFormat.INT4_ZEROS, 32),
+    "gptq, 4 bits": (layers.gptq(4, 128, symmetric=True), WeightFormat.INT4, 128),
+    "gptq, 4 bits, one group": (layers.gptq(4, 0, symmetric=False), WeightFormat.INT4_ZEROS, 128),
+    "gptq, 4 bits, groups of 96": (layers.gptq(4, 96, symmetric=True), WeightFormat.INT4, 32),
+    "gptq, second version": (layers.gptq(4, 32, symmetric=False, version=2), WeightFormat.INT4_ZEROS, 32),
     "gptq, ordered": (
-        quantized.gptq(4, 32, symmetric=False, by_activations=True),
+        layers.gptq(4, 32, symmetric=False, by_activations=True),
         WeightFormat.INT4_ZEROS,
         32,
     ),
-    "gptq, groups of 16": (quantized.gptq(4, 16, symmetric=True), WeightFormat.INT4, 16),
-    "gptq, 8 bits": (quantized.gptq(8, 0, symmetric=True), WeightFormat.INT8, 0),
-    "gptq, 8 bits, zeros": (quantized.gptq(8, 32, symmetric=False), WeightFormat.INT8_ZEROS, 32),
-    "compressed-tensors": (quantized.compressed(GROUPS, "pack-quantized"), WeightFormat.INT4, 32),
+    "gptq, groups of 16": (layers.gptq(4, 16, symmetric=True), WeightFormat.INT4, 16),
+    "gptq, 8 bits": (layers.gptq(8, 0, symmetric=True), WeightFormat.INT8, 0),
+    "gptq, 8 bits, zeros": (layers.gptq(8, 32, symmetric=False), WeightFormat.INT8_ZEROS, 32),
+    "compressed-tensors": (layers.compressed(GROUPS, "pack-quantized"), WeightFormat.INT4, 32),
     "compressed-tensors, zeros": (
-        quantized.compressed(GROUPS | {"symmetric": False}, "pack-quantized"),
+        layers.compressed(GROUPS | {"symmetric": False}, "pack-quantized"),
         WeightFormat.INT4_ZEROS,
         32,
     ),
     "compressed-tensors, ordered": (
-        quantized.compressed(GROUPS | {"symmetric": False, "actorder": "group"}, "pack-quantized"),
+        layers.compressed(GROUPS | {"symmetric": False, "actorder": "group"}, "pack-quantized"),
         WeightFormat.INT4_ZEROS,
         32,
     ),
     "compressed-tensors, 3 bits": (
-        quantized.compressed(GROUPS | {"num_bits": 3}, "pack-quantized"),
+        layers.compressed(GROUPS | {"num_bits": 3}, "pack-quantized"),
         WeightFormat.INT4,
         32,
     ),
     "compressed-tensors, 6 bits": (
-        quantized.compressed(GROUPS | {"num_bits": 6}, "pack-quantized"),
+        layers.compressed(GROUPS | {"num_bits": 6}, "pack-quantized"),
         WeightFormat.INT8,
         32,
     ),
-    "compressed-tensors, bytes": (quantized.compressed(BY_ROW, "int-quantized"), WeightFormat.INT8, 0),
+    "compressed-tensors, bytes": (layers.compressed(BY_ROW, "int-quantized"), WeightFormat.INT8, 0),
     "compressed-tensors, bytes, zeros": (
-        quantized.compressed(BY_ROW | {"symmetric": False}, "int-quantized"),
+        layers.compressed(BY_ROW | {"symmetric": False}, "int-quantized"),
         WeightFormat.INT8_ZEROS,
         128,
     ),
     "compressed-tensors, mxfp4": (
-        quantized.compressed(
+        layers.compressed(
             FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32},
             "mxfp4-pack-quantized",
-            tensors=quantized.four_bit_floats(32),
+            tensors=layers.four_bit_floats(32),
         ),
         WeightFormat.MXFP4,
         0,
     ),
     "compressed-tensors, nvfp4": (
-        quantized.compressed(
+        layers.compressed(
             FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
             "nvfp4-pack-quantized",
-            tensors=quantized.four_bit_floats(16, global_scale="weight_global_scale"),
+            tensors=layers.four_bit_floats(16, global_scale="weight_global_scale"),
         ),
         WeightFormat.NVFP4,
         0,
     ),
     "compressed-tensors, mxfp8": (
-        quantized.compressed(
+        layers.compressed(
             FLOATS | {"num_bits": 8, "strategy": "group", "group_size": 32},
             "mxfp8-quantized",
-            tensors=quantized.eight_bit_floats_of_powers,
+            tensors=layers.eight_bit_floats_of_powers,
         ),
         WeightFormat.FP8,
         32,
@@ -115,7 +115,7 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "modelopt, nvfp4": (
         Written(
             {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
-            quantized.four_bit_floats(16, "weight", "weight_scale_2", divides=False),
+            layers.four_bit_floats(16, "weight", "weight_scale_2", divides=False),
         ),
         WeightFormat.NVFP4,
         0,
@@ -146,12 +146,12 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
         32,
     ),
     "auto-round, mxfp4": (
-        tools.autoround_floats("mx_fp", 4, quantized.four_bit_floats(32)),
+        tools.autoround_floats("mx_fp", 4, layers.four_bit_floats(32)),
         WeightFormat.MXFP4,
         0,
     ),
     "auto-round, nvfp4": (
-        tools.autoround_floats("nv_fp", 4, quantized.four_bit_floats(16, global_scale="weight_global_scale")),
+        tools.autoround_floats("nv_fp", 4, layers.four_bit_floats(16, global_scale="weight_global_scale")),
         WeightFormat.NVFP4,
         0,
     ),
@@ -159,7 +159,7 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "modelopt, fp8 of rows": (
         Written(
             {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
-            quantized.eight_bit_floats("weight_scale", (1, 0)),
+            layers.eight_bit_floats("weight_scale", (1, 0)),
         ),
         WeightFormat.FP8,
         128,
@@ -167,17 +167,17 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "modelopt, mxfp4": (
         Written(
             {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"},
-            quantized.four_bit_floats(32, "weight"),
+            layers.four_bit_floats(32, "weight"),
         ),
         WeightFormat.MXFP4,
         0,
     ),
-    "fp8": (quantized.fp8(block=True), WeightFormat.FP8, 128),
-    "fp8, one scale": (quantized.fp8(block=False), WeightFormat.FP8, 128),
-    "fp8, of fbgemm": (quantized.fp8(block=False, method="fbgemm_fp8"), WeightFormat.FP8, 128),
-    "bitsandbytes, int8": (quantized.bitsandbytes("int8"), WeightFormat.INT8, 0),
-    "awq": (quantized.awq(32), WeightFormat.INT4_ZEROS, 32),
-    "awq, gemv": (quantized.awq(32, "gemv"), WeightFormat.INT4_ZEROS, 32),
+    "fp8": (layers.fp8(block=True), WeightFormat.FP8, 128),
+    "fp8, one scale": (layers.fp8(block=False), WeightFormat.FP8, 128),
+    "fp8, of fbgemm": (layers.fp8(block=False, method="fbgemm_fp8"), WeightFormat.FP8, 128),
+    "bitsandbytes, int8": (layers.bitsandbytes("int8"), WeightFormat.INT8, 0),
+    "awq": (layers.awq(32), WeightFormat.INT4_ZEROS, 32),
+    "awq, gemv": (layers.awq(32, "gemv"), WeightFormat.INT4_ZEROS, 32),
     "torchao": (tools.torchao("Int8WeightOnlyConfig"), WeightFormat.INT8, 0),
     "torchao, fp8": (tools.torchao("Float8WeightOnlyConfig"), WeightFormat.FP8, 128),
     "torchao, groups": (tools.torchao("Int8WeightOnlyConfig", 32), WeightFormat.INT8_SINGLE, 32),
@@ -203,9 +203,9 @@ ROUNDED = {
     "modelopt, smoothed": tools.modelopt_integers("W8A8_SQ_PER_CHANNEL", factors=True),
     "hqq, along axis 0": tools.hqq(4, 64, axis=0),
     "hqq, groups across rows": tools.hqq(4, 64),
-    "gptq, groups of 20": quantized.gptq(4, 20, symmetric=True),
+    "gptq, groups of 20": layers.gptq(4, 20, symmetric=True),
     "fp8 of another kind": Written(
-        {"quant_method": "fp8"}, quantized.eight_bit_floats("weight_scale", (1, 0), torch.float8_e5m2)
+        {"quant_method": "fp8"}, layers.eight_bit_floats("weight_scale", (1, 0), torch.float8_e5m2)
     ),
 }
 """What is rounded to the model's numbers, as no kernel multiplies it."""
@@ -288,7 +288,7 @@ def test_factors_of_inputs_are_the_weights(name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "kept"), [("nf4", WeightFormat.NF4), ("fp4", WeightFormat.FP4)])
 def test_tables_are_kept(kind: str, kept: WeightFormat) -> None:
-    found = recognise(ModelCard({"quantization_config": quantized.bitsandbytes(kind).section}, "config.json"))
+    found = recognise(ModelCard({"quantization_config": layers.bitsandbytes(kind).section}, "config.json"))
     assert found is not None
     scheme = found.scheme(StoredLayer("q", 96, 128, False, None))
     assert packed_format_of([scheme, scheme], torch.bfloat16) == PackedFormat(kept, 64)
@@ -388,7 +388,7 @@ def test_experts_with_outliers_are_estimated_as_what_they_are_rounded_to() -> No
 def test_activations_of_8_bits_are_as_the_checkpoint_says(name: str) -> None:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     written = {
-        "compressed-tensors": quantized.compressed(BY_ROW, "int-quantized", inputs),
+        "compressed-tensors": layers.compressed(BY_ROW, "int-quantized", inputs),
         "torchao": tools.torchao("Int8DynamicActivationInt8WeightConfig"),
         "modelopt": tools.modelopt_integers("W8A8_SQ_PER_CHANNEL"),
         "quark": tools.quark_integers("int8", activations=True),
@@ -419,7 +419,7 @@ def _with_zeros(written: Written, *path: str) -> Written:
 def test_activations_with_zero_points_keep_16_bits(name: str) -> None:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}
     written = {
-        "compressed-tensors": quantized.compressed(BY_ROW, "int-quantized", inputs),
+        "compressed-tensors": layers.compressed(BY_ROW, "int-quantized", inputs),
         "torchao": _with_zeros(
             tools.torchao("Int8DynamicActivationInt8WeightConfig"),
             *("quant_type", "default", "_data", "act_mapping_type"),
@@ -481,9 +481,9 @@ def test_parts_with_unlike_numbers_get_the_wider_kind(
 
 def with_another_k(other: dict[str, int | bool]) -> Written:
     """Return 4 bits in groups of 32, but for the layer ``k``."""
-    plain = quantized.gptq(4, 32, symmetric=True)
+    plain = layers.gptq(4, 32, symmetric=True)
     numbers = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False} | other
-    its = quantized.gptq(
+    its = layers.gptq(
         int(numbers["bits"]),
         max(0, int(numbers["group_size"])),
         symmetric=bool(numbers["sym"]),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from bench.quantization import END_OF_TEXT
+from bench.quantization.loss import END_OF_TEXT
 from tokenizers import Tokenizer
 
 from quintet.deploy.embedded import default_model_path
@@ -18,7 +18,7 @@ from quintet.executor.backends.cpu.ops.host_linear import linear_library
 HELD_OUT = "fnmatch.py"
 """A library file that TRAINING.json lists as kept from the model."""
 
-# A few times what bench.quantization prints over all held-out files: one file of two thousand tokens scatters around that.
+# A few times what bench.quantization.loss prints over all held-out files: one file of two thousand tokens scatters around that.
 # A scale or a zero point read at the wrong place costs more than half a nat.
 ALLOWED: Mapping[str, float] = {"int8": 0.005, "w8a8": 0.005, "int4": 0.13}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from bench.quantized import Written, in_format
+from bench.quantization.layers import Written, in_format
 from safetensors.torch import load_file, save_file
 
 SETTINGS = {

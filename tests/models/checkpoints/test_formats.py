@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
-from bench import quantized
-from bench import quantized_tools as tools
-from bench.quantized import Written
+from bench.quantization.layers import Written
+from bench.quantization.loss import layers
+from bench.quantization.loss import more_layers as tools
 from safetensors.torch import load_file, save_file
 from tests.models.checkpoints.quantized import SETTINGS, write
 from tests.models.equality import WAYS, Loaded, alone, in_every_way, load, logits_of, one_torch_thread
@@ -36,62 +36,62 @@ BY_ROW = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
 FORMATS: dict[str, Written] = {
-    "gptq": quantized.gptq(4, 64, symmetric=True),
-    "awq": quantized.awq(64),
-    "compressed-tensors": quantized.compressed(W4, "pack-quantized"),
-    "fp8": quantized.fp8(block=True),
-    "bitsandbytes": quantized.bitsandbytes("nf4", nested=True),
+    "gptq": layers.gptq(4, 64, symmetric=True),
+    "awq": layers.awq(64),
+    "compressed-tensors": layers.compressed(W4, "pack-quantized"),
+    "fp8": layers.fp8(block=True),
+    "bitsandbytes": layers.bitsandbytes("nf4", nested=True),
     "hqq": tools.hqq(4, 64),
 }
 MORE_FORMATS: dict[str, Written] = {
-    "gptq, 2 bits": quantized.gptq(2, 32, symmetric=False),
-    "gptq, 3 bits": quantized.gptq(3, 32, symmetric=True),
-    "gptq, 8 bits": quantized.gptq(8, 0, symmetric=True),
-    "gptq, 8 bits, zeros": quantized.gptq(8, 32, symmetric=False),
-    "gptq, one group": quantized.gptq(4, 0, symmetric=False),
-    "gptq, ordered": quantized.gptq(4, 32, symmetric=True, by_activations=True),
-    "gptq, second version": quantized.gptq(4, 128, symmetric=False, version=2),
-    "awq, gemv": quantized.awq(64, "gemv"),
-    "awq, gemv, groups of 32": quantized.awq(32, "gemv"),
-    "compressed-tensors, zeros": quantized.compressed(W4 | {"symmetric": False}, "pack-quantized"),
-    "compressed-tensors, a row": quantized.compressed(BY_ROW, "pack-quantized"),
-    "compressed-tensors, 3 bits": quantized.compressed(W4 | {"num_bits": 3}, "pack-quantized"),
-    "compressed-tensors, 5 bits": quantized.compressed(W4 | {"num_bits": 5}, "pack-quantized"),
-    "compressed-tensors, bytes": quantized.compressed(BY_ROW, "int-quantized"),
-    "compressed-tensors, bytes, zeros": quantized.compressed(BY_ROW | {"symmetric": False}, "int-quantized"),
-    "compressed-tensors, fp8": quantized.compressed(
+    "gptq, 2 bits": layers.gptq(2, 32, symmetric=False),
+    "gptq, 3 bits": layers.gptq(3, 32, symmetric=True),
+    "gptq, 8 bits": layers.gptq(8, 0, symmetric=True),
+    "gptq, 8 bits, zeros": layers.gptq(8, 32, symmetric=False),
+    "gptq, one group": layers.gptq(4, 0, symmetric=False),
+    "gptq, ordered": layers.gptq(4, 32, symmetric=True, by_activations=True),
+    "gptq, second version": layers.gptq(4, 128, symmetric=False, version=2),
+    "awq, gemv": layers.awq(64, "gemv"),
+    "awq, gemv, groups of 32": layers.awq(32, "gemv"),
+    "compressed-tensors, zeros": layers.compressed(W4 | {"symmetric": False}, "pack-quantized"),
+    "compressed-tensors, a row": layers.compressed(BY_ROW, "pack-quantized"),
+    "compressed-tensors, 3 bits": layers.compressed(W4 | {"num_bits": 3}, "pack-quantized"),
+    "compressed-tensors, 5 bits": layers.compressed(W4 | {"num_bits": 5}, "pack-quantized"),
+    "compressed-tensors, bytes": layers.compressed(BY_ROW, "int-quantized"),
+    "compressed-tensors, bytes, zeros": layers.compressed(BY_ROW | {"symmetric": False}, "int-quantized"),
+    "compressed-tensors, fp8": layers.compressed(
         FLOATS | {"strategy": "channel"},
         "float-quantized",
-        tensors=quantized.eight_bit_floats("weight_scale", (1, 0)),
+        tensors=layers.eight_bit_floats("weight_scale", (1, 0)),
     ),
-    "compressed-tensors, fp8 blocks": quantized.compressed(
+    "compressed-tensors, fp8 blocks": layers.compressed(
         FLOATS | {"strategy": "block", "block_structure": [128, 128]},
         "float-quantized",
-        tensors=quantized.eight_bit_floats("weight_scale", (128, 128)),
+        tensors=layers.eight_bit_floats("weight_scale", (128, 128)),
     ),
-    "compressed-tensors, nvfp4": quantized.compressed(
+    "compressed-tensors, nvfp4": layers.compressed(
         FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
         "nvfp4-pack-quantized",
-        tensors=quantized.four_bit_floats(16, global_scale="weight_global_scale"),
+        tensors=layers.four_bit_floats(16, global_scale="weight_global_scale"),
     ),
-    "compressed-tensors, mxfp4": quantized.compressed(
+    "compressed-tensors, mxfp4": layers.compressed(
         FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32},
         "mxfp4-pack-quantized",
-        tensors=quantized.four_bit_floats(32),
+        tensors=layers.four_bit_floats(32),
     ),
-    "fp8, one scale": quantized.fp8(block=False),
-    "fp8, of fbgemm": quantized.fp8(block=False, method="fbgemm_fp8"),
-    "bitsandbytes, nf4": quantized.bitsandbytes("nf4"),
-    "bitsandbytes, fp4": quantized.bitsandbytes("fp4"),
-    "bitsandbytes, int8": quantized.bitsandbytes("int8"),
+    "fp8, one scale": layers.fp8(block=False),
+    "fp8, of fbgemm": layers.fp8(block=False, method="fbgemm_fp8"),
+    "bitsandbytes, nf4": layers.bitsandbytes("nf4"),
+    "bitsandbytes, fp4": layers.bitsandbytes("fp4"),
+    "bitsandbytes, int8": layers.bitsandbytes("int8"),
     "hqq, 3 bits": tools.hqq(3, 32),
     "hqq, 8 bits, one group": tools.hqq(8, 0),
     "hqq, 2 bits along axis 0": tools.hqq(2, 64, axis=0),
     "bitnet": tools.bitnet(),
     "auto-round": tools.autoround("auto_round"),
-    "auto-round, fp8": tools.autoround_floats("fp", 8, quantized.eight_bit_floats("weight_scale", (1, 0))),
+    "auto-round, fp8": tools.autoround_floats("fp", 8, layers.eight_bit_floats("weight_scale", (1, 0))),
     "auto-round, nvfp4": tools.autoround_floats(
-        "nv_fp", 4, quantized.four_bit_floats(16, global_scale="weight_global_scale")
+        "nv_fp", 4, layers.four_bit_floats(16, global_scale="weight_global_scale")
     ),
     "squeezellm": tools.squeezellm(4),
     "squeezellm, tables alone": tools.squeezellm(3, outliers=False),
@@ -104,7 +104,7 @@ MORE_FORMATS: dict[str, Written] = {
             "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
             "exclude": ["lm_head"],
         },
-        quantized.eight_bit_floats("weight_scale", (0, 0), as_list=False),
+        layers.eight_bit_floats("weight_scale", (0, 0), as_list=False),
     ),
     "quark, uint4": tools.quark_integers("uint4", 64, symmetric=False),
     "quark, fp4": Written(
@@ -113,11 +113,11 @@ MORE_FORMATS: dict[str, Written] = {
             "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}},
             "exclude": ["re:.*head"],
         },
-        quantized.four_bit_floats(32, "weight"),
+        layers.four_bit_floats(32, "weight"),
     ),
     "modelopt": Written(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
-        quantized.eight_bit_floats("weight_scale", (0, 0), as_list=False),
+        layers.eight_bit_floats("weight_scale", (0, 0), as_list=False),
     ),
     "modelopt, int4, factors": tools.modelopt_integers("W4A16_AWQ", 64, factors=True),
     "modelopt, mixed": Written(
@@ -133,7 +133,7 @@ MORE_FORMATS: dict[str, Written] = {
                 )
             },
         },
-        quantized.eight_bit_floats("weight_scale", (0, 0), as_list=False),
+        layers.eight_bit_floats("weight_scale", (0, 0), as_list=False),
     ),
     "modelopt, nvfp4": Written(
         {
@@ -142,7 +142,7 @@ MORE_FORMATS: dict[str, Written] = {
             "group_size": 16,
             "exclude_modules": ["lm_head*"],
         },
-        quantized.four_bit_floats(16, "weight", "weight_scale_2", divides=False),
+        layers.four_bit_floats(16, "weight", "weight_scale_2", divides=False),
     ),
 }
 
@@ -229,7 +229,7 @@ def test_and_in_each_variant(kind: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_an_output_layer_may_be_quantized_too(tmp_path: Path) -> None:
-    written = quantized.gptq(4, 64, symmetric=True, output_layer=True)
+    written = layers.gptq(4, 64, symmetric=True, output_layer=True)
     settings: dict[str, Any] = SETTINGS | {"vocab_size": 216}  # whole words of codes
     compare(tmp_path, written, transformers.LlamaConfig(**settings))
 
@@ -419,22 +419,22 @@ SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
     ("section", "words"),
     [
         (
-            quantized.compressed(W4, "pack-quantized", sparsity_config=SPARSE).section,
+            layers.compressed(W4, "pack-quantized", sparsity_config=SPARSE).section,
             "sparse weights.*dense original checkpoint",
         ),
         (
-            quantized.compressed(W4, "pack-quantized", transform_config={"config_groups": {"u": {}}}).section,
+            layers.compressed(W4, "pack-quantized", transform_config={"config_groups": {"u": {}}}).section,
             "transform_config.*without transforms",
         ),
         (
-            quantized.compressed(W4, "marlin-24").section,
+            layers.compressed(W4, "marlin-24").section,
             "format 'marlin-24'.*compressed-tensors are pack-quantized",
         ),
         (
-            quantized.compressed(W4, "nvfp4-pack-quantized").section,
+            layers.compressed(W4, "nvfp4-pack-quantized").section,
             "num_bits is 4, of type int, in the format nvfp4",
         ),
-        (quantized.compressed(W4 | {"num_bits": 9}, "pack-quantized").section, "num_bits is 9"),
+        (layers.compressed(W4 | {"num_bits": 9}, "pack-quantized").section, "num_bits is 9"),
         ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": "Linear"}}},

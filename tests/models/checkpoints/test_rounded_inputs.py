@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench import quantized
+from bench.quantization.loss import layers
 from tests.models.checkpoints.quantized import write
 from tests.models.checkpoints.test_formats import EXPERTS, FORMATS, MORE_FORMATS, PROMPTS, SOME_WAYS
 from tests.models.equality import alone, in_every_way, load, logits_of, one_torch_thread
@@ -16,9 +16,9 @@ from quintet.wire.errors import ConfigError
 pytestmark = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
 
 INTEGERS = {
-    "gptq": (quantized.gptq(4, 32, symmetric=False), None),
+    "gptq": (layers.gptq(4, 32, symmetric=False), None),
     "mxfp4": (MORE_FORMATS["compressed-tensors, mxfp4"], None),
-    "experts": (quantized.awq(32), EXPERTS),
+    "experts": (layers.awq(32), EXPERTS),
 }
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from bench import quantized, quantized_tools
-from bench.quantized import Written
+from bench.quantization.layers import Written
+from bench.quantization.loss import layers, more_layers
 from tests.gguf.random_blocks import in_blocks
 from tests.gguf.test_packed import as_q4_k_m
 from tests.models.checkpoints.quantized import SETTINGS, write
@@ -29,33 +29,33 @@ pytestmark = pytest.mark.skipif(linear_library() is None, reason="the host kerne
 PROMPTS = [[5, 17, 3, 99, 42, 7], [201, 9], list(range(3, 60, 2))]
 IN_32 = W4 | {"group_size": 32}
 FORMATS: dict[str, Written] = {
-    "gptq": quantized.gptq(4, 32, symmetric=True),
-    "awq": quantized.awq(32),
-    "compressed-tensors": quantized.compressed(IN_32, "pack-quantized"),
-    "squeezellm": quantized_tools.squeezellm(4),
-    "fp8": quantized.fp8(block=True),
+    "gptq": layers.gptq(4, 32, symmetric=True),
+    "awq": layers.awq(32),
+    "compressed-tensors": layers.compressed(IN_32, "pack-quantized"),
+    "squeezellm": more_layers.squeezellm(4),
+    "fp8": layers.fp8(block=True),
 }
 MORE_FORMATS: dict[str, Written] = {
-    "gptq, zeros": quantized.gptq(4, 32, symmetric=False),
-    "gptq, 2 bits": quantized.gptq(2, 32, symmetric=False),
-    "gptq, 3 bits": quantized.gptq(3, 32, symmetric=True),
-    "gptq, 8 bits, one group": quantized.gptq(8, 0, symmetric=True),
-    "gptq, second version": quantized.gptq(4, 32, symmetric=False, version=2),
-    "awq, gemv": quantized.awq(16, "gemv"),
-    "squeezellm, 3 bits, tables alone": quantized_tools.squeezellm(3, outliers=False),
-    "compressed-tensors, zeros": quantized.compressed(IN_32 | {"symmetric": False}, "pack-quantized"),
-    "compressed-tensors, a row": quantized.compressed(BY_ROW, "pack-quantized"),
-    "compressed-tensors, bytes": quantized.compressed(BY_ROW, "int-quantized"),
-    "compressed-tensors, bytes, zeros": quantized.compressed(BY_ROW | {"symmetric": False}, "int-quantized"),
-    "compressed-tensors, fp8": quantized.compressed(
+    "gptq, zeros": layers.gptq(4, 32, symmetric=False),
+    "gptq, 2 bits": layers.gptq(2, 32, symmetric=False),
+    "gptq, 3 bits": layers.gptq(3, 32, symmetric=True),
+    "gptq, 8 bits, one group": layers.gptq(8, 0, symmetric=True),
+    "gptq, second version": layers.gptq(4, 32, symmetric=False, version=2),
+    "awq, gemv": layers.awq(16, "gemv"),
+    "squeezellm, 3 bits, tables alone": more_layers.squeezellm(3, outliers=False),
+    "compressed-tensors, zeros": layers.compressed(IN_32 | {"symmetric": False}, "pack-quantized"),
+    "compressed-tensors, a row": layers.compressed(BY_ROW, "pack-quantized"),
+    "compressed-tensors, bytes": layers.compressed(BY_ROW, "int-quantized"),
+    "compressed-tensors, bytes, zeros": layers.compressed(BY_ROW | {"symmetric": False}, "int-quantized"),
+    "compressed-tensors, fp8": layers.compressed(
         {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
         "float-quantized",
-        tensors=quantized.eight_bit_floats("weight_scale", (1, 0)),
+        tensors=layers.eight_bit_floats("weight_scale", (1, 0)),
     ),
-    "compressed-tensors, nvfp4": quantized.compressed(
+    "compressed-tensors, nvfp4": layers.compressed(
         {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16},
         "nvfp4-pack-quantized",
-        tensors=quantized.four_bit_floats(16, global_scale="weight_global_scale"),
+        tensors=layers.four_bit_floats(16, global_scale="weight_global_scale"),
     ),
 } | {
     name: FORMATS_OF_ONE[name]
@@ -171,9 +171,9 @@ def test_other_kinds_of_layers_are_divided(
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        (quantized.gptq(4, 64, symmetric=True), "inputs 0 to 96, not whole groups of 64"),
-        (quantized.awq(32, "gemv"), "not whole words of codes"),
-        (quantized.bitsandbytes("nf4"), "bitsandbytes weights cannot be sharded; supported formats: gptq"),
+        (layers.gptq(4, 64, symmetric=True), "inputs 0 to 96, not whole groups of 64"),
+        (layers.awq(32, "gemv"), "not whole words of codes"),
+        (layers.bitsandbytes("nf4"), "bitsandbytes weights cannot be sharded; supported formats: gptq"),
         (FORMATS_OF_ONE["torchao, 4 bits"], "tensors of this format cannot be divided"),
     ],
     ids=["groups", "words", "formats", "tensors"],
@@ -187,7 +187,7 @@ def test_inputs_that_no_rank_can_read_alone_are_refused(written: Written, words:
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        (quantized.gptq(4, 32, symmetric=True, by_activations=True), "by activation order"),
+        (layers.gptq(4, 32, symmetric=True, by_activations=True), "by activation order"),
         (FORMATS_OF_ONE["modelopt, int4, factors"], "layers with input factors"),
     ],
     ids=["order", "factors"],

@@ -1,6 +1,6 @@
 """Measure what number formats lose: perplexity, KL divergence and top token beside the model in float32.
 
-    python -m bench.quantization [--made | --formats] [--model MODEL] [--only NAME]... [--int8-activations]
+    python -m bench.quantization.loss [--made | --formats] [--model MODEL] [--only NAME]... [--int8-activations]
         [--windows N] [--json FILE]
 
 The rows are formats that a server converts to at load time (``--quantization``, ``--kv-cache-dtype``). With
@@ -9,7 +9,7 @@ checkpoints, made by rounding each number to the nearest: calibration, which the
 With ``--int8-activations`` each row of integer weights comes a second time, with ``--activation-dtype int8``.
 
 MODEL is a packaged model (default: ``smollm2``), a GGUF file or a folder; a file is first dequantized to float32. The
-text is the standard library's documentation (`bench.documentation`). ``--model embedded`` is the model that ships
+text is the standard library's documentation (`bench.quantization.texts`). ``--model embedded`` is the model that ships
 with Quintet, measured on library files that its training data lacks (`bench.embedded.corpus`). Compare rows of one
 model and text only.
 
@@ -33,11 +33,11 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from bench import documentation
-from bench.distributions import Reference, Score, score, table
 from bench.embedded.corpus import Kind, build_corpus
 from bench.peers.records import this_commit, this_machine
-from bench.quantized import (
+from bench.quantization import texts
+from bench.quantization.distributions import Reference, Score, score, table
+from bench.quantization.layers import (
     Written,
     awq,
     bitsandbytes,
@@ -48,7 +48,7 @@ from bench.quantized import (
     gptq,
     in_format,
 )
-from bench.quantized_tools import hqq, squeezellm, torchao
+from bench.quantization.more_layers import hqq, squeezellm, torchao
 from quintet.deploy.cli.convert import convert_gguf
 from quintet.deploy.cli.main import main as cli
 from quintet.deploy.config.model.source import locate_model
@@ -162,8 +162,8 @@ def open_source(model: str, max_windows: int, scratch: Path) -> Source:
     else:
         folder = located
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    windows = windows_of(tokenizer, [documentation.held_text()], first_tokens(tokenizer))
-    return Source(folder, list(islice(windows, max_windows)), documentation.calibration_text())
+    windows = windows_of(tokenizer, [texts.held_text()], first_tokens(tokenizer))
+    return Source(folder, list(islice(windows, max_windows)), texts.calibration_text())
 
 
 def _embedded(max_windows: int) -> Source:
@@ -248,7 +248,7 @@ def write_scores(path: Path, arguments: argparse.Namespace, scores: Sequence[Sco
     """Write the scores, and what they were measured with."""
     machine = this_machine()
     head = {
-        "command": " ".join(["python -m bench.quantization", *sys.argv[1:]]),
+        "command": " ".join(["python -m bench.quantization.loss", *sys.argv[1:]]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": f"{machine.cpu}, {machine.cores} cores",
         "python": machine.python,

@@ -1,10 +1,10 @@
-"""Handing bytes on to another host: gloo's point-to-point beside the sockets of `quintet.executor.distributed.hosts`,
-over loopback.
+"""Transfer of bytes to another host over loopback: gloo's point-to-point, and the sockets of
+`quintet.executor.distributed.hosts`.
 
-Both carry hidden states, or logits, from one process to another and wait for a word back. gloo's bytes are plain, the others
-encrypted (CURVE). What a link has besides, memory and a thread on either side, is not in it.
+    python -m bench.distributed.host_transfer [--repetitions 200] [--save FILE]
 
-    python -m bench.hosts [--repetitions 200] [--save FILE]
+Both send hidden states, or logits, from one process to another and wait for a reply. gloo sends plain bytes, the sockets
+encrypt (CURVE). Shared memory and threads of a link are not included.
 """
 
 from __future__ import annotations

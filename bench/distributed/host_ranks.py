@@ -3,7 +3,7 @@
 Both hosts are processes of this machine, which share its cores with those that carry: what a real network adds is not in it, and
 what real hosts have more of is not either. A step's meetings are two a layer and the logits'; of the difference each has a part.
 
-    python -m bench.host_ranks [--shape S] [--repetitions 3] [--save FILE]
+    python -m bench.distributed.host_ranks [--shape S] [--repetitions 3] [--save FILE]
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 
-from bench.hosts import free_port
+from bench.distributed.host_transfer import free_port
+from bench.distributed.stages import run
 from bench.overhead.run import Machine, _commit, machine
-from bench.stages import run
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.distributed.hosts.member import MemberSettings
@@ -128,7 +128,7 @@ def main() -> None:
         print(msgspec.json.encode(measure(args.shape, args.only)).decode())
         return
     figures: list[Figure] = []
-    command = [sys.executable, "-m", "bench.host_ranks", "--shape", args.shape, "--only"]
+    command = [sys.executable, "-m", "bench.distributed.host_ranks", "--shape", args.shape, "--only"]
     for _ in range(args.repetitions):
         for hosts in (1, 2):
             printed = subprocess.run([*command, str(hosts)], check=True, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """Value of a shared KV store: the first token of long prompts, computed by one server, and fetched by another.
 
-    python -m bench.kv_store --shape S [--store URL] [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS]
+    python -m bench.kv.store --shape S [--store URL] [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS]
 
 Two servers of one machine share a store: shared memory, unless ``--store`` says otherwise. The first one computes so many
 prompts, one after the other, and is ended; then the second one gets the same prompts. Every answer must be the same, byte for
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.kv_disk import NUM_OUTPUTS, Asked, ask, compare
+from bench.kv.disk import NUM_OUTPUTS, Asked, ask, compare
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import serve
 from bench.peers.models import SHAPES, make_model

@@ -3,7 +3,7 @@
 The same requests decode, or are computed for the first time, through both: all of them in each step of the one process, and in as
 many groups as there are stages in the steps of the other. A bubble is time in which the first stage does nothing.
 
-    python -m bench.stages --shape S --stages 2 [--save FILE]
+    python -m bench.distributed.stages --shape S --stages 2 [--save FILE]
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def main() -> None:
             words = [
                 sys.executable,
                 "-m",
-                "bench.stages",
+                "bench.distributed.stages",
                 "--shape",
                 args.shape,
                 "--threads",

@@ -1,12 +1,11 @@
-"""The trace of `bench.routing` with shared beginnings, in virtual time: two real cores, a frontend's real accounts and choice.
+"""The ``shared`` trace of `bench.routing.policies` in virtual time: two real cores, and a frontend's real load balancer.
 
-    python -m bench.routing_shared [--seeds 10] [--orders 4] [--displaced 0 0.5 1 2] [--save FILE]
+    python -m bench.routing.simulated_cores [--seeds 10] [--orders 4] [--displaced 0 0.5 1 2] [--save FILE]
 
-Clients ask one request after the other, as there. A step takes what a formula says, times what is drawn by chance, so one trace
-comes in another order each time it is played. The memory of both engines together holds all beginnings and little more, so one
-that both have drives out another. ``--displaced``: what a token that takes the place of another's counts besides its own
-(`quintet.frontend.load_balancing.load_balancer.EVICTION_COST`). Prints shares of the ideal hit rate, with each beginning
-computed once.
+Clients are sequential. A step takes the time of a formula, multiplied by random noise, so each replay of a trace has another
+order. The memory of both engines together holds little more than all prefixes: a prefix cached by both evicts another one.
+``--displaced``: cost of an evicted token (`quintet.frontend.load_balancing.load_balancer.EVICTION_COST`). Prints shares of the
+ideal hit rate, in which each prefix is computed once.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import msgspec
 from bench.fleet.engine import Machine, SimulatedEngine
 from bench.overhead.run import Machine as Host
 from bench.overhead.run import _commit, machine
-from bench.routing import CLIENTS, NUM_ENGINES, OUTPUT_LEN, SHAPES, tokens
+from bench.routing.policies import CLIENTS, NUM_ENGINES, OUTPUT_LEN, SHAPES, tokens
 from quintet.frontend.load_balancing import load_balancer
 from quintet.frontend.load_balancing.engine_load import EngineLoads
 from quintet.frontend.load_balancing.load_balancer import Workers
@@ -51,9 +50,9 @@ SHAPE = SHAPES["model"]
 TAIL = 16
 """Tokens of a prompt after its shared prefix."""
 KV_TOKENS = int(SHAPE.beginning * SHAPE.num_groups * 0.55) + CLIENTS * 64
-"""Of one engine, as in `bench.routing`."""
+"""Of one engine, as in `bench.routing.policies`."""
 CPU = Machine(weights_us=1_500, token_us=40, key_us=0.01, pair_us=0.005, kv_tokens=KV_TOKENS)
-"""A prompt takes about as long as the embedded model's does in `bench.routing`, some 35 ms."""
+"""A prompt takes about as long as the embedded model's does in `bench.routing.policies`, some 35 ms."""
 JITTER = 0.3
 """Standard deviation of the logarithm of what a step takes beyond that."""
 PAUSE_S = 0.0005
@@ -211,7 +210,9 @@ def main() -> None:
         )
     if arguments.save is not None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        command = f"python -m bench.routing_shared --seeds {arguments.seeds} --orders {arguments.orders}"
+        command = (
+            f"python -m bench.routing.simulated_cores --seeds {arguments.seeds} --orders {arguments.orders}"
+        )
         report = Report(date, _commit(), machine(), command, found)
         arguments.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 

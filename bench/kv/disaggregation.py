@@ -1,17 +1,18 @@
 """Interference of long prompts with decoding streams: prefill on the same server, and on another one.
 
-    python -m bench.apart [--shape S] [--layers 6] [--streams 4] [--tokens 2032] [--every 5] [--seconds 30] [--save FILE]
+    python -m bench.kv.disaggregation [--shape S] [--layers 6] [--streams 4] [--tokens 2032] [--every 5] [--seconds 30]
+        [--save FILE]
 
-Two servers, ``--role prefill`` and ``--role decode``, have a core each; on the second one the clients share it. So many streams
-are answered by the second one, in four phases of so many seconds:
+Two servers, ``--role prefill`` and ``--role decode``, have one core each; the clients share the second core. The decode server
+answers ``--streams`` streams in four phases of ``--seconds``:
 
-    alone      nothing else
-    together   a prompt of so many tokens comes every so many seconds, and the same server computes it
-    apart      the same, and the other server computes it; its KV is fetched
-    beside     the other server computes such prompts, and their KV is not fetched: interference of the machine alone
+    alone      no other load
+    together   the decode server computes a prompt of ``--tokens`` every ``--every`` seconds
+    apart      the prefill server computes these prompts; the decode server fetches their KV
+    beside     the prefill server computes other prompts; no KV is fetched: interference of the shared machine alone
 
-The gaps between a stream's tokens are printed by percentile, and how long the prompts' first tokens took. One of the prompts that
-were computed apart is asked for again where it was computed: the text must be the same.
+Prints percentiles of the gaps between a stream's tokens, and the first-token latency of the prompts. One prompt is also
+answered by the prefill server: both texts must be equal.
 """
 
 from __future__ import annotations

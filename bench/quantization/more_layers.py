@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.quantized import Array, Tensors, Written, eight_bit_floats, gptq, half, rounded, words
+from bench.quantization.layers import Array, Tensors, Written, eight_bit_floats, gptq, half, rounded, words
 
 
 def hqq(bits: int, group: int, axis: int = 1, as_floats: bool = False) -> Written:

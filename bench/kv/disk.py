@@ -1,6 +1,6 @@
 """Value of KV on disk: the first token of long prompts, computed, and read by a restarted server.
 
-    python -m bench.kv_disk --shape S [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS OF SERVE]
+    python -m bench.kv.disk --shape S [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS OF SERVE]
 
 A server with ``--kv-disk`` computes so many prompts, one after the other; it is killed with all its processes; another one, over
 the same files, gets the same prompts. Before that the system drops the files' pages, so that they are read from the

@@ -1,14 +1,14 @@
-"""Two engines with one load balancer: prefix cache hits, and first tokens under a skewed load, by routing policy.
+"""Two engines with one load balancer: prefix cache hits, and first-token latency under a skewed load, by routing policy.
 
-    python -m bench.routing [--executor mock|model] [--trace rare] [--policy prefix] [--repetitions 3] [--save FILE]
+    python -m bench.routing.policies [--executor mock|model] [--trace rare] [--policy prefix] [--repetitions 3] [--save FILE]
 
-``shared``: requests of many groups, each group with a long beginning of its own, in random order, from eight clients. The KV
-memory of one engine holds little more than half of the beginnings, that of two holds all. A hit rate is a share of the ideal:
-each beginning computed once, ever after found.
+``shared``: requests of many groups in random order, from eight clients. Each group has a long prefix. The KV memory of one
+engine holds little more than half of the prefixes, that of two engines holds all. Hit rates are shares of the ideal, in which
+each prefix is computed once.
 
-``rare``: one prompt in 128 is long, and requests after it wait; ``mixed``: one in eight. Arrivals are Poisson.
+``rare``: one prompt in 128 is long, and delays the requests after it; ``mixed``: one in eight. Arrivals are Poisson.
 
-Policies take turns within a repetition, each on a server of its own, with the same requests at the same moments.
+Within a repetition, policies alternate. Each has its own server, and the same requests at the same times.
 """
 
 from __future__ import annotations

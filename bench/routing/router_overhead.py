@@ -1,15 +1,15 @@
-"""Overhead of `quintet route`: time to the first byte of an answer, and streamed events a second with one core.
+"""Overhead of `quintet route`: time to the first byte of a response, and streamed events per second on one core.
 
-    python -m bench.route [--repetitions 3] [--save FILE]
+    python -m bench.routing.router_overhead [--repetitions 3] [--save FILE]
 
-Two servers that compute nothing answer, in a process of their own on the first processor, as Quintet's do with X-Quintet-Relay:
-events with ids, and tokens in comments. The router has the second processor alone; the client shares the first.
+Two stub servers respond from one process on the first processor, in the format of Quintet's servers with X-Quintet-Relay:
+events with ids, and tokens in comments. The router has the second processor; the client shares the first.
 
-``first``: short requests one after the other, in turn at a server and through the router; added is the difference of the same
-percentile. ``slow_ms`` is what all routed ones that took twice the median took beyond it, ``waited_ms`` how long the router could
-have run meanwhile and its processor was another's (Linux, /proc/PID/schedstat): where the two are alike, the tail is not the
-router's. ``events``: streams side by side, each event a write of its own; a rate on one core is events by the seconds of
-processor that the router took, which another's work on the machine changes little.
+``first``: short sequential requests, alternating between a server and the router. The overhead is the difference at the same
+percentile. ``slow_ms`` is the total excess over the median of routed requests that took twice the median. ``waited_ms`` is the
+time in which the router was runnable but not running (Linux, /proc/PID/schedstat). If both are equal, other processes cause
+the tail. ``events``: parallel streams, each event in its own write. The rate divides events by the router's processor seconds,
+so other load on the machine has little effect.
 """
 
 from __future__ import annotations

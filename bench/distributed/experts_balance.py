@@ -1,13 +1,13 @@
-"""Balance of experts' work between ranks, with copies of hot experts and without: routing is drawn, the balancer real.
+"""Balance of expert work between ranks, with and without copies of hot experts: simulated routing, the real balancer.
 
-    python -m bench.experts_balance [--ranks 4 8] [--rows 32 512] [--zipf 0.5 1] [--places 1 2 4] [--steps 1500] [--save FILE]
+    python -m bench.distributed.experts_balance [--ranks 4 8] [--rows 32 512] [--zipf 0.5 1] [--places 1 2 4]
+        [--steps 1500] [--save FILE]
 
-One layer. A token chooses its experts by popularity, after Zipf; every so often two experts swap theirs (``--drift``). A step's
-rows are divided as the kernels divide them (`qt_experts_divide`), loads are read, looked at and acted upon by
-`quintet.executor.distributed.parallel.balancer`, a chore every fourth step. Printed: the work of the busiest rank
-over the mean, summed over steps after the first look: how much longer experts take than if all ranks had equally
-much to do; the same if an expert's rows were divided evenly among the ranks that have it, whatever else these compute;
-and what was copied from then on. Nothing is computed or timed: the same command prints the same figures everywhere.
+One layer. Tokens choose experts by a Zipf distribution; at intervals two experts swap popularity (``--drift``). The kernels'
+division of rows (`qt_experts_divide`) applies. `quintet.executor.distributed.parallel.balancer` reads the loads and acts, one
+idle task every fourth step. Prints the work of the busiest rank over the mean, summed over steps after the first action. Also
+prints the same ratio with each expert's rows divided evenly among its ranks, and the number of later copies. Nothing is
+computed or timed, so the output is the same on every machine.
 """
 
 from __future__ import annotations

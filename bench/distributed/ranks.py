@@ -3,7 +3,7 @@
 Both compute the same steps with `bench.step`, in turn; medians of the repetitions. On one node nothing can be won: this is the
 price of meeting and of adding sums, which several nodes have to earn back.
 
-    python -m bench.ranks --shape S --ranks 2 [--repetitions 3] [--save FILE]
+    python -m bench.distributed.ranks --shape S --ranks 2 [--repetitions 3] [--save FILE]
 
 With --layout-invariant it is the same number of ranks, one or several, without that flag beside with it. With --kv-together it is
 ranks of the shape with one KV head that each have a copy of it, beside ranks that keep it together.

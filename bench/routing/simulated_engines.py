@@ -1,11 +1,10 @@
-"""The traces of `bench.routing` with long prompts, on engines that are only reckoned: what each way of choosing could do at best.
+"""The traces of `bench.routing.policies` with long prompts, on simulated engines: an upper bound for each routing policy.
 
-    python -m bench.routing_sim [--step-ms 10] [--seeds 6] [--duration 60]
+    python -m bench.routing.simulated_engines [--step-ms 10] [--seeds 6] [--duration 60]
 
-An engine computes prompts in the order they came, so many tokens a step next to the tokens of decoding requests, as the core
-does. The choice is the real one (`quintet.frontend.load_balancing.load_balancer.choose`), by what a frontend knows.
-``exact`` knows what each engine has left to compute to the token and takes the least: as good as one queue before all
-engines.
+An engine computes prompts in order of arrival, a fixed number of tokens per step beside its decoding requests, as the core
+does. The policies are the real ones (`quintet.frontend.load_balancing.load_balancer.choose`), with the data of a frontend.
+``exact`` knows the remaining tokens of each engine and takes the minimum: equivalent to one queue for all engines.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, quantiles
 
-from bench.routing import NUM_ENGINES, OUTPUT_LEN, SHAPES, sizes
+from bench.routing.policies import NUM_ENGINES, OUTPUT_LEN, SHAPES, sizes
 from quintet.frontend.load_balancing.engine_load import MEAN_OVER
 from quintet.frontend.load_balancing.load_balancer import Candidate, choose
 from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS

@@ -4,8 +4,8 @@ For each number of threads: the mean thread's work over the busiest one's, were 
 operation added up (its end is a barrier); barriers in a step; bytes of weights and KV that more than one piece of work reads.
 Work is counted in multiplications, a weight or key that few rows share as as many as take the time to read it.
 
-    python -m bench.balance                       # S and M, 2 to 96 threads
-    python -m bench.balance --shapes S --threads 64 --operations
+    python -m bench.distributed.thread_balance                       # S and M, 2 to 96 threads
+    python -m bench.distributed.thread_balance --shapes S --threads 64 --operations
 """
 
 from __future__ import annotations
