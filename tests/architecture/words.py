@@ -22,7 +22,7 @@ WORDS = frozenset(
         *("seat", "seats", "doorman", "doorbell", "nursery", "patience", "lookers"),
     )
 )
-"""Not to be used as a word of an identifier or of prose."""
+"""Banned as words of identifiers and prose."""
 PHRASES = (
     *(
         "goes on",
@@ -37,7 +37,7 @@ PHRASES = (
     ),
     *("is none that", "makes of", "stands for itself", "comes back for"),
 )
-"""Not to be used in prose."""
+"""Banned in prose."""
 ALLOWED: dict[tuple[str, str], str] = {
     ("frontend/resume/token_relay.py", "told"): "a comment of resumable streams that other versions read",
     ("deploy/router/events.py", "told"): "the same comment",
@@ -60,7 +60,7 @@ _BEGINS_AS_A_QUESTION = re.compile(r"^(what|which|how|whether|who|where|when)\b"
 
 
 class Hit(NamedTuple):
-    """A banned word and its place."""
+    """A banned word and its position."""
 
     path: str
     line: int
@@ -71,7 +71,7 @@ class Hit(NamedTuple):
 
 
 def files(*folders: str) -> list[Path]:
-    """Return the files that are checked."""
+    """Return the checked files."""
     listed = subprocess.run(
         ["git", "ls-files", *(folders or (*FOLDERS, "*.md"))],
         cwd=ROOT,
@@ -116,7 +116,7 @@ def questions_in(path: Path) -> Iterator[Hit]:
 
 
 def main() -> None:
-    """Print the hits, and how many there are by word."""
+    """Print the hits, and their counts by word."""
     counts: dict[str, int] = {}
     for path in files(*sys.argv[1:]):
         found = [*hits_in(path), *(questions_in(path) if path.suffix == ".py" else ())]

@@ -1,8 +1,8 @@
-"""What the fast suite takes of each test's combinations, drawn by a seed that is printed; ``--whole`` takes all of them.
+"""Selection of parameter combinations for the fast suite, drawn by a printed seed; ``--whole`` takes all.
 
-Of a test with several parameters (its fixtures' too) the fast suite takes combinations in which every value of every
-parameter occurs; of one marked ``drawn(count)``, so many combinations; of one marked ``whole``, nothing. A test that is
-named on the command line is taken as it is.
+Of a test with several parameters (its fixtures' too), the fast suite takes combinations in which every value of every
+parameter occurs. ``drawn(count)``: this many combinations. ``whole``: none. A test named on the command line runs
+unchanged.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tests.suite.packages import package_of
 
 SEED = "--seed"
 SHARES = {"models": 1 / 3, "cuda": 1 / 3, "gguf": 1 / 2, "executor": 2 / 3}
-"""Of folders whose tests repeat one procedure for many shapes: the share of each file's drawn tests in the fast suite."""
+"""Folders with tests that repeat one procedure for many shapes: share of each file's drawn tests in the fast suite."""
 
 Value = tuple[tuple[str, int], ...]
-"""Of one parameter or of several that are given together: names and objects."""
+"""Value of one parameter, or of several parametrized together: names and objects."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,18 +37,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "whole: only in the whole suite")
     config.addinivalue_line("markers", "drawn(count): so many combinations of parameters in the fast suite")
     if config.option.seed is None:
-        worker = getattr(config, "workerinput", {})  # only of a worker of pytest-xdist
+        worker = getattr(config, "workerinput", {})  # only in a worker of pytest-xdist
         config.option.seed = worker.get(SEED, random.SystemRandom().randrange(1_000_000))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """All workers draw by one seed."""
+    """Give all workers one seed."""
     node.workerinput[SEED] = node.config.option.seed
 
 
 def is_named(config: pytest.Config) -> bool:
-    """Whether tests were picked by name, rather than files and folders of them."""
+    """Return True if tests were selected by name, not only by file or folder."""
     return bool(config.option.keyword) or any("::" in argument for argument in config.args)
 
 
@@ -71,7 +71,7 @@ def taken_in_order(items: Iterable[pytest.Item], taken: set[pytest.Item]) -> lis
 
 
 def fast_suite(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Return what the fast suite takes of these tests."""
+    """Return the tests of the fast suite."""
     chosen: list[pytest.Item] = []
     cheap = (item for item in items if item.get_closest_marker("whole") is None)
     for function, group in itertools.groupby(cheap, function_of):
@@ -81,13 +81,13 @@ def fast_suite(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
             (count,) = drawn.args
             chosen += rng.sample(combinations, min(count, len(combinations)))
         else:
-            places = cover([values_of(item) for item in combinations], rng)
-            chosen += [combinations[place] for place in places]
+            indexes = cover([values_of(item) for item in combinations], rng)
+            chosen += [combinations[index] for index in indexes]
     return chosen
 
 
 def thinned(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Return the tests without those that a folder's share leaves out."""
+    """Return the tests without those that a folder's share drops."""
     chosen: list[pytest.Item] = []
     for folder, group in itertools.groupby(items, lambda item: package_of(item.path)):
         tests = list(group)
@@ -97,7 +97,7 @@ def thinned(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
 
 
 def share_of(items: Sequence[pytest.Item], share: float, seed: int) -> list[pytest.Item]:
-    """Return so large a share of each file's tests, one at least."""
+    """Return this share of each file's tests, at least one."""
     chosen: list[pytest.Item] = []
     for path, group in itertools.groupby(items, lambda item: item.path):
         tests = list(group)
@@ -106,26 +106,26 @@ def share_of(items: Sequence[pytest.Item], share: float, seed: int) -> list[pyte
 
 
 def cover(combinations: Sequence[Collection[Value]], rng: random.Random) -> list[int]:
-    """Return the places of combinations in which each value of each parameter occurs: few, and drawn."""
+    """Return indexes of few random combinations in which each value of each parameter occurs."""
     order = list(range(len(combinations)))
     rng.shuffle(order)
     missing = set(itertools.chain.from_iterable(combinations))
     chosen = [] if missing else order[:1]
     while missing:
-        best = max(order, key=lambda place: len(missing.intersection(combinations[place])))
+        best = max(order, key=lambda index: len(missing.intersection(combinations[index])))
         missing.difference_update(combinations[best])
         chosen.append(best)
     return chosen
 
 
 def function_of(item: pytest.Item) -> str:
-    """The test's name without its parameters."""
+    """Return the test's name without its parameters."""
     return item.nodeid.partition("[")[0]
 
 
 def values_of(item: pytest.Item) -> list[Value]:
-    """The values of the test's parameters; those that one decorator gives together are one value."""
-    callspec = getattr(item, "callspec", None)  # only of a test that has parameters
+    """Return the test's parameter values; values of one decorator count as one."""
+    callspec = getattr(item, "callspec", None)  # only of a test with parameters
     if callspec is None:
         return []
     together = [names_in(mark.args[0]) for mark in item.iter_markers("parametrize")]
@@ -134,5 +134,5 @@ def values_of(item: pytest.Item) -> list[Value]:
 
 
 def names_in(names: str | Sequence[str]) -> tuple[str, ...]:
-    """As the decorator was given them: a list, or with commas between."""
+    """Return the names as the decorator received them: a list, or comma-separated."""
     return tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
