@@ -47,7 +47,7 @@ from quintet.wire.step import Capacity, StepPlan
 from quintet.wire.supervision import Heartbeat, ProcessSlot, Ready, SlotState, Stop, Topology
 from tests.wire.respec import changed
 
-from ..small_frames import take_at_most
+from ..small_frames import limit_frames
 from .fake import VOCAB, FakeExecutor, expected, make_model
 
 KV = full_layers(1, 1, 2, 4, 4)
@@ -375,7 +375,7 @@ def test_invalid_result_ends_requests_of_its_step(stepped_core: SteppedCore) -> 
 def test_oversized_tokens_message_ends_its_requests(
     stepped_core: SteppedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_at_most(monkeypatch, Role.DETOKENIZER, 200)
+    limit_frames(monkeypatch, Role.DETOKENIZER, 200)
     peer_processes, ids = stepped_core.peer_processes, RequestIds(0, 1)
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (FRONTEND, Failed)):
         peer_processes.bind(worker, accepts)
