@@ -103,7 +103,8 @@ def test_inner_packages_import_only_lower_layers(folder: str) -> None:
     violations = [
         f"{where}: {name}"
         for where, name in all_imports(folder)
-        if name.startswith("quintet") and not f"{name}.".startswith(tuple(f"{package}." for package in allowed))
+        if name.startswith("quintet")
+        and not f"{name}.".startswith(tuple(f"{package}." for package in allowed))
     ]
     assert violations == []
 
