@@ -327,9 +327,9 @@ def test_steps_overlap(max_in_flight: int) -> None:
 
 def test_lengths_have_the_documented_means() -> None:
     inputs, outputs = SPREADS[Work.CONVERSATION, "cuda"]
-    asked = requests(Work.CONVERSATION, "cuda", 4000, 1000, seed=0)
-    mean_in = sum(len(one.prompt) for one in asked) / len(asked)
-    mean_out = sum(one.output_len for one in asked) / len(asked)
+    requested = requests(Work.CONVERSATION, "cuda", 4000, 1000, seed=0)
+    mean_in = sum(len(one.prompt) for one in requested) / len(requested)
+    mean_out = sum(one.output_len for one in requested) / len(requested)
     # The cut lowers the mean by a few percent; the mean of 4,000 samples is within 3 % (two deviations).
     assert 0.88 * inputs.mean < mean_in < 1.03 * inputs.mean
     assert 0.88 * outputs.mean < mean_out < 1.03 * outputs.mean

@@ -97,8 +97,8 @@ def test_disturbed_measurement_is_repeated_with_uncached_ids(
     assert measure(_plan(tmp_path, engine, "prompt-S-bf16")) == []
     warm, *tries = engine.jobs
     assert len(tries) == 3
-    beginnings = {tuple(job.prompts[0][:16]) for job in (warm, *tries)}
-    assert len(beginnings) == 4
+    prefixes = {tuple(job.prompts[0][:16]) for job in (warm, *tries)}
+    assert len(prefixes) == 4
     assert {len(job.prompts[0]) for job in tries} == {2048}
     records = measured(read_records(tmp_path / "raw.jsonl"))
     assert records["prompt-S-bf16", "Quintet", 0].figures["prompt_tok_s"] == 2048 / 4.0

@@ -83,8 +83,8 @@ class Costs:
             sum(cost.processor_s for cost in self.folders.values()),
         )
         total_s = self.workers_s + processor_s(resource.RUSAGE_SELF) if self.workers_s else processor_s()
-        write(Cost(0, 0.0, total_s - tests.processor_s).row("collecting, and the rest"))
-        write(Cost(tests.num_tests, time.monotonic() - self.started, total_s).row("altogether"))
+        write(Cost(0, 0.0, total_s - tests.processor_s).row("collection and overhead"))
+        write(Cost(tests.num_tests, time.monotonic() - self.started, total_s).row("total"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,17 +25,19 @@ Value = tuple[tuple[str, int], ...]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("suite", "what is taken of the suite")
-    group.addoption("--whole", action="store_true", help="every combination of parameters, every slow kind")
-    group.addoption(SEED, type=int, help="what the combinations are drawn by (default: another each time)")
+    group = parser.getgroup("suite", "selection of the suite")
     group.addoption(
-        "--share", type=float, default=1.0, help="of what is taken so, draw this share of each file"
+        "--whole", action="store_true", help="run every combination of parameters and every slow test"
+    )
+    group.addoption(SEED, type=int, help="seed of the selection (default: random)")
+    group.addoption(
+        "--share", type=float, default=1.0, help="run this share of the selected tests of each file"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "whole: only in the whole suite")
-    config.addinivalue_line("markers", "drawn(count): so many combinations of parameters in the fast suite")
+    config.addinivalue_line("markers", "drawn(count): this many combinations of parameters in the fast suite")
     if config.option.seed is None:
         worker = getattr(config, "workerinput", {})  # only in a worker of pytest-xdist
         config.option.seed = worker.get(SEED, random.SystemRandom().randrange(1_000_000))
@@ -59,14 +61,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         taken = set(thinned(fast_suite(items, config.option.seed), config.option.seed))
     if config.option.share < 1:
-        taken = set(share_of(taken_in_order(items, taken), config.option.share, config.option.seed))
-    left_out = [item for item in items if item not in taken]
-    if left_out:
-        items[:] = taken_in_order(items, taken)
-        config.hook.pytest_deselected(items=left_out)
+        taken = set(share_of(selected_in_order(items, taken), config.option.share, config.option.seed))
+    deselected = [item for item in items if item not in taken]
+    if deselected:
+        items[:] = selected_in_order(items, taken)
+        config.hook.pytest_deselected(items=deselected)
 
 
-def taken_in_order(items: Iterable[pytest.Item], taken: set[pytest.Item]) -> list[pytest.Item]:
+def selected_in_order(items: Iterable[pytest.Item], taken: set[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item in taken]
 
 

@@ -10,7 +10,7 @@ import gc
 MADE = [[]]
 SEARCHED = gc.isenabled()
 
-def test_what_was_collected_is_not_searched():
+def test_collected_objects_are_frozen():
     assert not SEARCHED
     assert gc.isenabled()
     assert not any(each is MADE for each in gc.get_objects())

@@ -42,4 +42,4 @@ def test_costs_include_child_processes(
     assert num_tests == "2"
     assert 0.7 <= float(processor_s) < 1.5
     assert float(wall_s) >= 0.7
-    assert float(rows["altogether"][-1]) >= float(processor_s)
+    assert float(rows["total"][-1]) >= float(processor_s)

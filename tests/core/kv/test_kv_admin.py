@@ -183,8 +183,8 @@ def test_eviction_includes_disk() -> None:
     disk = FakeDisk(20)
     world = World(disk=disk)
     serve(world, 1, PROMPT)
-    (there,) = done(query_core(world, "list"))
-    assert (there.device, there.disk) == (5, 5)
+    (listed,) = done(query_core(world, "list"))
+    assert (listed.device, listed.disk) == (5, 5)
     done(query_core(world, "evict", PROMPT))
     world.plan()
     assert not disk.contents
@@ -266,15 +266,15 @@ def test_remembered_prefixes_are_bounded_by_held_blocks() -> None:
 
 @pytest.mark.parametrize("groups", [FULL, MIXED, HYBRID], ids=["full", "mixed", "hybrid"])
 def test_prefix_is_exported_to_another_server(groups: list[KvGroup]) -> None:
-    current, there = FakeDisk(40), FakeDisk(40)
-    world = World(disk=current, groups=groups)
+    source, target = FakeDisk(40), FakeDisk(40)
+    world = World(disk=source, groups=groups)
     serve(world, 1, PROMPT)
     (prefix, *_) = done(query_core(world, "list"))
     report = query_core(world, "export", name=prefix.digest.hex(), file="a.kv")
     assert [each.digest for each in done(report)] == [prefix.digest] and report.num_bytes > 0
-    other = World(disk=there, groups=groups)
-    there.files = current.files
-    there.past = current.past
+    other = World(disk=target, groups=groups)
+    target.files = source.files
+    target.past = source.past
     imported = query_core(other, "import", file="a.kv")
     assert imported.error is None and (imported.num_imported, imported.num_known) == (report.num_bytes, 0)
     assert serve(other, 2, PROMPT) == prefix.num_tokens

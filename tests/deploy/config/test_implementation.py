@@ -50,9 +50,11 @@ def test_unknown_architecture_uses_transformers_with_a_note(tmp_path: Path) -> N
 
 
 def test_flag_overrides_the_choice(tmp_path: Path) -> None:
-    asked = resolved(write_model(tmp_path / "a"), model_impl="transformers", trust_remote_code=True)
-    assert asked.config.model.implementation == "transformers" and asked.config.model.trust_remote_code
-    assert not any("transformers" in note for note in asked.notes)
+    requested = resolved(write_model(tmp_path / "a"), model_impl="transformers", trust_remote_code=True)
+    assert (
+        requested.config.model.implementation == "transformers" and requested.config.model.trust_remote_code
+    )
+    assert not any("transformers" in note for note in requested.notes)
     native = resolved(write_model(tmp_path / "b", **UNKNOWN), model_impl="quintet")
     assert native.config.model.implementation == "quintet"
 

@@ -150,10 +150,10 @@ def test_kserve_runtime_flags_are_flags_of_serve() -> None:
 
 @pytest.mark.parametrize("path", [*MANIFESTS, DEPLOY / "kserve" / "runtime.yaml"], ids=lambda path: path.stem)
 def test_probe_paths_need_no_key(path: Path) -> None:
-    asked = re.findall(r"path: (/(?!metrics|var|etc).*)\n *port", path.read_text())
-    assert len(asked) >= 3
+    probed = re.findall(r"path: (/(?!metrics|var|etc).*)\n *port", path.read_text())
+    assert len(probed) >= 3
     routes = {panel_row.path for panel_row in ROUTES}
-    assert [where for where in asked if where not in routes or not is_open(where)] == []
+    assert [where for where in probed if where not in routes or not is_open(where)] == []
 
 
 def test_dashboard_panels_have_positions_titles_and_descriptions() -> None:

@@ -159,7 +159,7 @@ if "dies" in sys.argv:
 out.write('{"type": "Joined", "address": "10.0.0.1"}\\n')
 if "quits" in sys.argv:
     sys.exit(sys.stdin.readline() != "")
-out.write('{"type": "Refused", "words": "%d heard %s"}\\n' % (os.getpid(), "10.0.0.1" in sys.stdin.readline()))
+out.write('{"type": "Refused", "words": "%d received %s"}\\n' % (os.getpid(), "10.0.0.1" in sys.stdin.readline()))
 if "leaves" in sys.argv:
     sys.exit(1)
 sys.stdin.read()
@@ -194,7 +194,7 @@ def test_ended_driver_is_replaced_with_the_same_order() -> None:
         assert hosts.join(30) == "10.0.0.1"
         hosts.place(ORDER)
         first, second = next_failure(hosts), next_failure(hosts)
-        assert first.cause.endswith("heard True") and second.cause.endswith("heard True")
+        assert first.cause.endswith("received True") and second.cause.endswith("received True")
         assert first.cause != second.cause and first.exit_code == EXIT_CONFIG
 
 

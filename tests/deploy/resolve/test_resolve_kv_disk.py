@@ -31,8 +31,8 @@ MAMBA = {
 
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
-    asked: dict[str, object] = {"device": "cpu", "load_format": "dummy", "kv_disk": str(folder / "kv")}
-    return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
+    requested: dict[str, object] = {"device": "cpu", "load_format": "dummy", "kv_disk": str(folder / "kv")}
+    return resolve(Options(**(requested | options)), folder, http=False).config  # type: ignore[arg-type]
 
 
 def test_no_disk_tier_by_default(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_models_with_states_only_have_no_events(tmp_path: Path) -> None:
 
 
 def test_too_few_event_ports_are_rejected(tmp_path: Path) -> None:
-    asked = EVENTS % ', "endpoint": "tcp://*:65534"'
-    assert config_of(tmp_path, kv_disk=None, kv_events_config=asked, data_parallel_size=2).cache.events
+    requested = EVENTS % ', "endpoint": "tcp://*:65534"'
+    assert config_of(tmp_path, kv_disk=None, kv_events_config=requested, data_parallel_size=2).cache.events
     with pytest.raises(ConfigError, match="the 3 engines use consecutive ports"):
-        config_of(tmp_path, kv_disk=None, kv_events_config=asked, data_parallel_size=3)
+        config_of(tmp_path, kv_disk=None, kv_events_config=requested, data_parallel_size=3)
 
 
 def test_events_are_configured_by_flag(tmp_path: Path) -> None:

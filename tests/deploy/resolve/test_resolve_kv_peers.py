@@ -17,8 +17,8 @@ from quintet.wire.errors import ConfigError
 
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
-    asked: dict[str, object] = {"device": "cpu", "load_format": "dummy", "role": "both"}
-    return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
+    requested: dict[str, object] = {"device": "cpu", "load_format": "dummy", "role": "both"}
+    return resolve(Options(**(requested | options)), folder, http=False).config  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)

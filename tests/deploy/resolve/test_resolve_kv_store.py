@@ -16,12 +16,12 @@ from quintet.wire.errors import ConfigError
 
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
-    asked: dict[str, object] = {
+    requested: dict[str, object] = {
         "device": "cpu",
         "load_format": "dummy",
         "kv_store": f"file://{folder}/kv",
     }
-    return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
+    return resolve(Options(**(requested | options)), folder, http=False).config  # type: ignore[arg-type]
 
 
 def test_folder_is_bounded_and_not_created(tmp_path: Path) -> None:

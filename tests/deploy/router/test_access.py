@@ -93,7 +93,7 @@ def test_disconnected_client_is_not_counted() -> None:
                         await asyncio.sleep(0.01)
 
             w.ups[0].answer = endless
-            await w.request(C, {"prompt": "x", "stream": True}, leaves=True, x_api_key="k")
+            await w.request(C, {"prompt": "x", "stream": True}, disconnects=True, x_api_key="k")
             w.ups[0].answer = whole
             assert (await w.request(C, {}, x_api_key="k")).status == 200
 

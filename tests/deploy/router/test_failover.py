@@ -179,7 +179,9 @@ def named(name: str, position: str, token: int | None = None, stream: str = "a1-
     return note + words.encode()
 
 
-LEAVES = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"leaving"}}\n\n'
+DRAINING_EVENT = (
+    b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"leaving"}}\n\n'
+)
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
@@ -197,7 +199,7 @@ def test_messages_stream_resumes_elsewhere(is_killed: bool) -> None:
         ]
         ticket = b"x-quintet-relay: 7.0"
         second = by_path(resume=respond(head(200, ticket), *rest))
-        first = respond(head(200, ticket), *first_part, b"" if is_killed else LEAVES, cut=is_killed)
+        first = respond(head(200, ticket), *first_part, b"" if is_killed else DRAINING_EVENT, cut=is_killed)
         async with world(second, by_path(begin=first)) as w:
             prefer(w, 1, 0)
             response = await w.request("/v1/messages", STREAM)
@@ -223,8 +225,8 @@ def test_responses_stream_resumes_elsewhere_with_its_id(is_killed: bool) -> None
         rest = [named("response.completed", "2e.9+6+4", 101, "c3-d4")]
         ticket, name = b"x-quintet-relay: 7.1700000000.resp_ab12", "resp_ab12"
         second = by_path(resume=respond(head(200, ticket), *rest))
-        leaves = b": withdrawn\nevent: response.failed\ndata: {}\n\n"
-        first = respond(head(200, ticket), *first_part, b"" if is_killed else leaves, cut=is_killed)
+        draining_event = b": withdrawn\nevent: response.failed\ndata: {}\n\n"
+        first = respond(head(200, ticket), *first_part, b"" if is_killed else draining_event, cut=is_killed)
         async with world(second, by_path(begin=first)) as w:
             prefer(w, 1, 0)
             response = await w.request("/v1/responses", STREAM)
@@ -246,7 +248,7 @@ def test_responses_stream_resumes_elsewhere_with_its_id(is_killed: bool) -> None
 
 def test_other_error_of_messages_stream_is_passed_on() -> None:
     async def scenario() -> None:
-        broken = LEAVES.replace(b"overloaded_error", b"api_error")
+        broken = DRAINING_EVENT.replace(b"overloaded_error", b"api_error")
         first_part = named("message_start", "0.0n")
         async with world(LOST, respond(head(200, b"x-quintet-relay: 7.0"), first_part, broken)) as w:
             prefer(w, 1, 0)

@@ -130,11 +130,11 @@ class World:
         body: object,
         method: str = "POST",
         *,
-        leaves: bool = False,
+        disconnects: bool = False,
         reads: asyncio.Event | None = None,
         **headers: str,
     ) -> Response:
-        """Send a request; ``leaves``: disconnect at the first part; ``reads``: wait for it before every part."""
+        """Send a request; ``disconnects``: disconnect at the first part; ``reads``: wait for it before every part."""
         sent: list[Any] = []
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         incoming: asyncio.Queue[Any] = asyncio.Queue()
@@ -151,7 +151,7 @@ class World:
             sent.append(message)
             if reads is not None:
                 await reads.wait()
-            if leaves:
+            if disconnects:
                 incoming.put_nowait({"type": "http.disconnect"})
 
         await self.app(scope, incoming.get, send)
@@ -367,7 +367,7 @@ def test_disconnect_cancels_the_request() -> None:
 
         async with world(endless) as w:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(w.request(C, STREAM, leaves=True), 5)
+                await asyncio.wait_for(w.request(C, STREAM, disconnects=True), 5)
             await asyncio.wait_for(closed.wait(), 5)
             assert next(iter(w.servers)).num_open == 0
 
