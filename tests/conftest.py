@@ -1,4 +1,4 @@
-"""How the suite runs; tests/README.md says what belongs where and what it costs."""
+"""Plugins of the test suite; tests/README.md describes folders and costs."""
 
 pytest_plugins = (
     "tests.suite.draw",

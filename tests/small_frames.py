@@ -1,4 +1,4 @@
-"""Receivers that take less than they do: what is too large for a real one would take gigabytes to make."""
+"""Lower frame size limits for receivers, since real oversized frames would take gigabytes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from quintet.wire.ids import Role
 from quintet.wire.limits import FrameTooLarge
 
 
-def take_at_most(monkeypatch: pytest.MonkeyPatch, role: Role, most: int) -> None:
-    """Have processes of this role take at most so many bytes at a time, until the test ends."""
+def limit_frames(monkeypatch: pytest.MonkeyPatch, role: Role, max_bytes: int) -> None:
+    """Limit frames to this role to ``max_bytes`` until the test ends."""
     send = Peers.send_payload
 
     def send_payload(peers: Peers, to: Role, index: int, payload: bytes) -> bool:
-        if to is role and len(payload) > most:
-            raise FrameTooLarge(len(payload), to, most)
+        if to is role and len(payload) > max_bytes:
+            raise FrameTooLarge(len(payload), to, max_bytes)
         return send(peers, to, index, payload)
 
     monkeypatch.setattr(Peers, "send_payload", send_payload)

@@ -1,4 +1,4 @@
-"""``AsyncLLM``: streaming in three kinds, abort, health, one loop at a time."""
+"""``AsyncLLM``: three kinds of streaming, abort, health, one event loop at a time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ async def collect(llm: AsyncLLM, kind: OutputKind, max_tokens: int = 12) -> list
 
 
 def test_the_three_kinds_of_output_agree(llm: AsyncLLM) -> None:
-    num_tokens = (
-        200  # 400 ms of steps: what a reader that is held up for a moment gets at once is a part of them
-    )
+    num_tokens = 200  # 400 ms of steps: a reader that pauses briefly receives only a part at once
 
     async def main() -> None:
         cumulative = await collect(llm, OutputKind.CUMULATIVE, num_tokens)
@@ -55,7 +53,7 @@ def test_the_three_kinds_of_output_agree(llm: AsyncLLM) -> None:
     asyncio.run(main())
 
 
-def test_many_at_once_on_a_second_loop(llm: AsyncLLM) -> None:
+def test_concurrent_requests_on_a_second_loop(llm: AsyncLLM) -> None:
     async def main() -> list[list[RequestOutput]]:
         return list(
             await asyncio.gather(*(collect(llm, OutputKind.FINAL_ONLY, 5 + i % 7) for i in range(100)))
@@ -66,7 +64,7 @@ def test_many_at_once_on_a_second_loop(llm: AsyncLLM) -> None:
     assert llm._streams == {} and llm._engine.sessions.num_live == 0
 
 
-def test_abort_ends_a_request_with_what_it_has(llm: AsyncLLM) -> None:
+def test_abort_ends_a_request_with_its_tokens_so_far(llm: AsyncLLM) -> None:
     async def main() -> None:
         seen = []
         async for output in llm.generate("x", params(OutputKind.CUMULATIVE, 400), "mine"):
@@ -83,7 +81,7 @@ def test_abort_ends_a_request_with_what_it_has(llm: AsyncLLM) -> None:
     asyncio.run(main())
 
 
-def test_abort_before_the_first_token_and_the_second_of_one_id_at_once(llm: AsyncLLM) -> None:
+def test_abort_before_first_token_frees_the_id(llm: AsyncLLM) -> None:
     async def one() -> RequestOutput:
         return [o async for o in llm.generate("x", params(OutputKind.CUMULATIVE, 400), "mine")][-1]
 
@@ -101,7 +99,7 @@ def test_abort_before_the_first_token_and_the_second_of_one_id_at_once(llm: Asyn
 
 @pytest.mark.parametrize("num_words", [20_000, 200_000])
 def test_abort_while_a_long_prompt_is_encoded(llm: AsyncLLM, num_words: int) -> None:
-    """Also where it turns out to be too long in that moment."""
+    """Includes a prompt that turns out to be too long."""
 
     async def one() -> list[RequestOutput]:
         long = "hello " * num_words
@@ -120,7 +118,7 @@ def test_abort_while_a_long_prompt_is_encoded(llm: AsyncLLM, num_words: int) -> 
     asyncio.run(main())
 
 
-def test_leaving_the_loop_or_cancelling_the_task_aborts(llm: AsyncLLM) -> None:
+def test_breaking_or_cancelling_aborts_the_request(llm: AsyncLLM) -> None:
     async def main() -> None:
         idle = asyncio.Event()
         llm._engine.sessions.when_idle(idle.set)
@@ -141,7 +139,7 @@ def test_leaving_the_loop_or_cancelling_the_task_aborts(llm: AsyncLLM) -> None:
     asyncio.run(main())
 
 
-def test_errors_name_what_is_wrong(llm: AsyncLLM) -> None:
+def test_errors_name_the_parameter(llm: AsyncLLM) -> None:
     async def main() -> None:
         with pytest.raises(RequestError, match="512"):
             await anext(llm.generate(list(range(5, 905)), params(OutputKind.DELTA)))
@@ -173,7 +171,7 @@ def test_chat_and_codec(llm: AsyncLLM) -> None:
     asyncio.run(main())
 
 
-def test_several_choices_come_each_once(llm: AsyncLLM) -> None:
+def test_each_choice_is_returned_once(llm: AsyncLLM) -> None:
     async def main() -> None:
         sampling = SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=5, output_kind=OutputKind.DELTA)
         ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -188,7 +186,7 @@ def test_several_choices_come_each_once(llm: AsyncLLM) -> None:
     asyncio.run(main())
 
 
-def test_a_second_open_loop_is_refused(llm: AsyncLLM) -> None:
+def test_second_open_loop_is_rejected(llm: AsyncLLM) -> None:
     other = asyncio.new_event_loop()
     try:
         other.run_until_complete(llm.check_health())
@@ -237,35 +235,35 @@ def test_shutdown_ends_running_requests_and_ids_are_free_again_after_an_end() ->
     asyncio.run(main())
 
 
-def test_a_failure_of_ours_is_raised_and_shutdown_still_ends_the_processes(
+def test_internal_error_is_raised_and_shutdown_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*args: object, **options: object) -> None:
-        raise LookupError("of ours")
+        raise LookupError("internal error")
 
     async def main() -> None:
         llm = AsyncLLM(executor="mock")
         run_dir = Path(llm._engine.config.run_dir)
         with monkeypatch.context() as patch:
             patch.setattr(llm._engine.sessions, "submit", fail)
-            with pytest.raises(LookupError, match="of ours"):
+            with pytest.raises(LookupError, match="internal error"):
                 await anext(llm.generate("x", request_id="mine"))
         assert [o async for o in llm.generate("x", request_id="mine")][-1].finished
         monkeypatch.setattr(llm._engine.sessions, "fail_all", fail)
-        with pytest.raises(LookupError, match="of ours"):
+        with pytest.raises(LookupError, match="internal error"):
             llm.shutdown()
         assert not run_dir.exists()
 
     asyncio.run(main())
 
 
-def test_notes_on_the_configuration_are_logged(
+def test_configuration_notes_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def resolved(*_: object, **__: object) -> SimpleNamespace:
         return SimpleNamespace(config=None, notes=["a sampling default of the generation config is ignored"])
 
     monkeypatch.setattr(engine, "resolve", resolved)
-    with pytest.raises(AttributeError):  # there is no configuration to go on with
+    with pytest.raises(AttributeError):  # no configuration to continue with
         AsyncLLM()
     assert [record.getMessage() for record in caplog.records] == resolved().notes

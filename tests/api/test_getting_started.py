@@ -29,7 +29,7 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("block", BLOCKS)
-def test_an_example_prints_something(block: str, server: Server) -> None:
+def test_example_prints_output(block: str, server: Server) -> None:
     code = block.replace("http://127.0.0.1:8000", server.url)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
@@ -37,5 +37,5 @@ def test_an_example_prints_something(block: str, server: Server) -> None:
     assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr
 
 
-def test_the_pages_have_examples() -> None:
+def test_pages_have_examples() -> None:
     assert len(BLOCKS) >= 4

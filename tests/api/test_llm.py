@@ -1,4 +1,4 @@
-"""``LLM``: prompts in every form, order, laziness, errors, and nothing left behind."""
+"""``LLM``: prompt forms, order, lazy iteration, errors, clean shutdown."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def llm() -> Iterator[LLM]:
 
 
 def test_prompts_as_vectors(llm: LLM) -> None:
-    """Tensors and arrays, beside text; what a tensor cannot be is refused by name."""
+    """Tensors and arrays next to text; invalid tensors are rejected by name."""
     width = json.loads((Path(default_model_path()) / "config.json").read_text())["hidden_size"]
     rows = torch.zeros((7, width), dtype=torch.bfloat16)
     prompts: list[PromptInput] = [{"prompt_embeds": rows}, "text", {"prompt_embeds": rows.float().numpy()}]
@@ -95,7 +95,7 @@ def test_an_iterator_is_read_lazily_in_a_bounded_window(llm: LLM) -> None:
     assert max(ahead) <= 513
 
 
-def test_an_iterator_may_be_left_early(llm: LLM) -> None:
+def test_iterator_may_be_closed_early(llm: LLM) -> None:
     endless = iter(lambda: "again", None)
     outputs = llm.generate(endless, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
     assert next(outputs).finished
@@ -113,7 +113,7 @@ def test_parameters_per_prompt(llm: LLM) -> None:
         list(llm.generate(iter("abcd"), iter(params), use_tqdm=False))
 
 
-def test_a_batch_is_planned_to_end_soonest_unless_told_otherwise(llm: LLM) -> None:
+def test_batch_uses_longest_first_by_default(llm: LLM) -> None:
     scheduler = llm._engine.config.scheduler
     assert (scheduler.policy, scheduler.step_target_ms) == ("longest", 0)
     flags: Any = {"scheduling_policy": "fcfs", "step_target_ms": 40}
@@ -122,11 +122,11 @@ def test_a_batch_is_planned_to_end_soonest_unless_told_otherwise(llm: LLM) -> No
         assert (scheduler.policy, scheduler.step_target_ms) == ("fcfs", 40)
 
 
-def test_no_parameters_means_sixteen_tokens(llm: LLM) -> None:
+def test_default_max_tokens_is_sixteen(llm: LLM) -> None:
     assert len(llm.generate("x", use_tqdm=False)[0].outputs[0].token_ids) <= 16
 
 
-def test_a_default_length_gives_way_to_a_long_prompt(llm: LLM) -> None:
+def test_default_max_tokens_shrinks_for_a_long_prompt(llm: LLM) -> None:
     long = [5] * 505
     assert len(llm.generate(long, use_tqdm=False)[0].outputs[0].token_ids) <= 7
     with pytest.raises(RequestError, match="you requested 521 tokens"):
@@ -167,7 +167,7 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
         ({"prompt": "x", "cache_salt": "\ud83d"}, "cache_salt contains"),
     ],
 )
-def test_prompts_that_cannot_be_served_say_why(llm: LLM, prompt: Any, words: str) -> None:
+def test_invalid_prompts_raise_an_explanation(llm: LLM, prompt: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         llm.generate([prompt], GREEDY, use_tqdm=False)
     first, second, third = llm.generate(["ok", prompt, "ok"], GREEDY, use_tqdm=False, errors="return")
@@ -186,12 +186,12 @@ def test_prompts_that_cannot_be_served_say_why(llm: LLM, prompt: Any, words: str
         (SamplingParams(stop=["\ud83d"]), "stop"),
     ],
 )
-def test_parameters_that_cannot_work_say_why(llm: LLM, params: SamplingParams, words: str) -> None:
+def test_invalid_parameters_raise_an_explanation(llm: LLM, params: SamplingParams, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         llm.generate("x", [params], use_tqdm=False)
 
 
-def test_texts_and_numbers_that_no_message_holds_are_refused(llm: LLM) -> None:
+def test_unencodable_texts_and_numbers_are_rejected(llm: LLM) -> None:
     def conversation(text: object) -> list[dict[str, object]]:
         return [{"role": "user", "content": text}]
 
@@ -248,7 +248,7 @@ def test_flags_are_checked_before_anything_starts(tmp_path: Path) -> None:
         LLM(str(tmp_path / "nothing"))
 
 
-def test_a_failed_boot_raises_with_the_childs_words(tmp_path: Path) -> None:
+def test_failed_boot_raises_the_error_of_the_child(tmp_path: Path) -> None:
     from quintet.deploy.embedded import default_model_path
 
     for file in Path(default_model_path()).iterdir():
@@ -275,7 +275,7 @@ def test_after_shutdown_calls_raise_and_no_process_is_left() -> None:
         llm.encode("x")
 
 
-def test_a_lost_engine_is_an_error_not_a_hang() -> None:
+def test_lost_engine_raises() -> None:
     with LLM(executor="mock", step_ms=20.0) as llm:
         outputs = llm.generate(
             iter(["a"] * 4), SamplingParams(max_tokens=300, ignore_eos=True), use_tqdm=False
@@ -287,8 +287,8 @@ def test_a_lost_engine_is_an_error_not_a_hang() -> None:
             llm.generate("b", use_tqdm=False)
 
 
-def test_a_question_to_a_tokenizer_that_dies_is_asked_again(llm: LLM) -> None:
-    """As by the HTTP frontend: the successor answers."""
+def test_query_to_a_dead_tokenizer_is_resent(llm: LLM) -> None:
+    """Another tokenizer process answers, as for the HTTP frontend."""
     (tokenizer,) = [
         child
         for child in psutil.Process(llm._engine._supervisor.process.pid).children(recursive=True)
@@ -308,15 +308,15 @@ def test_a_question_to_a_tokenizer_that_dies_is_asked_again(llm: LLM) -> None:
     while not llm._engine.queries._waiting:
         pass
     tokenizer.kill()
-    assert answers.get(timeout=20) == expected  # an unanswered question fails after 30 s
+    assert answers.get(timeout=20) == expected  # an unanswered query fails after 30 s
     thread.join()
 
 
-def test_what_goes_wrong_on_the_loop_is_raised_in_the_callers_thread(
+def test_error_on_the_loop_is_raised_in_the_calling_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*args: object, **options: object) -> None:
-        raise LookupError("of ours")
+        raise LookupError("internal error")
 
     def refuse(*args: object, **options: object) -> None:
         raise RequestError(ErrorCode.INVALID, "no such thing")
@@ -325,18 +325,18 @@ def test_what_goes_wrong_on_the_loop_is_raised_in_the_callers_thread(
     run_dir = Path(llm._engine.config.run_dir)
     with monkeypatch.context() as patch:
         patch.setattr(llm._engine.sessions, "submit", fail)
-        with pytest.raises(LookupError, match="of ours"):
+        with pytest.raises(LookupError, match="internal error"):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False, errors="return")
         patch.setattr(llm._engine.sessions, "submit", refuse)
         (refused,) = llm.generate("a", GREEDY, use_tqdm=False, errors="return")
         assert refused.error is not None and refused.error.message == "no such thing"
     with monkeypatch.context() as patch:
         patch.setattr("quintet.deploy.python_api.outputs.Assembler.start", fail)
-        with pytest.raises(LookupError, match="of ours"):
+        with pytest.raises(LookupError, match="internal error"):
             llm.generate("a", GREEDY, use_tqdm=False)
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
     monkeypatch.setattr(llm._engine.sessions, "fail_all", fail)
-    with pytest.raises(LookupError, match="of ours"):
+    with pytest.raises(LookupError, match="internal error"):
         llm.shutdown()
     assert not llm._thread.is_alive() and llm._loop.is_closed() and not run_dir.exists()
 
@@ -344,7 +344,7 @@ def test_what_goes_wrong_on_the_loop_is_raised_in_the_callers_thread(
 def test_shutdown_ends_the_calls_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(executor="mock", step_ms=20.0)
     endings: SimpleQueue[object] = SimpleQueue()
-    asked = threading.Event()
+    called = threading.Event()
 
     def generate() -> None:
         endless = llm.generate(
@@ -363,14 +363,14 @@ def test_shutdown_ends_the_calls_of_other_threads(monkeypatch: pytest.MonkeyPatc
             endings.put(error)
 
     def silence(*args: object) -> bool:
-        asked.set()
+        called.set()
         return True
 
     generating = threading.Thread(target=generate, daemon=True)
     generating.start()
     monkeypatch.setattr(llm._engine.queries, "_send", silence)
     threading.Thread(target=encode, daemon=True).start()
-    assert asked.wait(10)
+    assert called.wait(10)
     llm.shutdown()
     assert "shut down" in str(endings.get(timeout=10)) and "shut down" in str(endings.get(timeout=10))
 
@@ -383,7 +383,7 @@ llm.generate(["x"] * 8, SamplingParams(max_tokens=1000, ignore_eos=True), use_tq
 """
 
 
-def test_kill_9_of_the_program_leaves_nothing(tmp_path: Path) -> None:
+def test_kill_9_of_the_program_leaves_no_process(tmp_path: Path) -> None:
     program = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     supervisor = psutil.Process(int(program.stdout.readline().split()[1]))
@@ -429,7 +429,7 @@ print(len(llm.generate(["a", "b"], SamplingParams(max_tokens=3), use_tqdm=False)
 """
 
 
-def test_a_forked_child_leaves_its_parents_engine_alone() -> None:
+def test_forked_child_does_not_stop_its_parents_engine() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=False
     )
@@ -439,7 +439,7 @@ def test_a_forked_child_leaves_its_parents_engine_alone() -> None:
 
 
 def _check_forms(llm: quintet.LLM) -> None:
-    """Each prompt its own form; a mistake is told as an error of the prompt that has it."""
+    """Each prompt in its own form; an error names its prompt."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
@@ -458,7 +458,7 @@ def _check_forms(llm: quintet.LLM) -> None:
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams()), use_tqdm=False)
 
 
-def test_the_embedded_model_completes_the_same_text_every_time() -> None:
+def test_embedded_model_is_deterministic() -> None:
     with quintet.LLM(threads=1, max_num_seqs=8, max_model_len=256) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=1)
         first, again = llm.generate(["import os\\nimport "] * 2, params, use_tqdm=False)
@@ -474,7 +474,7 @@ def test_the_embedded_model_completes_the_same_text_every_time() -> None:
     assert first.prompt_logprobs[0] is None
 
 
-def test_beams_are_searched_behind_each_prompt(llm: LLM) -> None:
+def test_beam_search_per_prompt(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=5)
     outputs = llm.beam_search(["def f():", {"prompt_token_ids": [7, 8]}], params)
     for output, prompt in zip(outputs, (llm.encode("def f():"), [7, 8]), strict=True):

@@ -1,4 +1,4 @@
-"""``LLMEngine``: a loop of the caller's, as vLLM's examples have it."""
+"""``LLMEngine``: a loop of the caller, as in vLLM's examples."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def params(max_tokens: int = 20, kind: OutputKind = OutputKind.CUMULATIVE, n: in
 def drive(engine: LLMEngine) -> list[RequestOutput]:
     found: list[RequestOutput] = []
     while engine.has_unfinished_requests():
-        news = engine.step()
-        assert news and len({output.request_id for output in news}) == len(news)
-        found += news
+        outputs = engine.step()
+        assert outputs and len({output.request_id for output in outputs}) == len(outputs)
+        found += outputs
     return found
 
 
-def test_a_loop_sees_every_request_to_its_end(engine: LLMEngine) -> None:
-    """Requests may be added at any time, and end in steps of their own."""
+def test_loop_runs_every_request_to_its_end(engine: LLMEngine) -> None:
+    """Requests may be added at any time, and end in separate steps."""
     waiting = [(str(i), f"def f{i}():", 4 + 3 * i) for i in range(6)]
     ended: dict[str, RequestOutput] = {}
     num_steps = 0
@@ -68,7 +68,7 @@ def test_the_three_kinds_of_output_agree(engine: LLMEngine) -> None:
     assert "".join(piece.text for piece in pieces) == final.outputs[0].text
 
 
-def test_of_an_aborted_request_nothing_more_is_heard(engine: LLMEngine) -> None:
+def test_aborted_request_has_no_more_outputs(engine: LLMEngine) -> None:
     for name in ("a", "b", "c"):
         engine.add_request(name, "x", params(60))
     engine.step()
@@ -76,11 +76,11 @@ def test_of_an_aborted_request_nothing_more_is_heard(engine: LLMEngine) -> None:
     engine.abort_request("b")
     assert engine.get_num_unfinished_requests() == 1
     assert {output.request_id for output in drive(engine)} == {"c"}
-    engine.add_request("a", "x", params(3, n=2))  # its name is free again
+    engine.add_request("a", "x", params(3, n=2))  # its id is free again
     assert [len(output.outputs) for output in drive(engine)][-1] == 2
 
 
-def test_what_is_wrong_is_told(engine: LLMEngine) -> None:
+def test_invalid_requests_raise(engine: LLMEngine) -> None:
     engine.add_request("a", "x", params(5))
     with pytest.raises(ValueError, match="in use"):
         engine.add_request("a", "x")

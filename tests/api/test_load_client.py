@@ -1,4 +1,4 @@
-"""The load client: framing at every byte boundary, failures by kind, seeded workloads, figures."""
+"""Load client: framing at every byte boundary, failures by kind, seeded workloads, results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHAT = [
 
 
 class FakeLoop:
-    """Hands out a future that remembers its answer: `Connection` needs nothing else of a loop."""
+    """Event loop that creates futures only: `Connection` needs nothing else."""
 
     def create_future(self) -> FakeFuture:
         return FakeFuture()
@@ -63,7 +63,7 @@ class FakeFuture:
 
 
 def feed(wire: bytes, cuts: list[int]) -> tuple[FakeFuture, StreamTally]:
-    """Give ``wire`` to a connection, cut at ``cuts``; return its future and what the sink counted."""
+    """Give ``wire`` to a connection, cut at ``cuts``; return its future and the sink's counts."""
     import asyncio
 
     class Transport(asyncio.Transport):
@@ -87,7 +87,7 @@ def feed(wire: bytes, cuts: list[int]) -> tuple[FakeFuture, StreamTally]:
 
 
 @pytest.mark.parametrize("payloads", [COMPLETION, CHAT], ids=["completion", "chat"])
-def test_any_split_of_the_stream_counts_the_same(payloads: list[bytes]) -> None:
+def test_counts_are_independent_of_chunks(payloads: list[bytes]) -> None:
     wire = chunked(*payloads)
     splits = [[cut] for cut in range(1, len(wire))] + [list(range(1, len(wire)))]
     for cuts in splits:
@@ -112,7 +112,7 @@ def test_long_streams_are_trimmed_without_losing_count() -> None:
     assert tally.num_events == 2000 and tally.done and tally.usage is not None
 
 
-def test_carriage_returns_are_line_ends_too() -> None:
+def test_carriage_returns_end_lines() -> None:
     payloads = [p.replace(b"\n", b"\r\n") for p in CHAT]
     _, tally = feed(chunked(*payloads), [])
     assert tally.num_events == 4 and tally.done
@@ -148,7 +148,7 @@ def test_sized_and_unsized_bodies() -> None:
     assert summary.num_completed == 6 and summary.output_tokens == 24
 
 
-def test_failures_are_counted_by_kind_with_the_servers_words() -> None:
+def test_failures_are_counted_by_kind_with_messages() -> None:
     overloaded = json.dumps({"error": {"message": "try later", "type": "overloaded"}}).encode()
     failing = frames('{"choices":[{"text":"a"}]}', '{"error":{"message":"lost","type":"x"}}', "[DONE]")
     answers: dict[bytes, list[bytes] | None] = {
@@ -198,7 +198,7 @@ def test_connection_closed_while_idle_is_replaced() -> None:
     assert summary.num_completed == 4 and not summary.failures
 
 
-def test_a_connection_on_which_more_came_than_was_asked_for_is_given_up() -> None:
+def test_connection_with_excess_bytes_is_closed() -> None:
     more = [chunked(*COMPLETION), chunked(*COMPLETION)[:40], chunked(*COMPLETION) + b"garbage"]
     for extra in (b"".join(more[:2]), more[2]):
         with toy_server(lambda *_, extra=extra: [extra]) as server:  # type: ignore[misc]
@@ -219,7 +219,7 @@ def test_a_connection_on_which_more_came_than_was_asked_for_is_given_up() -> Non
         (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Le", "during the response"),
     ],
 )
-def test_what_is_no_answer_is_a_failure(wire: bytes, words: str) -> None:
+def test_invalid_response_is_a_failure(wire: bytes, words: str) -> None:
     with (
         toy_server(lambda *_: [wire]) as server,
         pytest.raises(ConnectionError, match=words),
@@ -227,19 +227,19 @@ def test_what_is_no_answer_is_a_failure(wire: bytes, words: str) -> None:
         ask(Target.parse(server.url), "GET", "/")
 
 
-def test_poisson_arrivals_depend_on_the_seed_alone() -> None:
+def test_poisson_arrivals_depend_on_the_seed_only() -> None:
     first, again, other = (poisson_arrivals(4000, 50.0, seed) for seed in (1, 1, 2))
     assert first == again != other
     assert first[0] == 0.0 and list(first) == sorted(first)
     assert 4000 / first[-1] == pytest.approx(50.0, rel=0.1)
 
 
-def test_arrivals_are_kept_to() -> None:
+def test_requests_are_sent_at_their_arrival_times() -> None:
     arrivals = poisson_arrivals(30, 300.0, 3)
     with toy_server(lambda *_: [chunked(*COMPLETION)]) as server:
         run = run_load(Load(Target.parse(server.url), "/", [b"{}"] * 30, None, arrivals))
-    dues = sorted(outcome.due_s - run.start_s for outcome in run.outcomes)
-    assert dues == pytest.approx(list(arrivals))
+    due_times = sorted(outcome.due_s - run.start_s for outcome in run.outcomes)
+    assert due_times == pytest.approx(list(arrivals))
     assert all(outcome.start_s >= outcome.due_s - 0.002 for outcome in run.outcomes)
 
 
@@ -254,7 +254,7 @@ def test_random_prompts_are_seeded_and_share_their_prefix() -> None:
     assert all(len(words) == 20 and words[:5] == texts[0][:5] for words in texts)
 
 
-def test_bad_workloads_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_workloads_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(BadWorkload, match="--shared-prefix-len is 30"):
         random_prompts(PromptSpec(1, 20, 30))
     path = tmp_path / "prompts.jsonl"
@@ -273,7 +273,7 @@ def test_bad_workloads_are_named(tmp_path) -> None:  # type: ignore[no-untyped-d
         Target.parse("ftp://x")
 
 
-def test_bodies_are_what_openai_servers_expect() -> None:
+def test_bodies_follow_the_openai_api() -> None:
     shape = RequestShape("/v1/chat/completions", "m", 9, True, 0.0, {"top_k": msgspec.Raw(b"4")})
     body = json.loads(shape.body(Item("hello")))
     assert body == {
@@ -296,7 +296,7 @@ def test_target_headers_and_prefix() -> None:
     assert request.endswith("Content-Length: 2\r\n\r\n{}")
 
 
-def test_plain_questions() -> None:
+def test_single_requests() -> None:
     with toy_server(lambda path, body, number: [sized("200 OK", path.encode())]) as server:
         assert ask(Target.parse(server.url), "GET", "/v1/models").body == b"/v1/models"
 

@@ -1,4 +1,4 @@
-"""``quintet chat``, ``complete`` and ``bench`` as their users run them, against a small server of the test's own."""
+"""``quintet chat``, ``complete`` and ``bench`` on the command line, with a fake server."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MODELS = json.dumps({"data": [{"id": "toy"}]}).encode()
 USAGE = '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
 
 
-class Toy:
-    """Scripted answers: echoes the last message; ``hang`` streams one word and no more."""
+class ScriptedServer:
+    """Scripted answers: echoes the last message; ``hang`` streams one word and stops."""
 
     def __call__(self, path: str, body: bytes, number: int) -> list[bytes] | None:
         if path == "/v1/models":
@@ -31,23 +31,23 @@ class Toy:
             return [
                 sized("200 OK", json.dumps({"count": 2 * len(json.loads(body)["prompt"].split())}).encode())
             ]
-        asked = json.loads(body)
-        if asked.get("max_tokens") == 999:
+        received = json.loads(body)
+        if received.get("max_tokens") == 999:
             return [sized("400 Bad Request", b'{"error":{"message":"max_tokens is 999; it must be less"}}')]
         if path == "/v1/completions":
             pieces = [f'{{"choices":[{{"text":"{text}"}}]}}' for text in (" one", " two")]
             return [chunked(frames(*pieces, USAGE, "[DONE]"))]
-        said = asked["messages"][-1]["content"]
-        words = [f"[{len(asked['messages'])}] ", f"you said {said.strip()}"]
+        message = received["messages"][-1]["content"]
+        words = [f"[{len(received['messages'])}] ", f"you said {message.strip()}"]
         pieces = [json.dumps({"choices": [{"delta": {"content": word}}]}) for word in words]
-        if said == "hang":
+        if message == "hang":
             return [chunked(frames(pieces[0])).removesuffix(b"0\r\n\r\n")]
         return [chunked(frames(*pieces, USAGE, "[DONE]"))]
 
 
 @pytest.fixture
 def server() -> Iterator[ToyServer]:
-    with toy_server(Toy()) as server:
+    with toy_server(ScriptedServer()) as server:
         yield server
 
 
@@ -72,12 +72,12 @@ def test_complete_reads_a_pipe_and_echoes(server: ToyServer) -> None:
     assert ended.stdout == "from a pipe one two"
 
 
-def test_errors_are_words(server: ToyServer) -> None:
+def test_errors_are_messages(server: ToyServer) -> None:
     refused = quintet("complete", "x", "--url", server.url, "--max-tokens", "999")
     assert refused.returncode == 1 and "max_tokens is 999; it must be less (HTTP 400)" in refused.stderr
-    nobody = quintet("chat", "--url", "http://127.0.0.1:9", stdin="x")
-    assert nobody.returncode == 1 and "Start one with `quintet serve`" in nobody.stderr
-    assert "Traceback" not in refused.stderr + nobody.stderr
+    unreachable = quintet("chat", "--url", "http://127.0.0.1:9", stdin="x")
+    assert unreachable.returncode == 1 and "Start one with `quintet serve`" in unreachable.stderr
+    assert "Traceback" not in refused.stderr + unreachable.stderr
     assert "http://127.0.0.1:8000" in quintet("complete", "x", "--url", "ftp://y").stderr
 
 
@@ -99,18 +99,18 @@ def test_errors_are_words(server: ToyServer) -> None:
     ],
     ids=["another server", "a silent model", "a model that says", "the user says"],
 )
-def test_chat_has_sampling_defaults_of_its_own(
+def test_chat_sampling_defaults(
     listed: dict[str, object], words: tuple[str, ...], sent: dict[str, object]
 ) -> None:
-    toy = Toy()
+    toy = ScriptedServer()
     models = sized("200 OK", json.dumps({"data": [{"id": "toy", **listed}]}).encode())
     with toy_server(
         lambda path, body, number: [models] if path == "/v1/models" else toy(path, body, number)
     ) as server:
         assert quintet("chat", "--url", server.url, *words, stdin="x").returncode == 0
         body = json.loads(server.requests[-1][1])
-    of_sampling = ("temperature", "top_p", "min_p", "max_tokens")
-    assert {name: body[name] for name in of_sampling if name in body} == sent
+    sampling_fields = ("temperature", "top_p", "min_p", "max_tokens")
+    assert {name: body[name] for name in sampling_fields if name in body} == sent
 
 
 def test_chat_answers_a_pipe_once(server: ToyServer) -> None:
@@ -124,7 +124,7 @@ class Terminal:
 
     def __init__(self, *words: str) -> None:
         self._main, child = pty.openpty()
-        # Tests that a shell runs in the background ignore Ctrl-C, and so would whatever they start.
+        # Background jobs of a shell ignore Ctrl-C, and so would their children.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quintet.deploy.cli.main", *words], stdin=child, stdout=child, stderr=child,
@@ -135,7 +135,7 @@ class Terminal:
         self._seen = ""
 
     def expect(self, words: str) -> None:
-        """Read until ``words`` appear, and forget what came before their end."""
+        """Read until ``words`` appear, and drop the output up to their end."""
         deadline = time.monotonic() + 20
         while words not in self._seen:
             left_s = deadline - time.monotonic()
@@ -198,17 +198,19 @@ def test_bench_serve_measures_and_writes_json(server: ToyServer, tmp_path: Path)
     assert "secret" not in out.read_text()
     completions = [json.loads(body) for path, body in server.requests if path == "/v1/completions"]
     assert len(completions) == 23 and completions[0]["top_k"] == 3
-    assert all(len(body["prompt"].split()) == 8 for body in completions), "two tokens a word, says /tokenize"
+    assert all(len(body["prompt"].split()) == 8 for body in completions), (
+        "two tokens a word, as /tokenize counts"
+    )
 
 
 @pytest.mark.parametrize("flag", ["--url", "--base-url"])
-def test_every_client_takes_both_spellings_of_the_url(server: ToyServer, flag: str) -> None:
+def test_every_client_accepts_both_url_flags(server: ToyServer, flag: str) -> None:
     assert quintet("complete", "x", flag, server.url).stdout == " one two"
     assert quintet("chat", flag, server.url, stdin="x").stdout == "[1] you said x\n"
     assert "2 of 2 completed" in quintet("bench", "serve", flag, server.url, "--num-prompts", "2").stdout
 
 
-def test_bench_serve_says_what_is_wrong(server: ToyServer) -> None:
+def test_bench_serve_errors(server: ToyServer) -> None:
     for words, expected in (
         (("--prompt-ids",), "requires --vocab-size"),
         (("--extra-body", "[]"), "must be a JSON object"),
@@ -217,8 +219,8 @@ def test_bench_serve_says_what_is_wrong(server: ToyServer) -> None:
     ):
         ended = quintet("bench", "serve", "--base-url", server.url, *words)
         assert ended.returncode == 2 and expected in ended.stderr
-    nobody = quintet("bench", "serve", "--base-url", "http://127.0.0.1:9")
-    assert nobody.returncode == 1 and "quintet serve" in nobody.stderr
+    unreachable = quintet("bench", "serve", "--base-url", "http://127.0.0.1:9")
+    assert unreachable.returncode == 1 and "quintet serve" in unreachable.stderr
 
 
 def test_bench_offline_counts_tokens(tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_bench_offline_counts_tokens(tmp_path: Path) -> None:
     assert (result["num_requests"], result["prompt_tokens"], result["output_tokens"]) == (10, 80, 40)
 
 
-def test_bench_offline_runs_the_model_that_ships_and_says_what_is_wrong(tmp_path: Path) -> None:
+def test_bench_offline_with_the_embedded_model_and_errors(tmp_path: Path) -> None:
     small = (
         "bench",
         "offline",
@@ -256,7 +258,7 @@ def test_bench_offline_runs_the_model_that_ships_and_says_what_is_wrong(tmp_path
 @pytest.mark.parametrize(
     "words", [["chat"], ["complete"], ["bench"], ["bench", "serve"], ["bench", "offline"]]
 )
-def test_help_teaches(words: list[str]) -> None:
+def test_help_has_examples(words: list[str]) -> None:
     ended = quintet(*words, "--help")
     assert ended.returncode == 0 and "quintet " in ended.stdout
     assert words == ["bench"] or "example" in ended.stdout

@@ -1,4 +1,4 @@
-"""A tiny asyncio HTTP server for the load client's tests: answers each request with bytes of the test's choosing."""
+"""Small asyncio HTTP server that answers each request with bytes of the test."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Script = Callable[[str, bytes, int], list[bytes] | None]
-"""``(path, body, connection number) -> pieces to write, each flushed``; None closes without an answer."""
+"""``(path, body, connection number) -> chunks to write, each flushed``; None closes without an answer."""
 
 
 @dataclass(slots=True)
 class ToyServer:
-    """Where it listens, and what it was asked."""
+    """URL and received requests."""
 
     url: str = ""
     requests: list[tuple[str, bytes]] = field(default_factory=list)

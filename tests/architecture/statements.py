@@ -1,4 +1,4 @@
-"""The statements of a file, those within others too. What is imported and how long functions are, no expression can tell."""
+"""Statements of a file, including nested ones; expressions are skipped for speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def statements(path: Path) -> Iterator[ast.AST]:
-    """Yield them in no order that matters."""
+    """Yield all statements, in no particular order."""
     todo: list[ast.AST] = [ast.parse(path.read_text(), str(path))]
     while todo:
         node = todo.pop()

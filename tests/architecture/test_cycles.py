@@ -1,4 +1,4 @@
-"""No two modules import each other, by whatever way round: imports in functions and for the type checker count."""
+"""No import cycles between modules, including imports in functions and for type checkers."""
 
 import ast
 from pathlib import Path
@@ -6,20 +6,20 @@ from pathlib import Path
 from tests.architecture.statements import statements
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("wire", "process", "frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc", "deploy")
+PACKAGES = ("wire", "process", "frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc", "deploy")
 
 ALLOWED = {
     frozenset(
         {"quintet.core.hooks", "quintet.core.scheduler_state"}
     ): "hooks are functions of the state that holds them",
 }
-"""Cycles that stay, and why."""
+"""Permitted cycles, with reasons."""
 
 
 def modules() -> dict[str, Path]:
-    """Every module by the name it is imported by."""
+    """Return every module by its import name."""
     found = {}
-    for prefix, folder in (*(("quintet.", room) for room in ROOMS), ("", "bench")):
+    for prefix, folder in (*(("quintet.", package) for package in PACKAGES), ("", "bench")):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = prefix + ".".join(path.relative_to(ROOT).with_suffix("").parts)
             found[name.removesuffix(".__init__")] = path
@@ -27,7 +27,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of ours that a file imports anywhere in it."""
+    """Return the repository's modules that a file imports."""
     names = set()
     for node in statements(path):
         if isinstance(node, ast.Import):
@@ -38,8 +38,8 @@ def imported(path: Path, known: dict[str, Path]) -> set[str]:
     return names & known.keys()
 
 
-def on_a_way_back(graph: dict[str, set[str]]) -> set[str]:
-    """Return the modules from which a way leads back to them: peel off whoever imports, or is imported by, nobody left."""
+def cycle_candidates(graph: dict[str, set[str]]) -> set[str]:
+    """Return the modules that can be on a cycle: repeatedly drop modules without imports or importers."""
     left = dict(graph)
     while True:
         used = set().union(*left.values()) if left else set()
@@ -52,7 +52,7 @@ def on_a_way_back(graph: dict[str, set[str]]) -> set[str]:
 
 
 def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Return the sets of modules each of which reaches all others of its set."""
+    """Return the strongly connected sets of modules."""
 
     def reach(start: str) -> set[str]:
         seen: set[str] = set()
@@ -63,11 +63,11 @@ def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
             todo += new
         return seen
 
-    reached = {name: reach(name) for name in on_a_way_back(graph)}
+    reached = {name: reach(name) for name in cycle_candidates(graph)}
     return {
-        frozenset(other for other in reached if other in there and name in reached[other])
-        for name, there in reached.items()
-        if name in there
+        frozenset(other for other in reached if other in reachable and name in reached[other])
+        for name, reachable in reached.items()
+        if name in reachable
     }
 
 
@@ -76,11 +76,11 @@ def test_modules_do_not_import_each_other() -> None:
     graph = {name: imported(path, known) - {name} for name, path in known.items()}
     assert len(graph) > 200
     found = cycles(graph)
-    assert found - ALLOWED.keys() == set(), "break it, or say in ALLOWED why it stays"
-    assert ALLOWED.keys() - found == set(), "no cycle any more: take it out of ALLOWED"
+    assert found - ALLOWED.keys() == set(), "break the cycle, or add it to ALLOWED with a reason"
+    assert ALLOWED.keys() - found == set(), "no cycle: remove it from ALLOWED"
 
 
-def test_a_cycle_is_found_by_any_way_round() -> None:
+def test_cycles_of_any_length_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}, "g": set()}
     assert cycles(graph) == {frozenset("abc"), frozenset("de")}
     assert cycles({"a": {"b"}, "b": {"c"}, "c": set()}) == set()

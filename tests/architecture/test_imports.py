@@ -1,6 +1,6 @@
-"""The import rule of the house: wire <- process <- every role's folder <- deploy; torch only under executor/.
+"""Import rules: wire <- process <- every role's folder <- deploy; torch only under executor/.
 
-Function bodies are read as well: a lazy import is an import.
+Function bodies are checked as well: a lazy import is an import.
 """
 
 import ast
@@ -31,7 +31,9 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import; write it from quintet down"
+            assert node.level == 0, (
+                f"{path}:{node.lineno}: relative import; use an absolute import from quintet"
+            )
             for alias in node.names:
                 yield node.lineno, f"{node.module}.{alias.name}"
 
@@ -46,14 +48,14 @@ def all_imports(folder: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("folder", ("wire", "process", *PROCESSES))
-def test_a_folder_imports_only_itself_and_what_is_below(folder: str) -> None:
+def test_folder_imports_only_itself_and_lower_layers(folder: str) -> None:
     allowed = {folder, "wire"} | ({"process"} if folder in PROCESSES else set())
-    strangers = [
+    violations = [
         f"{where}: {name}"
         for where, name in all_imports(folder)
         if name.startswith("quintet") and (name.split(".")[1:2] or ["?"])[0] not in allowed
     ]
-    assert strangers == []
+    assert violations == []
 
 
 CHECKPOINTS = "executor.checkpoints"
@@ -92,58 +94,59 @@ INNER = {
         *(CPU_OPS, f"{CHECKPOINTS}.quant", f"{CHECKPOINTS}.weights", "wire"),
     },
 }
-"""Packages within folders, and all that they may import."""
+"""Packages within folders, and their permitted imports."""
 
 
 @pytest.mark.parametrize("folder", INNER)
-def test_inner_rooms_know_only_what_is_below_them(folder: str) -> None:
-    allowed = tuple(f"quintet.{room}" for room in INNER[folder])
-    strangers = [
+def test_inner_packages_import_only_lower_layers(folder: str) -> None:
+    allowed = tuple(f"quintet.{package}" for package in INNER[folder])
+    violations = [
         f"{where}: {name}"
         for where, name in all_imports(folder)
-        if name.startswith("quintet") and not f"{name}.".startswith(tuple(f"{room}." for room in allowed))
+        if name.startswith("quintet")
+        and not f"{name}.".startswith(tuple(f"{package}." for package in allowed))
     ]
-    assert strangers == []
+    assert violations == []
 
 
-def test_nothing_that_is_installed_imports_tests_or_benchmarks() -> None:
-    strangers = [
+def test_product_imports_no_tests_or_benchmarks() -> None:
+    violations = [
         f"{where}: {name}"
         for folder in ("wire", "process", *PROCESSES, "deploy")
         for where, name in all_imports(folder)
         if name.split(".")[0] in {"tests", "bench"}
     ]
-    assert strangers == []
+    assert violations == []
 
 
 @pytest.mark.parametrize("folder", sorted(THIRD_PARTY))
-def test_third_party_packages_stay_in_their_rooms(folder: str) -> None:
+def test_third_party_packages_are_limited_to_their_folders(folder: str) -> None:
     allowed = set(sys.stdlib_module_names) | THIRD_PARTY[folder] | {"quintet"}
-    strangers = [
+    violations = [
         f"{where}: {name}" for where, name in all_imports(folder) if name.split(".")[0] not in allowed
     ]
-    assert strangers == []
+    assert violations == []
 
 
-def test_torch_is_imported_under_executor_alone() -> None:
+def test_torch_is_imported_under_executor_only() -> None:
     folders = ("wire", "process", "deploy", *(f for f in PROCESSES if f != "executor"))
-    strangers = [
+    violations = [
         f"{where}: {name}"
         for folder in folders
         for where, name in all_imports(folder)
         if name.split(".")[0] in {"torch", "transformers", "cupy"}
     ]
-    assert strangers == []
+    assert violations == []
 
 
 def test_a_configuration_is_resolved_without_torch() -> None:
-    """Although with functions of the executor's: it would take a second."""
+    """It uses functions of the executor; torch would add a second."""
     code = "import sys, quintet.deploy.config.build; print('torch' in sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "False"
 
 
-def test_zmq_in_the_core_is_mains_business() -> None:
+def test_zmq_in_the_core_is_imported_by_main_only() -> None:
     users = [
         where
         for where, name in all_imports("core")
@@ -171,7 +174,7 @@ def test_only_the_executor_loads_torch(role: str) -> None:
 
 
 def test_the_executor_loads_torch_with_its_worker() -> None:
-    """So that the mock needs none, and the weights are read from the disk while torch is imported."""
+    """The mock needs no torch, and weights are read from disk while torch is imported."""
     code = "import sys, quintet.executor.main; print('torch' in sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "False"

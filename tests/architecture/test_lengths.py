@@ -1,6 +1,6 @@
-"""Functions mostly fit a screen, files mostly stay short. What is longer is named here, with its reason and its own bound.
+"""Bounds on function and file lengths. Exceptions are listed with a reason and their own bound.
 
-An exception that is not needed any more fails, so that it is taken out.
+An exception that is no longer needed fails the test.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ SUFFIXES = {".py", ".cpp", ".hpp", ".cu", ".cuh"}
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 MAX_TEST_FILE_LINES = 600
-"""A file of tests has one subject, and a case more is no idea more."""
+"""A test file has one subject; further cases add length but no ideas."""
 
 LONG_FILES = {
-    "core/engine.py": (490, "the core's doors: every message's handler in one place"),
+    "core/engine.py": (490, "the core's entry points: every message handler in one place"),
     "csrc/cpu/runtime/simd.hpp": (500, "the one file that knows instructions by name"),
     "deploy/config/flags.py": (900, "the one table of flags, a row for each"),
-    "detokenizer_proc/incremental.py": (440, "one algorithm, with the cases of each decoder beside it"),
-    "executor/backends/cpu/program/graph_builder.py": (500, "every operation of a pass, one after the other"),
-    "process/runtime.py": (440, "one loop, and all that a turn of it does"),
-    "wire/config.py": (480, "the configuration, a section after the other"),
-    "frontend/sessions.py": (450, "a session's whole life: submitted, streamed, resumed, ended"),
+    "detokenizer_proc/incremental.py": (440, "one algorithm, with the cases of each decoder"),
+    "executor/backends/cpu/program/graph_builder.py": (500, "every operation of a pass in order"),
+    "process/runtime.py": (440, "one loop and everything in an iteration"),
+    "wire/config.py": (480, "the configuration, section by section"),
+    "frontend/sessions.py": (450, "a session from submission to its end"),
 }
 LONG_FUNCTIONS = {
-    "deploy/config/build.py: resolve": (131, "fills the whole configuration, a section after the other"),
-    "core/metrics.py: __init__": (92, "the table of the core's figures"),
+    "deploy/config/build.py: resolve": (131, "fills the whole configuration, section by section"),
+    "core/metrics.py: __init__": (92, "the table of the core's metrics"),
     "process/runtime.py: child_main": (70, "a process from its first line to its last, in order"),
-    "bench/kernels/linear.py: measure": (70, "one measurement, from its arrays to its figures"),
-    "core/engine.py: admit": (70, "every reason to refuse a request, in the order in which they are tried"),
+    "bench/kernels/linear.py: measure": (70, "one measurement, from its arrays to its results"),
+    "core/engine.py: admit": (70, "every reason to reject a request, in order"),
     "executor/backends/cuda/ops/rope_kv.py: rope_kv": (
         66,
         "checks of a kernel's dozen arguments, then one launch",
     ),
     "tests/http_api/conftest.py: step": (95, "an engine's answers to every kind of request"),
-    "tests/executor/test_ops.py: test_paged_attention": (70, "the reference beside what is tested"),
+    "tests/executor/test_ops.py: test_paged_attention": (70, "the reference next to the tested operation"),
     "tests/api/toy_server.py: toy_server": (70, "a server in one closure, as its client sees it"),
 }
 
@@ -64,12 +64,12 @@ def sources(*folders: str) -> Iterator[Path]:
 
 
 def file_lengths(*folders: str) -> dict[str, int]:
-    """By path from the root."""
+    """Return lines by path from the root."""
     return {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in sources(*folders)}
 
 
 def function_lengths() -> dict[str, int]:
-    """By path and name; the longest of those of one name."""
+    """Return lines by path and name; the longest function of each name."""
     lengths: dict[str, int] = {}
     for path in sources(*PRODUCT, "tests"):
         if path.suffix != ".py":
@@ -83,17 +83,15 @@ def function_lengths() -> dict[str, int]:
 
 
 def too_long(lengths: dict[str, int], bound: int, exceptions: dict[str, tuple[int, str]]) -> list[str]:
-    """Say what is longer than it may be, and which exception is none any more."""
+    """Return items beyond their bound, and exceptions that are not needed."""
     wrong = []
     for name, lines in lengths.items():
         allowed, _ = exceptions.get(name, (bound, ""))
         if lines > allowed:
-            wrong.append(
-                f"{name}: {lines} lines, of {allowed}: split it by ideas, or name it here with a reason"
-            )
+            wrong.append(f"{name}: {lines} lines, of {allowed}: split it, or add it here with a reason")
     for name in exceptions:
         if lengths.get(name, 0) <= 0.9 * bound:
-            wrong.append(f"{name}: well within the bound of {bound} lines: take it out")
+            wrong.append(f"{name}: well within the bound of {bound} lines: remove it")
     return wrong
 
 
@@ -110,5 +108,5 @@ def test_functions_fit_a_screen() -> None:
 
 
 @pytest.mark.parametrize(("lines", "num_wrong"), [(54, 1), (55, 0), (70, 0), (71, 1)])
-def test_an_exception_has_a_bound_and_ends_when_it_is_not_needed(lines: int, num_wrong: int) -> None:
+def test_exceptions_have_a_bound_and_must_be_needed(lines: int, num_wrong: int) -> None:
     assert len(too_long({"a": lines, "b": 60}, 60, {"a": (70, "why")})) == num_wrong

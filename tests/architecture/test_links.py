@@ -29,7 +29,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(page: Path, root: Path = ROOT) -> list[str]:
-    """Return the relative links of a page whose file or heading is missing."""
+    """Return the relative links of a page with a missing target file or heading."""
     text = page.read_text()
     broken = []
     for plain, attribute in LINK.findall(FENCE.sub("", text)):

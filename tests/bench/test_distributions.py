@@ -1,4 +1,4 @@
-"""Divergences of a model from itself and from its rounded weights."""
+"""Divergence of a model from itself and from its quantized weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOWS = [list(range(begin, begin + 40)) for begin in (300, 700)]
 
 
 @pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
-def test_rounded_weights_diverge_and_equal_ones_do_not() -> None:
+def test_quantized_weights_diverge_and_equal_ones_do_not() -> None:
     model, reference = str(default_model_path()), Reference()
     first = score("float32", {"model": model, "dtype": "float32"}, WINDOWS, reference)
     again = score("float32 again", {"model": model, "dtype": "float32"}, WINDOWS, reference)

@@ -1,4 +1,4 @@
-"""What `bench.families` counts: bytes of a step, of experts those that were chosen, and the Llama that reads as many."""
+"""Byte counts of `bench.families`: a step, its chosen experts, and a Llama of the same size."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def decoding(folder: Path, card: dict[str, object], rows: int) -> Decoding:
     return Decoding(*open_model(folder, card | SMALL, room), rows, room.context)
 
 
-def test_experts_count_as_many_as_rows_chose(tmp_path: Path) -> None:
+def test_bytes_count_the_chosen_experts(tmp_path: Path) -> None:
     card = card_of("experts", "bfloat16")
     one, four = (decoding(tmp_path / str(rows), card, rows).step_bytes() for rows in (1, 4))
     expert = 3 * card["hidden_size"] * card["intermediate_size"] * 2
     layers, chosen, experts = 2, card["num_experts_per_tok"], card["num_local_experts"]
     assert layers * chosen * expert < one < layers * (chosen + 1) * expert
     more, keys = four - one, 3 * 33 * layers * 2 * 4 * 64 * 2
-    assert more >= layers * expert  # rows have words of their own, and so experts
+    assert more >= layers * expert  # rows have different tokens, so different experts
     assert more % expert == keys and more <= layers * (experts - chosen) * expert + keys
 
 
 @pytest.mark.parametrize("kind", ["llama", "learned positions", "experts"])
-def test_a_kinds_llama_reads_as_many_bytes(
+def test_equivalent_llama_reads_as_many_bytes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, "llama", KINDS["llama"] | SMALL)
     card = card_of(kind, "bfloat16")
     wanted = decoding(tmp_path / "kind", card, 2).step_bytes()
-    twin = llama_card("bfloat16", "none", card, wanted, 2 * 32)
-    assert decoding(tmp_path / "llama", twin, 2).step_bytes() == pytest.approx(wanted, rel=0.02)
+    llama = llama_card("bfloat16", "none", card, wanted, 2 * 32)
+    assert decoding(tmp_path / "llama", llama, 2).step_bytes() == pytest.approx(wanted, rel=0.02)

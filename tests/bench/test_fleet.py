@@ -1,4 +1,4 @@
-"""The simulated fleet: its traces, its coarse steps, and what it says of ways to choose."""
+"""Simulated fleet: traces, coarse steps, and routing policies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from bench.fleet.traces import SHAPES, Trace, draw
     ("shape", "num_in", "num_out", "share"),
     [("mooncake-tool", 8596, 182, 0.59), ("mooncake-chat", 12035, 343, 0.40), ("azure-chat", 1155, 211, 0.0)],
 )
-def test_traces_have_the_means_that_were_published(
-    shape: str, num_in: int, num_out: int, share: float
-) -> None:
+def test_traces_have_the_published_means(shape: str, num_in: int, num_out: int, share: float) -> None:
     trace = draw(SHAPES[shape], 20_000, 40, 3)
     num_prompt = trace.num_shared + trace.num_own
     assert num_prompt.mean() == pytest.approx(num_in, rel=0.08)
@@ -29,7 +27,7 @@ def test_traces_have_the_means_that_were_published(
     assert (np.diff(trace.arrival_s) >= 0).all()
 
 
-def test_a_conversation_comes_back_with_what_it_had_and_its_answer() -> None:
+def test_next_turn_contains_history_and_answer() -> None:
     trace = draw(SHAPES["mooncake-tool"], 2000, 20, 0, grain=32)
     later = next(at for at in range(len(trace)) if trace.num_known[at])
     before = max(at for at in range(later) if trace.conversation[at] == trace.conversation[later])
@@ -40,7 +38,7 @@ def test_a_conversation_comes_back_with_what_it_had_and_its_answer() -> None:
 
 
 def tail(trace: Trace, policy: str, grain: int = 32, **given: object) -> tuple[float, float, float]:
-    """Play to eight engines; return the share found, the 99th percentile of first tokens, and the whole time's mean."""
+    """Play to eight engines; return hit ratio, 99th percentile of TTFT, and mean response time."""
     troubles = given.pop("troubles", Troubles())
     assert isinstance(troubles, Troubles)
     outcome = Fleet(trace, H100_8B, 8, policy, grain, troubles=troubles, **given).play()  # type: ignore[arg-type]
@@ -57,36 +55,38 @@ def tail(trace: Trace, policy: str, grain: int = 32, **given: object) -> tuple[f
 TRACE = draw(SHAPES["mooncake-tool"], 300, 24, 5, grain=32)
 
 
-def test_the_same_trace_has_the_same_outcome_and_prefixes_are_found_sooner() -> None:
+def test_simulation_is_deterministic_and_prefix_routing_lowers_ttft() -> None:
     found, p99, _ = tail(TRACE, "prefix")
     assert tail(TRACE, "prefix")[:2] == (found, p99)
-    blind, blind_p99, _ = tail(TRACE, "round-robin")
-    assert found > 1.3 * blind and p99 < blind_p99
+    unaware, unaware_p99, _ = tail(TRACE, "round-robin")
+    assert found > 1.3 * unaware and p99 < unaware_p99
 
 
-def test_whatever_dies_every_request_ends_once_and_later() -> None:
+def test_with_failures_every_request_ends_once_and_later() -> None:
     undisturbed = tail(TRACE, "prefix", num_routers=2)
     disturbed = tail(TRACE, "prefix", num_routers=2, troubles=Troubles(2, 1, num_routers_lost=1))
     assert disturbed[1] > undisturbed[1]
 
 
-def test_routers_that_draw_choose_otherwise_than_those_that_take_the_least_loaded() -> None:
+def test_random_routing_differs_from_least_loaded() -> None:
     assert tail(TRACE, "load", num_routers=4) != tail(TRACE, "load", num_routers=4, drawn=False)
-    assert tail(TRACE, "load") == tail(TRACE, "load", drawn=False), "one router knows all"
+    assert tail(TRACE, "load") == tail(TRACE, "load", drawn=False), "a single router has the full state"
 
 
-def test_routers_that_learn_of_slow_engines_and_full_memory_are_better_than_those_that_do_not() -> None:
-    """And of engines that are equal, with room, they say the same."""
+def test_speed_and_memory_aware_routing_is_better() -> None:
+    """For equal engines with free memory the results are equal."""
     for troubles in (Troubles(num_slow=2, slowness=4.0), Troubles(num_scarce=4, scarcity=0.1)):
         trace = draw(SHAPES["mooncake-tool"], 600, 20, 5, grain=32)
-        sees, blind = (tail(trace, "load", troubles=troubles, blind=blind)[1] for blind in (False, True))
-        assert sees < blind, troubles
-    calm = draw(SHAPES["mooncake-tool"], 300, 8, 5, grain=32)
-    assert tail(calm, "prefix")[:2] == tail(calm, "prefix", blind=True)[:2]
+        aware, unaware = (
+            tail(trace, "load", troubles=troubles, blind=unaware)[1] for unaware in (False, True)
+        )
+        assert aware < unaware, troubles
+    equal = draw(SHAPES["mooncake-tool"], 300, 8, 5, grain=32)
+    assert tail(equal, "prefix")[:2] == tail(equal, "prefix", blind=True)[:2]
 
 
-def test_figures_are_saved_with_the_command_that_prints_them(tmp_path: Path) -> None:
-    """Of several commands in one file each with its own."""
+def test_results_are_saved_with_their_command(tmp_path: Path) -> None:
+    """Each of several commands in one file is kept."""
     words = ["--engines", "2", "--requests", "40", "--grain", "32", "--policies", "load", "--save"]
     file = tmp_path / "figures.json"
     for more in ([], ["--least-loaded", "--routers", "2"]):
@@ -98,8 +98,8 @@ def test_figures_are_saved_with_the_command_that_prints_them(tmp_path: Path) -> 
     ]
 
 
-def test_a_coarse_step_takes_as_long_as_the_steps_that_it_stands_for() -> None:
-    """One request alone: its prompt, then its outputs."""
+def test_coarse_step_takes_as_long_as_its_steps() -> None:
+    """One request: its prompt, then its outputs."""
     trace = draw(SHAPES["mooncake-chat"], 1, 1, 2, grain=32)
     assert trace.num_output[0] > 64
     ends = []

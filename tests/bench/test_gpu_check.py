@@ -1,4 +1,6 @@
-"""The GPU checklist without a GPU: rows that pass, miss, crash, hang and lack packages; and the rows themselves on toy shapes."""
+"""GPU checklist without a GPU: outcomes of rows (passed, missed, crashed, hung, skipped), and the rows on small
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from bench.gpu.workload import SPREADS, Work, requests
 from quintet.wire.codec import unpack_i32
 from quintet.wire.step import StepPlan, StepResult
 
-TELL = """
+REPORT = """
 import subprocess
 import sys
 import time
@@ -58,7 +60,7 @@ def journal(tmp_path: Path) -> Journal:
 
 
 def test_a_row_passes_when_its_targets_are_met(journal: Journal, place: check.Place) -> None:
-    rows = [row_of(TELL.format(value=12.5), "fast"), row_of(TELL.format(value=7), "slow")]
+    rows = [row_of(REPORT.format(value=12.5), "fast"), row_of(REPORT.format(value=7), "slow")]
     check.run_rows(rows, journal, place, again=False, budget_s=60)
     assert journal.entries["fast"].outcome is Outcome.PASSED
     assert journal.entries["slow"].outcome is Outcome.MISSED
@@ -66,10 +68,8 @@ def test_a_row_passes_when_its_targets_are_met(journal: Journal, place: check.Pl
     assert Journal(journal.path).entries == journal.entries
 
 
-def test_a_row_that_crashes_keeps_what_it_told_and_the_others_go_on(
-    journal: Journal, place: check.Place
-) -> None:
-    crashing = row_of(TELL.format(value=12.5) + "import os; os.abort()", "crashing")
+def test_crashed_row_keeps_its_figures_and_others_run(journal: Journal, place: check.Place) -> None:
+    crashing = row_of(REPORT.format(value=12.5) + "import os; os.abort()", "crashing")
     check.run_rows([crashing, row_of("pass", "next")], journal, place, again=False, budget_s=60)
     crashed = journal.entries["crashing"]
     assert crashed.outcome is Outcome.FAILED
@@ -78,10 +78,10 @@ def test_a_row_that_crashes_keeps_what_it_told_and_the_others_go_on(
     assert journal.entries["next"].outcome is Outcome.PASSED
 
 
-def test_a_row_that_hangs_is_killed_with_all_it_started(
+def test_hanging_row_is_killed_with_its_processes(
     journal: Journal, place: check.Place, tmp_path: Path
 ) -> None:
-    """Also what is in a process group of its own, as the processes of a server are."""
+    """Includes processes in another process group, like those of a server."""
     pid_file = tmp_path / "pid"
     code = f"""
 import subprocess, sys, threading
@@ -93,7 +93,7 @@ threading.Event().wait()
     check.run_rows([row_of(code, limit_s=4)], journal, place, again=False, budget_s=60)
     entry = journal.entries["row"]
     assert entry.outcome is Outcome.TIMED_OUT
-    assert any("most recent call first" in line for line in entry.tail)  # where it hung
+    assert any("most recent call first" in line for line in entry.tail)  # hanging line
     assert not is_alive(int(pid_file.read_text()))
 
 
@@ -122,10 +122,10 @@ run([sys.executable, "-c", {row!r}], Path("."), {{}}, Path({str(tmp_path / "log"
     assert not is_alive(int(pid_file.read_text()))
 
 
-def wait_until(is_true: Callable[[], bool], limit_s: float = 30.0) -> None:
-    """Wait for what another process does."""
+def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    """Wait for another process."""
     deadline = time.monotonic() + limit_s
-    while not is_true():
+    while not condition():
         assert time.monotonic() < deadline, f"not true after {limit_s:g} s"
         time.sleep(0.01)
 
@@ -138,7 +138,7 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def test_what_a_row_leaves_behind_is_ended(tmp_path: Path) -> None:
+def test_processes_left_by_a_row_are_ended(tmp_path: Path) -> None:
     code = "import subprocess; print(subprocess.Popen(['sleep', '1000'], process_group=0).pid)"
     log = tmp_path / "log"
     ended = run([sys.executable, "-c", code], tmp_path, environment(), log, 30)
@@ -152,9 +152,7 @@ def test_what_a_row_leaves_behind_is_ended(tmp_path: Path) -> None:
     assert os.getpid() in members(os.getsid(0))
 
 
-def test_a_second_call_goes_on_where_the_first_ended(
-    journal: Journal, place: check.Place, tmp_path: Path
-) -> None:
+def test_second_call_continues_after_the_first(journal: Journal, place: check.Place, tmp_path: Path) -> None:
     def counting(name: str) -> Row:
         return row_of(f"open({str(tmp_path / name)!r}, 'a').write('x')", name)
 
@@ -168,7 +166,7 @@ def test_a_second_call_goes_on_where_the_first_ended(
     assert counts() == [2, 2]
 
 
-def test_a_row_that_lacks_a_package_is_skipped_until_it_is_there(
+def test_row_with_a_missing_package_is_skipped_until_installed(
     journal: Journal, place: check.Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check.run_rows([row_of("pass", needs=("no_such_module",))], journal, place, again=False, budget_s=60)
@@ -180,7 +178,7 @@ def test_a_row_that_lacks_a_package_is_skipped_until_it_is_there(
     assert journal.entries["row"].outcome is Outcome.PASSED
 
 
-def test_a_row_of_several_gpus_is_skipped_where_there_are_fewer(
+def test_row_of_several_gpus_is_skipped_with_fewer(
     journal: Journal, place: check.Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = dataclasses.replace(row_of("pass"), gpus=2)
@@ -192,16 +190,14 @@ def test_a_row_of_several_gpus_is_skipped_where_there_are_fewer(
     assert journal.entries["row"].outcome is Outcome.PASSED
 
 
-def test_a_budget_begins_no_row_that_takes_longer_and_records_none_it_broke_off(
-    journal: Journal, place: check.Place
-) -> None:
+def test_budget_starts_no_longer_row_and_records_no_aborted_one(journal: Journal, place: check.Place) -> None:
     check.run_rows([row_of("pass")], journal, place, again=False, budget_s=0.5)
     hanging = row_of("import signal; signal.pause()", "hanging")
     check.run_rows([hanging], journal, place, again=False, budget_s=1.5)
     assert journal.entries == {}
 
 
-def test_lines_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
+def test_truncated_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "figures"
     report = Report(path)
     report.remark("begun")
@@ -231,7 +227,7 @@ def test_names() -> None:
         rows_of(["decoed"])
 
 
-def test_every_row_has_a_command_that_exists_and_a_line_in_the_docs() -> None:
+def test_every_row_has_an_existing_command_and_a_documented_line() -> None:
     docs = (ROOT / "docs" / "gpu.md").read_text()
     for row in ROWS:
         if row.command[1].startswith("bench."):
@@ -255,9 +251,9 @@ for module in sys.argv[1:]:
 """
 
 
-@pytest.mark.whole  # it imports all of them anew
+@pytest.mark.whole  # it imports them again
 def test_rows_without_a_server_need_no_sockets(tmp_path: Path) -> None:
-    """A machine with torch and CuPy alone can run them."""
+    """A machine with only torch and CuPy can run them."""
     commands = [row.command for row in ROWS if "zmq" not in row.needs]
     modules = [command[1] for command in commands if command[1].startswith("bench.")]
     modules += [suite.partition(":")[0] for suite in SUITES.values()]
@@ -270,17 +266,17 @@ def test_rows_without_a_server_need_no_sockets(tmp_path: Path) -> None:
     ), log.read_text()
 
 
-def test_the_shape_is_llama_3_8b() -> None:
-    """Meta's count of its parameters is 8.03 billion: both tables, every linear layer, and the norms left out here."""
+def test_shape_is_llama_3_8b() -> None:
+    """Meta states 8.03 billion parameters: both embedding tables, every linear layer, and the norms left out here."""
     shape = LLAMA_3_8B
     parameters = shape.layers * shape.layer_weights + 2 * shape.vocab_size * shape.hidden
     assert round(parameters / 1e9, 2) == 8.03
     assert shape.kv_bytes_per_token == 128 << 10
 
 
-def test_rows_write_blocks_of_their_own_and_read_others_contexts_when_memory_is_short() -> None:
+def test_rows_write_private_blocks_and_share_read_contexts() -> None:
     plans = Plans(100, num_blocks=20, block_size=16, max_model_len=256)
-    batch = Batch(plans, 4, 64, num_steps=16)  # 2 blocks each to write, 4 each to read: room for 3 contexts
+    batch = Batch(plans, 4, 64, num_steps=16)  # 2 blocks each to write, 4 each to read: enough for 3 contexts
     assert batch.num_contexts == 3
     tables = [unpack_i32(plan.blocks)[3::4] for plan in batch.admissions]
     assert tables[3][:4] == tables[0][:4]
@@ -293,7 +289,7 @@ def test_rows_write_blocks_of_their_own_and_read_others_contexts_when_memory_is_
 
 @dataclass
 class OneStep:
-    """A step that took the device 9 ms after 1 ms of rest."""
+    """Step with 9 ms of device time after 1 ms of idle time."""
 
     worker: CountingWorker
     device_ms: float = 9.0
@@ -308,7 +304,7 @@ class OneStep:
 
 
 class CountingWorker:
-    """Counts how many steps are in flight."""
+    """Counts the steps in flight."""
 
     def __init__(self) -> None:
         self.in_flight = self.most = 0
@@ -320,7 +316,7 @@ class CountingWorker:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_steps_are_begun_while_others_are_computed(max_in_flight: int) -> None:
+def test_steps_overlap(max_in_flight: int) -> None:
     worker = CountingWorker()
     batch = Batch(Plans(100, num_blocks=20, block_size=16, max_model_len=256), 1, 64, num_steps=8)
     timing = drive(worker, [batch.step() for _ in range(8)], max_in_flight)  # type: ignore[arg-type]
@@ -329,12 +325,12 @@ def test_steps_are_begun_while_others_are_computed(max_in_flight: int) -> None:
     assert timing.gap_share(skipped=2) == pytest.approx(0.1)
 
 
-def test_lengths_have_the_means_that_are_documented() -> None:
+def test_lengths_have_the_documented_means() -> None:
     inputs, outputs = SPREADS[Work.CONVERSATION, "cuda"]
-    asked = requests(Work.CONVERSATION, "cuda", 4000, 1000, seed=0)
-    mean_in = sum(len(one.prompt) for one in asked) / len(asked)
-    mean_out = sum(one.output_len for one in asked) / len(asked)
-    # The cut takes a few percent of the mean; 4,000 draws of these spreads are within 3 % of it (two deviations).
+    requested = requests(Work.CONVERSATION, "cuda", 4000, 1000, seed=0)
+    mean_in = sum(len(one.prompt) for one in requested) / len(requested)
+    mean_out = sum(one.output_len for one in requested) / len(requested)
+    # The cut lowers the mean by a few percent; the mean of 4,000 samples is within 3 % (two deviations).
     assert 0.88 * inputs.mean < mean_in < 1.03 * inputs.mean
     assert 0.88 * outputs.mean < mean_out < 1.03 * outputs.mean
 
@@ -347,15 +343,15 @@ def test_lengths_have_the_means_that_are_documented() -> None:
 def test_programs_run_on_toy_shapes(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here, where torch is there already."""
+    """In this process, since torch is imported."""
     name, *options = words
-    told = tmp_path / "figures"
-    monkeypatch.setattr(sys, "argv", [name, *options, "--device", "cpu", "--figures", str(told)])
+    figures_file = tmp_path / "figures"
+    monkeypatch.setattr(sys, "argv", [name, *options, "--device", "cpu", "--figures", str(figures_file)])
     importlib.import_module(name).main()
-    figures, _ = read_lines(told.read_text().splitlines())
+    figures, _ = read_lines(figures_file.read_text().splitlines())
     assert figures and all(figure.value > 0 for figure in figures)
 
 
-def test_the_engine_alone_finishes_what_it_is_asked() -> None:
+def test_engine_alone_finishes_its_requests() -> None:
     rates = measure_alone_elsewhere(Work.CONVERSATION, "cpu", 12)
     assert rates.tokens > rates.requests > 0

@@ -1,4 +1,4 @@
-"""Stages of a GPU session without a GPU: deadlines, failures, fallbacks, what is packed and what the summary says."""
+"""GPU session stages without a GPU: deadlines, failures, fallbacks, archive and summary."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ def job(name: str, code: str, fallback: str = "") -> Job:
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
-    """A stage with 20 seconds left, whose logs are in the test's folder."""
+    """Stage with 20 seconds left and logs in the test's folder."""
     monkeypatch.setattr(Session, "logs", tmp_path / "logs")
     (tmp_path / "logs").mkdir()
     return Session("cpu", "abc", tmp_path / "out", time.monotonic() + stages.RESERVE_S + 20)
 
 
-def test_a_row_that_outlasts_the_stage_is_recorded_and_its_processes_are_ended(
-    session: Session, tmp_path: Path
-) -> None:
-    """The checklist runs a row in a session of its own: a limit of the stage must not orphan it."""
+def test_row_beyond_the_stage_is_recorded_and_ended(session: Session, tmp_path: Path) -> None:
+    """The checklist runs a row in a separate session; the stage's limit must not orphan it."""
     pid_file = tmp_path / "pid"
     hang = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(1000)"
     code = f"""
@@ -47,7 +45,7 @@ time.sleep(1000)
 
 
 def ends(pid: int) -> bool:
-    """Wait for a killed process: a signal that was sent is not yet delivered."""
+    """Wait for a killed process, since signals are delivered asynchronously."""
     stat = Path(f"/proc/{pid}/stat")
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
@@ -64,7 +62,7 @@ def statuses(session: Session) -> dict[str, int | None]:
     return {result.name: result.status for result in session.results}
 
 
-def test_a_failed_job_ends_nothing_and_a_diagnosis_follows(session: Session) -> None:
+def test_failed_job_is_followed_by_a_diagnosis(session: Session) -> None:
     groups = (
         Group((job("a", FAIL), job("b", PASS)), 1, 1),
         Group((job("c", PASS),), 1, 1),
@@ -77,12 +75,12 @@ def test_a_failed_job_ends_nothing_and_a_diagnosis_follows(session: Session) -> 
     assert "a: FAILED (3)" in (session.out / "summary.txt").read_text()
 
 
-def test_without_a_failure_there_is_no_diagnosis(session: Session) -> None:
+def test_no_diagnosis_without_a_failure(session: Session) -> None:
     run_stage((Group((job("a", PASS),), 1, 1), Group((job("diagnosis", PASS),), 1, 1, True)), session)
     assert statuses(session) == {"a": 0}
 
 
-def test_a_job_that_hangs_leaves_the_groups_behind_it_their_time(session: Session) -> None:
+def test_hanging_job_leaves_time_for_later_groups(session: Session) -> None:
     run_stage((Group((job("hangs", HANG),), 1, 1), Group((job("later", PASS),), 13, 13)), session)
     assert statuses(session) == {"hangs": None, "later": 0}
 
@@ -94,13 +92,13 @@ def test_a_job_that_fails_runs_its_fallback(session: Session) -> None:
     assert (session.logs / "boot-fallback.log").read_text() == "fine\n"
 
 
-def test_a_group_without_time_is_not_begun(session: Session) -> None:
+def test_group_without_time_is_not_started(session: Session) -> None:
     session.deadline = time.monotonic() + stages.RESERVE_S + 1
     run_stage((Group((job("late", PASS),), 1, 1),), session)
     assert statuses(session) == {"late": None}
 
 
-def test_stages_fit_their_limits_and_name_what_exists() -> None:
+def test_stages_fit_their_limits_and_name_existing_files() -> None:
     for name, limit_s in (("a", 330), ("b", 400)):
         groups = stages.STAGES[name]
         assert sum(group.seconds for group in groups) + 2 * stages.RESERVE_S <= limit_s
@@ -110,7 +108,7 @@ def test_stages_fit_their_limits_and_name_what_exists() -> None:
             assert (stages.ROOT / path).is_file(), path
 
 
-def test_the_summary_names_failures_and_is_cut(tmp_path: Path) -> None:
+def test_summary_names_failures_and_is_truncated(tmp_path: Path) -> None:
     failed = Entry(
         *(Outcome.FAILED, 2.0, "", "abc", {}),
         figures=[Figure("speed", 1.0, "GB/s")],
@@ -131,21 +129,21 @@ def test_the_summary_names_failures_and_is_cut(tmp_path: Path) -> None:
         ("tests/cuda/kernels/test_norm.py::test_b[2]", ["tests/gpu/test_kernels.py", "--only-id"]),
     ],
 )
-def test_the_first_failing_test_is_run_again(tmp_path: Path, test: str, arguments: list[str]) -> None:
+def test_first_failing_test_is_rerun(tmp_path: Path, test: str, arguments: list[str]) -> None:
     failed = Entry(Outcome.FAILED, 2.0, "", "abc", {}, remarks=[f"{test}: call failed: E   assert 1 == 2"])
     Journal(tmp_path / "rows-x.json").put("x", failed, {})
     assert diagnosis.first_failing_test(tmp_path) == test
     assert diagnosis.pytest_arguments(test)[-3:] == [*arguments, test]
 
 
-def test_the_test_in_which_a_process_ended_is_run_again(tmp_path: Path) -> None:
+def test_test_with_a_dead_process_is_rerun(tmp_path: Path) -> None:
     Journal(tmp_path / "rows-x.json").put("x", Entry(Outcome.TIMED_OUT, 2.0, "", "abc", {}), {})
     (tmp_path / "rows-x").mkdir()
     (tmp_path / "rows-x" / "x.current").write_text("tests/gpu/test_steps.py::test_a[1]")
     assert diagnosis.first_failing_test(tmp_path) == "tests/gpu/test_steps.py::test_a[1]"
 
 
-def test_results_hold_rows_jobs_and_figures(session: Session) -> None:
+def test_results_have_rows_jobs_and_figures(session: Session) -> None:
     entry = Entry(Outcome.PASSED, 2.0, "", "abc", {})
     Journal(session.logs / "rows-steps.json").put("steps", entry, {"gpu": "H100"})
     (session.logs / "smoke.figures").write_text(json.dumps({"remark": "begun"}) + "\n")

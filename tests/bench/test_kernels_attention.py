@@ -1,4 +1,4 @@
-"""The attention benchmark runs: its figures are of a machine, that there are some is its own doing."""
+"""The attention benchmark runs and reports times; their values depend on the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels
 
 @pytest.mark.parametrize("numbers", [("bf16", "bf16"), ("bf16", "int8"), ("fp32", "fp32")])
 @pytest.mark.parametrize("new", [1, 20])
-def test_a_case_is_measured(numbers: tuple[str, str], new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_is_measured(numbers: tuple[str, str], new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     library = open_library()
     assert library is not None
     monkeypatch.setattr(attention, "TOTAL_BYTES", 1 << 20)

@@ -1,4 +1,4 @@
-"""The files that engines are measured with and that nobody quantized, by smaller ones of their kind."""
+"""Synthetic weight files for benchmarks, checked on smaller ones of the same kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = {
         ("E", "mxfp4", {"Q8_0": 34, "MXFP4": 24, "F32": 97}),
     ],
 )
-def test_blocks_are_weights_of_the_usual_size_in_the_types_of_such_a_file(
+def test_blocks_have_typical_scale_and_types(
     tmp_path: Path, model: str, kind: str, types: dict[str, int]
 ) -> None:
     path = write_large(tmp_path / "small.gguf", kind, SMALL[model])
@@ -40,7 +40,7 @@ def test_blocks_are_weights_of_the_usual_size_in_the_types_of_such_a_file(
     assert write_large(path, kind, SMALL[model]) == path
 
 
-def test_a_token_reads_the_experts_that_it_chooses_and_one_row_of_the_embedding(tmp_path: Path) -> None:
+def test_token_reads_chosen_experts_and_one_embedding_row(tmp_path: Path) -> None:
     path = write_large(tmp_path / "small.gguf", "mxfp4", SMALL["E"])
     sizes = {each.name: int(each.n_bytes) for each in gguf.GGUFReader(path).tensors}
     experts = sum(size for name, size in sizes.items() if "_exps." in name)

@@ -1,4 +1,6 @@
-"""The paths of docs/deploy.md, walked as `python -m bench.paths` walks them; that over several GPUs is of `docs/gpu.md`."""
+"""Deployment paths of docs/deploy.md, run as `python -m bench.paths` does; the path for several GPUs is in
+`docs/gpu.md`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,6 @@ from bench.paths import walk
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", ["one-box", "two-sockets", "replicas", "apart"])
-def test_a_path_is_as_promised(name: str) -> None:
+def test_path_works_as_documented(name: str) -> None:
     walked = walk(name)
     assert walked.as_promised, walked.said

@@ -1,4 +1,4 @@
-"""The comparison with other engines: what is asked of them, and how their times become figures."""
+"""Comparison with other engines: jobs, and rates computed from times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = Limits(2, 40.0, 908.0, 500.0, 1880.0)
 
 
 class OneTokenEach:
-    """An engine that gives every unfinished request a token per step, and notes how many it had at once."""
+    """Engine that gives every unfinished request a token per step, and counts the most at once."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -36,7 +36,7 @@ class OneTokenEach:
         return progressed
 
 
-def test_closed_loop_keeps_as_many_in_flight_as_there_are_clients() -> None:
+def test_closed_loop_keeps_one_request_per_client_in_flight() -> None:
     job = Job([[1]] * 7, [3, 1, 2, 5, 1, 1, 4], clients=3, context_len=8)
     engine = OneTokenEach()
     result = run_closed_loop(job, engine)
@@ -44,7 +44,7 @@ def test_closed_loop_keeps_as_many_in_flight_as_there_are_clients() -> None:
     assert engine.most == 3
 
 
-def test_rates_leave_out_what_they_say_they_leave_out() -> None:
+def test_rates_exclude_the_documented_parts() -> None:
     job = Job([[1] * 100], [5], 1, 128)
     result = JobResult(3.0, [Served(10.0, [12.0, 12.25, 12.5, 12.75, 13.0], 5)])
     figures = figures_of(job, result)
@@ -53,7 +53,7 @@ def test_rates_leave_out_what_they_say_they_leave_out() -> None:
     assert figures["output_tok_s"] == pytest.approx(5 / 3)
 
 
-def test_a_request_that_comes_back_short_is_no_measurement() -> None:
+def test_short_output_is_rejected() -> None:
     job = Job([[1, 2]], [5], 1, 128)
     with pytest.raises(ValueError, match="5 tokens came back with 4"):
         figures_of(job, JobResult(1.0, [Served(0.0, [], 4)]))
@@ -65,7 +65,7 @@ def test_limits_of_the_published_shapes() -> None:
     assert round(bandwidth_limit(DIMENSIONS["S"], "bf16", LIMITS), 1) == 40.5
 
 
-def test_a_matrix_unit_is_the_limit_where_there_is_one() -> None:
+def test_matrix_unit_raises_the_limit() -> None:
     matrices = replace(LIMITS, bf16_matrix_gflop_s=2 * LIMITS.bf16_gflop_s, int8_matrix_gop_s=7000.0)
     job = job_of(_row("prompt-S-bf16"), 0)
     with_unit, without = (
@@ -75,7 +75,7 @@ def test_a_matrix_unit_is_the_limit_where_there_is_one() -> None:
     assert fastest("bf16", matrices)[0] == "the bf16 matrix unit"
     assert fastest("w8a8", matrices) == ("the 8-bit matrix unit", 7000.0)
     assert fastest("q4_k_m", matrices) == ("the 8-bit matrix unit", 7000.0), (
-        "llama.cpp rounds a file's inputs"
+        "llama.cpp quantizes the inputs of a file"
     )
     assert Limits.of(asdict(LIMITS)) == LIMITS
 
@@ -96,7 +96,7 @@ def test_jobs_and_results_survive_the_pipe() -> None:
     assert decode_result(encode_result(result)) == result
 
 
-def test_an_interrupted_run_loses_only_the_line_it_was_writing(tmp_path: Path) -> None:
+def test_interrupted_run_loses_its_last_line_only(tmp_path: Path) -> None:
     path = tmp_path / "raw.jsonl"
     kept = Record("stream-S-bf16", "Quintet", 0, "2026-01-01T00:00:00+00:00", {"decode_tok_s": 30.0})
     failed = Record("stream-S-bf16", "vLLM", 0, "2026-01-01T00:00:00+00:00", error="no")
@@ -108,7 +108,7 @@ def test_an_interrupted_run_loses_only_the_line_it_was_writing(tmp_path: Path) -
     assert list(measured(read_records(path))) == [("stream-S-bf16", "Quintet", 0)]
 
 
-def test_the_table_holds_medians_and_compares_with_the_best_peer() -> None:
+def test_table_has_medians_and_the_best_peer() -> None:
     def record(engine: str, repetition: int, value: float) -> Record:
         return Record(
             "stream-S-bf16", engine, repetition, "2026-01-01T00:00:00+00:00", {"decode_tok_s": value}

@@ -1,4 +1,4 @@
-"""How the comparison measures: what a disturbed measurement is repeated with, and what is refused as a result."""
+"""Measurement loop of the comparison: repetition after disturbances, and rejected results."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LIMITS = Limits(2, 40.0, 908.0, 500.0, 1880.0)
 
 @dataclass
 class Caching:
-    """An engine with a prefix cache: what it has seen before costs it next to nothing."""
+    """Engine with a prefix cache: repeated prompts take almost no time."""
 
     name: str = "Quintet"
     prompt_s: float = 4.0
     seen: list[list[int]] = field(default_factory=list)
-    asked: list[Job] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
 
     def runs(self, row: Row) -> bool:
         return True
@@ -51,7 +51,7 @@ class Caching:
         return self
 
     def run(self, job: Job) -> JobResult:
-        self.asked.append(job)
+        self.jobs.append(job)
         served = []
         for prompt, output_len in zip(job.prompts, job.output_lens, strict=True):
             first_s = 0.07 if prompt in self.seen else self.prompt_s
@@ -68,10 +68,10 @@ class Caching:
 
 @pytest.fixture
 def disturbed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], None]:
-    """Let each measurement of an engine in turn be disturbed by a share of the machine, its limits by none."""
+    """Disturb each measurement of an engine by a share of the machine, and its limits by none."""
 
     def script(shares: Sequence[float]) -> None:
-        left = itertools.chain([0.0], shares)  # the limits come first
+        left = itertools.chain([0.0], shares)  # the limits are measured first
 
         class Scripted:
             def __init__(self, own: object) -> None:
@@ -89,22 +89,22 @@ def disturbed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]],
     return script
 
 
-def test_a_disturbed_prompt_is_repeated_with_ids_that_no_cache_knows(
+def test_disturbed_measurement_is_repeated_with_uncached_ids(
     tmp_path: Path, disturbed_by: Callable[[Sequence[float]], None]
 ) -> None:
     disturbed_by([0.5, 0.3, 0.0])
     engine = Caching()
     assert measure(_plan(tmp_path, engine, "prompt-S-bf16")) == []
-    warm, *tries = engine.asked
+    warm, *tries = engine.jobs
     assert len(tries) == 3
-    beginnings = {tuple(job.prompts[0][:16]) for job in (warm, *tries)}
-    assert len(beginnings) == 4
+    prefixes = {tuple(job.prompts[0][:16]) for job in (warm, *tries)}
+    assert len(prefixes) == 4
     assert {len(job.prompts[0]) for job in tries} == {2048}
     records = measured(read_records(tmp_path / "raw.jsonl"))
     assert records["prompt-S-bf16", "Quintet", 0].figures["prompt_tok_s"] == 2048 / 4.0
 
 
-def test_a_machines_limits_are_printed_with_those_of_its_matrix_unit(
+def test_machine_limits_include_the_matrix_unit(
     tmp_path: Path,
     disturbed_by: Callable[[Sequence[float]], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -114,13 +114,13 @@ def test_a_machines_limits_are_printed_with_those_of_its_matrix_unit(
     limits = replace(LIMITS, bf16_matrix_gflop_s=4070.0, int8_matrix_gop_s=7600.0)
     monkeypatch.setattr(measuring, "measure_limits", lambda program, threads: limits)
     assert measure(_plan(tmp_path, Caching(), "prompt-S-bf16")) == []
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[0] == MACHINE]
+    (output,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[0] == MACHINE]
     rates = "read_gb_s 40.00  bf16_gflop_s 908.00  fp32_gflop_s 500.00  int8_gop_s 1,880.00"
-    assert f"{rates}  bf16_matrix_gflop_s 4,070.00  int8_matrix_gop_s 7,600.00" in said
+    assert f"{rates}  bf16_matrix_gflop_s 4,070.00  int8_matrix_gop_s 7,600.00" in output
 
 
 @pytest.mark.whole  # compiles, and takes seconds of every core
-def test_the_probe_is_compiled_once_and_measures(tmp_path: Path) -> None:
+def test_probe_is_compiled_once_and_measures(tmp_path: Path) -> None:
     program = build_probe(tmp_path / "home")
     found = measure_limits(program, 1)
     assert found.threads == 1 and found.read_gb_s > 0 and found.fp32_gflop_s > 0
@@ -128,7 +128,7 @@ def test_the_probe_is_compiled_once_and_measures(tmp_path: Path) -> None:
     assert build_probe(tmp_path / "home").stat().st_mtime_ns == times
 
 
-def test_a_figure_beyond_its_limit_is_an_error_and_no_record(
+def test_result_beyond_its_limit_is_an_error(
     tmp_path: Path, disturbed_by: Callable[[Sequence[float]], None]
 ) -> None:
     disturbed_by([0.0])
@@ -159,16 +159,14 @@ def test_a_figure_beyond_its_limit_is_an_error_and_no_record(
         ("prefix-S-bf16", "duration_s", 2.4, 2.3),
     ],
 )
-def test_what_a_machine_can_do_at_most(
-    row_id: str, key: str, just_possible: float, impossible_value: float
-) -> None:
+def test_machine_limits(row_id: str, key: str, just_possible: float, impossible_value: float) -> None:
     row = next(row for row in ROWS if row.id == row_id)
     job = job_of(row, 0)
     assert impossible(row, job, {key: just_possible}, LIMITS) == ""
     assert key in impossible(row, job, {key: impossible_value}, LIMITS)
 
 
-def test_no_limit_is_claimed_where_the_machine_lacks_the_instruction() -> None:
+def test_no_limit_without_the_instruction() -> None:
     row = next(row for row in ROWS if row.id == "prompt-S-w8a8")
     without = Limits(2, 40.0, 0.0, 500.0, 0.0)
     assert impossible(row, job_of(row, 0), {"prompt_tok_s": 1e9}, without) == ""

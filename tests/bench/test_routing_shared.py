@@ -1,12 +1,12 @@
-"""Shared beginnings on two engines that could hold all of them between them, in virtual time."""
+"""Shared prefixes on two engines with enough memory together, in virtual time."""
 
 from __future__ import annotations
 
 from bench.routing.simulated_cores import Play, counting
 
 
-def test_engines_do_not_drive_out_each_others_beginnings() -> None:
-    """They do where what is displaced counts nothing: then both compute what one of them had."""
+def test_engines_do_not_evict_shared_prefixes() -> None:
+    """Without counting evictions, both engines compute the same prefixes."""
     for order in range(2):
         assert Play(8, order).hit_rate() > 0.9
     with counting(0.0):

@@ -1,4 +1,4 @@
-"""The picture of a step: of everything that processes note."""
+"""Timeline figure: spans of all processes."""
 
 from bench.timeline.figure import COLOURS
 

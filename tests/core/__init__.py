@@ -1,1 +1,1 @@
-"""Tests of the core, through its engine."""
+"""Tests of the core through its engine."""

@@ -1,9 +1,9 @@
-"""A pretend executor that checks its orders, and the few lines that build an engine around it.
+"""Fake executor that checks plans, and the `World` that builds an engine around it.
 
-It keeps the same mirror as a real executor and, instead of KV tensors, a *shadow*: for every block and offset, for which
-group of layers which token at which position was written there, behind which prefix; of a state, behind how many tokens
-and which it stands. Each step it verifies that everything a row can see is exactly that row's own past. Wrong sharing,
-early reuse of a block, a missing copy, reading what was let go of: all of them show here.
+The fake executor keeps the same mirror as a real one. Instead of KV tensors it keeps a *shadow*. For every block and
+offset, the shadow holds the group, position and prefix of the token written there. Of a recurrent state it holds the
+number of tokens. Each step checks that a row sees exactly its own past. Wrong sharing, early reuse of a block, a
+missing copy and reads of a freed block all fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.wire.respec import changed
 EOS = 2
 VOCAB = 200
 NS_PER_TOKEN = 1_000_000
-"""How long the executor says that it computed."""
+"""Compute time that the executor reports."""
 
 
 def draw(seed: int, tokens: list[int]) -> int:
@@ -46,21 +46,21 @@ def draw(seed: int, tokens: list[int]) -> int:
 
 
 Content = dict[int, tuple[int, int, bytes]]
-"""What a block holds, by offset: the group, the position of the token, and what identifies all tokens up to it."""
+"""Content of a block by offset: group, position of the token, and a hash of all tokens up to it."""
 
 
 @dataclass
-class Tenant:
-    """What the mirror holds of a slot."""
+class MirroredSlot:
+    """Mirror of one slot."""
 
     row: NewRow
     tokens: list[int]
     blocks: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By group and position."""
+    """Blocks by group and position."""
 
 
 class ExecutorFails(Exception):
-    """What a fault raises to make the executor raise in this step, or die in it, perhaps with results it had drawn."""
+    """Raised by a fault: the executor fails in this step, or dies in it, with or without losing results."""
 
     def __init__(self, *, dies: bool, loses_results: bool = False) -> None:
         super().__init__("dies" if dies else "raises")
@@ -69,7 +69,7 @@ class ExecutorFails(Exception):
 
 
 Fault = Callable[[list[tuple[NewRow, int, int]]], None]
-"""Is shown each step's rows before they are computed: as they entered, start, count. May raise `ExecutorFails`."""
+"""Called with each step's rows (as admitted, start, count) before they are computed. May raise `ExecutorFails`."""
 
 
 def no_fault(rows: list[tuple[NewRow, int, int]]) -> None:
@@ -77,7 +77,7 @@ def no_fault(rows: list[tuple[NewRow, int, int]]) -> None:
 
 
 class FakeExecutor:
-    """Executes plans in order, at once, but hands results out only when asked."""
+    """Executes plans immediately and in order; results are read from a queue."""
 
     def __init__(
         self, capacity: Capacity, kv: KvSpec, fault: Fault = no_fault, pasts: Sequence[Past] = ()
@@ -86,15 +86,15 @@ class FakeExecutor:
         self.pasts = pasts
         self.fault = fault
         self.capacity = capacity
-        self.tenants: dict[int, Tenant] = {}
+        self.slot_states: dict[int, MirroredSlot] = {}
         self.shadow: dict[int, Content] = {}
         self.results: deque[StepResult] = deque()
         self.last_step: int | None = None
         self.users: dict[int, dict[int, int]] = {}
-        """Block -> tenant (generation) -> newest step in which it used the block."""
+        """Block -> slot generation -> newest step that used the block."""
         self.num_copies = 0
         self.host: dict[int, Content] = {}
-        """The shadow of host memory."""
+        """Shadow of host memory."""
         self.num_swapped_out = self.num_swapped_in = 0
 
     def execute(self, plan: StepPlan) -> None:
@@ -104,25 +104,25 @@ class FakeExecutor:
         assert self.last_step is None or plan.step == self.last_step + 1
         self.last_step = plan.step
         for slot in codec.unpack_i32(plan.freed):
-            del self.tenants[slot]
+            del self.slot_states[slot]
         for row in plan.new_rows:
-            assert row.slot not in self.tenants and 0 <= row.slot < self.capacity.max_num_seqs
-            self.tenants[row.slot] = Tenant(row, list(codec.unpack_i32(row.token_ids)))
+            assert row.slot not in self.slot_states and 0 <= row.slot < self.capacity.max_num_seqs
+            self.slot_states[row.slot] = MirroredSlot(row, list(codec.unpack_i32(row.token_ids)))
         entries = iter(codec.unpack_i32(plan.blocks))
         for slot, group, position, block in zip(entries, entries, entries, entries, strict=True):
             assert 0 <= block < self.capacity.num_blocks
             assert 0 <= group < len(self.kv.groups)
-            self.tenants[slot].blocks[group, position] = block
+            self.slot_states[slot].blocks[group, position] = block
         self._swap(plan)
         pairs = codec.unpack_i32(plan.copies)
         self.num_copies += len(pairs) // 2
-        assert not {*pairs[::2]} & {*pairs[1::2]}, ("copies are made at once: of none that is made", pairs)
+        assert not {*pairs[::2]} & {*pairs[1::2]}, ("source of a copy is being written", pairs)
         for source, target in zip(pairs[::2], pairs[1::2], strict=True):
             self.shadow[target] = dict(self.shadow[source])
         self._compute(plan)
 
     def _swap(self, plan: StepPlan) -> None:
-        """Copy blocks to the host, then others from there."""
+        """Copy blocks to the host, then others from the host."""
         out, back = (list(codec.unpack_i32(column)) for column in (plan.swaps_out, plan.swaps_in))
         assert all(0 <= block < self.capacity.num_blocks for block in (out + back)[::2])
         assert all(0 <= block < self.capacity.num_host_blocks for block in out[1::2])
@@ -130,10 +130,12 @@ class FakeExecutor:
         num_blocks += (self.capacity.num_peer_blocks or 0) + self.capacity.num_store_blocks
         assert all(0 <= block < num_blocks for block in back[1::2])
         for column in (out[1::2], back[::2]):
-            assert len(set(column)) == len(column), ("written twice", column)
+            assert len(set(column)) == len(column), ("entry written twice", column)
         for device, host in zip(out[::2], out[1::2], strict=True):
             may_be_part = [group.kind for group in self.kv.groups] != ["full"]
-            assert may_be_part or len(self.shadow[device]) == self.capacity.block_size, "not full"
+            assert may_be_part or len(self.shadow[device]) == self.capacity.block_size, (
+                "registered block is not full"
+            )
             self.host[host] = dict(self.shadow[device])
         for device, host in zip(back[::2], back[1::2], strict=True):
             self.shadow[device] = dict(self.host[host])
@@ -152,28 +154,28 @@ class FakeExecutor:
         )
         assert plan.checksum in {0, self._checksum(rows)}
         assert (rows or plan.blocks) and len({slot for slot, *_ in rows}) == len(rows)
-        self.fault([(self.tenants[slot].row, start, count) for slot, start, count, _ in rows])
+        self.fault([(self.slot_states[slot].row, start, count) for slot, start, count, _ in rows])
         written: set[tuple[int, int]] = set()
         for slot, start, _, _ in rows:
-            self._check_states(self.tenants[slot], start)
+            self._check_states(self.slot_states[slot], start)
         for slot, start, count, _ in rows:
-            tenant = self.tenants[slot]
+            slot_state = self.slot_states[slot]
             assert count >= 1
-            self._write(tenant, start, count, written)
-            self._check_past(tenant, start, count)
+            self._write(slot_state, start, count, written)
+            self._check_past(slot_state, start, count)
         drawn = []
         for slot, start, count, samples in rows:
-            tenant = self.tenants[slot]
+            slot_state = self.slot_states[slot]
             end = start + count
-            self._check_past(tenant, start, count)  # nor did a row behind it change what it sees
+            self._check_past(slot_state, start, count)  # a later row must not change its past
             for index, group in enumerate(self.kv.groups):
                 for position in group.used(start, end, self.capacity.block_size):
-                    block = tenant.blocks[index, position]
-                    self.users.setdefault(block, {})[tenant.row.generation] = plan.step
-            assert samples == (end == len(tenant.tokens))
+                    block = slot_state.blocks[index, position]
+                    self.users.setdefault(block, {})[slot_state.row.generation] = plan.step
+            assert samples == (end == len(slot_state.tokens))
             if samples:
-                token = draw(tenant.row.seed, tenant.tokens)
-                tenant.tokens.append(token)
+                token = draw(slot_state.row.seed, slot_state.tokens)
+                slot_state.tokens.append(token)
                 drawn.append(token)
         num_tokens = sum(count for _, _, count, _ in rows)
         self.results.append(
@@ -182,78 +184,82 @@ class FakeExecutor:
                 0,
                 codec.pack_i32(drawn),
                 compute_ns=num_tokens * NS_PER_TOKEN,
-                num_active_slots=len(self.tenants),
+                num_active_slots=len(self.slot_states),
             )
         )
 
-    def _write(self, tenant: Tenant, start: int, count: int, written: set[tuple[int, int]]) -> None:
+    def _write(self, slot_state: MirroredSlot, start: int, count: int, written: set[tuple[int, int]]) -> None:
         """Write a row's keys and values in every group, and its states."""
-        chain, size = self._chain(tenant.tokens, start + count), self.capacity.block_size
+        chain, size = self._chain(slot_state.tokens, start + count), self.capacity.block_size
         for index, group in enumerate(self.kv.groups):
             positions = [start + count - 1] if group.is_state else range(start, start + count)
             for position in positions:
-                block = tenant.blocks[index, 1 if group.is_state else position // size]
+                block = slot_state.blocks[index, 1 if group.is_state else position // size]
                 offset = 0 if group.is_state else position % size
-                assert (block, offset) not in written, ("two rows write one place", block, offset)
+                assert (block, offset) not in written, ("two rows write one position", block, offset)
                 written.add((block, offset))
-                self._check_fence(block, tenant.row.generation)
+                self._check_fence(block, slot_state.row.generation)
                 content = self.shadow.setdefault(block, {})
                 if offset == 0:
                     content.clear()
                 content[offset] = (index, position, chain[position])
                 for past in self.pasts:
-                    past[chain[position]] = tenant.tokens, position + 1
+                    past[chain[position]] = slot_state.tokens, position + 1
 
-    def _check_states(self, tenant: Tenant, start: int) -> None:
-        """Check that a row reads the states behind its own past, before any row writes one."""
+    def _check_states(self, slot_state: MirroredSlot, start: int) -> None:
+        """Check that a row reads the states after its own past, before any row writes one."""
         for index, group in enumerate(self.kv.groups):
             if group.is_state and start:
-                link = self._chain(tenant.tokens, start)[-1]
-                seen = self.shadow.get(tenant.blocks[index, 0])
-                assert seen == {0: (index, start - 1, link)}, (tenant.row.request_id, start, seen)
+                link = self._chain(slot_state.tokens, start)[-1]
+                seen = self.shadow.get(slot_state.blocks[index, 0])
+                assert seen == {0: (index, start - 1, link)}, (slot_state.row.request_id, start, seen)
 
-    def _check_past(self, tenant: Tenant, start: int, count: int) -> None:
-        """Check that every position that a row sees holds what the row's own past has there."""
-        chain, size = self._chain(tenant.tokens, start + count), self.capacity.block_size
+    def _check_past(self, slot_state: MirroredSlot, start: int, count: int) -> None:
+        """Check that every visible position holds the row's own past."""
+        chain, size = self._chain(slot_state.tokens, start + count), self.capacity.block_size
         for index, group in enumerate(self.kv.groups):
             for position in range(group.first_seen(start), 0 if group.is_state else start + count):
-                seen = self.shadow[tenant.blocks[index, position // size]].get(position % size)
-                assert seen == (index, position, chain[position]), (tenant.row.request_id, index, position)
+                seen = self.shadow[slot_state.blocks[index, position // size]].get(position % size)
+                assert seen == (index, position, chain[position]), (
+                    slot_state.row.request_id,
+                    index,
+                    position,
+                )
 
     def _check_fence(self, block: int, writer: int) -> None:
-        """Check that nobody else used the block in a step that the core has not committed."""
+        """Check that no other row used the block in an uncommitted step."""
         oldest = self.results[0].step if self.results else self.last_step
         assert oldest is not None
         for generation, step in self.users.get(block, {}).items():
-            assert generation == writer or step < oldest, ("block reused behind its fence", block, generation)
+            assert generation == writer or step < oldest, ("block reused before its fence", block, generation)
 
     def _checksum(self, rows: list[tuple[int, int, int, int]]) -> int:
-        """Compute the checksum from this side of the wire."""
+        """Compute the checksum from the executor's mirror."""
         checksum = 0
         for slot, start, count, _ in rows:
-            tenant = self.tenants[slot]
-            checksum = crc32(codec.pack_i64((slot, tenant.row.generation)), checksum)
+            slot_state = self.slot_states[slot]
+            checksum = crc32(codec.pack_i64((slot, slot_state.row.generation)), checksum)
             for index, group in enumerate(self.kv.groups):
                 used = group.used(start, start + count, self.capacity.block_size)
-                blocks = [tenant.blocks[index, position] for position in used]
+                blocks = [slot_state.blocks[index, position] for position in used]
                 checksum = crc32(codec.pack_i32(blocks), checksum)
         return checksum
 
     @staticmethod
     def _chain(tokens: list[int], num_tokens: int) -> list[bytes]:
-        """Return, per position, what identifies all tokens up to it."""
+        """Return, per position, a hash of all tokens up to it."""
         state = blake2b(digest_size=8)
         chain = []
         for token in tokens[:num_tokens]:
             state.update(token.to_bytes(4, "little"))
             chain.append(state.digest())
-        assert len(chain) == num_tokens, "a row computes tokens that do not exist"
+        assert len(chain) == num_tokens, "row computes tokens beyond its outputs"
         return chain
 
 
 @dataclass
 class Outcome:
-    """What the world heard of one request."""
+    """Results that the world received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason = FinishReason.NONE
@@ -263,7 +269,7 @@ class Outcome:
 
 
 class World:
-    """An engine, its executor, and what the detokenizers heard."""
+    """An engine, its executor, and the detokenizers' messages."""
 
     def __init__(
         self,
@@ -282,10 +288,10 @@ class World:
         self.disk: FakeDisk | None = options.pop("disk", None)  # type: ignore[assignment]
         self.peers: FakePeers | None = options.pop("peers", None)  # type: ignore[assignment]
         self.store: FakeStore | None = options.pop("store", None)  # type: ignore[assignment]
-        self.places = [place for place in (self.disk, self.peers, self.store) if place is not None]
+        self.tiers = [tier for tier in (self.disk, self.peers, self.store) if tier is not None]
         self.fault: Fault = options.pop("fault", no_fault)  # type: ignore[assignment]
         self.failure: ExecutorFails | None = None
-        """Of a step that failed and of which the core will hear when it has heard of all before."""
+        """A failed step; the core receives it after all earlier results."""
         self.num_losses = 0
         groups = options.pop("groups", [KvGroup("full", [0])])
         self.kv = KvSpec(groups, 1, 64, block_size)  # type: ignore[arg-type]
@@ -319,15 +325,15 @@ class World:
         self.failed: dict[int, str] = {}
         self.codes: dict[int, ErrorCode] = {}
         self.unknown: list[int] = []
-        """Choices of which frontends heard that nobody knows them."""
+        """Choices answered with Unknown."""
         self.sent: dict[int, Admit] = {}
-        """Every choice's newest attempt, as its frontend would send it again."""
+        """Newest attempt of every choice, as its frontend would resend it."""
         self._new_engine = new_engine
         if start:
             self.new_executor()
 
     def new_executor(self, num_blocks: int | None = None, block_size: int | None = None) -> None:
-        """Replace the executor: the new one is empty."""
+        """Replace the executor by an empty one."""
         self.epoch += 1
         self._begin_executor(
             Capacity(
@@ -348,14 +354,14 @@ class World:
     def _begin_executor(self, capacity: Capacity) -> None:
         self.failure = None
         kv = msgspec.structs.replace(self.kv, block_size=capacity.block_size)
-        pasts = [place.past for place in (self.disk, self.store) if place is not None]
+        pasts = [tier.past for tier in (self.disk, self.store) if tier is not None]
         self.executor = FakeExecutor(capacity, kv, self.fault, pasts)
         if self.disk is not None:
             self.disk.introduce(self.engine, capacity)
         self.apply(self.engine.capacity(capacity, self.tick()))
 
     def lose_executor(self) -> None:
-        """Tell the core of the step that failed."""
+        """Report the failed step to the core."""
         assert self.failure is not None
         self.num_losses += 1
         if self.failure.dies:
@@ -367,12 +373,12 @@ class World:
         )
 
     def tick(self) -> int:
-        """Return a time of its own for every event."""
+        """Return a distinct time for every event."""
         self.now += 1
         return self.now
 
     def admit(self, request_id: int, prompt: list[int], **options: object) -> None:
-        """Send a request; options not of `RequestSpec` are sampling parameters."""
+        """Send a request; options that are not of `RequestSpec` are sampling parameters."""
         fields = {name: options.pop(name) for name in tuple(options) if name in RequestSpec.__struct_fields__}
         params = SamplingParams(**({"seed": request_id, "max_tokens": 8} | options))
         if "output_ids" in fields:
@@ -393,7 +399,7 @@ class World:
         self.apply(self.engine.admit(message, self.now))
 
     def resend(self, request_id: int, num_seen: int, **changes: object) -> None:
-        """Be a frontend that lost what came after ``num_seen`` outputs, and who it came from: send the choice again."""
+        """Resend the choice with the outputs that the frontend has seen, ``num_seen`` of them."""
         outcome = self.outcomes.setdefault(request_id, Outcome())
         outcome.tokens = outcome.tokens[:num_seen]
         outcome.finish, outcome.num_endings = FinishReason.NONE, 0
@@ -404,7 +410,7 @@ class World:
         self.apply(self.engine.admit(changed(message), self.tick()))
 
     def new_core(self) -> None:
-        """Replace the core, which knows nothing; the executor begins anew with it."""
+        """Replace the core by an empty one; the executor restarts with it."""
         self.engine = self._new_engine()
         self.new_executor()
 
@@ -413,7 +419,7 @@ class World:
         self.apply(self.engine.cancel(request_ids, self.tick()))
 
     def plan(self) -> StepPlan | None:
-        """Plan one step, if possible, and have it executed."""
+        """Plan one step, if possible, and execute it."""
         self._order()
         plan = self.engine.plan(self.tick())
         if plan is not None:
@@ -427,8 +433,8 @@ class World:
         orders = self.engine.kv_orders(self.now)
         if orders is None or self.failure is not None:
             return
-        for place in self.places:
-            place.obey(orders, self.executor.capacity, self.executor.shadow, self.executor.host)
+        for tier in self.tiers:
+            tier.submit(orders, self.executor.capacity, self.executor.shadow, self.executor.host)
 
     def _execute(self, plan: StepPlan) -> None:
         try:
@@ -439,12 +445,12 @@ class World:
                 self.executor.results.clear()
 
     def commit(self) -> bool:
-        """Commit the oldest result, or hear why there is none; return whether there was anything."""
+        """Commit the oldest result or its failure; return whether there was one."""
         if not self.executor.results:
             if self.failure is not None:
                 self.lose_executor()
                 return True
-            return any(place.answer(self.engine) for place in self.places)
+            return any(tier.answer(self.engine) for tier in self.tiers)
         result = self.executor.results.popleft()
         flights = self.engine.state.in_flight if self.engine.state is not None else ()
         if flights and flights[0].step == result.step:
@@ -459,23 +465,23 @@ class World:
         self.commit()
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Step until nothing is alive."""
+        """Step until no request is active."""
         for _ in range(max_steps):
             if not self.engine.num_live:
                 break
             before = self._account()
             self.step()
-            assert before != self._account(), "stuck"
+            assert before != self._account(), "requests did not end"
         assert not self.engine.num_live
         while self.commit():
             pass
 
     def _account(self) -> tuple[int, ...]:
-        num_answers = sum(place.num_answers for place in self.places)
+        num_answers = sum(tier.num_answers for tier in self.tiers)
         return len(self.plans), len(self.executor.results), self.num_losses, num_answers
 
     def apply(self, effects: StepMessages) -> None:
-        """Be all detokenizers: keep what they are told, and insist on its order."""
+        """Act as all detokenizers: keep the messages and check their order."""
         self.failed |= {failed.request_id: failed.message for failed in effects.failed}
         self.codes |= {failed.request_id: failed.code for failed in effects.failed}
         self.unknown += effects.unknown
@@ -516,7 +522,7 @@ class World:
 
 
 def make_model(max_model_len: int, kv: KvSpec) -> ModelConfig:
-    """Return a model of which only the numbers exist."""
+    """Return a model configuration with numbers only."""
     return ModelConfig(
         path="",
         tokenizer_path="",

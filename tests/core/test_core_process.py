@@ -1,4 +1,4 @@
-"""The core as a process: its sockets, and what it does when a neighbour is replaced."""
+"""Core process: sockets, replaced peers, dropped messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from quintet.wire.step import Capacity, StepPlan
 from quintet.wire.supervision import Heartbeat, ProcessSlot, Ready, SlotState, Stop, Topology
 from tests.wire.respec import changed
 
-from ..small_frames import take_at_most
+from ..small_frames import limit_frames
 from .fake import VOCAB, FakeExecutor, expected, make_model
 
 KV = full_layers(1, 1, 2, 4, 4)
@@ -56,8 +56,8 @@ ME = WorkerId(Role.CORE, 0, 1)
 PROMPT = list(range(20, 30))
 
 
-class Neighbours:
-    """Every process the core talks to, in this one."""
+class PeerProcesses:
+    """Every peer process of the core, in this process."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -116,8 +116,8 @@ def config(tmp_path: Path) -> EngineConfig:
 
 
 @pytest.fixture
-def neighbours(config: EngineConfig) -> Iterator[Neighbours]:
-    world = Neighbours(config)
+def peer_processes(config: EngineConfig) -> Iterator[PeerProcesses]:
+    world = PeerProcesses(config)
 
     def run() -> None:
         with contextlib.suppress(Stopping):
@@ -140,22 +140,22 @@ EXECUTOR, DETOKENIZER, FRONTEND = (
 
 
 def serve(
-    neighbours: Neighbours, executor: WorkerId, device: FakeExecutor, detokenizer: WorkerId
+    peer_processes: PeerProcesses, executor: WorkerId, device: FakeExecutor, detokenizer: WorkerId
 ) -> list[Tokens]:
-    """Execute plans until some request has ended; return what the detokenizer heard."""
-    heard: list[Tokens] = []
+    """Execute plans until some request has ended; return the detokenizer's messages."""
+    received: list[Tokens] = []
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        for plan in neighbours.inboxes[executor].wait(0.01):
+        for plan in peer_processes.inboxes[executor].wait(0.01):
             assert isinstance(plan, StepPlan)
             device.execute(plan)
-            neighbours.send(device.results.popleft())
-        for message in neighbours.inboxes[detokenizer].wait(0.01):
+            peer_processes.send(device.results.popleft())
+        for message in peer_processes.inboxes[detokenizer].wait(0.01):
             assert isinstance(message, Tokens)
-            heard.append(message)
+            received.append(message)
             if any(message.finishes):
-                return heard
-    raise AssertionError(heard)
+                return received
+    raise AssertionError(received)
 
 
 def admit(request_id: int, prompt: list[int], max_tokens: int, stops: tuple[int, ...] = ()) -> Admit:
@@ -164,74 +164,74 @@ def admit(request_id: int, prompt: list[int], max_tokens: int, stops: tuple[int,
     return Admit(request_id, codec.pack_i32(prompt), RequestSpec(params, now, 0), now)
 
 
-def outputs(heard: list[Tokens]) -> list[int]:
-    return [token for message in heard for token in codec.unpack_i32(message.token_ids)]
+def outputs(received: list[Tokens]) -> list[int]:
+    return [token for message in received for token in codec.unpack_i32(message.token_ids)]
 
 
-def test_serves_a_request_over_sockets(neighbours: Neighbours) -> None:
+def test_serves_a_request_over_sockets(peer_processes: PeerProcesses) -> None:
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (FRONTEND, Failed)):
-        neighbours.bind(worker, accepts)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+        peer_processes.bind(worker, accepts)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     ids = RequestIds(0, 1)
-    neighbours.send(admit(ids.take(), PROMPT, 6))  # before the capacity is known
-    neighbours.send(admit(ids.take(), [], 6))
+    peer_processes.send(admit(ids.take(), PROMPT, 6))  # before the capacity is known
+    peer_processes.send(admit(ids.take(), [], 6))
     capacity = Capacity(1, 32, 4, 8, 128)
-    neighbours.send(capacity)
-    heard = serve(neighbours, EXECUTOR, FakeExecutor(capacity, KV), DETOKENIZER)
-    assert outputs(heard) == expected(PROMPT, 3, 6, stops=())
-    failed = neighbours.receive(FRONTEND)
+    peer_processes.send(capacity)
+    received = serve(peer_processes, EXECUTOR, FakeExecutor(capacity, KV), DETOKENIZER)
+    assert outputs(received) == expected(PROMPT, 3, 6, stops=())
+    failed = peer_processes.receive(FRONTEND)
     assert isinstance(failed, Failed) and "0 tokens" in failed.message
 
 
-def test_replaced_executor_and_detokenizer_lose_nothing(neighbours: Neighbours) -> None:
+def test_replaced_executor_and_detokenizer_lose_nothing(peer_processes: PeerProcesses) -> None:
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens)):
-        neighbours.bind(worker, accepts)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+        peer_processes.bind(worker, accepts)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     capacity = Capacity(1, 32, 4, 8, 128)
-    neighbours.send(capacity)
+    peer_processes.send(capacity)
     request = admit(RequestIds(0, 1).take(), PROMPT, 6)
-    neighbours.send(request)
+    peer_processes.send(request)
     device = FakeExecutor(capacity, KV)
-    plan = neighbours.receive_all(EXECUTOR)[0]
+    plan = peer_processes.receive_all(EXECUTOR)[0]
     assert isinstance(plan, StepPlan)
     device.execute(plan)
-    neighbours.send(device.results.popleft())
-    neighbours.receive(DETOKENIZER)  # one token, then both neighbours die
+    peer_processes.send(device.results.popleft())
+    peer_processes.receive(DETOKENIZER)  # one token, then executor and detokenizer are replaced
     new_executor, new_detokenizer = WorkerId(Role.EXECUTOR, 0, 2), WorkerId(Role.DETOKENIZER, 0, 2)
-    neighbours.bind(new_executor, StepPlan)
-    neighbours.bind(new_detokenizer, Tokens)
-    neighbours.publish(new_executor, new_detokenizer, FRONTEND)
+    peer_processes.bind(new_executor, StepPlan)
+    peer_processes.bind(new_detokenizer, Tokens)
+    peer_processes.publish(new_executor, new_detokenizer, FRONTEND)
     capacity = Capacity(2, 32, 4, 8, 128)
-    neighbours.send(capacity)
-    neighbours.send(changed(request, attempt=1, topology=2))  # the frontend saw nothing yet
-    heard = serve(neighbours, new_executor, FakeExecutor(capacity, KV), new_detokenizer)
+    peer_processes.send(capacity)
+    peer_processes.send(changed(request, attempt=1, topology=2))  # the frontend has seen no token
+    received = serve(peer_processes, new_executor, FakeExecutor(capacity, KV), new_detokenizer)
     wanted = expected(PROMPT, 3, 6, stops=())
-    assert list(codec.unpack_i32(heard[0].opens[0].output_ids)) == wanted[:1]
-    assert outputs(heard) == wanted[1:]
+    assert list(codec.unpack_i32(received[0].opens[0].output_ids)) == wanted[:1]
+    assert outputs(received) == wanted[1:]
 
 
-def test_requests_of_a_replaced_frontend_end(neighbours: Neighbours) -> None:
-    neighbours.bind(EXECUTOR, StepPlan)
-    neighbours.bind(DETOKENIZER, Tokens)
+def test_requests_of_a_replaced_frontend_end(peer_processes: PeerProcesses) -> None:
+    peer_processes.bind(EXECUTOR, StepPlan)
+    peer_processes.bind(DETOKENIZER, Tokens)
     other = WorkerId(Role.FRONTEND, 1, 1)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND, other)
-    neighbours.send(Capacity(1, 32, 4, 8, 128))
-    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
-    neighbours.send(admit(RequestIds(1, 1).take(), PROMPT, 6))
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND, other)
+    peer_processes.send(Capacity(1, 32, 4, 8, 128))
+    peer_processes.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    peer_processes.send(admit(RequestIds(1, 1).take(), PROMPT, 6))
     deadline = time.monotonic() + 10
-    neighbours.publish(EXECUTOR, DETOKENIZER, WorkerId(Role.FRONTEND, 0, 2), other)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, WorkerId(Role.FRONTEND, 0, 2), other)
     while time.monotonic() < deadline:
-        for message in neighbours.receive_all(SUPERVISOR):
+        for message in peer_processes.receive_all(SUPERVISOR):
             if isinstance(message, Heartbeat) and message.pending == 1:
                 return
     raise AssertionError("the request of the dead frontend is still alive")
 
 
-class Driven:
-    """A core without its own thread: the test says when it takes messages."""
+class SteppedCore:
+    """Core without its own thread: the test delivers messages."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.neighbours = Neighbours(config)
+        self.peer_processes = PeerProcesses(config)
         self.core = Core(Process(ME, config, Message))
 
     def deliver(self, count: int) -> None:
@@ -244,255 +244,257 @@ class Driven:
 
     def close(self) -> None:
         self.core.process.close()
-        self.neighbours.close()
+        self.peer_processes.close()
 
 
 @pytest.fixture
-def driven(config: EngineConfig) -> Iterator[Driven]:
-    with contextlib.closing(Driven(config)) as driven:
-        yield driven
+def stepped_core(config: EngineConfig) -> Iterator[SteppedCore]:
+    with contextlib.closing(SteppedCore(config)) as stepped_core:
+        yield stepped_core
 
 
 NEW_EXECUTOR, NEW_DETOKENIZER = WorkerId(Role.EXECUTOR, 0, 2), WorkerId(Role.DETOKENIZER, 0, 2)
 
 
-def test_an_attempt_sent_by_a_newer_topology_waits_for_it(driven: Driven) -> None:
-    """The frontend may hear of a new detokenizer before this process does."""
-    neighbours = driven.neighbours
+def test_attempt_of_newer_topology_waits_for_it(stepped_core: SteppedCore) -> None:
+    peer_processes = stepped_core.peer_processes
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (NEW_DETOKENIZER, Tokens)):
-        neighbours.bind(worker, accepts)
+        peer_processes.bind(worker, accepts)
     capacity = Capacity(1, 32, 4, 8, 128)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(capacity)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    peer_processes.send(capacity)
     request = admit(RequestIds(0, 1).take(), PROMPT, 6)
-    neighbours.send(request)
-    driven.deliver(3)
+    peer_processes.send(request)
+    stepped_core.deliver(3)
     device = FakeExecutor(capacity, KV)
     while len(device.results) < 2:
-        for plan in neighbours.receive_all(EXECUTOR):
+        for plan in peer_processes.receive_all(EXECUTOR):
             assert isinstance(plan, StepPlan)
             device.execute(plan)
-    neighbours.send(device.results.popleft())
-    neighbours.send(changed(request, attempt=1, topology=2))
-    driven.deliver(2)
-    neighbours.send(device.results.popleft())
-    neighbours.publish(EXECUTOR, NEW_DETOKENIZER, FRONTEND)
-    driven.deliver(2)
-    heard: list[object] = []
-    while len(heard) < 2:
-        heard += neighbours.receive_all(NEW_DETOKENIZER)
-    story, tokens = heard
-    assert isinstance(story, Tokens) and isinstance(tokens, Tokens)
-    (opened,) = story.opens
+    peer_processes.send(device.results.popleft())
+    peer_processes.send(changed(request, attempt=1, topology=2))
+    stepped_core.deliver(2)
+    peer_processes.send(device.results.popleft())
+    peer_processes.publish(EXECUTOR, NEW_DETOKENIZER, FRONTEND)
+    stepped_core.deliver(2)
+    received: list[object] = []
+    while len(received) < 2:
+        received += peer_processes.receive_all(NEW_DETOKENIZER)
+    replay, tokens = received
+    assert isinstance(replay, Tokens) and isinstance(tokens, Tokens)
+    (opened,) = replay.opens
     assert (len(codec.unpack_i32(opened.output_ids)), opened.num_seen, opened.attempt) == (1, 0, 1)
     assert list(codec.unpack_i32(tokens.first_indexes)) == [1]
 
 
-def test_a_question_for_tokens_that_an_executor_took_along_is_answered(driven: Driven) -> None:
-    neighbours, claim = driven.neighbours, ResumeToken(b"k" * 16, b"")
+def test_reclaim_of_tokens_lost_with_executor_is_answered(stepped_core: SteppedCore) -> None:
+    peer_processes, claim = stepped_core.peer_processes, ResumeToken(b"k" * 16, b"")
     for worker, accepts in ((EXECUTOR, StepPlan), (FRONTEND, Reclaimed)):
-        neighbours.bind(worker, accepts)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(Capacity(1, 32, 4, 8, 128))
+        peer_processes.bind(worker, accepts)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    peer_processes.send(Capacity(1, 32, 4, 8, 128))
     request_id = RequestIds(0, 1).take()
-    neighbours.send(changed(admit(request_id, PROMPT, 6), claim=claim))
-    driven.deliver(3)
-    neighbours.send(Reclaim(5, 0, request_id, claim.key))
-    driven.deliver(1)
-    neighbours.publish(NEW_EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(Capacity(2, 32, 4, 8, 128))
-    driven.deliver(2)
-    answer = neighbours.receive(FRONTEND)
+    peer_processes.send(changed(admit(request_id, PROMPT, 6), claim=claim))
+    stepped_core.deliver(3)
+    peer_processes.send(Reclaim(5, 0, request_id, claim.key))
+    stepped_core.deliver(1)
+    peer_processes.publish(NEW_EXECUTOR, DETOKENIZER, FRONTEND)
+    peer_processes.send(Capacity(2, 32, 4, 8, 128))
+    stepped_core.deliver(2)
+    answer = peer_processes.receive(FRONTEND)
     assert isinstance(answer, Reclaimed) and answer.query_id == 5 and answer.choices == [(0, b"")]
 
 
-def test_a_request_that_is_dropped_on_its_way_in_ends_with_an_error(driven: Driven) -> None:
-    neighbours, ids = driven.neighbours, RequestIds(0, 1)
+def test_invalid_admit_ends_with_error(stepped_core: SteppedCore) -> None:
+    peer_processes, ids = stepped_core.peer_processes, RequestIds(0, 1)
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (FRONTEND, Unknown | Failed)):
-        neighbours.bind(worker, accepts)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+        peer_processes.bind(worker, accepts)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     first, second = ids.take(), ids.take()
-    neighbours.send(admit(first, [VOCAB], 6))  # before the capacity is known
-    driven.deliver(2)
-    failed = neighbours.receive(FRONTEND)
+    peer_processes.send(admit(first, [VOCAB], 6))  # before the capacity is known
+    stepped_core.deliver(2)
+    failed = peer_processes.receive(FRONTEND)
     assert isinstance(failed, Failed) and (failed.request_id, failed.code) == (first, ErrorCode.INTERNAL)
-    neighbours.send(Capacity(1, 32, 4, 8, 128))
-    neighbours.send(admit(second, PROMPT, 6))
-    driven.deliver(2)
-    neighbours.send(changed(admit(second, [VOCAB], 6), attempt=1))
-    driven.deliver(1)
-    failed = neighbours.receive(FRONTEND)
+    peer_processes.send(Capacity(1, 32, 4, 8, 128))
+    peer_processes.send(admit(second, PROMPT, 6))
+    stepped_core.deliver(2)
+    peer_processes.send(changed(admit(second, [VOCAB], 6), attempt=1))
+    stepped_core.deliver(1)
+    failed = peer_processes.receive(FRONTEND)
     assert isinstance(failed, Failed) and failed.request_id == second
-    assert driven.core.engine.num_live == 0, "what it was before is not computed either"
+    assert stepped_core.core.engine.num_live == 0, "the earlier attempt is dropped too"
     third = ids.take()
-    neighbours.send(admit(third, PROMPT, 6))
-    neighbours.send(Cancel([third], 1 << 40))
-    driven.deliver(2)
-    assert driven.core.engine.num_live == 0
+    peer_processes.send(admit(third, PROMPT, 6))
+    peer_processes.send(Cancel([third], 1 << 40))
+    stepped_core.deliver(2)
+    assert stepped_core.core.engine.num_live == 0
 
 
-def test_a_result_that_is_dropped_ends_the_requests_of_its_step(driven: Driven) -> None:
-    neighbours, ids = driven.neighbours, RequestIds(0, 1)
+def test_invalid_result_ends_requests_of_its_step(stepped_core: SteppedCore) -> None:
+    peer_processes, ids = stepped_core.peer_processes, RequestIds(0, 1)
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (FRONTEND, Failed)):
-        neighbours.bind(worker, accepts)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+        peer_processes.bind(worker, accepts)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     capacity = Capacity(1, 32, 4, 8, 128)
-    neighbours.send(capacity)
+    peer_processes.send(capacity)
     lost = admit(ids.take(2), PROMPT, 6)
     lost.spec.params.n = 2
-    neighbours.send(lost)
-    driven.deliver(3)
+    peer_processes.send(lost)
+    stepped_core.deliver(3)
     device = FakeExecutor(capacity, KV)
     kept = admit(ids.take(), PROMPT[:3], 4)
-    neighbours.send(kept)
-    for plan in neighbours.receive_all(EXECUTOR):
+    peer_processes.send(kept)
+    for plan in peer_processes.receive_all(EXECUTOR):
         assert isinstance(plan, StepPlan)
         device.execute(plan)
-    neighbours.send(msgspec.structs.replace(device.results.popleft(), token_ids=codec.pack_i32([VOCAB])))
-    driven.deliver(2)
-    assert list(driven.core.engine.live_ids()) == [kept.request_id]
+    peer_processes.send(msgspec.structs.replace(device.results.popleft(), token_ids=codec.pack_i32([VOCAB])))
+    stepped_core.deliver(2)
+    assert list(stepped_core.core.engine.live_ids()) == [kept.request_id]
     failed: list[object] = []
     while len(failed) < 2:
-        failed += neighbours.receive_all(FRONTEND)
+        failed += peer_processes.receive_all(FRONTEND)
     assert [(f.request_id, f.code) for f in failed if isinstance(f, Failed)] == [
         (lost.request_id, ErrorCode.INTERNAL),
         (lost.request_id + 1, ErrorCode.INTERNAL),
     ]
-    while device.results or driven.core.engine.num_live:
+    while device.results or stepped_core.core.engine.num_live:
         if device.results:
-            neighbours.send(device.results.popleft())
-            driven.deliver(1)
-        for plan in neighbours.inboxes[EXECUTOR].wait(0.01):
+            peer_processes.send(device.results.popleft())
+            stepped_core.deliver(1)
+        for plan in peer_processes.inboxes[EXECUTOR].wait(0.01):
             assert isinstance(plan, StepPlan)
             device.execute(plan)
-    heard: list[Tokens] = []
-    while not any(any(message.finishes) for message in heard):
-        heard += [message for message in neighbours.receive_all(DETOKENIZER) if isinstance(message, Tokens)]
-    assert outputs(heard)[-4:] == expected(PROMPT[:3], 3, 4, stops=())
+    received: list[Tokens] = []
+    while not any(any(message.finishes) for message in received):
+        received += [
+            message for message in peer_processes.receive_all(DETOKENIZER) if isinstance(message, Tokens)
+        ]
+    assert outputs(received)[-4:] == expected(PROMPT[:3], 3, 4, stops=())
 
 
-def test_tokens_too_large_to_be_told_end_their_requests(
-    driven: Driven, monkeypatch: pytest.MonkeyPatch
+def test_oversized_tokens_message_ends_its_requests(
+    stepped_core: SteppedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_at_most(monkeypatch, Role.DETOKENIZER, 200)
-    neighbours, ids = driven.neighbours, RequestIds(0, 1)
+    limit_frames(monkeypatch, Role.DETOKENIZER, 200)
+    peer_processes, ids = stepped_core.peer_processes, RequestIds(0, 1)
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens), (FRONTEND, Failed)):
-        neighbours.bind(worker, accepts)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+        peer_processes.bind(worker, accepts)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     capacity = Capacity(1, 32, 4, 8, 128)
-    neighbours.send(capacity)
+    peer_processes.send(capacity)
     request = changed(admit(ids.take(), [5] * 90, 6), return_prompt_ids=True)
-    neighbours.send(request)
-    driven.deliver(3)
+    peer_processes.send(request)
+    stepped_core.deliver(3)
     device = FakeExecutor(capacity, KV)
     num_results = 0
-    while driven.core.engine.num_live:
-        for plan in neighbours.receive_all(EXECUTOR):
+    while stepped_core.core.engine.num_live:
+        for plan in peer_processes.receive_all(EXECUTOR):
             assert isinstance(plan, StepPlan)
             device.execute(plan)
         while device.results:
-            neighbours.send(device.results.popleft())
-            driven.deliver(1)
+            peer_processes.send(device.results.popleft())
+            stepped_core.deliver(1)
             num_results += 1
-    failed = neighbours.receive(FRONTEND)
+    failed = peer_processes.receive(FRONTEND)
     assert isinstance(failed, Failed)
     assert (failed.request_id, failed.code) == (request.request_id, ErrorCode.TOO_LARGE)
     assert num_results <= 4
 
 
-def test_a_capacity_that_cannot_be_ends_the_core(driven: Driven) -> None:
-    """It would wait for ever, and everybody for it."""
-    driven.neighbours.send(Capacity(1, 0, 4, 8, 128))
+def test_invalid_capacity_ends_core(stepped_core: SteppedCore) -> None:
+    stepped_core.peer_processes.send(Capacity(1, 0, 4, 8, 128))
     with pytest.raises(RuntimeError, match="Capacity message is invalid"):
-        driven.deliver(1)
+        stepped_core.deliver(1)
 
 
-def test_it_closes_even_where_its_last_account_fails(driven: Driven) -> None:
-    def account() -> tuple[int, int]:
+def test_core_closes_when_final_account_fails(stepped_core: SteppedCore) -> None:
+    def report_of() -> tuple[int, int]:
         raise RuntimeError("no account")
 
     closed: list[bool] = []
-    driven.neighbours.send(Stop())
+    stepped_core.peer_processes.send(Stop())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driven.core, "_account", account)
-        patch.setattr(driven.core.process, "close", lambda: closed.append(True))
+        patch.setattr(stepped_core.core, "_account", report_of)
+        patch.setattr(stepped_core.core.process, "close", lambda: closed.append(True))
         with pytest.raises(RuntimeError, match="no account"):
-            driven.core.run()
+            stepped_core.core.run()
     assert closed == [True]
 
 
-def test_the_cancel_of_an_unknown_request_is_answered(driven: Driven) -> None:
-    neighbours = driven.neighbours
-    neighbours.bind(FRONTEND, Unknown)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(Capacity(1, 32, 4, 8, 128))
+def test_cancel_of_unknown_request_is_answered(stepped_core: SteppedCore) -> None:
+    peer_processes = stepped_core.peer_processes
+    peer_processes.bind(FRONTEND, Unknown)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    peer_processes.send(Capacity(1, 32, 4, 8, 128))
     request_id = RequestIds(0, 1).take()
-    neighbours.send(Cancel([request_id], 0))
-    driven.deliver(3)
-    assert neighbours.receive(FRONTEND) == Unknown(codec.pack_i64([request_id]))
+    peer_processes.send(Cancel([request_id], 0))
+    stepped_core.deliver(3)
+    assert peer_processes.receive(FRONTEND) == Unknown(codec.pack_i64([request_id]))
 
 
-def handed(attempts: dict[int, int]) -> InFlightReport:
+def in_flight_report(attempts: dict[int, int]) -> InFlightReport:
     return InFlightReport(FRONTEND, 0, 0, codec.pack_i64(attempts), codec.pack_i32(attempts.values()))
 
 
-def test_a_request_that_never_arrived_is_found(driven: Driven) -> None:
-    """Its tokenizer says that it has left there; in the first account it may be an ending that is on its way."""
-    neighbours, ids = driven.neighbours, RequestIds(0, 1)
-    neighbours.bind(FRONTEND, Unknown)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    here, newer, lost, early = (ids.take() for _ in range(4))
-    named = {here: 0, newer: 1, lost: 0}
+def test_request_missing_from_core_is_reported(stepped_core: SteppedCore) -> None:
+    """The request left its tokenizer; only the second report in which it is missing counts."""
+    peer_processes, ids = stepped_core.peer_processes, RequestIds(0, 1)
+    peer_processes.bind(FRONTEND, Unknown)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    active, newer, lost, pending = (ids.take() for _ in range(4))
+    reported = {active: 0, newer: 1, lost: 0}
     for _ in range(2):
-        neighbours.send(handed(named))  # before the capacity is known, everything waits
-    neighbours.send(Capacity(1, 32, 4, 8, 128))
-    for request_id in (here, newer):
-        neighbours.send(admit(request_id, PROMPT, 6))
-    for account in (named, {here: 0}, named, named):
-        neighbours.send(handed(account))
-    driven.deliver(10)
-    answer = neighbours.receive(FRONTEND)
-    assert answer == Unknown(codec.pack_i64([newer, lost])), "of one, the newest attempt did not come"
-    neighbours.send(changed(admit(early, PROMPT, 6), topology=9))
+        peer_processes.send(
+            in_flight_report(reported)
+        )  # before the capacity is known, all messages are queued
+    peer_processes.send(Capacity(1, 32, 4, 8, 128))
+    for request_id in (active, newer):
+        peer_processes.send(admit(request_id, PROMPT, 6))
+    for report_of in (reported, {active: 0}, reported, reported):
+        peer_processes.send(in_flight_report(report_of))
+    stepped_core.deliver(10)
+    answer = peer_processes.receive(FRONTEND)
+    assert answer == Unknown(codec.pack_i64([newer, lost])), "newest attempt of one request is missing"
+    peer_processes.send(changed(admit(pending, PROMPT, 6), topology=9))
     for _ in range(2):
-        neighbours.send(handed({early: 0}))
-    neighbours.send(Cancel([ids.take()], 0))
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    driven.deliver(5)
-    assert neighbours.inboxes[FRONTEND].wait(0.05) == [], "what waits for a topology is not lost"
+        peer_processes.send(in_flight_report({pending: 0}))
+    peer_processes.send(Cancel([ids.take()], 0))
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    stepped_core.deliver(5)
+    assert peer_processes.inboxes[FRONTEND].wait(0.05) == [], "requests waiting for a topology are kept"
 
 
-def test_what_no_frontend_waits_for_is_given_up(driven: Driven) -> None:
-    neighbours, ids = driven.neighbours, RequestIds(0, 1)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(Capacity(1, 32, 4, 8, 128))
+def test_request_without_frontend_is_dropped(stepped_core: SteppedCore) -> None:
+    peer_processes, ids = stepped_core.peer_processes, RequestIds(0, 1)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    peer_processes.send(Capacity(1, 32, 4, 8, 128))
     kept, orphan = ids.take(), ids.take()
     for request_id in (kept, orphan):
-        neighbours.send(admit(request_id, PROMPT, 6))
-    neighbours.send(Live(FRONTEND, codec.pack_i64([kept])))
-    driven.deliver(5)
-    assert driven.core.engine.num_live == 2
-    neighbours.send(Live(FRONTEND, codec.pack_i64([kept])))
-    driven.deliver(1)
-    assert list(driven.core.engine.live_ids()) == [kept]
+        peer_processes.send(admit(request_id, PROMPT, 6))
+    peer_processes.send(Live(FRONTEND, codec.pack_i64([kept])))
+    stepped_core.deliver(5)
+    assert stepped_core.core.engine.num_live == 2
+    peer_processes.send(Live(FRONTEND, codec.pack_i64([kept])))
+    stepped_core.deliver(1)
+    assert list(stepped_core.core.engine.live_ids()) == [kept]
 
 
 @pytest.fixture
-def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pending_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "MAX_EARLY", 1)
 
 
-@pytest.mark.usefixtures("little_room")
+@pytest.mark.usefixtures("small_pending_queue")
 @pytest.mark.parametrize("kind", [Admit, Cancel])
-def test_what_is_too_much_to_wait_is_refused_not_dropped(driven: Driven, kind: type) -> None:
-    neighbours, ids = driven.neighbours, RequestIds(0, 1)
-    neighbours.bind(FRONTEND, Unknown | Failed)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(changed(admit(ids.take(), PROMPT, 6), topology=9))
+def test_full_pending_queue_rejects_message(stepped_core: SteppedCore, kind: type) -> None:
+    peer_processes, ids = stepped_core.peer_processes, RequestIds(0, 1)
+    peer_processes.bind(FRONTEND, Unknown | Failed)
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    peer_processes.send(changed(admit(ids.take(), PROMPT, 6), topology=9))
     second = ids.take()
-    neighbours.send(admit(second, PROMPT, 6) if kind is Admit else Cancel([second], 0))
-    driven.deliver(3)
-    answer = neighbours.receive(FRONTEND)
+    peer_processes.send(admit(second, PROMPT, 6) if kind is Admit else Cancel([second], 0))
+    stepped_core.deliver(3)
+    answer = peer_processes.receive(FRONTEND)
     if kind is Cancel:
         assert answer == Unknown(codec.pack_i64([second]))
     else:
@@ -500,69 +502,71 @@ def test_what_is_too_much_to_wait_is_refused_not_dropped(driven: Driven, kind: t
         assert (answer.request_id, answer.code) == (second, ErrorCode.OVERLOADED)
 
 
-def test_an_executor_gets_no_plan_before_its_capacity_is_known(driven: Driven) -> None:
-    neighbours, engine = driven.neighbours, driven.core.engine
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(Capacity(1, 32, 4, 8, 128))
-    driven.deliver(2)
-    neighbours.publish(NEW_EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
-    driven.deliver(2)
+def test_executor_receives_no_plan_before_its_capacity(stepped_core: SteppedCore) -> None:
+    peer_processes, engine = stepped_core.peer_processes, stepped_core.core.engine
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    peer_processes.send(Capacity(1, 32, 4, 8, 128))
+    stepped_core.deliver(2)
+    peer_processes.publish(NEW_EXECUTOR, DETOKENIZER, FRONTEND)
+    peer_processes.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    stepped_core.deliver(2)
     assert engine.state is not None and not engine.state.in_flight
-    assert driven.core.process.pending == 0  # the wait is not the core's
-    neighbours.send(Capacity(2, 32, 4, 8, 128))
-    driven.deliver(1)
-    assert len(engine.state.in_flight) == 2 and driven.core.process.pending == 1
+    assert stepped_core.core.process.pending == 0  # the core itself is not stalled
+    peer_processes.send(Capacity(2, 32, 4, 8, 128))
+    stepped_core.deliver(1)
+    assert len(engine.state.in_flight) == 2 and stepped_core.core.process.pending == 1
 
 
-def test_waiting_for_kv_of_another_server_is_no_stall(config: EngineConfig) -> None:
+def test_waiting_for_peer_kv_is_not_pending_work(config: EngineConfig) -> None:
     peers = KvPeersConfig(role="decode", allowed=["127.0.0.1"], staging_bytes=1 << 20)
     cache = CacheConfig(memory_bytes=0, peers=peers)
-    with contextlib.closing(Driven(msgspec.structs.replace(config, cache=cache))) as driven:
-        neighbours, core = driven.neighbours, driven.core
-        neighbours.bind(EXECUTOR, StepPlan | KvTierRequests)
-        neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-        neighbours.send(Capacity(1, 32, 4, 8, 128, num_peer_blocks=8))
+    with contextlib.closing(SteppedCore(msgspec.structs.replace(config, cache=cache))) as stepped_core:
+        peer_processes, core = stepped_core.peer_processes, stepped_core.core
+        peer_processes.bind(EXECUTOR, StepPlan | KvTierRequests)
+        peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+        peer_processes.send(Capacity(1, 32, 4, 8, 128, num_peer_blocks=8))
         handover = KvTransfer(peer="127.0.0.1:5600", num_blocks=2)
-        neighbours.send(changed(admit(RequestIds(0, 1).take(), PROMPT, 6), handover=handover))
-        driven.deliver(3)
-        orders = neighbours.receive(EXECUTOR)
+        peer_processes.send(changed(admit(RequestIds(0, 1).take(), PROMPT, 6), handover=handover))
+        stepped_core.deliver(3)
+        orders = peer_processes.receive(EXECUTOR)
         assert isinstance(orders, KvTierRequests)
         assert (core.engine.num_live, core.process.pending) == (1, 0)
-        neighbours.send(KvTierResults(1, 0, lacking=orders.pulls[0].host_blocks))
-        driven.deliver(1)
+        peer_processes.send(KvTierResults(1, 0, lacking=orders.pulls[0].host_blocks))
+        stepped_core.deliver(1)
         assert core.engine.state is not None and core.engine.state.in_flight
         assert core.process.pending == 1
 
 
 @pytest.mark.parametrize("num_outputs", [3, 6])
-def test_its_figures(driven: Driven, num_outputs: int) -> None:
-    """A step that was planned before an early end was known computes nothing that counts."""
+def test_iteration_metrics(stepped_core: SteppedCore, num_outputs: int) -> None:
+    """A step planned before an early stop was known is not counted."""
     outputs = expected(PROMPT, 3, 6, stops=())
     stops = () if num_outputs == 6 else (outputs[num_outputs - 1],)
     assert not stops or outputs.index(stops[0]) == num_outputs - 1
-    neighbours = driven.neighbours
+    peer_processes = stepped_core.peer_processes
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens)):
-        neighbours.bind(worker, accepts)
+        peer_processes.bind(worker, accepts)
     capacity = Capacity(1, 32, 4, 8, 128)
-    neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-    neighbours.send(capacity)
-    driven.deliver(2)
-    told: set[str] = set()
-    while "cache_config_info" not in told:  # what memory there is, is told at once
-        for beat in neighbours.receive_all(SUPERVISOR):
+    peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+    peer_processes.send(capacity)
+    stepped_core.deliver(2)
+    names: set[str] = set()
+    while "cache_config_info" not in names:  # cache_config_info is reported at once
+        for beat in peer_processes.receive_all(SUPERVISOR):
             if isinstance(beat, Heartbeat) and beat.metrics:
-                told = {series.name for series in decode_snapshot(beat.metrics).gauges}
-    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6, stops))
-    driven.deliver(1)
+                names = {series.name for series in decode_snapshot(beat.metrics).gauges}
+    peer_processes.send(admit(RequestIds(0, 1).take(), PROMPT, 6, stops))
+    stepped_core.deliver(1)
     device = FakeExecutor(capacity, KV)
-    while driven.core.engine.num_live or (driven.core.engine.state and driven.core.engine.state.in_flight):
-        for plan in neighbours.receive_all(EXECUTOR):
+    while stepped_core.core.engine.num_live or (
+        stepped_core.core.engine.state and stepped_core.core.engine.state.in_flight
+    ):
+        for plan in peer_processes.receive_all(EXECUTOR):
             assert isinstance(plan, StepPlan)
             device.execute(plan)
-            neighbours.send(device.results.popleft())
-            driven.deliver(1)
-    figures = decode_snapshot(driven.core.process.metrics.encoded())
-    (steps,) = [series for series in figures.histograms if series.name == "iteration_tokens_total"]
+            peer_processes.send(device.results.popleft())
+            stepped_core.deliver(1)
+    metrics = decode_snapshot(stepped_core.core.process.metrics.encoded())
+    (steps,) = [series for series in metrics.histograms if series.name == "iteration_tokens_total"]
     num_steps = num_outputs + bool(stops)
     assert (sum(steps.counts), steps.total) == (num_steps, len(PROMPT) + num_outputs)

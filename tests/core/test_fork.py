@@ -1,4 +1,4 @@
-"""Several choices of one prompt: shared blocks, copies on write, separate lives."""
+"""Several choices of one prompt: shared blocks, copy-on-write, separate sampling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_prompt_is_computed_once() -> None:
     assert [state.pool.refs[block] for block in parent.held[0].blocks] == [4, 4, 1]
 
 
-def test_nothing_is_copied_when_the_prompt_ends_a_block() -> None:
+def test_full_last_prompt_block_is_not_copied() -> None:
     world = World(max_steps_in_flight=1)
     world.admit(100, PROMPT[:9], n=3, ignore_eos=True)
     world.run()
@@ -71,7 +71,7 @@ def test_choices_survive_too_few_blocks() -> None:
 
 @pytest.mark.parametrize("steps_before", [0, 1, 4])
 @pytest.mark.parametrize("cancelled", [0, 1])
-def test_cancelling_one_choice_spares_the_others(steps_before: int, cancelled: int) -> None:
+def test_cancelling_one_choice_keeps_the_others(steps_before: int, cancelled: int) -> None:
     world = World()
     world.admit(100, PROMPT, n=3, ignore_eos=True)
     for _ in range(steps_before):

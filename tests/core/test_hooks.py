@@ -1,4 +1,4 @@
-"""The four hooks: when each is asked, and that absent ones change nothing."""
+"""The four scheduler hooks; absent hooks change no plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def play(world: World) -> list[bytes]:
     return world.plans
 
 
-def test_feature_that_abstains_leaves_plans_byte_identical() -> None:
+def test_abstaining_feature_leaves_plans_byte_identical() -> None:
     abstaining = Feature(
         "abstaining",
         can_schedule=lambda state, request: True,
@@ -77,7 +77,7 @@ def replace_config(config: SchedulerConfig) -> SchedulerConfig:
     )
 
 
-def test_gate_holds_one_back_and_lets_others_pass() -> None:
+def test_can_schedule_delays_one_request_only() -> None:
     world = World(max_steps_in_flight=1)
     opened: list[int] = []
     install(
@@ -93,7 +93,7 @@ def test_gate_holds_one_back_and_lets_others_pass() -> None:
     assert world.outcomes[1].tokens == expected(PROMPT, 1, 8)
 
 
-def test_clamp_cuts_a_prompt_into_pieces() -> None:
+def test_limit_tokens_splits_a_prompt() -> None:
     world = World(max_steps_in_flight=1)
     install(world, Feature("clamp", limit_tokens=lambda state, request, wanted, budget: min(wanted, 3)))
     world.admit(1, PROMPT, max_tokens=1)
@@ -101,7 +101,7 @@ def test_clamp_cuts_a_prompt_into_pieces() -> None:
     assert len(world.plans) == 4
 
 
-def test_audit_notices_a_leak() -> None:
+def test_audit_detects_a_leak() -> None:
     world = World()
     world.admit(1, PROMPT)
     world.step()

@@ -1,4 +1,4 @@
-"""What detokenizers are told: openings, rows, log-probabilities, and the story again for a new one."""
+"""Messages to detokenizers: openings, rows, log-probabilities, replay for a new detokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .fake import World, expected
 PROMPT = list(range(10, 31))
 
 
-def told(world: World, result: StepResult) -> list[tuple[int, Tokens]]:
+def messages_of(world: World, result: StepResult) -> list[tuple[int, Tokens]]:
     return world.engine.commit(result, world.tick()).tokens
 
 
@@ -23,18 +23,18 @@ def test_opening_carries_the_tail_of_the_prompt_or_all_of_it() -> None:
     world.admit(2, PROMPT, echo=Echo.PLAIN)
     world.admit(3, PROMPT, return_prompt_ids=True)
     world.plan()
-    [(_, tokens)] = told(world, world.executor.results.popleft())
+    [(_, tokens)] = messages_of(world, world.executor.results.popleft())
     prompts = [list(codec.unpack_i32(opened.prompt_ids)) for opened in tokens.opens]
     assert prompts == [PROMPT[-16:], PROMPT, PROMPT]
     assert all(opened.scheduled_ns >= opened.arrival_ns for opened in tokens.opens)
 
 
-def test_opening_tells_whether_prompt_logprobs_were_asked_for() -> None:
+def test_opening_says_if_prompt_logprobs_were_requested() -> None:
     world = World(max_steps_in_flight=1)
     world.admit(1, PROMPT)
     world.admit(2, PROMPT, prompt_logprobs=0)
     world.plan()
-    [(_, tokens)] = told(world, world.executor.results.popleft())
+    [(_, tokens)] = messages_of(world, world.executor.results.popleft())
     assert [opened.prompt_logprobs for opened in tokens.opens] == [False, True]
 
 
@@ -43,21 +43,21 @@ def test_one_message_per_detokenizer_and_step() -> None:
     for request_id in range(6):
         world.admit(request_id, PROMPT[request_id:], detokenizer=request_id % 2)
     world.plan()
-    messages = told(world, world.executor.results.popleft())
+    messages = messages_of(world, world.executor.results.popleft())
     rows = {index: list(codec.unpack_i64(tokens.request_ids)) for index, tokens in messages}
     assert len(messages) == 2 and rows == {0: [0, 2, 4], 1: [1, 3, 5]}
 
 
-def test_a_detokenizer_is_told_how_the_output_is_read() -> None:
+def test_opening_carries_output_parsing() -> None:
     world = World(max_steps_in_flight=1)
     reading = OutputParsing("qwen3", "hermes", b"[]")
     world.admit(0, PROMPT, reading=reading)
     world.plan()
-    ((_, tokens),) = told(world, world.executor.results.popleft())
+    ((_, tokens),) = messages_of(world, world.executor.results.popleft())
     assert [opened.reading for opened in tokens.opens] == [reading]
 
 
-def test_a_newer_attempt_at_a_live_request_only_tells_its_story_anew() -> None:
+def test_newer_attempt_of_live_request_replays_outputs() -> None:
     world = World(max_steps_in_flight=1)
     for request_id in range(2):
         world.admit(request_id, PROMPT[request_id:], ignore_eos=True)
@@ -70,14 +70,14 @@ def test_a_newer_attempt_at_a_live_request_only_tells_its_story_anew() -> None:
     (opened,) = opening.opens
     assert (new, opened.request_id, opened.num_seen, opened.attempt) == (1, 0, 1, 1)
     assert list(codec.unpack_i32(opened.output_ids)) == before and len(before) == 3
-    assert world.engine.admit(message, world.tick()).tokens == []  # the same attempt twice is one
+    assert world.engine.admit(message, world.tick()).tokens == []  # a repeated attempt counts once
     world.run()
     assert world.engine.state is not None
-    assert world.engine.state.counters.generation_tokens == 16  # none was computed twice
+    assert world.engine.state.counters.generation_tokens == 16  # nothing is computed twice
 
 
-def test_a_newer_attempt_of_which_nothing_was_told_is_told_from_its_beginning() -> None:
-    """Also the outputs that it came with, where nobody has them as text."""
+def test_newer_attempt_without_messages_replays_from_start() -> None:
+    """Includes the outputs of the resumed request that no detokenizer has."""
     world = World(max_steps_in_flight=1)
     world.admit(0, PROMPT, output_ids=[5, 6], replays=True, ignore_eos=True)
     world.step()
@@ -87,7 +87,7 @@ def test_a_newer_attempt_of_which_nothing_was_told_is_told_from_its_beginning() 
     assert list(codec.unpack_i32(opened.output_ids))[:2] == [5, 6] and opened.num_seen == 0
 
 
-def test_log_probabilities_that_were_lost_are_computed_again() -> None:
+def test_lost_logprobs_are_recomputed() -> None:
     world = World(max_steps_in_flight=1)
     world.admit(0, PROMPT, ignore_eos=True, logprobs=2)
     for _ in range(3):
@@ -122,7 +122,7 @@ def test_logprobs_name_rows_of_the_message() -> None:
     result = world.executor.results.popleft()
     result.logprobs = [logprobs_of(row, 50 + row) for row in range(4)]
     world.engine.stop_hit([0], [0], world.tick())
-    messages = dict(told(world, result))
+    messages = dict(messages_of(world, result))
     rows = {
         index: [(entry.row, codec.unpack_i32(entry.token_ids)[0]) for entry in tokens.logprobs]
         for index, tokens in messages.items()
@@ -138,7 +138,7 @@ def prompt_logprobs_of(row: int, first: int, last: int) -> PromptLogprobs:
     )
 
 
-def test_prompt_logprobs_come_in_pieces_and_only_once() -> None:
+def test_prompt_logprobs_are_chunked_and_sent_once() -> None:
     world = World(max_steps_in_flight=1, max_num_batched_tokens=8)
     world.admit(1, PROMPT, prompt_logprobs=1)
     seen: list[int] = []
@@ -148,7 +148,7 @@ def test_prompt_logprobs_come_in_pieces_and_only_once() -> None:
         world.plan()
         result = world.executor.results.popleft()
         result.prompt_logprobs = [prompt_logprobs_of(0, first, last)]
-        for _, tokens in told(world, result):
+        for _, tokens in messages_of(world, result):
             first_rows.append(tokens.num_tokens)
             for entry in tokens.prompt_logprobs:
                 ranks = list(codec.unpack_i32(entry.ranks))
@@ -158,7 +158,7 @@ def test_prompt_logprobs_come_in_pieces_and_only_once() -> None:
                 seen.extend(ranks)
 
     step(1, 9)
-    world.new_executor()  # the first piece is computed again, and another piece of it
+    world.new_executor()  # the first chunk is computed again, with the next one
     world.engine.state.limits = replace_budget(world)  # type: ignore[union-attr]
     step(1, 13)
     step(13, 21)

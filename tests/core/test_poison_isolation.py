@@ -1,4 +1,4 @@
-"""Requests that make the executor fail: found, ended alone, refused; everybody else is served as if alone."""
+"""Poison isolation: requests that fail the executor are found and rejected; others are unaffected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompt_of(request_id: int) -> list[int]:
 
 
 def fails_at(output: int, dies: bool, *guilty: int) -> Fault:
-    """Return a fault that strikes whenever the token after so many outputs of one of the guilty is computed."""
+    """Return a fault that fails when a guilty request computes the token after ``output`` outputs."""
 
     def fault(rows: list[tuple[NewRow, int, int]]) -> None:
         for row, start, count in rows:
@@ -43,7 +43,7 @@ def fails_at(output: int, dies: bool, *guilty: int) -> Fault:
 
 
 def crowd(fault: Fault = no_fault, size: int = NUM_SUSPECTS, **options: object) -> World:
-    """Make a world in which all of a crowd are computed in every step."""
+    """Make a world in which every step computes all requests of a crowd."""
     settings: dict[str, object] = {"num_blocks": 16 * size, "slots": size, "max_num_batched_tokens": 8 * size}
     world = World(fault=fault, **(settings | options))  # type: ignore[arg-type]
     for request_id in range(1, size + 1):
@@ -52,7 +52,7 @@ def crowd(fault: Fault = no_fault, size: int = NUM_SUSPECTS, **options: object) 
 
 
 def assert_alone(world: World, request_ids: list[int]) -> None:
-    """Check that these ended as they do alone."""
+    """Check that these requests ended with the outputs that they have alone."""
     for request_id in request_ids:
         outcome = world.outcomes[request_id]
         assert outcome.tokens == expected(prompt_of(request_id), request_id, MAX_TOKENS, stops=()), request_id
@@ -68,7 +68,7 @@ def test_random_trace_with_poison(seed: int, depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("guilty", [1, 21, 32, 33, 64])
-def test_the_culprit_is_found_by_halving(guilty: int, dies: bool, depth: int) -> None:
+def test_poison_is_found_by_bisection(guilty: int, dies: bool, depth: int) -> None:
     world = crowd(fails_at(3, dies, guilty), max_steps_in_flight=depth)
     world.run()
     assert list(world.failed) == [guilty] and world.codes[guilty] is ErrorCode.UNPROCESSABLE
@@ -78,7 +78,7 @@ def test_the_culprit_is_found_by_halving(guilty: int, dies: bool, depth: int) ->
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_several_culprits_are_found(dies: bool) -> None:
+def test_several_poison_requests_are_found(dies: bool) -> None:
     guilty = [3, 4, 40, 64]
     world = crowd(fails_at(3, dies, *guilty))
     world.run()
@@ -87,19 +87,19 @@ def test_several_culprits_are_found(dies: bool) -> None:
     assert world.num_losses <= len(guilty) * (log2(NUM_SUSPECTS) + (DEATHS_ALONE if dies else 1))
 
 
-def test_the_error_says_what_was_raised() -> None:
+def test_error_contains_the_exception() -> None:
     world = crowd(fails_at(0, False, 2), size=3)
     world.run()
     assert "ValueError: poison" in world.failed[2] and f"{REJECTION_TTL_S} s" in world.failed[2]
 
 
-def test_a_culprit_that_ran_alone_needs_no_trial() -> None:
+def test_poison_that_ran_alone_needs_no_trial() -> None:
     world = crowd(fails_at(3, False, 1), size=1)
     world.run()
     assert world.num_losses == 1 and list(world.failed) == [1]
 
 
-def test_an_executor_that_is_killed_once_costs_no_more_than_computing_all_again() -> None:
+def test_one_kill_costs_one_recomputation() -> None:
     world = crowd()
     for _ in range(4):
         world.step()
@@ -109,20 +109,20 @@ def test_an_executor_that_is_killed_once_costs_no_more_than_computing_all_again(
     assert not world.failed
     assert_alone(world, list(range(1, NUM_SUSPECTS + 1)))
     computed = tokens_computed(world, computed_before)
-    # All that was known (prompt and outputs) once, then each remaining output; the second half's two steps more are
-    # the first half's last full block, which is computed again behind the cached ones.
+    # All known tokens (prompt and outputs) once, then each remaining output. The second half takes two steps more;
+    # the first half recomputes its last full block after the cached ones.
     known = 4 + 4
     most = NUM_SUSPECTS * (known + (MAX_TOKENS - 4) + world.block_size)
     assert computed <= most
 
 
 def tokens_computed(world: World, first_plan: int) -> int:
-    """Return how many tokens the plans from this one on compute."""
+    """Return how many tokens the plans from ``first_plan`` on compute."""
     plans = [msgspec.msgpack.decode(plan) for plan in world.plans[first_plan:]]
     return sum(sum(codec.unpack_i32(plan[9])) for plan in plans)
 
 
-def test_killing_an_executor_again_and_again_convicts_nobody_who_gets_on() -> None:
+def test_repeated_kills_reject_no_progressing_request() -> None:
     world = crowd(size=1)
     for _ in range(4):
         for _ in range(DEATHS_ALONE - 1):
@@ -135,14 +135,14 @@ def test_killing_an_executor_again_and_again_convicts_nobody_who_gets_on() -> No
     assert_alone(world, [1])
 
 
-def test_a_killed_executor_without_steps_in_flight_accuses_nobody() -> None:
+def test_kill_without_steps_in_flight_suspects_no_request() -> None:
     world = crowd(size=4, max_steps_in_flight=1)
     world.step()
     world.new_executor()
     assert world.engine.suspects.trial is None
 
 
-def test_a_trial_admits_nobody_and_ends() -> None:
+def test_trial_admits_no_request_and_ends() -> None:
     world = crowd(size=4)
     world.step()
     world.new_executor()
@@ -154,8 +154,8 @@ def test_a_trial_admits_nobody_and_ends() -> None:
     assert_alone(world, [1, 2, 3, 4, 9])
 
 
-def test_nobody_is_blamed_for_the_steps_of_those_tried_before() -> None:
-    """The second half begins when nothing of the first is in flight: a death then is among the second alone."""
+def test_steps_of_earlier_trial_are_not_attributed_to_next() -> None:
+    """The second half starts once nothing of the first is in flight; a death is then attributed to the second."""
     world = crowd(size=4, max_steps_in_flight=3)
     world.step()
     world.new_executor()
@@ -173,7 +173,7 @@ def stop_hit(world: World, *request_ids: int) -> None:
 
 
 @pytest.mark.parametrize("leave", [World.cancel, stop_hit])
-def test_suspects_may_leave_during_their_trial(leave: Callable[..., None]) -> None:
+def test_suspects_may_end_during_their_trial(leave: Callable[..., None]) -> None:
     world = crowd(fails_at(3, True, 2), size=8)
     while world.engine.suspects.trial is None:
         world.step()
@@ -184,8 +184,8 @@ def test_suspects_may_leave_during_their_trial(leave: Callable[..., None]) -> No
     world.assert_idle()
 
 
-def test_who_stays_is_not_convicted_for_who_left() -> None:
-    """Two are in the step that raises; the guilty one is cancelled before the core hears of it."""
+def test_innocent_request_is_not_rejected_after_guilty_one_ends() -> None:
+    """Two requests are in the failing step; the guilty one is cancelled before the core receives the failure."""
     world = crowd(fails_at(3, False, 1), size=2, max_steps_in_flight=1)
     while world.failure is None:
         world.step()
@@ -196,7 +196,7 @@ def test_who_stays_is_not_convicted_for_who_left() -> None:
     assert_alone(world, [2])
 
 
-def test_a_conviction_ends_every_choice_of_the_request() -> None:
+def test_rejection_ends_every_choice() -> None:
     world = World(fault=fails_at(2, False, 3), slots=16)
     world.admit(1, prompt_of(1), n=4, max_tokens=3 * MAX_TOKENS, ignore_eos=True)
     world.admit(10, prompt_of(10), max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -206,8 +206,8 @@ def test_a_conviction_ends_every_choice_of_the_request() -> None:
     world.assert_idle()
 
 
-def test_choices_are_tried_without_their_elder() -> None:
-    """Choices wait for the first one to compute the prompt; on trial without it, they compute it themselves."""
+def test_choices_are_tried_without_first_choice() -> None:
+    """Choices wait for the first one's prefill; on trial without it, each computes the prompt itself."""
     world = World(slots=16, num_blocks=128)
     world.admit(1, prompt_of(1), n=4, max_tokens=MAX_TOKENS, ignore_eos=True)
     while not world.engine.state or len(world.engine.state.running) < 4:
@@ -221,7 +221,7 @@ def test_choices_are_tried_without_their_elder() -> None:
         assert world.outcomes[1 + choice].tokens == wanted
 
 
-def test_requests_for_the_same_end_together() -> None:
+def test_identical_requests_end_together() -> None:
     same = [5, 6, 7, 8, 9, 10]
 
     def fault(rows: list[tuple[NewRow, int, int]]) -> None:
@@ -238,7 +238,7 @@ def test_requests_for_the_same_end_together() -> None:
     assert world.num_losses <= ceil(log2(10)) + 1
 
 
-def test_what_was_convicted_is_refused_for_a_while() -> None:
+def test_rejected_poison_is_refused_until_expiry() -> None:
     world = crowd(fails_at(0, False, 1), size=1)
     world.run()
     num_plans = len(world.plans)
@@ -255,7 +255,7 @@ def test_what_was_convicted_is_refused_for_a_while() -> None:
     assert len(world.outcomes[5].tokens) == MAX_TOKENS + 1 and len(world.outcomes[7].tokens) == MAX_TOKENS
 
 
-def test_refusals_are_bounded() -> None:
+def test_number_of_remembered_rejections_is_bounded() -> None:
     refusals = Rejections()
     for number in range(MAX_REJECTIONS + 5):
         refusals.add(number.to_bytes(8, "little"), "it broke", 0)
@@ -264,8 +264,8 @@ def test_refusals_are_bounded() -> None:
     assert refusals.answer_to(admit, 0) is None
 
 
-def test_a_newer_attempt_at_a_convicted_request_is_refused() -> None:
-    """Its frontend lost a detokenizer, and sent it again before it heard of the conviction."""
+def test_newer_attempt_of_rejected_request_is_refused() -> None:
+    """The frontend replaced a detokenizer and resent the request before it received the rejection."""
     world = crowd(fails_at(3, False, 1), size=2)
     world.run()
     num_plans = len(world.plans)
@@ -273,7 +273,7 @@ def test_a_newer_attempt_at_a_convicted_request_is_refused() -> None:
     assert not world.engine.num_live and len(world.plans) == num_plans
 
 
-def test_a_suspect_under_a_newer_attempt_is_tried_still() -> None:
+def test_newer_attempt_of_suspect_stays_on_trial() -> None:
     world = crowd(fails_at(6, False, 1), size=4)
     while world.engine.suspects.trial is None:
         world.step()
@@ -283,7 +283,7 @@ def test_a_suspect_under_a_newer_attempt_is_tried_still() -> None:
     assert_alone(world, [2, 3, 4])
 
 
-def test_news_of_tables_that_were_emptied_since_changes_nothing() -> None:
+def test_failure_of_a_replaced_executor_changes_nothing() -> None:
     world = crowd(fails_at(0, False, 1), size=4)
     old = world.executor.capacity
     while world.engine.suspects.trial is None:
@@ -296,16 +296,16 @@ def test_news_of_tables_that_were_emptied_since_changes_nothing() -> None:
 
 
 def build(setup: Setup) -> Feature:
-    """Be a feature that lets a request in only beside its predecessor."""
+    """Build a feature that schedules request 3 only together with request 4."""
     return Feature("pairs", can_schedule=gate)
 
 
 def gate(state: SchedulerState, request: Request) -> bool:
-    """Hold back request 3 while request 4 does not run: no trial of 3 alone can ever begin."""
+    """Hold back request 3 while request 4 does not run: a trial of request 3 alone cannot start."""
     return request.request_id != 3 or any(other.request_id == 4 for other in state.running)
 
 
-def test_a_trial_that_cannot_begin_is_called_off() -> None:
+def test_trial_that_cannot_start_is_cancelled() -> None:
     world = World(features=FEATURES | {"pairs": __name__})
     for request_id in (3, 4):
         world.admit(request_id, prompt_of(request_id), max_tokens=MAX_TOKENS, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""A batch that shall end soonest: the longest outputs begin first, and prompts wait for steps that there are anyway."""
+"""Batch scheduling: longest outputs start first; prefill fills steps that are needed anyway."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = [3 + i * i % 190 for i in range(1500)]
 def batch(
     shapes: list[tuple[int, int]], policy: str = "longest", slots: int = 64, **options: object
 ) -> World:
-    """Make a world in which requests of these ``(prompt, outputs)`` have arrived, numbered from 1."""
+    """Make a world with requests of these ``(prompt, outputs)`` lengths, numbered from 1."""
     settings: dict[str, object] = {"max_num_batched_tokens": 4096, "max_model_len": 2048, "num_blocks": 2000}
     world = World(block_size=16, slots=slots, policy=policy, max_steps_in_flight=1, **(settings | options))
     for request_id, (num_prompt, max_tokens) in enumerate(shapes, 1):
@@ -41,30 +41,30 @@ def num_steps(shapes: list[tuple[int, int]], policy: str) -> int:
     return len(world.plans)
 
 
-def test_most_outputs_go_first_then_first_come() -> None:
+def test_longest_outputs_first_then_arrival_order() -> None:
     world = batch([(3, 5), (3, 9), (3, 5), (3, 30)], slots=1)
     state = world.engine.state
     assert state is not None
     assert [request.request_id for request in state.waiting] == [4, 2, 1, 3]
 
 
-def test_what_has_slack_comes_in_pieces() -> None:
+def test_prompt_with_slack_is_chunked() -> None:
     world = batch([(10, 101), (1000, 21)])
     assert next_counts(world) == [10, MIN_TOKENS - 10]  # 1,010 tokens in 80 steps would be fewer
     assert next_counts(world) == [1, MIN_TOKENS]
 
 
-def test_a_step_computes_what_keeps_every_prompt_within_its_slack() -> None:
+def test_step_keeps_every_prompt_within_its_slack() -> None:
     world = batch([(10, 101), (1000, 91), (1000, 1)])
     assert next_counts(world) == [10, 82]  # the first two's 1,010 tokens in 11 steps: more than 2,010 in 101
     assert next_counts(world) == [1, 92]  # 918 in 10
     for _ in range(9):
         counts = next_counts(world)
-    assert counts == [1, 91]  # and so the second one draws for the first time when it must
+    assert counts == [1, 91]  # the second request samples its first token at its latest step
     assert next_counts(world) == [1, 1, MIN_TOKENS]
 
 
-def test_without_slack_prompts_come_as_fast_as_first_come_first_served() -> None:
+def test_without_slack_prefill_is_as_fast_as_fcfs() -> None:
     shapes = [(50 * i, 20) for i in range(1, 12)]
     worlds = [batch(shapes, policy) for policy in ("longest", "fcfs")]
     for world in worlds:
@@ -78,7 +78,7 @@ def test_a_batch_takes_few_steps_more_than_its_longest_request() -> None:
     assert longest <= num_steps(shapes, "longest") <= longest + 4
 
 
-def test_one_that_stops_early_hurries_the_others() -> None:
+def test_early_stop_advances_other_prompts() -> None:
     world = batch([(10, 1001), (1000, 21), (1000, 21)])
     next_counts(world)
     assert next_counts(world) == [1, MIN_TOKENS]
@@ -91,7 +91,7 @@ def test_whole_prompts_are_not_cut() -> None:
     assert next_counts(world) == [10, 1000]
 
 
-def test_those_that_memory_may_not_hold_come_behind_all_others() -> None:
+def test_requests_beyond_memory_are_ordered_last() -> None:
     world = batch([(60, 20), (60, 80), (60, 40)], num_blocks=10, slots=1)  # 160 tokens: 80, 140 and 100
     state = world.engine.state
     assert state is not None
@@ -102,6 +102,6 @@ def test_those_that_memory_may_not_hold_come_behind_all_others() -> None:
     assert [request.request_id for request in state.waiting] == [5, 4]
 
 
-def test_prompts_do_not_wait_when_memory_may_not_hold_all() -> None:
+def test_prompts_are_not_delayed_when_memory_is_short() -> None:
     world = batch([(10, 101), (200, 21)], num_blocks=20)
     assert next_counts(world) == [10, 200]

@@ -1,4 +1,4 @@
-"""What two processes do not agree on is found in the second account, not in the first, and given up."""
+"""Reconciliation: a difference between two processes counts from the second report on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .fake import World
 PROMPT = list(range(10, 21))
 
 
-def test_a_difference_counts_when_it_lasts() -> None:
+def test_difference_counts_in_second_report() -> None:
     auditors = Reconcilers()
     first = auditors.compare((0, 1), [1, 2, 3], [2, 3, 4])
     assert (first.orphans, first.unknown) == ([], [])
@@ -19,7 +19,7 @@ def test_a_difference_counts_when_it_lasts() -> None:
     assert (third.orphans, third.unknown) == ([6], [])
 
 
-def test_a_successor_begins_with_a_clean_sheet() -> None:
+def test_replaced_process_starts_without_differences() -> None:
     auditors = Reconcilers()
     auditors.compare((0, 1), [1], [])
     assert auditors.compare((0, 2), [1], []).unknown == []
@@ -27,7 +27,7 @@ def test_a_successor_begins_with_a_clean_sheet() -> None:
     assert auditors.compare((0, 2), [1], []).unknown == [1]
 
 
-def test_what_nobody_waits_for_is_freed() -> None:
+def test_request_without_frontend_is_freed() -> None:
     world = World()
     world.admit(1, PROMPT, ignore_eos=True)
     world.admit(2, PROMPT, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Outputs that repeat a pattern, found as they come and as they are read again."""
+"""Repetition detection, incremental and on resumed outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .fake import World
 
 
 def repeats(outputs: list[int], params: RepetitionDetectionParams) -> bool:
-    """Say the same by looking at the outputs as a whole."""
+    """Reference: search the whole output."""
     for size in range(max(1, params.min_pattern_size), params.max_pattern_size + 1):
         pattern = outputs[len(outputs) - size :]
         if (
@@ -27,7 +27,7 @@ def repeats(outputs: list[int], params: RepetitionDetectionParams) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pattern_is_found_when_it_came_often_enough(seed: int) -> None:
+def test_pattern_is_found_after_min_count(seed: int) -> None:
     draw = random.Random(seed)
     num_found = 0
     for _ in range(300):
@@ -42,13 +42,13 @@ def test_a_pattern_is_found_when_it_came_often_enough(seed: int) -> None:
             found = watch.has_repeated(prompt + outputs, len(prompt))
             assert found == repeats(outputs, params)
             assert Repetition(params).has_repeated(prompt + outputs, len(prompt)) == found, (
-                "another one, all at once"
+                "a second detector over the whole output"
             )
             num_found += found
     assert num_found > 100
 
 
-def test_a_request_ends_with_it() -> None:
+def test_repetition_ends_request() -> None:
     watched = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
     world = World(slots=2, num_blocks=400, max_steps_in_flight=2)
     for request_id, detection in ((1, None), (2, watched)):
@@ -62,7 +62,7 @@ def test_a_request_ends_with_it() -> None:
     assert ended.tokens == plain.tokens[: twice + 1]
 
 
-def test_what_cannot_be_looked_for_is_refused() -> None:
+def test_invalid_detection_is_rejected() -> None:
     for given in (
         {"max_pattern_size": 129, "min_count": 2},
         {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2},

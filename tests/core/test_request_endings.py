@@ -1,4 +1,4 @@
-"""How requests end: each once, for the right reason, with everything given back."""
+"""Endings of requests: one per request, with the right reason and all resources freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = list(range(10, 21))
 
 
 def seed_with(token: int, index: int) -> int:
-    """Return a seed whose first ``token`` among the outputs for `PROMPT` is at ``index``."""
+    """Return a seed that samples ``token`` for `PROMPT` first at ``index``."""
     for seed in range(1, 100_000):
         outputs = expected(PROMPT, seed, index + 1, stops=())
         if outputs.count(token) == 1 and outputs[-1] == token:
@@ -73,7 +73,7 @@ def test_end_of_sequence() -> None:
     assert (outcome.finish, outcome.stop_id) == (FinishReason.STOP, None)
 
 
-def test_stop_token_names_itself() -> None:
+def test_stop_token_is_reported() -> None:
     world = World()
     world.admit(1, PROMPT, seed=seed_with(77, 3), max_tokens=10, ignore_eos=True, stop_token_ids=[77, EOS])
     world.run()
@@ -81,7 +81,7 @@ def test_stop_token_names_itself() -> None:
     assert (outcome.finish, outcome.stop_id, len(outcome.tokens)) == (FinishReason.STOP, 77, 4)
 
 
-def test_min_tokens_outlives_an_early_end_of_sequence() -> None:
+def test_min_tokens_continues_after_early_eos() -> None:
     world = World()
     world.admit(1, PROMPT, seed=seed_with(EOS, 3), max_tokens=6, min_tokens=4)
     world.run()
@@ -115,7 +115,7 @@ def test_cancel_running_waiting_and_unknown() -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_every_cancel_is_answered_once(keep: bool) -> None:
-    """Of a request that has ended, the ending is the answer; it may be on its way still."""
+    """A finished request is answered by its ending, which may be in flight."""
     world = World(start=False)
     world.apply(world.engine.cancel([7], world.tick(), keep=keep))
     assert world.unknown == []
@@ -138,7 +138,7 @@ def test_stop_hit_ends_silently() -> None:
     world.assert_idle()
 
 
-def test_an_id_that_lives_is_not_admitted_again() -> None:
+def test_live_id_is_not_admitted_again() -> None:
     world = World()
     world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
     world.step()
@@ -148,13 +148,13 @@ def test_an_id_that_lives_is_not_admitted_again() -> None:
     assert world.engine.state.counters.generation_tokens == 5
 
 
-def test_an_id_that_has_ended_is_not_admitted_again() -> None:
-    """A tokenizer's successor gets what it may have lost; the first copy may be over before anybody hears of it."""
+def test_ended_id_is_not_admitted_again() -> None:
+    """A new tokenizer resends requests; the first copy may have ended before."""
     world = World()
     world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
     world.admit(4, PROMPT, n=2, max_tokens=5, ignore_eos=True)
     world.run()
-    world.admit(6, PROMPT, output_ids=[5] * 8)  # over before it began
+    world.admit(6, PROMPT, output_ids=[5] * 8)  # ended before
     world.new_executor()
     for request_id, choices in ((1, 1), (4, 2), (6, 1)):
         outputs = [5] * 8 if request_id == 6 else []
@@ -163,7 +163,7 @@ def test_an_id_that_has_ended_is_not_admitted_again() -> None:
     assert all(world.outcomes[request_id].num_endings == 1 for request_id in (1, 4, 5, 6))
 
 
-def test_endings_remembered_are_bounded() -> None:
+def test_number_of_remembered_endings_is_bounded() -> None:
     world = World(slots=1)
     world.admit(1, PROMPT, max_tokens=1)
     world.run()
@@ -183,7 +183,7 @@ def test_endings_remembered_are_bounded() -> None:
     assert world.engine.num_live == 1
 
 
-def test_resumed_outputs_are_not_computed_again() -> None:
+def test_resumed_outputs_are_not_recomputed() -> None:
     world = World()
     whole = expected(PROMPT, 1, 8, stops=())
     world.admit(1, PROMPT, output_ids=whole[:5], ignore_eos=True)
@@ -195,14 +195,14 @@ def test_resumed_outputs_are_not_computed_again() -> None:
 @pytest.mark.parametrize(
     ("outputs", "finish"), [([5, EOS], FinishReason.STOP), ([5] * 8, FinishReason.LENGTH)]
 )
-def test_resumed_request_that_was_over_ends_at_once(outputs: list[int], finish: FinishReason) -> None:
+def test_finished_resumed_request_ends_at_once(outputs: list[int], finish: FinishReason) -> None:
     world = World()
     world.admit(1, PROMPT, output_ids=outputs)
     assert world.outcomes[1].finish is finish
     world.assert_idle()
 
 
-def test_frontend_that_is_gone_takes_its_requests_along() -> None:
+def test_requests_of_lost_frontend_end() -> None:
     world = World()
     old, new, other = RequestIds(1, 8191).take(), RequestIds(1, 8192).take(), RequestIds(2, 1).take()
     for request_id in (old, new, other):
@@ -214,13 +214,13 @@ def test_frontend_that_is_gone_takes_its_requests_along() -> None:
     assert world.engine.state is not None and list(world.engine.state.live) == [new, other]
     world.engine.abandon(2, 1, world.tick(), down=True)
     assert list(world.engine.state.live) == [new]
-    world.admit(other, PROMPT)  # was still on its way
+    world.admit(other, PROMPT)  # was in flight
     assert list(world.engine.state.live) == [new]
     world.run()
     world.assert_idle()
 
 
-def test_new_executor_loses_no_token_and_repeats_none() -> None:
+def test_new_executor_neither_loses_nor_repeats_tokens() -> None:
     world = World(max_steps_in_flight=3)
     for request_id in range(1, 6):
         world.admit(request_id, PROMPT, ignore_eos=True)
@@ -233,7 +233,7 @@ def test_new_executor_loses_no_token_and_repeats_none() -> None:
     world.assert_idle()
 
 
-def test_capacity_of_the_known_executor_changes_nothing() -> None:
+def test_repeated_capacity_changes_nothing() -> None:
     world = World(max_steps_in_flight=1)
     world.admit(1, PROMPT, ignore_eos=True)
     world.step()
@@ -256,7 +256,7 @@ def test_new_executor_with_other_blocks_finds_no_wrong_prefix() -> None:
     assert world.outcomes[4].num_cached == 10
 
 
-def test_result_of_a_forgotten_plan_changes_nothing() -> None:
+def test_result_of_a_discarded_plan_is_ignored() -> None:
     world = World(max_steps_in_flight=2)
     world.admit(1, PROMPT, ignore_eos=True)
     world.plan()
@@ -267,7 +267,7 @@ def test_result_of_a_forgotten_plan_changes_nothing() -> None:
     assert world.outcomes[1].tokens == expected(PROMPT, 1, 8, stops=())
 
 
-def test_smaller_executor_ends_what_it_cannot_hold() -> None:
+def test_smaller_executor_ends_requests_beyond_its_memory() -> None:
     world = World()
     world.admit(1, PROMPT, ignore_eos=True)
     world.admit(2, PROMPT[:5], ignore_eos=True)
@@ -300,7 +300,9 @@ def test_requests_before_the_capacity_wait_and_can_be_cancelled() -> None:
         (PROMPT, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}, "--max-num-batched-tokens"),
     ],
 )
-def test_refusals_say_what_to_do(prompt: list[int], options: dict[str, object], words: str) -> None:
+def test_rejections_say_how_to_fix_the_request(
+    prompt: list[int], options: dict[str, object], words: str
+) -> None:
     world = World(**options)  # type: ignore[arg-type]
     world.admit(1, prompt)
     assert words in world.failed[1] and world.engine.num_live == 0
@@ -308,8 +310,8 @@ def test_refusals_say_what_to_do(prompt: list[int], options: dict[str, object], 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("at", [0, 3])
-def test_what_the_executor_cannot_go_on_with_ends_alone(depth: int, at: int) -> None:
-    """It says so with the token that it drew last; whoever is beside it, and choices of the same prompt, go on."""
+def test_row_failed_by_executor_ends_alone(depth: int, at: int) -> None:
+    """The executor reports it with the last sampled token; other requests and choices continue."""
     world = World(max_steps_in_flight=depth)
     world.admit(5, PROMPT, max_tokens=8, ignore_eos=True, n=2, seed=3)
     world.admit(9, PROMPT[:4], max_tokens=8, ignore_eos=True)

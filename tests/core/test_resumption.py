@@ -1,4 +1,4 @@
-"""Requests kept for clients that were cut off: what is kept, for whom, for how long, and that nothing is drawn twice."""
+"""Resumable requests: retention, keys, expiry, and no token sampled twice."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ S = 10**9
 
 
 def reclaim(world: World, request_id: int, key: bytes = KEY, rename_to: int = 0) -> Reclaimed:
-    """Ask until the last tokens are drawn."""
+    """Reclaim until the last tokens are sampled."""
     while True:
-        question = Reclaim(1, 0, request_id, key, rename_to=rename_to)
-        answer, effects = world.engine.reclaim(question, world.tick())
+        query = Reclaim(1, 0, request_id, key, rename_to=rename_to)
+        answer, effects = world.engine.reclaim(query, world.tick())
         world.apply(effects)
         if answer is not None:
             return answer
         assert world.commit()
 
 
-def adopt(world: World, request_id: int, former: int, seen: list[int], **options: object) -> None:
-    """Be a frontend that goes on with a request under an id of its own."""
+def continue_as(world: World, request_id: int, former: int, seen: list[int], **options: object) -> None:
+    """Continue a request under a new id, as a frontend does."""
     assert reclaim(world, former, rename_to=request_id).admit is not None
     world.admit(
         request_id, PROMPT, output_ids=seen, adopts=True, claim=CLAIM, ignore_eos=True, seed=1, **options
@@ -39,7 +39,7 @@ def adopt(world: World, request_id: int, former: int, seen: list[int], **options
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 20])
-def test_nothing_is_drawn_twice_for_a_client_that_comes_back(depth: int, num_steps: int) -> None:
+def test_resumed_stream_samples_no_token_twice(depth: int, num_steps: int) -> None:
     world = World(max_steps_in_flight=depth)
     world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
     for _ in range(num_steps):
@@ -57,7 +57,7 @@ def test_nothing_is_drawn_twice_for_a_client_that_comes_back(depth: int, num_ste
     known = list(codec.unpack_i32(outputs))
     assert choice == 0 and known == expected(PROMPT, 1, 8, stops=())[: len(known)]
     seen = known[: len(known) // 2]
-    adopt(world, 50, 1, seen)
+    continue_as(world, 50, 1, seen)
     world.run()
     assert world.outcomes[50].tokens == expected(PROMPT, 1, 8, stops=())
     assert world.outcomes[50].num_endings == 1
@@ -65,7 +65,7 @@ def test_nothing_is_drawn_twice_for_a_client_that_comes_back(depth: int, num_ste
     assert world.engine.state.counters.generation_tokens == 8
 
 
-def test_a_client_that_comes_back_while_it_still_runs_takes_it_over() -> None:
+def test_client_resumes_a_running_request() -> None:
     world = World(max_steps_in_flight=2)
     world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
     for _ in range(3):
@@ -73,28 +73,28 @@ def test_a_client_that_comes_back_while_it_still_runs_takes_it_over() -> None:
     answer = reclaim(world, 1)
     assert answer.admit is not None and world.engine.num_live == 0
     assert world.outcomes[1].num_endings == 1
-    adopt(world, 50, 1, [])
+    continue_as(world, 50, 1, [])
     world.run()
     assert world.outcomes[50].tokens == expected(PROMPT, 1, 8, stops=())
     assert world.engine.state is not None
     assert world.engine.state.counters.generation_tokens == 8
 
 
-def test_a_former_id_leads_to_the_newest_one() -> None:
+def test_former_id_resolves_to_newest_id() -> None:
     world = World()
     world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
     world.step()
     assert reclaim(world, 1).choices
-    adopt(world, 50, 1, [])
+    continue_as(world, 50, 1, [])
     world.step()
-    assert reclaim(world, 1).choices  # from 50, which lives
-    adopt(world, 90, 1, [])
+    assert reclaim(world, 1).choices  # from 50, which is live
+    continue_as(world, 90, 1, [])
     world.run()
     [(_, outputs)] = reclaim(world, 1).choices  # from 90, which has ended
     assert list(codec.unpack_i32(outputs)) == expected(PROMPT, 1, 8, stops=())
 
 
-def test_only_who_knows_the_key_goes_on() -> None:
+def test_resumption_needs_the_key() -> None:
     world = World()
     world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
     world.step()
@@ -106,7 +106,7 @@ def test_only_who_knows_the_key_goes_on() -> None:
     assert reclaim(world, 1).admit is not None
 
 
-def test_the_requests_of_a_lost_frontend_are_kept_if_they_can_be_claimed() -> None:
+def test_resumable_requests_of_lost_frontend_are_retained() -> None:
     world = World()
     ids = RequestIds(3, 1)
     kept, lost = ids.take(2), ids.take()
@@ -124,8 +124,8 @@ def test_the_requests_of_a_lost_frontend_are_kept_if_they_can_be_claimed() -> No
 
 @pytest.mark.parametrize("how", ["cut off", "frontend lost"])
 @pytest.mark.parametrize("loss", ["executor", "blocks"])
-def test_who_waits_for_its_last_tokens_leaves_when_they_are_lost(how: str, loss: str) -> None:
-    """Nobody is there for whom they would be computed again."""
+def test_pending_reclaim_ends_when_its_tokens_are_lost(how: str, loss: str) -> None:
+    """A reclaim waits for the last tokens; a loss of the executor ends it without recomputation."""
     world = World(max_steps_in_flight=2)
     request_id = RequestIds(3, 1).take()
     world.admit(request_id, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
@@ -138,7 +138,7 @@ def test_who_waits_for_its_last_tokens_leaves_when_they_are_lost(how: str, loss:
     else:
         world.engine.abandon(3, 1, world.tick(), down=True)
     state = world.engine.state
-    assert state is not None and world.engine.num_live == 1, "it waits for what is in flight"
+    assert state is not None and world.engine.num_live == 1, "reclaim waits for the step in flight"
     if loss == "executor":
         world.new_executor()
     else:
@@ -152,12 +152,12 @@ def test_who_waits_for_its_last_tokens_leaves_when_they_are_lost(how: str, loss:
     world.assert_idle()
     [(_, outputs)] = reclaim(world, request_id).choices
     assert list(codec.unpack_i32(outputs)) == expected(PROMPT, 1, 2, stops=())
-    adopt(world, 50, request_id, [])
+    continue_as(world, 50, request_id, [])
     world.run()
     assert world.outcomes[50].tokens == expected(PROMPT, 1, 8, stops=())
 
 
-def test_what_nobody_claims_is_dropped_after_the_time_of_grace() -> None:
+def test_unclaimed_request_is_dropped_after_grace_period() -> None:
     world = World(resume_grace_s=5.0)
     world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
     world.run()
@@ -168,12 +168,14 @@ def test_what_nobody_claims_is_dropped_after_the_time_of_grace() -> None:
     assert len(world.engine.retained) == 0
 
 
-def test_an_engine_is_needed_while_a_client_that_was_cut_off_may_come_back() -> None:
+def test_engine_is_needed_while_requests_are_retained() -> None:
     world = World(resume_grace_s=5.0)
     world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
     assert world.engine.is_needed
     world.run()
-    assert len(world.engine.retained) == 1 and not world.engine.is_needed, "its client was told the end"
+    assert len(world.engine.retained) == 1 and not world.engine.is_needed, (
+        "its client has received the ending"
+    )
     world.admit(2, PROMPT, ignore_eos=True, claim=CLAIM)
     world.step()
     world.apply(world.engine.cancel([2], world.tick(), keep=True))
@@ -183,7 +185,7 @@ def test_an_engine_is_needed_while_a_client_that_was_cut_off_may_come_back() -> 
     assert not world.engine.is_needed
 
 
-def test_a_request_that_its_client_cancelled_is_not_kept() -> None:
+def test_cancelled_request_is_not_retained() -> None:
     world = World()
     world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
     world.step()
@@ -193,18 +195,18 @@ def test_a_request_that_its_client_cancelled_is_not_kept() -> None:
     assert reclaim(world, 1).admit is None
 
 
-def test_log_probabilities_are_computed_again_from_where_the_client_is() -> None:
+def test_logprobs_are_recomputed_from_the_resume_position() -> None:
     world = World()
     world.admit(1, PROMPT, seed=1, ignore_eos=True, logprobs=1, claim=CLAIM)
     world.run()
     [(_, outputs)] = reclaim(world, 1).choices
-    adopt(world, 50, 1, list(codec.unpack_i32(outputs))[:6], logprobs=1)
+    continue_as(world, 50, 1, list(codec.unpack_i32(outputs))[:6], logprobs=1)
     assert world.engine.num_live == 1
     world.run()
     assert world.outcomes[50].tokens == expected(PROMPT, 1, 8, stops=())
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_retention_is_bounded() -> None:
     world = World()
     world.engine.retained = RetainedRequests(10 * S, max_bytes=5000)
     for request_id in range(1, 9):
@@ -214,7 +216,7 @@ def test_what_is_kept_is_bounded() -> None:
     assert 1 <= len(known) < 8 and len(known) == len(world.engine.retained)
 
 
-def test_all_that_came_with_a_kept_request_counts() -> None:
+def test_all_data_of_a_retained_request_counts() -> None:
     shapes = {"answer": ResumeToken(KEY, b"a" * 10_000), "stop strings": CLAIM, "salt": CLAIM}
     options = {"answer": {}, "stop strings": {"stop": ["s" * 4000] * 3}, "salt": {"cache_salt": "s" * 10_000}}
     for what, claim in shapes.items():
@@ -225,14 +227,14 @@ def test_all_that_came_with_a_kept_request_counts() -> None:
         assert reclaim(world, 1).admit is None, what
 
 
-def test_a_choice_that_ended_before_stays_with_the_others() -> None:
+def test_ended_choice_is_retained_with_the_others() -> None:
     world = World()
     world.admit(1, PROMPT, n=2, seed=1, temperature=1.0, ignore_eos=True, claim=CLAIM)
     world.run()
     for first in (50, 90):
         answer = reclaim(world, 1, rename_to=first)
         assert [(choice, len(outputs) // 4) for choice, outputs in answer.choices] == [(0, 8), (1, 8)]
-        world.admit(  # the second has been told to its end, the first has not
+        world.admit(  # the second choice was sent to its end, the first was not
             first, PROMPT, output_ids=[], adopts=True, claim=CLAIM, ignore_eos=True, seed=1, temperature=1.0
         )
     assert world.engine.state is not None
@@ -240,7 +242,7 @@ def test_a_choice_that_ended_before_stays_with_the_others() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
-def test_what_goes_on_at_another_engine_is_forgotten_without_a_word(num_steps: int) -> None:
+def test_request_continued_by_another_engine_is_dropped_silently(num_steps: int) -> None:
     world = World()
     world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
     world.admit(2, PROMPT, seed=1, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Who is computed when: budget, order, preemption, overlap."""
+"""Scheduling: token budget, order, preemption, overlapped steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PROMPT = list(range(10, 21))
 
 
 def rows(world: World, plan: StepPlan | None) -> dict[int, int]:
-    """Return request id -> tokens computed, for the rows of a plan that was just made."""
+    """Return request id -> number of tokens computed, for the rows of a plan."""
     assert plan is not None
-    ids = {slot: tenant.row.request_id for slot, tenant in world.executor.tenants.items()}
+    ids = {slot: slot_state.row.request_id for slot, slot_state in world.executor.slot_states.items()}
     return {
         ids[slot]: count
         for slot, count in zip(codec.unpack_i32(plan.slots), codec.unpack_i32(plan.counts), strict=True)
@@ -58,36 +58,34 @@ def test_budget_is_shared_and_decoding_comes_first() -> None:
     assert rows(world, world.plan()) == {1: 1, 2: 1, 3: 14}
 
 
-def test_steps_of_several_stages_take_turns() -> None:
-    """Of five requests that decode a step has at most three, and none that the step before has drawn for."""
+def test_pipelined_steps_alternate_requests() -> None:
+    """Of five decoding requests a step has at most three, and none of the previous step."""
     world = World(max_steps_in_flight=3, stages=2)
     for request_id in range(1, 6):
         world.admit(request_id, distinct(4, 10 * request_id), ignore_eos=True)
     assert set(rows(world, world.plan())) == {1, 2, 3, 4, 5}
-    assert world.plan() is None, "all are being drawn for"
+    assert world.plan() is None, "every request has a sample in flight"
     world.commit()
-    turns = [set(rows(world, world.plan())) for _ in range(3)]
-    assert turns == [{1, 2, 3}, {4, 5}, {1, 2, 3}]
+    schedule = [set(rows(world, world.plan())) for _ in range(3)]
+    assert schedule == [{1, 2, 3}, {4, 5}, {1, 2, 3}]
 
 
 @pytest.mark.parametrize(("stages", "num_requests", "sizes"), [(3, 4, [2, 1, 1]), (4, 5, [2, 1, 1, 1])])
-def test_no_stage_is_without_a_turn_while_there_are_requests(
-    stages: int, num_requests: int, sizes: list[int]
-) -> None:
+def test_no_stage_idles_while_requests_are_active(stages: int, num_requests: int, sizes: list[int]) -> None:
     world = World(max_steps_in_flight=stages + 1, stages=stages)
     for request_id in range(1, num_requests + 1):
         world.admit(request_id, distinct(4, 10 * request_id), ignore_eos=True)
     world.plan()
     world.commit()
-    turns = [set(rows(world, world.plan())) for _ in range(stages)]
-    assert [len(turn) for turn in turns] == sizes
-    assert set.union(*turns) == set(range(1, num_requests + 1))
-    for turn in turns * 2:
+    schedule = [set(rows(world, world.plan())) for _ in range(stages)]
+    assert [len(scheduled) for scheduled in schedule] == sizes
+    assert set.union(*schedule) == set(range(1, num_requests + 1))
+    for scheduled in schedule * 2:
         world.commit()
-        assert set(rows(world, world.plan())) == turn, "and so on"
+        assert set(rows(world, world.plan())) == scheduled, "the cycle repeats"
 
 
-def test_long_prompts_share_only_while_others_live() -> None:
+def test_long_prompts_share_budget_only_with_other_requests() -> None:
     world = World(long_prefill_token_threshold=10, max_steps_in_flight=1)
     world.admit(1, distinct(40))
     assert rows(world, world.plan()) == {1: 40}
@@ -96,7 +94,7 @@ def test_long_prompts_share_only_while_others_live() -> None:
     assert rows(world, world.plan())[2] == 10
 
 
-def test_without_chunks_a_prompt_is_whole_or_waits() -> None:
+def test_unchunked_prompt_is_whole_or_waits() -> None:
     world = World(enable_chunked_prefill=False, max_num_batched_tokens=16, max_steps_in_flight=1)
     world.admit(1, distinct(12), ignore_eos=True)
     world.admit(2, distinct(12, 50), ignore_eos=True)
@@ -106,7 +104,7 @@ def test_without_chunks_a_prompt_is_whole_or_waits() -> None:
     assert rows(world, world.plan()) == {1: 1, 2: 12, 3: 2}
 
 
-def test_without_chunks_a_preempted_request_may_outgrow_the_budget() -> None:
+def test_unchunked_preempted_request_may_exceed_budget() -> None:
     world = World(enable_chunked_prefill=False, max_num_batched_tokens=16, max_steps_in_flight=2)
     for request_id in (1, 2, 3):
         world.admit(request_id, distinct(14, 20 * request_id), max_tokens=30, ignore_eos=True)
@@ -119,7 +117,7 @@ def test_without_chunks_a_preempted_request_may_outgrow_the_budget() -> None:
         assert world.outcomes[request_id].tokens == expected(prompt, request_id, 30, stops=())
 
 
-def test_first_come_first_served_whatever_the_priority() -> None:
+def test_fcfs_ignores_priority() -> None:
     world = World(slots=1)
     for request_id, priority in ((1, 5), (2, 0), (3, -5)):
         world.admit(request_id, PROMPT, priority=priority)
@@ -139,7 +137,7 @@ def test_priority_order_of_entry() -> None:
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", 3), ("priority", 1)])
-def test_victim_is_the_last_by_rank(policy: str, victim: int) -> None:
+def test_preemption_victim_is_lowest_ranked(policy: str, victim: int) -> None:
     world = World(num_blocks=9, block_size=4, policy=policy, max_steps_in_flight=1, prefix_caching=False)
     for request_id, priority in ((1, 7), (2, 0), (3, 0)):
         world.admit(
@@ -157,23 +155,23 @@ def test_victim_is_the_last_by_rank(policy: str, victim: int) -> None:
     world.assert_idle()
 
 
-def test_nobody_enters_while_blocks_are_short() -> None:
+def test_no_admission_while_blocks_are_short() -> None:
     world = World(num_blocks=7, block_size=4, max_steps_in_flight=2, prefix_caching=False)
     world.admit(1, distinct(12), max_tokens=12, ignore_eos=True)
     world.admit(2, distinct(14, 50), max_tokens=12, ignore_eos=True)
     world.plan()
     world.admit(3, distinct(2, 90), max_tokens=2, ignore_eos=True)
-    plan = world.plan()  # 1 needs a block, there is none; 2 gives way, behind a fence
+    plan = world.plan()  # 1 needs a block, none is free; 2 is preempted, its blocks are fenced
     assert plan is None
     assert (running(world), waiting(world)) == ([1], [2, 3])
     world.commit()
     assert rows(world, world.plan()) == {1: 1}
-    assert waiting(world) == [2, 3]  # 3 would fit, but it is not its turn
+    assert waiting(world) == [2, 3]  # 3 would fit, but is not next in the queue
     world.run()
     world.assert_idle()
 
 
-def test_all_progress_with_blocks_for_barely_one() -> None:
+def test_all_requests_finish_with_blocks_for_one() -> None:
     world = World(num_blocks=6, block_size=4, max_steps_in_flight=2)
     for request_id in range(1, 8):
         world.admit(request_id, distinct(9, 10 * request_id), max_tokens=15, ignore_eos=True)
@@ -197,14 +195,14 @@ def test_slots_are_reused_with_new_generations() -> None:
     assert second.new_rows[0].generation > first.new_rows[0].generation
 
 
-def test_no_more_run_than_a_step_has_tokens_for() -> None:
+def test_running_requests_do_not_exceed_token_budget() -> None:
     world = World(max_num_batched_tokens=3, slots=8)
     state = world.engine.state
     assert state is not None
     stall = Feature(
         "stall", limit_tokens=lambda state, request, wanted, budget: request.status is Status.WAITING
     )
-    state.hooks = flatten([stall])  # one token on entering, then nothing: the budget stays free
+    state.hooks = flatten([stall])  # one token on admission, then none: the budget stays free
     for request_id in range(1, 8):
         world.admit(request_id, PROMPT)
     for _ in range(3):
@@ -212,12 +210,12 @@ def test_no_more_run_than_a_step_has_tokens_for() -> None:
     assert running(world) == [1, 2, 3]
 
 
-def test_everyone_short_of_a_block_is_promised_one_at_once() -> None:
+def test_all_requests_short_of_a_block_are_reserved_one() -> None:
     world = World(num_blocks=4, block_size=4, max_steps_in_flight=2, prefix_caching=False)
     for request_id in range(1, 5):
         world.admit(request_id, distinct(4, 10 * request_id), ignore_eos=True)
     world.plan()
-    assert world.plan() is None  # all four want a second block; two give way, their blocks behind a fence
+    assert world.plan() is None  # all four need a second block; two are preempted, their blocks are fenced
     assert (running(world), waiting(world)) == ([1, 2], [3, 4])
     world.commit()
     assert rows(world, world.plan()) == {1: 1, 2: 1}
@@ -225,11 +223,11 @@ def test_everyone_short_of_a_block_is_promised_one_at_once() -> None:
     world.assert_idle()
 
 
-def test_whoever_enters_beside_others_leaves_a_watermark() -> None:
+def test_admission_keeps_the_watermark_free() -> None:
     world = World(num_blocks=200, max_steps_in_flight=1, max_num_batched_tokens=1000, max_model_len=1000)
     world.admit(1, distinct(40), ignore_eos=True, max_tokens=20)  # 10 blocks, 11 from the second step on
     world.step()
-    world.admit(2, [7] * (4 * 188), ignore_eos=True, max_tokens=4)  # one block more than the watermark allows
+    world.admit(2, [7] * (4 * 188), ignore_eos=True, max_tokens=4)  # one block above the watermark
     world.step()
     assert waiting(world) == [2]
     world.cancel(2)
@@ -238,7 +236,7 @@ def test_whoever_enters_beside_others_leaves_a_watermark() -> None:
     assert running(world) == [1, 3]
 
 
-def test_without_chunks_a_request_in_pieces_goes_on_beside_others() -> None:
+def test_unchunked_partial_request_continues_with_others() -> None:
     world = World(enable_chunked_prefill=False, max_num_batched_tokens=16, max_steps_in_flight=1)
     world.admit(1, PROMPT)
     state = world.engine.state
@@ -274,5 +272,5 @@ def test_overlap_changes_no_token() -> None:
     assert all(outputs == synchronous for outputs in overlapped)
 
 
-def test_same_trace_same_plans() -> None:
+def test_same_trace_gives_same_plans() -> None:
     assert random_trace(3, 200, 2)[0].plans == random_trace(3, 200, 2)[0].plans

@@ -1,6 +1,6 @@
-"""What the defaults give on a pretend two-core machine: the real core against a formula for the time of a step.
+"""Default settings on a simulated two-core machine: the real core with a formula for step time.
 
-A regression here is a change of policy, not of speed: nothing is timed.
+Nothing is timed: a regression here is a change of policy, not of speed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def simulated(shapes: list[Shape], num_clients: int, machine: str, **options: ob
 
 @pytest.mark.parametrize("machine", ["2-core", "2-core-fast"])
 @pytest.mark.parametrize("num_clients", [8, 32])
-def test_a_target_evens_the_stream_and_costs_no_throughput(machine: str, num_clients: int) -> None:
+def test_latency_target_costs_no_throughput(machine: str, num_clients: int) -> None:
     shapes = [(256, 64)] * (3 * num_clients)
     free = simulated(shapes, num_clients, machine)
     paced = simulated(shapes, num_clients, machine, step_target_ms=250)
@@ -36,7 +36,7 @@ def test_a_target_evens_the_stream_and_costs_no_throughput(machine: str, num_cli
 
 
 @pytest.mark.parametrize("num_requests", [16, 64])
-def test_the_longest_first_end_a_batch_sooner(num_requests: int) -> None:
+def test_longest_first_ends_a_batch_sooner(num_requests: int) -> None:
     shapes = batch(num_requests)
     rates = [
         simulated(shapes, num_requests, "2-core-fast", policy=policy)[RATE] for policy in ("fcfs", "longest")
@@ -50,8 +50,8 @@ def test_a_batch_of_equal_lengths_is_planned_alike() -> None:
     assert rates[1] == rates[0]
 
 
-def test_the_latest_first_moves_the_wait_but_does_not_shorten_it() -> None:
-    """By Little's law: of so many clients at one rate, the mean of an answer's whole time is the same in every order."""
+def test_lifo_moves_the_wait_without_shortening_it() -> None:
+    """Little's law: with a fixed number of clients, the mean response time is the same in every order."""
     shapes = [(256, 64)] * (4 * 32)
     first, latest = (
         simulated(shapes, 32, "2-core-fp32", policy=policy, step_target_ms=250)
@@ -64,7 +64,7 @@ def test_the_latest_first_moves_the_wait_but_does_not_shorten_it() -> None:
     assert latest[BETWEEN_MAX] < 300
 
 
-def test_a_longer_step_brings_the_first_token_sooner_where_requests_wait() -> None:
+def test_longer_steps_lower_ttft_under_queueing() -> None:
     shapes = [(256, 64)] * (2 * 32)
     short, long = (simulated(shapes, 32, "2-core-fp32", step_target_ms=target) for target in (250, 350))
     assert long[FIRST_P50] < 0.7 * short[FIRST_P50]

@@ -1,4 +1,4 @@
-"""The core's account of itself."""
+"""Metrics of the core."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_preemptions_are_counted() -> None:
     assert world.engine.state is not None and world.engine.state.counters.preemptions > 0
 
 
-def test_last_words_name_steps_and_requests() -> None:
+def test_crash_report_names_steps_and_requests() -> None:
     world = World(start=False)
     assert "no capacity" in world.engine.describe()
     world.new_executor()
@@ -48,7 +48,7 @@ def test_last_words_name_steps_and_requests() -> None:
     assert "[1]" in world.engine.describe() and "41" in world.engine.describe()
 
 
-def test_what_is_counted_of_requests_that_ended() -> None:
+def test_metrics_of_ended_requests() -> None:
     world = World(slots=3, num_blocks=12, max_steps_in_flight=1)
     world.admit(1, PROMPT, n=2, max_tokens=20, ignore_eos=True)
     world.step()
@@ -69,7 +69,7 @@ def test_what_is_counted_of_requests_that_ended() -> None:
         assert sum(series[f"request_{name}"].counts) == 2, name
     longest = series["request_max_num_generation_tokens"]
     assert (sum(longest.counts), longest.total) == (1, 20)
-    assert series["request_prefill_kv_computed_tokens"].total == len(PROMPT) + 1  # the second forks
+    assert series["request_prefill_kv_computed_tokens"].total == len(PROMPT) + 1  # the second request forks
     world.admit(3, PROMPT)
     world.run()
     core_metrics.note_state(state)
@@ -77,7 +77,7 @@ def test_what_is_counted_of_requests_that_ended() -> None:
     assert values["prompt_tokens_cached"] == values["prefix_cache_hits"] > 0
 
 
-def test_the_cache_is_told_in_labels() -> None:
+def test_cache_config_is_exported_as_labels() -> None:
     world = World()
     metrics = Metrics()
     core_metrics = CoreMetrics(metrics)
@@ -85,6 +85,6 @@ def test_the_cache_is_told_in_labels() -> None:
         world.new_executor(num_blocks)
         assert world.engine.state is not None
         core_metrics.note_limits(world.engine.state.limits)
-    told = [g for g in decode_snapshot(metrics.encoded()).gauges if g.name == "cache_config_info"]
+    infos = [g for g in decode_snapshot(metrics.encoded()).gauges if g.name == "cache_config_info"]
     labels = {"block_size": "4", "num_gpu_blocks": "32", "enable_prefix_caching": "True"}
-    assert [(dict(g.labels), g.value) for g in told] == [(labels, 1)]
+    assert [(dict(g.labels), g.value) for g in infos] == [(labels, 1)]

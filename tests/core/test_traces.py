@@ -1,4 +1,4 @@
-"""Random traces, audited after every change: tokens never depend on what else happened."""
+"""Random traces, audited after every change: tokens are independent of other requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_random_trace_with_host_memory(seed: int, num_host_blocks: int) -> None:
     assert_served(*random_trace(seed, 250, 1 + seed % 3, poisonous, num_host_blocks))
 
 
-def test_such_traces_swap() -> None:
+def test_random_traces_swap() -> None:
     worlds = [random_trace(seed, 250, depth=2, num_host_blocks=20)[0] for seed in range(6)]
     swapped = [world.engine.state.counters.swap_in_blocks for world in worlds if world.engine.state]
     assert sum(1 for blocks in swapped if blocks) > 2, swapped

@@ -1,4 +1,4 @@
-"""Random traces: everything that can happen to a core, in any order, and what must hold afterwards."""
+"""Random traces of core operations and the invariants that hold afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
 
 PLAIN = (KvGroup("full", [0]),)
 RAISES, DIES, RAISES_LATER, DIES_DECODING = 250, 251, 252, 253
-"""Tokens in a prompt that no executor survives. Beyond the vocabulary: they are never drawn."""
+"""Prompt tokens that fail every executor. They lie beyond the vocabulary, so they are never sampled."""
 
 
 def poison_of(prompt: list[int]) -> int | None:
@@ -31,8 +31,9 @@ def poison_of(prompt: list[int]) -> int | None:
 
 
 def strike(rows: list[tuple[NewRow, int, int]]) -> None:
-    """Fail where a poison says: at its own position, when a token after the third output is computed, or from then on when
-    one token is computed alone."""
+    """Raise as the poison demands: at its position, after the third output, or when decoding one token alone from
+    then on.
+    """
     for row, start, count in rows:
         num_prompt = row.num_prompt_tokens
         prompt = list(codec.unpack_i32(row.token_ids))[:num_prompt]
@@ -48,7 +49,7 @@ def strike(rows: list[tuple[NewRow, int, int]]) -> None:
 
 @dataclass
 class Sent:
-    """What was asked for, per choice."""
+    """Request as sent, per choice."""
 
     prompt: list[int]
     seed: int
@@ -60,7 +61,7 @@ class Sent:
 
 
 def random_groups(rng: random.Random) -> list[KvGroup]:
-    """Make a model of up to four groups of layers, at least one of them no plain one."""
+    """Make a model of up to four groups of layers; at least one is not full attention."""
     kinds: list[Kind] = rng.choices(["full", "sliding", "chunked", "state"], k=rng.randint(1, 4))
     if set(kinds) == {"full"}:
         kinds[-1] = "sliding"
@@ -89,7 +90,7 @@ def random_world(
     peers: FakePeers | None = None,
     store: FakeStore | None = None,
 ) -> World:
-    """Make a world whose blocks, slots or budget are too few for comfort; blocks, where there is host memory too."""
+    """Make a world with few blocks, slots or a small budget; with host memory, few blocks."""
     num_blocks = rng.choice([12, 20, 40, 100])
     if len(groups) > 1:
         num_blocks = max(num_blocks, 12 * len(groups))
@@ -128,15 +129,15 @@ def random_trace(
     peers: FakePeers | None = None,
     store: FakeStore | None = None,
 ) -> tuple[World, dict[int, Sent]]:
-    """Play a trace; return the world, idle again, and what was sent to it.
+    """Play a trace; return the world, idle again, and the sent requests.
 
-    ``poisonous``: share of requests that make the executor fail. ``in_groups``: of a model whose layers need different things.
+    ``poisonous``: share of requests that make the executor fail. ``in_groups``: model with several kinds of layers.
     """
     rng = random.Random(seed)
     groups = random_groups(rng) if in_groups else PLAIN
     if (
         poisonous and in_groups
-    ):  # somebody needs every token: with windows alone, poison may never be computed
+    ):  # some layer needs every token: with windows alone, poison may never be computed
         groups = [*groups, *PLAIN]
     fault = strike if poisonous else no_fault
     world = random_world(rng, depth, fault, num_host_blocks, groups, stages, disk, peers, store)
@@ -145,31 +146,31 @@ def random_trace(
     next_id = 1
     for _ in range(num_operations):
         alive = list(world.engine.state.live) if world.engine.state else []
-        dice = rng.random()
-        if dice < 0.18 and len(alive) < 24:
+        roll = rng.random()
+        if roll < 0.18 and len(alive) < 24:
             next_id = _admit(world, rng, stems, sent, next_id, poisonous)
-        elif dice < 0.21 and alive:
+        elif roll < 0.21 and alive:
             _cancel(world, rng, sent, alive)
-        elif dice < 0.23 and alive:
+        elif roll < 0.23 and alive:
             request_id = rng.choice(alive)
             sent[request_id].silenced = True
             world.engine.stop_hit([request_id, 10**9], [world.sent[request_id].spec.attempt, 0], world.tick())
-        elif dice < 0.234:
+        elif roll < 0.234:
             if (
                 world.engine.state is None or world.engine.state.trial is None
-            ):  # a death by chance would convict
+            ):  # a random kill could reject an innocent request
                 world.new_executor()
-        elif dice < 0.25:
+        elif roll < 0.25:
             _lose_texts(world, rng, sent)
-        elif dice < 0.253:
+        elif roll < 0.253:
             world.new_core()
             for request_id in sent:
                 _resend(world, rng, sent, request_id)
-        elif dice < 0.6:
+        elif roll < 0.6:
             world.plan()
-        elif (place := peers or store) is not None and dice < 0.66:
-            _hear_of(world, rng, place)
-        elif disk is not None and dice < 0.7:
+        elif (place := peers or store) is not None and roll < 0.66:
+            _answer_peers(world, rng, place)
+        elif disk is not None and roll < 0.7:
             disk.act(rng, world.engine)
         else:
             world.commit()
@@ -184,8 +185,8 @@ def _cancel(world: World, rng: random.Random, sent: dict[int, Sent], alive: list
     world.cancel(*chosen, 10**9)
 
 
-def _hear_of(world: World, rng: random.Random, peers: FakePeers | FakeStore) -> None:
-    """Have them answer, seldom too late."""
+def _answer_peers(world: World, rng: random.Random, peers: FakePeers | FakeStore) -> None:
+    """Answer for the peers, rarely too late."""
     peers.act(rng, world.engine)
     if rng.random() < 0.05:
         world.now += FETCH_TIMEOUT_NS + 1
@@ -193,14 +194,14 @@ def _hear_of(world: World, rng: random.Random, peers: FakePeers | FakeStore) -> 
 
 
 def _lose_texts(world: World, rng: random.Random, sent: dict[int, Sent]) -> None:
-    """Kill a detokenizer: some requests, ended or not, have outputs that their frontends never saw."""
+    """Kill a detokenizer: some requests, ended or not, have outputs that their frontends have not seen."""
     for request_id in sent:
         if rng.random() < 0.3:
             _resend(world, rng, sent, request_id)
 
 
 def _resend(world: World, rng: random.Random, sent: dict[int, Sent], request_id: int) -> None:
-    """Send a choice again with some of its outputs, unless its frontend has seen its end or wants it no more."""
+    """Resend a choice with some of its outputs, unless its frontend has seen its end or cancelled it."""
     outcome = world.outcomes.get(request_id)
     if sent[request_id].cancelled or sent[request_id].silenced or request_id in world.failed:
         return
@@ -224,7 +225,7 @@ def _admit(
     longest = max(longest, 1)
     stem = rng.choice(stems)
     if not state.limits.groups.is_plain and sent and rng.random() < 0.3:
-        before = rng.choice(list(sent))  # a chat's next turn
+        before = rng.choice(list(sent))  # next turn of a chat
         stem = sent[before].prompt + (world.outcomes[before].tokens if before in world.outcomes else [])
         stem = [token for token in stem if token < RAISES] + stems[0][:5]
     prompt = stem[: rng.randint(1, longest)] + [rng.randrange(3, 200)] * rng.randint(0, 1)
@@ -262,7 +263,7 @@ def _admit(
 
 
 def assert_served(world: World, sent: dict[int, Sent]) -> None:
-    """Check that every request ended once, with the tokens it has when it runs alone; unless it was poisonous."""
+    """Check that every request ended once, with the tokens that it has alone, unless it was poisonous."""
     world.assert_idle()
     assert all(poison_of(sent[request_id].prompt) for request_id in world.failed)
     assert set(world.codes.values()) <= {ErrorCode.UNPROCESSABLE}

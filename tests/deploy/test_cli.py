@@ -1,4 +1,4 @@
-"""The command line: help that loads nothing, plans, and mistakes that are one line."""
+"""Command line: help without heavy imports, plans, and one-line errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quintet.process.sockets import make_run_dir
 from tests.deploy.config.model_folder import write_model, write_weights
 
 
-def test_help_teaches_every_command_without_loading_any(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_without_importing_any(capsys: pytest.CaptureFixture[str]) -> None:
     program = (
         "import sys; from quintet.deploy.cli.main import main; main([]); "
         "print([m for m in sys.modules if 'deploy.cli.' in m and not m.endswith('main')])"
@@ -74,7 +74,7 @@ def test_plan_of_a_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "8 of full length (512 tokens) fit" in text
 
 
-def test_plan_says_what_each_format_of_kv_buys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_tokens_per_kv_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model(tmp_path)
     write_weights(folder / "model.safetensors", {"a": [100, 50]})
     words = ["plan", str(folder), "--device", "cpu", "--kv-cache-memory", "1MiB", "--kv-cache-dtype", "int8"]
@@ -99,9 +99,7 @@ def test_plan_says_what_each_format_of_kv_buys(tmp_path: Path, capsys: pytest.Ca
     assert "KV as int4" in capsys.readouterr().out
 
 
-def test_plan_says_what_a_request_takes_of_each_group(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_shows_blocks_of_each_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model(
         tmp_path,
         architectures=["Qwen2ForCausalLM"],
@@ -124,9 +122,7 @@ def test_plan_says_what_a_request_takes_of_each_group(
     assert "sliding window of 64 tokens, 2 layers in 2 groups: at most 42 blocks" in capsys.readouterr().out
 
 
-def test_requests_at_once_follow_a_small_step_budget_unless_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_max_num_seqs_follows_a_small_step_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("max-num-batched-tokens: 64\n")
     model = [str(write_model(tmp_path / "model")), "--executor", "mock"]
@@ -141,17 +137,19 @@ def test_requests_at_once_follow_a_small_step_budget_unless_set(
     assert "lower --max-num-seqs to 64" in capsys.readouterr().err
 
 
-def test_python_m_quintet_is_the_command() -> None:
+def test_python_m_quintet_runs_the_command() -> None:
     command = [sys.executable, "-m", "quintet", "--version"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("quintet 0.")
 
 
-def test_a_mistake_is_one_line_and_exit_status_78(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_error_is_one_line_with_exit_status_78(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", str(write_model(tmp_path)), "--executor", "mock", "--max-model-len", "9999"]) == 78
-    said = capsys.readouterr().err
-    assert said.startswith("quintet: --max-model-len is 9999")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("quintet: --max-model-len is 9999")
+    assert message.count("\n") == 1
 
 
 def serve(*words: str) -> subprocess.CompletedProcess[str]:
@@ -159,7 +157,7 @@ def serve(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_port_in_use_is_one_line_before_anything_is_spawned(tmp_path: Path) -> None:
+def test_port_in_use_is_one_line_before_spawning(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = serve(str(write_model(tmp_path)), "--port", str(port))
@@ -168,7 +166,7 @@ def test_a_port_in_use_is_one_line_before_anything_is_spawned(tmp_path: Path) ->
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_config_file_with_a_wrong_key_ends_in_one_line(tmp_path: Path) -> None:
+def test_config_file_with_an_unknown_key_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("max-num-seq: 3\n")
     ended = serve("--config", str(file))
@@ -185,7 +183,7 @@ def test_collect_env_describes_the_installation(capsys: pytest.CaptureFixture[st
     assert library is None or found["cpu kernels"].startswith(instruction_set(library))
 
 
-def test_the_folders_of_killed_servers_are_swept(tmp_path: Path) -> None:
+def test_run_folders_of_killed_servers_are_removed(tmp_path: Path) -> None:
     stale, living, unmarked = (make_run_dir(tmp_path) for _ in range(3))
     os.close(run_dirs.claim(stale))
     mark = run_dirs.claim(living)
@@ -197,7 +195,7 @@ def test_the_folders_of_killed_servers_are_swept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["serve", "--max-num-seq=4", "m"], "did you mean --max-num-seqs?"),
         (["plan", "--modell-len", "4"], "unrecognized argument: --modell-len"),
@@ -205,9 +203,7 @@ def test_the_folders_of_killed_servers_are_swept(tmp_path: Path) -> None:
         (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
     ],
 )
-def test_words_that_are_not_understood(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

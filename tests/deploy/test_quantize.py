@@ -1,4 +1,4 @@
-"""``quintet quantize``: what cannot be is one line, what is written is whole, and what it costs is told."""
+"""``quintet quantize``: one-line errors, complete files, and the reported loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def quantize(*words: str | Path) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Return the one line that is told."""
+    """Return the one-line error."""
     assert quantize(*words) == EXIT_CONFIG
     (line,) = capsys.readouterr().err.strip().splitlines()
     return line
@@ -34,7 +34,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The embedded model's card and tokenizer, with one layer."""
+    """Config and tokenizer of the embedded model, with one layer."""
     folder = tmp_path / "model"
     folder.mkdir()
     source = Path(default_model_path())
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_file_is_written_once_and_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_is_written_once_and_completely(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder.parent / "out.gguf"
     assert quantize(folder, out, "--format", "q4_k_m") == 0
     assert f"{out}: " in capsys.readouterr().out
@@ -61,14 +61,14 @@ def test_a_file_is_written_once_and_whole(folder: Path, capsys: pytest.CaptureFi
         "Q4_K",
         "Q6_K",
         "Q8_0",
-    }  # the last of downs, whose 640 inputs are no blocks of 256
+    }  # last of the down projections: its 640 inputs are no blocks of 256
     assert "already exists" in refused(capsys, folder, out, "--format", "q4_k_m")
     assert quantize(folder, out, "--format", "q8_0", "--overwrite") == 0
     assert out.read_bytes() != written
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "out.gguf"]
 
 
-def test_what_goes_wrong_leaves_nothing_behind(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_leaves_no_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.inf
     save_file(tensors, folder / "model.safetensors")
@@ -77,7 +77,7 @@ def test_what_goes_wrong_leaves_nothing_behind(folder: Path, capsys: pytest.Capt
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
-def test_what_cannot_be_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_errors_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     assert "must end in .gguf" in refused(capsys, folder, tmp_path / "out", "--format", "q8_0")
     assert "does not exist" in refused(capsys, folder, tmp_path / "no" / "out.gguf", "--format", "q8_0")
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_one_line(folder: Path, capsys: pytest.CaptureFixture[
     )
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
+def test_full_disk_is_detected_before_writing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full:
@@ -106,13 +106,13 @@ def test_a_full_disk_is_told_before_anything_is_written(
         target.check_space(tmp_path / "out.gguf", 2 << 20)
 
 
-def test_a_folder_that_is_no_models_is_not_overwritten(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     with pytest.raises(ConfigError, match=r"without config\.json"):
         target.check_target(tmp_path / "precious", overwrite=True)
 
 
-def test_a_model_inside_of_the_target_is_not_lost(tmp_path: Path) -> None:
+def test_model_inside_the_target_is_not_lost(tmp_path: Path) -> None:
     (tmp_path / "out" / "model").mkdir(parents=True)
     for source in ("out", "out/model"):
         with pytest.raises(ConfigError, match=r"is OUT .*, or inside it"):
@@ -120,10 +120,8 @@ def test_a_model_inside_of_the_target_is_not_lost(tmp_path: Path) -> None:
     target.check_apart(tmp_path / "out" / "other", tmp_path / "out" / "model")
 
 
-def test_a_former_folder_is_there_again_when_its_successor_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "former"  # as what is set aside is called, too
+def test_former_folder_is_restored_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "former"  # name of the temporary backup folder
     out.mkdir()
     (out / "config.json").write_text("former")
 
@@ -137,7 +135,7 @@ def test_a_former_folder_is_there_again_when_its_successor_cannot_be(
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_formats_are_named_the_largest_first() -> None:
+def test_formats_are_listed_largest_first() -> None:
     shapes = {
         "attn_q": (4096, 4096),
         "attn_v": (1024, 4096),
@@ -153,7 +151,7 @@ def test_formats_are_named_the_largest_first() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_card_that_leaves_out_what_a_file_says_is_told_the_key(
+def test_missing_config_key_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     card = json.loads((folder / "config.json").read_bytes())
@@ -162,7 +160,7 @@ def test_a_card_that_leaves_out_what_a_file_says_is_told_the_key(
     assert "config.json has no 'attention_multiplier'" in line
 
 
-def test_a_model_without_tokenizer_is_told_where_one_is_looked_for(
+def test_missing_tokenizer_names_searched_paths(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (folder / "tokenizer.json").unlink()
@@ -170,7 +168,7 @@ def test_a_model_without_tokenizer_is_told_where_one_is_looked_for(
     assert line.endswith("has no tokenizer.json: copy the tokenizer.json of the model there first")
 
 
-def test_windows_are_no_longer_than_the_model_reads(folder: Path) -> None:
+def test_evaluation_windows_fit_the_context(folder: Path) -> None:
     text = Path(json.__file__).read_text()
     assert window_of(1 << 20) == WINDOW
     card = json.loads((folder / "config.json").read_bytes())
@@ -181,7 +179,7 @@ def test_windows_are_no_longer_than_the_model_reads(folder: Path) -> None:
 
 
 @pytest.mark.whole
-def test_the_loss_of_a_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loss_on_a_text_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.py").write_text(Path(json.__file__).read_text())
     words = ["--format", "q8_0", "--text", tmp_path / "text.py"]
     assert quantize(default_model_path(), tmp_path / "out.gguf", *words) == 0

@@ -1,4 +1,4 @@
-"""``quintet serve`` of a local checkpoint in several files, as `save_pretrained` writes large ones."""
+"""``quintet serve`` of a sharded checkpoint as `save_pretrained` writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quintet.deploy.embedded import default_model_path
 from tests.processes.server import serve
 
 
-def test_a_sharded_checkpoint_boots_and_answers_as_transformers_does(tmp_path: Path) -> None:
+def test_sharded_checkpoint_answers_like_transformers(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(

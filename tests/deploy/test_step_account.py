@@ -1,4 +1,4 @@
-"""The account of a step: sums, shares, and what hides behind the model."""
+"""Account of a step: sums, shares, and time hidden by the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def two_steps() -> list[Bar]:
     return bars
 
 
-def test_steps_run_from_one_beginning_to_the_next() -> None:
+def test_steps_run_from_start_to_start() -> None:
     assert steps_of(two_steps()) == [Step(4, 40 * MS, 50 * MS), Step(5, 50 * MS, 60 * MS)]
 
 
@@ -36,11 +36,11 @@ def test_a_gap_in_the_numbers_is_no_step() -> None:
     assert steps_of(bars) == []
 
 
-def test_what_runs_beside_the_executor_is_told_from_what_it_may_wait_for() -> None:
+def test_concurrent_and_blocking_spans_are_separate() -> None:
     bars = two_steps()
     bars += [
-        Bar(42 * MS, 44 * MS, "core-0", "plan", 5),  # beside step 4's work
-        Bar(48 * MS, 50 * MS, "core-0", "commit", 3),  # half of it after step 4's work
+        Bar(42 * MS, 44 * MS, "core-0", "plan", 5),  # concurrent with step 4
+        Bar(48 * MS, 50 * MS, "core-0", "commit", 3),  # half of it after step 4
         Bar(57 * MS, 59 * MS, "core-0", "plan", 6),
         Bar(61 * MS, 63 * MS, "core-0", "plan", 7),  # after the steps: not counted
     ]
@@ -64,7 +64,7 @@ def test_several_spans_of_a_name_in_a_step_count_together() -> None:
 
 
 def in_stages() -> list[Bar]:
-    """Four steps of 10 ms: each stage computes for 4 ms of them, the second behind the first."""
+    """Four steps of 10 ms: each stage computes for 4 ms of them, the second after the first."""
     bars = []
     for step in (4, 5, 6, 7, 8):
         at = 10 * step
@@ -80,13 +80,13 @@ def in_stages() -> list[Bar]:
     return sorted(bars)
 
 
-def test_of_stages_it_says_how_long_each_computed_and_waited() -> None:
-    """From the first step's beginning to the last one's end: what bars have beyond that does not count."""
+def test_stages_report_compute_and_wait_time() -> None:
+    """From the start of the first step to the end of the last; spans beyond that are not counted."""
     bars = in_stages()
     taken = account(bars, steps_of(bars))
     assert (taken.num_steps, taken.all_s) == (4, 0.04)
     assert taken.parts == [
-        ProcessPart("executor-0", pytest.approx(0.5), pytest.approx(0.4)),  # a tenth is nobody's
+        ProcessPart("executor-0", pytest.approx(0.5), pytest.approx(0.4)),  # a tenth is unattributed
         ProcessPart("executor-0 stage 1", pytest.approx(0.4), pytest.approx(0.5)),  # of the last wait 1 ms
     ]
     rows = {(row.role, row.name): row for row in taken.rows}

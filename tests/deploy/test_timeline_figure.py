@@ -1,4 +1,4 @@
-"""The picture of a step: drawn to scale, one lane per process, readable by any XML reader."""
+"""Timeline figure of a step: to scale, one lane per process, valid XML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def world() -> list[Bar]:
-    """Four steps of 10 ms, 8 ms of them layers, and what the other processes do at each seam."""
+    """Four steps of 10 ms, 8 ms of them layers, and spans of the other processes between them."""
     bars = []
     for step in (4, 5, 6, 7):
         at = 10 * step * MS
@@ -32,7 +32,7 @@ def world() -> list[Bar]:
 
 
 def titled(root: ElementTree.Element) -> list[tuple[str, float, float]]:
-    """Return the boxes that say what they are: title, left edge and width."""
+    """Return the titled boxes: title, left edge and width."""
     return [
         (title.text or "", float(box.attrib["x"]), float(box.attrib["width"]))
         for box in root.iter(f"{SVG}rect")
@@ -40,7 +40,7 @@ def titled(root: ElementTree.Element) -> list[tuple[str, float, float]]:
     ]
 
 
-def test_bars_are_as_wide_as_they_are_long() -> None:
+def test_bar_widths_match_durations() -> None:
     steps = [Step(4, 40 * MS, 50 * MS), Step(5, 50 * MS, 60 * MS)]
     root = ElementTree.fromstring(draw("a title", ["a caption"], world(), steps))
     boxes = titled(root)
@@ -60,14 +60,14 @@ def test_every_process_and_the_plans_in_flight_have_a_lane() -> None:
     assert "plan 5" in {title for title, _, _ in titled(root)}
 
 
-def test_the_steps_drawn_are_the_most_ordinary_in_a_row() -> None:
+def test_drawn_steps_are_the_most_typical_sequence() -> None:
     lengths = (10, 90, 11, 10, 10, 12, 40)
-    begins = [sum(lengths[:at]) for at in range(len(lengths))]
-    steps = [Step(at, begins[at] * MS, (begins[at] + lengths[at]) * MS) for at in range(len(lengths))]
+    starts_of = [sum(lengths[:at]) for at in range(len(lengths))]
+    steps = [Step(at, starts_of[at] * MS, (starts_of[at] + lengths[at]) * MS) for at in range(len(lengths))]
     assert [step.number for step in typical(steps, 3)] == [2, 3, 4]
 
 
-def test_decoding_is_the_middle_of_the_last_load() -> None:
+def test_decode_excerpt_is_the_middle_of_the_last_load() -> None:
     bars = [Bar(5 * MS, 6 * MS, "core-0", "admit", 3), Bar(105 * MS, 106 * MS, "core-0", "admit", 3)]
     bars += [Bar((10 * at - 1) * MS, 10 * at * MS, "executor-0", "wait", at) for at in range(1, 31)]
     assert [step.number for step in decoding(sorted(bars), 16)] == [15, 16, 17, 18, 19, 20, 21, 22]

@@ -1,4 +1,4 @@
-"""A resolved configuration small enough for tests of the frontend."""
+"""Small resolved configuration for tests of the frontend."""
 
 from __future__ import annotations
 

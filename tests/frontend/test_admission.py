@@ -1,4 +1,4 @@
-"""Who is let in, and when those who are not should come back."""
+"""Admission control: limits on open choices and tokens, and Retry-After."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 @dataclass
 class Occupancy:
-    """As much of the sessions as the door looks at."""
+    """The part of the sessions that admission reads."""
 
     num_open_choices: int = 0
     num_ended: int = 0
@@ -47,7 +47,7 @@ def ready_load() -> Occupancy:
     return load
 
 
-def door(
+def make_admission(
     load: Occupancy, max_requests: int = 1000, max_tokens: int = 1 << 20, clock: Clock | None = None
 ) -> Admission:
     config = FrontendConfig(max_queued_requests=max_requests, max_queued_tokens=max_tokens)
@@ -58,20 +58,20 @@ def prompt(num_tokens: int) -> TokenPrompt:
     return TokenPrompt(pack_i32(range(num_tokens)))
 
 
-def enter(admission: Admission, num_prompts: int = 1, num_tokens: int = 1, max_tokens: int = 1) -> None:
+def admit(admission: Admission, num_prompts: int = 1, num_tokens: int = 1, max_tokens: int = 1) -> None:
     admission.enter([prompt(num_tokens)] * num_prompts, SamplingParams(max_tokens=max_tokens))
 
 
-def refusal(
+def rejection(
     admission: Admission, num_prompts: int = 1, num_tokens: int = 1, max_tokens: int = 1
 ) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        enter(admission, num_prompts, num_tokens, max_tokens)
+        admit(admission, num_prompts, num_tokens, max_tokens)
     return caught.value
 
 
 def live(load: Occupancy, num_prompt: int, max_tokens: int) -> Stream:
-    """Let a request live that owes so much."""
+    """Add an open request with these tokens."""
     submit = Submit(1, prompt(num_prompt), RequestSpec(SamplingParams(max_tokens=max_tokens), 0, 0), 0, 0)
     stream = Stream(submit, Mailbox(), lambda _: None)
     load.queued_tokens.add(stream)
@@ -80,14 +80,14 @@ def live(load: Occupancy, num_prompt: int, max_tokens: int) -> Stream:
 
 def test_the_bound_is_exact() -> None:
     load = ready_load()
-    admission = door(load, 3)
+    admission = make_admission(load, 3)
     load.num_open_choices = 2
-    enter(admission)
-    refused = refusal(admission, 2)
+    admit(admission)
+    refused = rejection(admission, 2)
     assert refused.code is ErrorCode.OVERLOADED
     assert "the limit is 3" in refused.message
     load.num_open_choices = 3
-    assert refusal(admission).code is ErrorCode.OVERLOADED
+    assert rejection(admission).code is ErrorCode.OVERLOADED
 
 
 @pytest.mark.parametrize(
@@ -98,57 +98,57 @@ def test_retry_after_follows_the_completion_rate(
     ended: int, seconds: float, excess: int, expected: int
 ) -> None:
     load, clock = ready_load(), Clock()
-    admission = door(load, clock=clock)
+    admission = make_admission(load, clock=clock)
     load.num_open_choices, load.num_ended = 1000, ended
     clock.now = seconds
-    assert refusal(admission, excess).retry_s == expected
+    assert rejection(admission, excess).retry_s == expected
 
 
-def test_nobody_enters_before_there_is_a_core_and_an_executor() -> None:
-    refused = refusal(door(Occupancy(), 3))
+def test_requests_are_rejected_before_core_and_executor_are_ready() -> None:
+    refused = rejection(make_admission(Occupancy(), 3))
     assert refused.code is ErrorCode.UNAVAILABLE
     assert "core and executor" in refused.message
     assert refused.retry_s >= 1
 
 
-def test_a_worker_that_is_being_replaced_is_no_reason_to_refuse() -> None:
+def test_requests_are_admitted_while_a_worker_is_replaced() -> None:
     load = ready_load()
     slots = [
         ProcessSlot(WorkerId(role, 0, 2), "", 1, SlotState.STARTING) for role in (Role.CORE, Role.EXECUTOR)
     ]
     load.slots.follow(Topology(2, slots))
-    enter(door(load, 3))
+    admit(make_admission(load, 3))
 
 
-def test_a_new_frontend_knows_that_the_model_was_loaded_before() -> None:
+def test_new_frontend_admits_after_the_first_load() -> None:
     load = Occupancy()
     slots = [
         ProcessSlot(WorkerId(role, 0, 2), "", 1, SlotState.STARTING, was_ready=True)
         for role in (Role.CORE, Role.EXECUTOR)
     ]
     load.slots.follow(Topology(7, slots))
-    enter(door(load, 3))
+    admit(make_admission(load, 3))
 
 
-def test_nobody_enters_while_draining() -> None:
-    admission = door(ready_load(), 3)
-    enter(admission)
+def test_requests_are_rejected_while_draining() -> None:
+    admission = make_admission(ready_load(), 3)
+    admit(admission)
     admission.draining = True
-    assert refusal(admission).code is ErrorCode.UNAVAILABLE
+    assert rejection(admission).code is ErrorCode.UNAVAILABLE
 
 
-def test_more_than_could_ever_be_held_is_a_mistake() -> None:
-    refused = refusal(door(ready_load(), 3), 4)
+def test_request_beyond_the_limit_is_a_client_error() -> None:
+    refused = rejection(make_admission(ready_load(), 3), 4)
     assert refused.code is ErrorCode.INVALID
     assert "at most 3" in refused.message
 
 
-def test_the_bound_of_tokens_counts_prompts_and_outputs() -> None:
+def test_token_limit_counts_prompts_and_outputs() -> None:
     load = ready_load()
-    admission = door(load, max_tokens=100)
+    admission = make_admission(load, max_tokens=100)
     live(load, num_prompt=60, max_tokens=30)
-    enter(admission, num_tokens=8, max_tokens=2)
-    refused = refusal(admission, num_tokens=8, max_tokens=3)
+    admit(admission, num_tokens=8, max_tokens=2)
+    refused = rejection(admission, num_tokens=8, max_tokens=3)
     assert refused.code is ErrorCode.OVERLOADED
     assert (
         "90 prompt and output tokens are pending" in refused.message
@@ -157,41 +157,41 @@ def test_the_bound_of_tokens_counts_prompts_and_outputs() -> None:
     )
 
 
-def test_what_was_begun_received_or_released_is_owed_no_more() -> None:
+def test_prefilled_received_and_released_tokens_are_not_queued() -> None:
     load = ready_load()
-    admission = door(load, max_tokens=100)
+    admission = make_admission(load, max_tokens=100)
     stream = live(load, num_prompt=60, max_tokens=40)
-    refusal(admission)
+    rejection(admission)
     load.queued_tokens.begin(stream)
-    enter(admission, num_tokens=50, max_tokens=10)
-    refusal(admission, num_tokens=50, max_tokens=11)
+    admit(admission, num_tokens=50, max_tokens=10)
+    rejection(admission, num_tokens=50, max_tokens=11)
     stream.choices[0].output_ids.extend(range(30))
     load.num_tokens = 30
-    enter(admission, num_tokens=80, max_tokens=10)
-    refusal(admission, num_tokens=80, max_tokens=11)
+    admit(admission, num_tokens=80, max_tokens=10)
+    rejection(admission, num_tokens=80, max_tokens=11)
     load.queued_tokens.release(stream)
     assert load.queued_tokens.num_pending(load.num_tokens) == 0
 
 
-def test_an_empty_house_takes_a_request_of_any_size() -> None:
-    enter(door(ready_load(), max_tokens=10), num_tokens=500, max_tokens=500)
+def test_lone_request_of_any_size_is_admitted() -> None:
+    admit(make_admission(ready_load(), max_tokens=10), num_tokens=500, max_tokens=500)
 
 
-def test_retry_after_follows_the_rate_at_which_tokens_leave() -> None:
+def test_retry_after_follows_token_throughput() -> None:
     load, clock = ready_load(), Clock()
-    admission = door(load, max_tokens=1000, clock=clock)
+    admission = make_admission(load, max_tokens=1000, clock=clock)
     stream = live(load, num_prompt=500, max_tokens=500)
     load.queued_tokens.begin(stream)
     load.num_tokens = 100
     clock.now = 2.0  # 600 tokens left in two seconds
     assert load.queued_tokens.num_pending(load.num_tokens) == 400
     assert (
-        refusal(admission, num_tokens=1000, max_tokens=500).retry_s == 2
-    )  # 400 owed are all there is to wait for
-    assert refusal(admission, num_tokens=600, max_tokens=1).retry_s == 1
+        rejection(admission, num_tokens=1000, max_tokens=500).retry_s == 2
+    )  # the 400 queued tokens are the whole backlog
+    assert rejection(admission, num_tokens=600, max_tokens=1).retry_s == 1
 
 
-def test_answers_without_a_limit_are_expected_to_be_as_long_as_others() -> None:
+def test_unlimited_outputs_are_estimated_from_other_requests() -> None:
     queued_tokens = QueuedTokens(1000)
     open_ended = SamplingParams(max_tokens=None, n=2)
     assert queued_tokens.cost(prompt(5), open_ended) == 5

@@ -1,4 +1,4 @@
-"""One timer for all deadlines, and what an expired request leaves behind."""
+"""Deadline timer, and the cleanup of expired requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.frontend.test_sessions import PROMPT, World, params, rest, run
 
 
 class Clock:
-    """A clock of the test's own, and the timers that an event loop would run by it."""
+    """Fake clock, and an event loop's timers on it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 0
@@ -39,9 +39,11 @@ class Clock:
         return timer
 
     def advance(self, to_ns: int) -> None:
-        """Let time pass, timer by timer."""
-        while due := [t for t in self.timers if not t.cancelled() and t.when() <= to_ns * 1e-9 + 1e-12]:
-            timer = min(due, key=lambda t: t.when())
+        """Advance the time, timer by timer."""
+        while due_timers := [
+            t for t in self.timers if not t.cancelled() and t.when() <= to_ns * 1e-9 + 1e-12
+        ]:
+            timer = min(due_timers, key=lambda t: t.when())
             self.timers.remove(timer)
             self.now_ns = max(self.now_ns, round(timer.when() * 1e9))
             timer._run()
@@ -55,7 +57,7 @@ def request(deadline_ns: int) -> Stream:
     return Stream(submit, Mailbox(), lambda _: None)
 
 
-def test_each_expires_once_and_in_order_whatever_order_they_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_expire_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     expired: list[tuple[int, int]] = []
     deadlines = DeadlineTimer(lambda stream: expired.append((stream.request_id, clock.now_ns)), clock)
@@ -68,7 +70,7 @@ def test_each_expires_once_and_in_order_whatever_order_they_came_in(monkeypatch:
     assert not [timer for timer in clock.timers if not timer.cancelled()]
 
 
-def test_only_one_timer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_timer_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     deadlines = DeadlineTimer(lambda _: None, clock)
     for deadline_ns in range(1000, 0, -1):
@@ -76,7 +78,7 @@ def test_only_one_timer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len([timer for timer in clock.timers if not timer.cancelled()]) == 1
 
 
-def test_who_ended_in_time_is_neither_expired_nor_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_request_is_removed_without_expiry(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     expired: list[Stream] = []
     deadlines = DeadlineTimer(expired.append, clock)
@@ -95,7 +97,7 @@ def expired_world(deadline_ns: int) -> tuple[World, Stream]:
 
 
 def test_an_expired_request_is_cancelled_and_fails_once() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         world, stream = expired_world(1)
         with pytest.raises(RequestError) as caught:
             await rest(stream)
@@ -107,22 +109,22 @@ def test_an_expired_request_is_cancelled_and_fails_once() -> None:
         )  # the engine's answer to the cancel
         assert await stream.next_batch() is None
 
-    run(story())
+    run(scenario())
 
 
-def test_a_cancelled_request_ends_as_aborted_also_when_its_time_is_over() -> None:
-    async def story() -> None:
+def test_cancelled_request_ends_as_aborted_after_its_deadline() -> None:
+    async def scenario() -> None:
         world, stream = expired_world(1)
         stream.cancel()
         (batch,) = await rest(stream)
         assert [delta.finish and delta.finish.reason for delta in batch.deltas] == [FinishReason.ABORT]
         assert world.sessions.num_live == 0 and len(world.of(Cancel)) == 1
 
-    run(story())
+    run(scenario())
 
 
-def test_a_request_that_found_no_worker_expires_too() -> None:
-    async def story() -> None:
+def test_request_without_a_worker_expires() -> None:
+    async def scenario() -> None:
         sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), lambda *_: False, make_config())
         stream = sessions.submit(PROMPT, params(), arrival_ns=0, deadline_ns=1)
         with pytest.raises(RequestError) as caught:
@@ -130,16 +132,16 @@ def test_a_request_that_found_no_worker_expires_too() -> None:
         assert caught.value.code is ErrorCode.DEADLINE
         assert sessions.num_live == 0
 
-    run(story())
+    run(scenario())
 
 
-def test_when_the_core_is_first_to_notice_it_is_the_same_error() -> None:
-    async def story() -> None:
+def test_expiry_in_the_core_gives_the_same_error() -> None:
+    async def scenario() -> None:
         deadline_ns = time.monotonic_ns() + 10_000_000
         world, stream = expired_world(deadline_ns)
         world.text([(stream.request_id, "hi", 0, 0, [5])], started=[stream.request_id])
         while time.monotonic_ns() < deadline_ns:
-            pass  # the timer cannot fire: the loop does not turn
+            pass  # the timer cannot fire: the event loop does not run
         world.text([], finished=[(stream.request_id, FinishReason.ABORT)])
         batches = await collect(stream)
         assert batches[0] == "hi"
@@ -147,21 +149,21 @@ def test_when_the_core_is_first_to_notice_it_is_the_same_error() -> None:
         assert "1 tokens" in batches[1].message
         assert not world.of(Cancel)
 
-    run(story())
+    run(scenario())
 
 
-def test_a_request_that_another_connection_took_over_did_not_expire() -> None:
-    async def story() -> None:
+def test_request_resumed_by_another_connection_does_not_expire() -> None:
+    async def scenario() -> None:
         world, stream = expired_world(1 << 62)
         world.text([], finished=[(stream.request_id, FinishReason.ABORT)])
         (batch,) = await rest(stream)
         assert batch.deltas[0].finish is not None and batch.deltas[0].finish.reason is FinishReason.ABORT
 
-    run(story())
+    run(scenario())
 
 
 async def collect(stream: Stream) -> list[object]:
-    """Return the text of every batch and the error at the end."""
+    """Return the text of every batch and the final error."""
     seen: list[object] = []
     try:
         async for batch in stream:
@@ -172,7 +174,7 @@ async def collect(stream: Stream) -> list[object]:
 
 
 def test_a_cancelled_request_ends_as_cancelled() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         world, stream = expired_world(1 << 62)
         stream.cancel()
         world.sessions.handle(
@@ -183,4 +185,4 @@ def test_a_cancelled_request_ends_as_cancelled() -> None:
         (batch,) = await rest(stream)
         assert batch.deltas[0].finish is not None and batch.deltas[0].finish.reason is FinishReason.ABORT
 
-    run(story())
+    run(scenario())

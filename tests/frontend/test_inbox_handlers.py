@@ -1,4 +1,4 @@
-"""What becomes of each message that comes for a frontend's slot."""
+"""Handlers of the messages in a frontend's inbox."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = TextPrompt("hello")
 
 
 class World:
-    """A dispatch that knows of one worker of each role, and what it sent."""
+    """Dispatcher that knows one worker of each role, and its sent messages."""
 
     def __init__(self) -> None:
         self.sent: list[msgspec.Struct] = []
@@ -50,23 +50,23 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 10))
 
 
-def test_requests_and_questions_to_a_lost_worker_are_sent_again() -> None:
-    async def story() -> None:
+def test_requests_and_queries_to_a_lost_worker_are_resent() -> None:
+    async def scenario() -> None:
         world = World()
         world.dispatch.sessions.submit(PROMPT, SamplingParams())
-        asked = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
+        query = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
         await asyncio.sleep(0)
         world.publish(2, 2)
         assert len(world.of(Submit)) == len(world.of(TokenizeQuery)) == 2
-        asked.cancel()
+        query.cancel()
 
-    run(story())
+    run(scenario())
 
 
-def test_what_is_too_large_to_be_sent_is_refused_at_once() -> None:
-    """ZeroMQ would drop it, and the answer never come."""
+def test_oversized_message_is_rejected_at_once() -> None:
+    """ZeroMQ would drop it, and no answer would arrive."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         world = World()
 
         def send(role: Role, index: int, message: msgspec.Struct) -> bool:
@@ -74,22 +74,22 @@ def test_what_is_too_large_to_be_sent_is_refused_at_once() -> None:
 
         for part in (world.dispatch.sessions._dispatcher, world.dispatch.queries):
             part._send = send  # type: ignore[attr-defined]
-        for ask in (
+        for query_worker in (
             lambda: world.dispatch.sessions.submit(PROMPT, SamplingParams()).next_batch(),
             lambda: world.dispatch.queries.tokenize(PROMPT),
         ):
             with pytest.raises(RequestError, match=r"takes 900 bytes .* the limit is 100") as caught:
-                await ask()
+                await query_worker()
             assert caught.value.code is ErrorCode.TOO_LARGE
         assert world.dispatch.sessions.num_live == 0 and not world.dispatch.queries._waiting
 
-    run(story())
+    run(scenario())
 
 
-def test_a_question_that_waited_for_somebody_and_is_too_large_is_refused() -> None:
-    async def story() -> None:
+def test_oversized_pending_query_is_rejected() -> None:
+    async def scenario() -> None:
         world = World()
-        asked = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
+        query = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
         await asyncio.sleep(0)
 
         def send(role: Role, index: int, message: msgspec.Struct) -> bool:
@@ -98,20 +98,20 @@ def test_a_question_that_waited_for_somebody_and_is_too_large_is_refused() -> No
         world.dispatch.queries._send = send
         world.publish(2, 2)
         with pytest.raises(RequestError, match=r"takes 900 bytes .* the limit is 100"):
-            await asked
+            await query
 
-    run(story())
+    run(scenario())
 
 
-def test_a_message_that_was_dropped_ends_its_requests_and_questions() -> None:
-    """Text of theirs is missing from now on, and nobody will tell it again."""
+def test_dropped_message_ends_its_requests_and_queries() -> None:
+    """Its text is missing from now on and is not sent again."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         world = World()
         sessions = world.dispatch.sessions
         streams = [sessions.submit(PROMPT, SamplingParams(n=2)) for _ in range(3)]
         streams[1].cancel()
-        asked = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
+        query = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
         await asyncio.sleep(0)
         ids = [stream.request_id + 1 for stream in streams[:2]]
         world.dispatch.handle(Dropped("text_out", [*ids, 77]))
@@ -123,11 +123,11 @@ def test_a_message_that_was_dropped_ends_its_requests_and_questions() -> None:
         batch = await streams[1].next_batch()
         assert batch is not None
         reasons = [delta.finish.reason for delta in batch.deltas if delta.finish is not None]
-        assert reasons == [FinishReason.ABORT] * 2, "as it was asked to"
+        assert reasons == [FinishReason.ABORT] * 2, "canceled as requested"
         with pytest.raises(RequestError, match=r"a message \(tokenized\)"):
-            await asked
+            await query
         first = streams[0].request_id
         assert [cancel.request_ids for cancel in world.of(Cancel)][-1] == [first, first + 1]
         assert sessions.num_live == 1
 
-    run(story())
+    run(scenario())

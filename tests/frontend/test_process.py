@@ -1,4 +1,4 @@
-"""The frontend as the supervisor runs it: an inherited socket, messages, drain, stop."""
+"""Frontend process: inherited socket, messages, drain, stop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ME = WorkerId(Role.FRONTEND, 0, 1)
 
 
 class Parent:
-    """As much of a supervisor as one child needs."""
+    """The part of a supervisor that one child needs."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -69,21 +69,21 @@ class Parent:
         raise AssertionError(f"no {kind.__name__} within {DEADLINE_S} s")
 
     def await_ready(self) -> Ready:
-        """Wait until the child is ready and acknowledge that, as the supervisor does."""
+        """Wait until the child is ready, and acknowledge it as the supervisor does."""
         ready = self.wait_for(Ready)
-        self.peers.send(Role.FRONTEND, 0, Topology(1, [self.seat_of(ME)]))
+        self.peers.send(Role.FRONTEND, 0, Topology(1, [self.slot_of(ME)]))
         assert isinstance(ready, Ready)
         return ready
 
-    def seat_of(self, worker: WorkerId) -> ProcessSlot:
-        """Return the entry of a topology for a process that is ready."""
+    def slot_of(self, worker: WorkerId) -> ProcessSlot:
+        """Return the topology slot of a ready process."""
         return ProcessSlot(worker, address_of(self.run_dir, worker), 1, SlotState.READY)
 
     def get(self, path: str) -> int:
         """Return the status of a page."""
         return self._get(path)[0]
 
-    def ask(self, path: str) -> bytes:
+    def get_body(self, path: str) -> bytes:
         """Return the body of a page."""
         return self._get(path)[1]
 
@@ -105,9 +105,9 @@ class Parent:
         self.bus.close()
 
 
-def until(happened: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while not happened():
+    while not condition():
         assert time.monotonic() < deadline
 
 
@@ -122,7 +122,7 @@ def parent() -> Iterator[Parent]:
     run_dir.rmdir()
 
 
-def test_it_serves_drains_and_stops(parent: Parent) -> None:
+def test_frontend_serves_drains_and_stops(parent: Parent) -> None:
     ready = parent.await_ready()
     assert (ready.worker, ready.pid) == (ME, parent.child.pid)
     assert parent.get("/livez") == 200
@@ -136,29 +136,29 @@ def test_it_serves_drains_and_stops(parent: Parent) -> None:
     assert parent.child.wait(DEADLINE_S) == 0
 
 
-def test_one_that_leaves_hangs_up_on_idle_clients_before_it_says_so(parent: Parent) -> None:
+def test_draining_frontend_closes_idle_connections_first(parent: Parent) -> None:
     parent.await_ready()
     connection = http.client.HTTPConnection("127.0.0.1", parent.port, timeout=DEADLINE_S)
     connection.request("GET", "/livez")
     assert connection.getresponse().read() == b"ok"
     parent.peers.send(Role.FRONTEND, 0, Drain())
     assert parent.wait_for(Drained).worker == ME
-    assert connection.sock.recv(1) == b"", "the connection is closed"
+    assert connection.sock.recv(1) == b"", "idle connection is closed"
     connection.close()
     parent.peers.send(Role.FRONTEND, 0, Stop())
     assert parent.child.wait(DEADLINE_S) == 0
 
 
-def test_a_stop_tells_those_who_still_wait(parent: Parent) -> None:
+def test_stop_ends_open_requests_with_an_error(parent: Parent) -> None:
     parent.await_ready()
     roles = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
     workers = [WorkerId(role, 0, 1) for role in roles]
-    parent.peers.send(Role.FRONTEND, 0, Topology(2, [parent.seat_of(worker) for worker in workers]))
+    parent.peers.send(Role.FRONTEND, 0, Topology(2, [parent.slot_of(worker) for worker in workers]))
     connection = http.client.HTTPConnection("127.0.0.1", parent.port, timeout=DEADLINE_S)
     try:
         until(lambda: parent.get("/readyz") == 200)
         connection.request("POST", "/v1/completions", b'{"prompt":"x","stream":true}')
-        until(lambda: parent.ask("/load") == b'{"server_load":1}')
+        until(lambda: parent.get_body("/load") == b'{"server_load":1}')
         parent.peers.send(Role.FRONTEND, 0, Stop())
         response = connection.getresponse()
         assert response.status == 503
@@ -168,43 +168,43 @@ def test_a_stop_tells_those_who_still_wait(parent: Parent) -> None:
     assert parent.child.wait(DEADLINE_S) == 0
 
 
-def test_the_first_connection_is_accepted_once_the_topology_is_known(parent: Parent) -> None:
+def test_first_connection_is_accepted_after_the_topology(parent: Parent) -> None:
     parent.wait_for(Ready)
     workers = [WorkerId(role, 0, 1) for role in Role if role is not Role.SUPERVISOR]
     connection = http.client.HTTPConnection("127.0.0.1", parent.port, timeout=DEADLINE_S)
     try:
         connection.request("GET", "/readyz")
-        parent.peers.send(Role.FRONTEND, 0, Topology(1, [parent.seat_of(worker) for worker in workers]))
+        parent.peers.send(Role.FRONTEND, 0, Topology(1, [parent.slot_of(worker) for worker in workers]))
         assert connection.getresponse().status == 200
     finally:
         connection.close()
 
 
-def test_a_senseless_message_is_dropped(parent: Parent) -> None:
+def test_invalid_message_is_dropped(parent: Parent) -> None:
     parent.await_ready()
-    uneven = Text(1, 0, 0, [], [1, 2], ["only one"], [0], [0], [0], b"", [])
-    parent.peers.send(Role.FRONTEND, 0, uneven)
+    mismatched = Text(1, 0, 0, [], [1, 2], ["only one"], [0], [0], [0], b"", [])
+    parent.peers.send(Role.FRONTEND, 0, mismatched)
     parent.peers.send(Role.FRONTEND, 0, Topology(2, [], draining=True))
     parent.peers.send(Role.FRONTEND, 0, Drain())
     parent.wait_for(Drained)
 
 
-def test_what_breaks_on_one_connection_does_not_end_the_process() -> None:
-    async def story() -> None:
-        told: list[dict[str, Any]] = []
+def test_error_of_one_connection_does_not_end_the_process() -> None:
+    async def scenario() -> None:
+        errors: list[dict[str, Any]] = []
         loop = asyncio.get_running_loop()
         frontend = Frontend.__new__(Frontend)
         frontend._crash = None
-        loop.set_exception_handler(lambda _, context: told.append(context))
+        loop.set_exception_handler(lambda _, context: errors.append(context))
         loop.call_soon(lambda: 1 // 0)
         await asyncio.sleep(0)
-        frontend._on_loop_error(loop, told[0])
+        frontend._on_loop_error(loop, errors[0])
         assert frontend._crash is None
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_stop_in_the_middle_of_a_body_leaves_no_traceback(
+def test_stop_during_a_request_body_leaves_no_traceback(
     parent: Parent, capfd: pytest.CaptureFixture[str]
 ) -> None:
     parent.await_ready()

@@ -1,4 +1,4 @@
-"""What a frontend says it waits for, and what becomes of what nobody knows."""
+"""Reconciliation of live requests between the frontend and other processes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from quintet.wire.supervision import SlotState
 from .test_sessions import PROMPT, World, params, run
 
 
-def test_a_request_that_nobody_knows_is_sent_again() -> None:
-    async def story() -> None:
+def test_unknown_request_is_resent() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(n=2))
         world.sessions.resend([stream.request_id, stream.request_id + 1, 77])
         first, second = world.of(Submit)
         assert (second.request_id, second.spec.attempt, second.spec.params.n) == (first.request_id, 1, 2)
 
-    run(story())
+    run(scenario())
 
 
-def test_a_request_that_is_lost_again_and_again_ends_with_an_error() -> None:
-    async def story() -> None:
+def test_repeatedly_lost_request_ends_with_an_error() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         for _ in range(MAX_RESENDS):
@@ -39,11 +39,11 @@ def test_a_request_that_is_lost_again_and_again_ends_with_an_error() -> None:
         assert len(world.of(Submit)) == 1 + MAX_RESENDS and len(world.of(Cancel)) == 1
         assert world.sessions.num_live == 0
 
-    run(story())
+    run(scenario())
 
 
-def test_a_choice_that_is_lost_again_and_again_ends_whoever_has_ended_before() -> None:
-    async def story() -> None:
+def test_repeatedly_lost_choice_ends_the_request() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(n=2))
         first, second = stream.request_id, stream.request_id + 1
@@ -54,11 +54,11 @@ def test_a_choice_that_is_lost_again_and_again_ends_whoever_has_ended_before() -
         with pytest.raises(RequestError, match="was lost inside the server"):
             [batch async for batch in stream]
 
-    run(story())
+    run(scenario())
 
 
-def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
-    async def story() -> None:
+def test_reports_name_live_requests_and_their_route() -> None:
+    async def scenario() -> None:
         world = World()
         world.slots[Role.TOKENIZER, 1] = (1, SlotState.READY)
         world.follow()
@@ -67,8 +67,8 @@ def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
         world.text([(started, "a", 0, 0, [1])], started=[started])
         world.text([], finished=[(started + 1, FinishReason.STOP)])
         world.sessions.resend([second.request_id])
-        world.deaf = True
-        world.sessions.submit(PROMPT, params())  # nobody has it yet
+        world.unreachable = True
+        world.sessions.submit(PROMPT, params())  # no worker has it yet
         accounts = {(role, index): account for role, index, account in world.sessions.in_flight_reports()}
         live = accounts.pop((Role.CORE, 0))
         assert isinstance(live, Live)
@@ -92,4 +92,4 @@ def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
             second.request_id + 1: (second.tokenizer, 1),
         }
 
-    run(story())
+    run(scenario())

@@ -1,4 +1,4 @@
-"""The file that keeps responses: what makes room for what, whose word counts, and that frontends share it."""
+"""Response store: eviction, ownership and concurrent frontends."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def end(file: ResponseFile, name: str) -> None:
     assert file.write_progress(name, "run/0.1", "completed", response=b"{}")
 
 
-def test_the_oldest_makes_room_but_not_before_its_end(tmp_path: Path) -> None:
+def test_oldest_finished_response_is_evicted(tmp_path: Path) -> None:
     file = opened(tmp_path, response_store_entries=2)
     for name in ("a", "b", "c"):
         file.insert(record(name))
-    assert all(file.find(name) for name in "abc")  # nobody may lose what is being answered
+    assert all(file.find(name) for name in "abc")  # responses in progress are not evicted
     for name in ("a", "c"):
         end(file, name)
     file.insert(record("d"))
     assert [file.find(name) is None for name in "abcd"] == [True, False, True, False]
 
 
-def test_bytes_are_bounded_with_events_and_answers(tmp_path: Path) -> None:
+def test_size_limit_counts_events_and_answers(tmp_path: Path) -> None:
     file = opened(tmp_path, response_store_bytes=1000)
     file.insert(record("a", items=b"[" + b" " * 150 + b"]"))
     file.note_request("a", "s", b"x" * 20)
@@ -61,18 +61,18 @@ def test_bytes_are_bounded_with_events_and_answers(tmp_path: Path) -> None:
     assert file.find("b") is not None
 
 
-def test_what_ends_twice_takes_the_room_of_one(tmp_path: Path) -> None:
+def test_response_that_ends_twice_counts_once(tmp_path: Path) -> None:
     file = opened(tmp_path, response_store_bytes=1000)
     file.insert(record("a"))
-    for _ in range(3):  # lost here, gone on with elsewhere, and here again
+    for _ in range(3):  # lost here, resumed elsewhere, and here again
         assert file.finish("a", "completed", b"{" + b" " * 450 + b"}", is_open=False)
     file.insert(record("b"))
     assert file.find("a") is not None
 
 
-def test_turns_make_room_and_only_one_of_them_goes_beyond_what_can_be_asked_with(tmp_path: Path) -> None:
-    def join(held: Record, asked: Record) -> None:
-        held.items += asked.items
+def test_conversation_turns_are_evicted_within_the_limit(tmp_path: Path) -> None:
+    def join(kept: Record, added: Record) -> None:
+        kept.items += added.items
 
     file = opened(tmp_path, response_store_bytes=4000, max_body_bytes=1000)
     file.insert(record("old"))
@@ -82,19 +82,17 @@ def test_turns_make_room_and_only_one_of_them_goes_beyond_what_can_be_asked_with
         file.insert(record(name, items=b"y" * 600))
         file.write_progress(name, "run/0.1", "completed", response=b"{}", turn=ConversationTurn("c", join))
     assert file.find("old") is not None
-    held = file.find("c")
-    assert held is not None and len(held.items) == 1300
+    kept = file.find("c")
+    assert kept is not None and len(kept.items) == 1300
     file.insert(record("d", items=b"z" * 900))
-    file.rewrite("c", lambda held: setattr(held, "items", b""))
+    file.rewrite("c", lambda kept: setattr(kept, "items", b""))
     file.write_progress("d", "run/0.1", "completed", response=b" " * 1800, turn=ConversationTurn("c", join))
-    assert file.find("old") is None and file.find("a") is None, "the longest not used"
-    held = file.find("c")
-    assert held is not None and len(held.items) == 900
+    assert file.find("old") is None and file.find("a") is None, "least recently used"
+    kept = file.find("c")
+    assert kept is not None and len(kept.items) == 900
 
 
-def test_age_counts_from_when_it_was_last_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_age_counts_from_last_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
     file = opened(tmp_path, response_store_hours=1)
@@ -108,19 +106,19 @@ def test_age_counts_from_when_it_was_last_gone_on_with(
     assert file.find("a") is not None and file.find("b") is None
 
 
-def test_a_conversation_is_in_order_and_ends_where_it_is_broken(tmp_path: Path) -> None:
+def test_conversation_is_ordered_and_ends_at_a_missing_response(tmp_path: Path) -> None:
     file = opened(tmp_path)
     for name, previous in (("a", None), ("b", "a"), ("c", "b")):
         file.insert(record(name, previous, items=b"[ ]" if name == "b" else b"[]"))
     assert [each.id for each in file.conversation("c")] == ["a", "b", "c"]
     assert file.delete("a") and not file.delete("a")
     assert [(each.id, each.previous) for each in file.conversation("c")] == [("b", "a"), ("c", "b")]
-    assert file.conversation("nobody") == []
+    assert file.conversation("absent") == []
     with pytest.raises(RequestError, match="5 bytes; the limit is 4"):
         opened(tmp_path, max_body_bytes=4).conversation("c")
 
 
-def test_only_who_answers_is_heard(tmp_path: Path) -> None:
+def test_only_the_owner_updates_a_response(tmp_path: Path) -> None:
     file = opened(tmp_path)
     file.insert(record("a"))
     assert file.write_progress("a", "run/0.1", "in_progress", Events(3, "p", b"one"))
@@ -150,20 +148,18 @@ def slot(index: int, epoch: int, state: SlotState = SlotState.READY) -> ProcessS
         ((0, 1), [slot(0, 1, SlotState.STALLED)], False),
         ((0, 1), [slot(0, 1, SlotState.DOWN)], True),
         ((0, 1), [slot(0, 2, SlotState.STARTING)], True),
-        ((0, 2), [slot(0, 1, SlotState.DOWN)], False),  # a topology that is older than the frontend
+        ((0, 2), [slot(0, 1, SlotState.DOWN)], False),  # a topology older than the frontend
         ((0, 1), [slot(1, 7)], False),
     ],
 )
-def test_who_is_gone_is_gone_for_sure(
-    worker: tuple[int, int], slots: list[ProcessSlot], is_gone: bool
-) -> None:
+def test_ended_owner_is_detected(worker: tuple[int, int], slots: list[ProcessSlot], is_gone: bool) -> None:
     store = ResponseStore(make_config("run-a"))
     owner = store.owner(WorkerId(Role.FRONTEND, *worker))
     assert store.is_lost(owner, Topology(1, slots)) is is_gone
     assert ResponseStore(make_config("run-b")).is_lost(owner, Topology(1, slots))
 
 
-def test_frontends_that_open_it_at_once_share_it(tmp_path: Path) -> None:
+def test_concurrent_opens_share_the_file(tmp_path: Path) -> None:
     failures: list[BaseException] = []
 
     def use(index: int) -> None:

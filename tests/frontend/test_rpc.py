@@ -1,4 +1,4 @@
-"""Questions to other processes: matched answers, errors, silence."""
+"""RPC to other processes: matched answers, errors, timeouts."""
 
 import asyncio
 import time
@@ -37,56 +37,56 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 10))
 
 
-def test_answers_find_their_questions_in_any_order() -> None:
-    async def story() -> None:
+def test_answers_match_queries_in_any_order() -> None:
+    async def scenario() -> None:
         world = World()
-        asked = [asyncio.ensure_future(world.queries.tokenize(TextPrompt(t))) for t in ("a", "b")]
+        tasks = [asyncio.ensure_future(world.queries.tokenize(TextPrompt(t))) for t in ("a", "b")]
         await asyncio.sleep(0)
         (_, first, a), (_, second, b) = world.sent
         assert {first, second} == {0, 1}
         world.queries.handle(Tokenized(b.query_id, pack_i32([2])))
         world.queries.handle(Tokenized(a.query_id, pack_i32([1])))
         world.queries.handle(Tokenized(a.query_id, pack_i32([9])))
-        world.queries.handle(Detokenized(77, "nobody asked"))
-        answers = [await question for question in asked]
+        world.queries.handle(Detokenized(77, "no query"))
+        answers = [await task for task in tasks]
         assert [answer.token_ids for answer in answers] == [pack_i32([1]), pack_i32([2])]
         assert [world.slots.load(Role.TOKENIZER, i) for i in (0, 1)] == [0, 0]
 
-    run(story())
+    run(scenario())
 
 
-def test_an_error_is_raised_as_it_was_sent() -> None:
-    async def story() -> None:
+def test_error_is_raised_as_sent() -> None:
+    async def scenario() -> None:
         world = World()
-        asked = asyncio.ensure_future(world.queries.tokenize(TextPrompt("")))
+        query = asyncio.ensure_future(world.queries.tokenize(TextPrompt("")))
         await asyncio.sleep(0)
         error = Failed(0, ErrorCode.INVALID, "the prompt is empty", "prompt")
         world.queries.handle(Tokenized(world.sent[0][2].query_id, b"", None, error))
         with pytest.raises(RequestError, match="the prompt is empty") as caught:
-            await asked
+            await query
         assert caught.value.param == "prompt"
 
-    run(story())
+    run(scenario())
 
 
-def test_silence_is_a_timeout_that_names_the_process() -> None:
-    """The question told until when it was asked, so that nobody works on an answer that comes too late."""
+def test_timeout_names_the_process() -> None:
+    """The query carries its deadline, so that a late answer is not computed."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         world = World(timeout_s=0.01)
-        began_ns = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         with pytest.raises(RequestError, match=r"tokenizer.*within 0.01 s") as caught:
             await world.queries.tokenize(TextPrompt("a"))
         assert caught.value.code is ErrorCode.TIMEOUT
-        assert began_ns + 10_000_000 <= world.sent[0][2].until_ns <= time.monotonic_ns()
+        assert start_ns + 10_000_000 <= world.sent[0][2].until_ns <= time.monotonic_ns()
         world.queries.handle(Tokenized(world.sent[0][2].query_id, b""))
         assert world.slots.load(Role.TOKENIZER, 0) == 0
 
-    run(story())
+    run(scenario())
 
 
-def test_a_huge_prompt_is_waited_for_longer() -> None:
-    async def story() -> None:
+def test_large_prompt_has_a_longer_timeout() -> None:
+    async def scenario() -> None:
         world = World(timeout_s=0.01)
         huge = asyncio.ensure_future(world.queries.tokenize(TextPrompt("a " * (4 << 20))))
         await asyncio.sleep(0)
@@ -95,29 +95,29 @@ def test_a_huge_prompt_is_waited_for_longer() -> None:
         world.queries.handle(Tokenized(world.sent[0][2].query_id, pack_i32([1])))
         assert (await huge).token_ids == pack_i32([1])
 
-    run(story())
+    run(scenario())
 
 
-def test_nobody_to_ask() -> None:
-    async def story() -> None:
+def test_query_without_a_worker() -> None:
+    async def scenario() -> None:
         world = World()
         with pytest.raises(RequestError, match="No detokenizer") as caught:
             await world.queries.detokenize([1])
         assert caught.value.code is ErrorCode.UNAVAILABLE
         assert world.sent == []
 
-    run(story())
+    run(scenario())
 
 
-def test_a_question_to_a_lost_process_is_asked_again() -> None:
-    async def story() -> None:
+def test_query_to_a_lost_process_is_resent() -> None:
+    async def scenario() -> None:
         world = World()
-        asked = asyncio.ensure_future(world.queries.tokenize(TextPrompt("a")))
+        query = asyncio.ensure_future(world.queries.tokenize(TextPrompt("a")))
         await asyncio.sleep(0)
         [(_, index, first)] = world.sent
         world.slots.follow(Topology(2, []))
         world.queries.follow()
-        assert len(world.sent) == 1  # nobody is there
+        assert len(world.sent) == 1  # no worker is ready
         world.slots.follow(
             Topology(3, [ProcessSlot(WorkerId(Role.TOKENIZER, index, 2), "", 1, SlotState.READY)])
         )
@@ -125,7 +125,7 @@ def test_a_question_to_a_lost_process_is_asked_again() -> None:
         world.queries.follow()
         assert [message.query_id for _, _, message in world.sent] == [first.query_id] * 2
         world.queries.handle(Tokenized(first.query_id, pack_i32([1])))
-        assert (await asked).token_ids == pack_i32([1])
+        assert (await query).token_ids == pack_i32([1])
         assert world.slots.load(Role.TOKENIZER, index) == 0
 
-    run(story())
+    run(scenario())

@@ -1,4 +1,4 @@
-"""Sessions without HTTP or processes: routing, deltas, endings, cancels, and workers that get lost."""
+"""Sessions without HTTP or processes: routing, deltas, endings, cancels, lost workers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ PROMPT = TextPrompt("hello")
 
 @dataclass
 class World:
-    """Sessions, what they sent, and who is there."""
+    """Sessions, their sent messages, and the live workers."""
 
     sent: list[tuple[Role, int, msgspec.Struct]] = field(default_factory=list)
-    deaf: bool = False
+    unreachable: bool = False
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -49,13 +49,13 @@ class World:
         self.slots = {(role, 0): (1, SlotState.READY) for role in Role if role is not Role.SUPERVISOR}
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
-        if self.deaf:
+        if self.unreachable:
             return False
         self.sent.append((role, index, changed(message) if isinstance(message, Submit) else message))
         return True
 
     def follow(self) -> World:
-        """Publish the slots as they are now."""
+        """Publish the current slots."""
         self.version += 1
         slots = [
             ProcessSlot(WorkerId(role, index, epoch), "", 1, state)
@@ -111,7 +111,7 @@ async def rest(stream: Stream) -> list[Batch]:
 
 
 def test_a_request_from_submit_to_end() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(), priority=2, cache_salt="s")
         (submit,) = world.of(Submit)
@@ -132,11 +132,11 @@ def test_a_request_from_submit_to_end() -> None:
         assert world.sessions.num_live == 0
         assert await stream.next_batch() is None
 
-    run(story())
+    run(scenario())
 
 
 def test_a_slow_reader_gets_one_batch_for_many_steps() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(n=2))
         a, b = stream.request_id, stream.request_id + 1
@@ -147,11 +147,11 @@ def test_a_slow_reader_gets_one_batch_for_many_steps() -> None:
         assert {d.choice: d.text for d in batch.deltas} == {0: "x" * 100, 1: "y" * 200}
         assert all(list(d.token_ids) == list(range(100)) for d in batch.deltas)
 
-    run(story())
+    run(scenario())
 
 
 def test_final_only_wakes_once() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(), final_only=True)
         reader = asyncio.ensure_future(rest(stream))
@@ -164,11 +164,11 @@ def test_final_only_wakes_once() -> None:
         world.text([], finished=[(stream.request_id, FinishReason.STOP)])
         assert [batch.deltas[0].text for batch in await reader] == ["xxx"]
 
-    run(story())
+    run(scenario())
 
 
-def test_what_was_already_seen_is_dropped() -> None:
-    async def story() -> None:
+def test_repeated_tokens_are_dropped() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(logprobs=0))
         rid = stream.request_id
@@ -188,11 +188,11 @@ def test_what_was_already_seen_is_dropped() -> None:
         assert world.sessions.metrics.duplicate_endings.value == 1
         assert world.sessions.metrics.stale_deltas.value == 2
 
-    run(story())
+    run(scenario())
 
 
-def test_held_back_text_may_come_without_a_token() -> None:
-    async def story() -> None:
+def test_held_back_text_may_arrive_without_a_token() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         rid = stream.request_id
@@ -201,12 +201,12 @@ def test_held_back_text_may_come_without_a_token() -> None:
         (batch,) = await rest(stream)
         assert (batch.deltas[0].text, list(batch.deltas[0].token_ids)) == ("ab", [1])
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("row", [("x", 5, 0), ("x", 0, 5)])
 def test_missing_output_is_an_error_not_a_gap(row: tuple[str, int, int]) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         world.text([(stream.request_id, *row, [1])])
@@ -214,11 +214,11 @@ def test_missing_output_is_an_error_not_a_gap(row: tuple[str, int, int]) -> None
             await stream.next_batch()
         assert world.sessions.num_live == 0
 
-    run(story())
+    run(scenario())
 
 
 def test_a_failure_ends_every_choice_once() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(n=3))
         world.text([(stream.request_id, "a", 0, 0, [1])])
@@ -235,11 +235,11 @@ def test_a_failure_ends_every_choice_once() -> None:
         assert world.sessions.metrics.duplicate_endings.value == 1
         assert await stream.next_batch() is None
 
-    run(story())
+    run(scenario())
 
 
-def test_a_cancel_waits_for_the_engines_word() -> None:
-    async def story() -> None:
+def test_cancel_waits_for_the_engines_answer() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(n=2))
         a, b = stream.request_id, stream.request_id + 1
@@ -256,14 +256,14 @@ def test_a_cancel_waits_for_the_engines_word() -> None:
         stream.cancel()
         assert len(world.of(Cancel)) == 1
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("answer", ["failed", "unknown"])
-def test_a_cancelled_request_ends_as_aborted_whatever_the_answer(answer: str) -> None:
-    """Its tokenizer had it still, or refused it in that moment; or nobody had heard of it."""
+def test_cancelled_request_ends_as_aborted_for_any_answer(answer: str) -> None:
+    """The tokenizer still had it, or rejected it at that moment; or no process knew it."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(n=2))
         first = stream.request_id
@@ -277,11 +277,11 @@ def test_a_cancelled_request_ends_as_aborted_whatever_the_answer(answer: str) ->
         assert world.sessions.num_live == 0
         assert len(world.of(Submit)) == len(world.of(Cancel)) == 1
 
-    run(story())
+    run(scenario())
 
 
-def test_a_closed_stream_keeps_nothing_for_its_reader() -> None:
-    async def story() -> None:
+def test_closed_stream_buffers_nothing() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         rid = stream.request_id
@@ -292,13 +292,13 @@ def test_a_closed_stream_keeps_nothing_for_its_reader() -> None:
         world.text([], finished=[(rid, FinishReason.ABORT)])
         assert world.sessions.num_live == 0
 
-    run(story())
+    run(scenario())
 
 
-def test_requests_wait_for_workers_that_are_not_there_yet() -> None:
-    async def story() -> None:
+def test_requests_wait_for_workers_that_are_not_ready() -> None:
+    async def scenario() -> None:
         world = World()
-        early = world.sessions.submit(PROMPT, params())
+        first_cancelled = world.sessions.submit(PROMPT, params())
         cancelled = world.sessions.submit(PROMPT, params())
         assert world.sent == []
         cancelled.cancel()
@@ -309,14 +309,14 @@ def test_requests_wait_for_workers_that_are_not_there_yet() -> None:
             assert world.sent == []
             world.slots[role, 0] = (1, SlotState.READY)
         world.follow()
-        assert [submit.request_id for submit in world.of(Submit)] == [early.request_id]
+        assert [submit.request_id for submit in world.of(Submit)] == [first_cancelled.request_id]
         assert world.of(Cancel) == []
 
-    run(story())
+    run(scenario())
 
 
-def test_work_goes_to_the_least_loaded() -> None:
-    async def story() -> None:
+def test_requests_go_to_the_least_loaded_worker() -> None:
+    async def scenario() -> None:
         world = World()
         for index in (1, 2):
             world.slots[Role.TOKENIZER, index] = (1, SlotState.READY)
@@ -334,12 +334,12 @@ def test_work_goes_to_the_least_loaded() -> None:
         for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
             assert [world.sessions.slots.load(role, index) for index in range(3)] == [0, 0, 0]
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("state", [SlotState.READY, SlotState.STARTING])
-def test_a_lost_tokenizer_is_asked_again(state: SlotState) -> None:
-    async def story() -> None:
+def test_request_to_lost_tokenizer_is_resent(state: SlotState) -> None:
+    async def scenario() -> None:
         world = World().follow()
         waiting = world.sessions.submit(PROMPT, params(seed=5))
         started = world.sessions.submit(PROMPT, params())
@@ -361,11 +361,11 @@ def test_a_lost_tokenizer_is_asked_again(state: SlotState) -> None:
         for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
             assert world.sessions.slots.load(role, 0) == 0
 
-    run(story())
+    run(scenario())
 
 
-def test_a_request_cancelled_into_a_lost_tokenizer_ends_here() -> None:
-    async def story() -> None:
+def test_cancel_with_lost_tokenizer_ends_the_request() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         stream.cancel()
@@ -378,13 +378,13 @@ def test_a_request_cancelled_into_a_lost_tokenizer_ends_here() -> None:
         assert batch.deltas[0].finish.reason is FinishReason.ABORT
         assert world.sessions.num_live == 0
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("role", [Role.CORE, Role.DETOKENIZER])
 @pytest.mark.parametrize("down", [True, False])
-def test_what_a_lost_core_or_detokenizer_held_goes_on_elsewhere(role: Role, down: bool) -> None:
-    async def story() -> None:
+def test_requests_of_lost_core_or_detokenizer_are_resent(role: Role, down: bool) -> None:
+    async def scenario() -> None:
         world = World()
         world.slots[role, 1] = (1, SlotState.READY)
         world.follow()
@@ -411,18 +411,18 @@ def test_what_a_lost_core_or_detokenizer_held_goes_on_elsewhere(role: Role, down
             assert submit.spec.params.n == (2 if whole else 1)
             assert submit.spec.output_ids == (pack_i32([1, 2]) if submit.request_id == rid else b"")
             assert submit.spec.choice == submit.request_id - (submit.request_id if whole else rid)
-        world.text([(rid, "bc", 1, 1, [2, 3])])  # told again from its second token
+        world.text([(rid, "bc", 1, 1, [2, 3])])  # replayed from its second token
         world.text([], finished=[(rid, FinishReason.STOP), (rid + 1, FinishReason.STOP)])
         batches = await rest(running)
         assert "".join(d.text for b in batches for d in b.deltas if d.choice == 0) == "abc"
         assert running.error is None
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("has_text", [False, True])
-def test_outputs_that_came_with_a_request_are_told_until_they_were(has_text: bool) -> None:
-    async def story() -> None:
+def test_resumed_outputs_are_sent_until_acknowledged(has_text: bool) -> None:
+    async def scenario() -> None:
         world = World().follow()
         rid = world.sessions.submit(PROMPT, params(), replayed_ids=pack_i32([1, 2])).request_id
         if has_text:
@@ -434,11 +434,11 @@ def test_outputs_that_came_with_a_request_are_told_until_they_were(has_text: boo
         wanted = ([1, 2, 3], 3) if has_text else ([1, 2], 0)
         assert (list(unpack_i32(second.output_ids)), second.num_seen) == wanted
 
-    run(story())
+    run(scenario())
 
 
 def test_text_of_a_lost_detokenizer_is_dropped() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         rid = stream.request_id
@@ -449,16 +449,16 @@ def test_text_of_a_lost_detokenizer_is_dropped() -> None:
         world.text([(rid, "x", 0, 0, [1])], sender=(0, 2))
         assert stream.num_output_tokens == 1
 
-    run(story())
+    run(scenario())
 
 
-def test_requests_move_away_from_a_detokenizer_that_retires() -> None:
-    async def story() -> None:
+def test_requests_leave_a_retiring_detokenizer() -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         world.slots[Role.DETOKENIZER, 0] = (1, SlotState.RETIRING)
         world.follow()
-        assert len(world.of(Submit)) == 1  # there is no other
+        assert len(world.of(Submit)) == 1  # there is no other detokenizer
         world.slots[Role.DETOKENIZER, 1] = (1, SlotState.READY)
         world.follow()
         world.follow()
@@ -466,12 +466,12 @@ def test_requests_move_away_from_a_detokenizer_that_retires() -> None:
         assert (first.spec.detokenizer, second.spec.detokenizer, second.spec.attempt) == (0, 1, 1)
         assert second.request_id == stream.request_id
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("role", [Role.CORE, Role.DETOKENIZER])
-def test_a_cancelled_request_ends_when_nobody_is_left_to_say_so(role: Role) -> None:
-    async def story() -> None:
+def test_cancelled_request_ends_without_live_workers(role: Role) -> None:
+    async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         world.text([(stream.request_id, "a", 0, 0, [1])], started=[stream.request_id])
@@ -481,21 +481,21 @@ def test_a_cancelled_request_ends_when_nobody_is_left_to_say_so(role: Role) -> N
         assert stream.ended and world.sessions.num_live == 0
         assert len(world.of(Submit)) == 1
 
-    run(story())
+    run(scenario())
 
 
-def test_an_old_topology_changes_nothing() -> None:
-    async def story() -> None:
+def test_old_topology_is_ignored() -> None:
+    async def scenario() -> None:
         world = World().follow()
         world.sessions.submit(PROMPT, params())
         world.sessions.follow(Topology(0, []))
         assert world.sessions.num_live == 1
         assert world.sessions.slots.missing() == []
 
-    run(story())
+    run(scenario())
 
 
-def test_bad_parameters_are_refused_before_anything_is_sent() -> None:
+def test_invalid_parameters_are_rejected_before_sending() -> None:
     world = World().follow()
     with pytest.raises(RequestError, match="temperature is 9"):
         world.sessions.submit(PROMPT, params(temperature=9.0))
@@ -503,21 +503,21 @@ def test_bad_parameters_are_refused_before_anything_is_sent() -> None:
     assert world.sessions.num_live == 0
 
 
-def test_a_peer_that_is_not_connected_leaves_the_request_waiting() -> None:
-    async def story() -> None:
+def test_request_waits_for_an_unconnected_peer() -> None:
+    async def scenario() -> None:
         world = World().follow()
-        world.deaf = True
+        world.unreachable = True
         stream = world.sessions.submit(PROMPT, params())
         assert stream.tokenizer is None
-        world.deaf = False
+        world.unreachable = False
         world.follow()
         assert len(world.of(Submit)) == 1
 
-    run(story())
+    run(scenario())
 
 
-def test_fail_all_ends_everything_and_idle_is_told() -> None:
-    async def story() -> None:
+def test_fail_all_ends_all_requests_and_reports_idle() -> None:
+    async def scenario() -> None:
         world = World().follow()
         idle: list[int] = []
         world.sessions.when_idle(lambda: idle.append(world.sessions.num_live))
@@ -528,13 +528,13 @@ def test_fail_all_ends_everything_and_idle_is_told() -> None:
             with pytest.raises(RequestError, match="going down"):
                 await stream.next_batch()
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("salt", ["\ud800", 1 << 64])
-def test_what_cannot_be_encoded_is_refused_and_leaves_nothing(late: bool, salt: Any) -> None:
-    async def story() -> None:
+def test_unencodable_request_is_rejected_without_state(late: bool, salt: Any) -> None:
+    async def scenario() -> None:
         world = World() if late else World().follow()
         send = world.sessions._dispatcher._send
         world.sessions._dispatcher._send = lambda role, index, message: (
@@ -551,7 +551,7 @@ def test_what_cannot_be_encoded_is_refused_and_leaves_nothing(late: bool, salt: 
         assert world.sessions.num_live == 0
         assert good.ended
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("priority", [1 << 63, -(1 << 63) - 1])

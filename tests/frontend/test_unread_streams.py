@@ -1,4 +1,4 @@
-"""What is held for a reader that does not read is told honestly: memory, not characters."""
+"""Memory estimate of batches for a slow reader: bytes allocated, not characters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_STEPS = 400
 
 
 def frames(request_id: int, num_top: int) -> list[bytes]:
-    """Return the messages of so many steps, a token each, as they come from the detokenizer."""
+    """Return the detokenizer's messages for `NUM_STEPS` steps of one token."""
     sent = []
     for step in range(NUM_STEPS):
         delta = f" t{step:03}"
@@ -34,7 +34,7 @@ def frames(request_id: int, num_top: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
-def test_the_estimate_covers_what_is_allocated_and_not_much_more(num_top: int) -> None:
+def test_estimate_covers_allocated_memory_closely(num_top: int) -> None:
     sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), lambda *_: True, make_config())
     stream = sessions.submit(TextPrompt("x"), SamplingParams(max_tokens=None, logprobs=num_top or None))
     decoder = msgspec.msgpack.Decoder(Text)

@@ -1,7 +1,7 @@
-"""Modules and tests that are collected are there to the end: Python's search for cycles leaves them alone.
+"""Excludes collected modules and tests from garbage collection.
 
-Torch, transformers and some ten thousand tests are a million objects. Searched again and again while they come into being, they
-are a third of what collecting costs, and a second each time that a test, or what it tests, has cycles searched.
+Torch, transformers and some ten thousand tests are a million objects. Repeated collections during startup take a
+third of the collection time, and each later one takes a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run cost, printed at its end by folder: seconds on the clock and of the processor, with every process started."""
+"""Cost of a run, printed at its end by folder: wall and CPU seconds, with every process started."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 
-def processor_s(*whose: int) -> float:
-    """What this process and those it has waited for have computed; ``whose``: of which of them."""
-    used = [resource.getrusage(who) for who in whose or (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+def processor_s(*scopes: int) -> float:
+    """Return the CPU seconds of this process and its reaped children; ``scopes``: of these `getrusage` scopes."""
+    used = [resource.getrusage(scope) for scope in scopes or (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 @dataclass(slots=True)
 class Cost:
-    """Of some tests."""
+    """Cost of a group of tests."""
 
     num_tests: int = 0
     wall_s: float = 0.0
@@ -29,14 +29,14 @@ class Cost:
     def add(self, report: pytest.TestReport) -> None:
         self.num_tests += report.when == "call" or report.skipped
         self.wall_s += report.duration
-        self.processor_s += getattr(report, "processor_s", 0.0)  # a worker that died has not told
+        self.processor_s += getattr(report, "processor_s", 0.0)  # a worker that died reports none
 
     def row(self, name: str) -> str:
         return f"{name:24} {self.num_tests or '':>6} {self.wall_s:8.1f} {self.processor_s:10.1f}"
 
 
 class Costs:
-    """Counts where tests run, sums up where the run was started."""
+    """Counts in each worker, and sums up in the main process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -61,7 +61,7 @@ class Costs:
         self.folders.setdefault(str(folder), Cost()).add(report)
 
     def pytest_sessionfinish(self) -> None:
-        output = getattr(self.config, "workeroutput", None)  # only of a worker of pytest-xdist
+        output = getattr(self.config, "workeroutput", None)  # only in a worker of pytest-xdist
         if output is not None:
             output["processor_s"] = processor_s()
 
@@ -83,8 +83,8 @@ class Costs:
             sum(cost.processor_s for cost in self.folders.values()),
         )
         total_s = self.workers_s + processor_s(resource.RUSAGE_SELF) if self.workers_s else processor_s()
-        write(Cost(0, 0.0, total_s - tests.processor_s).row("collecting, and the rest"))
-        write(Cost(tests.num_tests, time.monotonic() - self.started, total_s).row("altogether"))
+        write(Cost(0, 0.0, total_s - tests.processor_s).row("collection and overhead"))
+        write(Cost(tests.num_tests, time.monotonic() - self.started, total_s).row("total"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""A command that a test runs in its own process sets up that process's log: behind the test it is as it was before."""
+"""Restores the log configuration after each test, since a command run in the test's process changes it."""
 
 from __future__ import annotations
 

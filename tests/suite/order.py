@@ -1,7 +1,7 @@
-"""In which order files are tested: long ones first, and those that wait between those that compute.
+"""Order of test files: long ones first, waiting ones between computing ones.
 
-Workers take whole files. Were a long one the last, the others would have nothing to do meanwhile; were all servers tested at
-once, the processors would have little to do while they wait, and too much when they do not.
+Workers take whole files. A long file at the end would leave the other workers idle. Servers all at once would leave
+the processors idle while they wait, and overload them otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.suite.packages import package_of
 
 WAITING = ("chaos", "processes", "deploy", "api")
 COMPUTING = ("models", "cuda", "executor", "suite", "bench")
-"""Folders, those of long files first; all others come at the end."""
+"""Folders with long files first; all others are last."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def in_order(paths: Sequence[Path]) -> list[Path]:
-    """Return files of tests in the order in which they are to begin."""
+    """Return test files in their order of execution."""
     waiting, computing = (
         [path for name in names for path in paths if package_of(path) == name]
         for names in (WAITING, COMPUTING)

@@ -1,4 +1,4 @@
-"""The folders of `tests`."""
+"""Folders of `tests`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table at the end of a run."""
+"""Cost table at the end of a run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_skipped():
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_counts_what_tests_and_their_processes_compute(
+def test_costs_include_child_processes(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # all but what is named takes time
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # only named plugins take time
     pytester.mkpydir("some").joinpath("test_busy.py").write_text(BUSY)
     plugins = ("-p", "xdist", "-p", "tests.suite.draw", "-p", "tests.suite.costs")
     result = pytester.runpytest_subprocess(*plugins, "-n", workers, "some")
@@ -42,4 +42,4 @@ def test_counts_what_tests_and_their_processes_compute(
     assert num_tests == "2"
     assert 0.7 <= float(processor_s) < 1.5
     assert float(wall_s) >= 0.7
-    assert float(rows["altogether"][-1]) >= float(processor_s)
+    assert float(rows["total"][-1]) >= float(processor_s)

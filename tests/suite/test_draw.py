@@ -1,4 +1,4 @@
-"""What the fast suite draws, on test files written for it."""
+"""Selection of the fast suite, on generated test files."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ PLUGINS = ("-p", "tests.suite.draw")
 
 @pytest.fixture
 def file(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A folder with the file."""
+    """Folder with the file."""
     pytester.makepyfile(test_file=FILE)
     return pytester
 
 
 def run(file: pytest.Pytester, *options: str) -> list[str]:
-    """Run the file with the suite's own plugins; return which tests passed, in order."""
+    """Run the file with the suite's own plugins; return the passed tests, in order."""
     passed, skipped, failed = file.inline_run(*PLUGINS, *options).listoutcomes()
     assert not skipped and not failed
     return [report.nodeid.partition("::")[2] for report in passed]
@@ -60,7 +60,7 @@ def test_every_value_of_every_parameter_is_taken(file: pytest.Pytester) -> None:
         assert any(value in name for name in taken), (value, taken)
 
 
-def test_marks_say_how_many_are_taken(file: pytest.Pytester) -> None:
+def test_marks_set_the_number_taken(file: pytest.Pytester) -> None:
     taken = run(file)
     assert sum("test_drawn" in name for name in taken) == 2
     assert sum("test_slow" in name for name in taken) == 1
@@ -71,32 +71,32 @@ def test_the_whole_suite_takes_everything(file: pytest.Pytester) -> None:
     assert len(run(file, "--whole")) == 2 * 5 * 4 + 2 * 5 + 3
 
 
-def test_a_seed_draws_the_same_again(file: pytest.Pytester) -> None:
+def test_seed_is_reproducible(file: pytest.Pytester) -> None:
     assert run(file, "--seed", "7") == run(file, "--seed", "7")
     assert len({tuple(run(file, "--seed", str(seed))) for seed in range(5)}) > 1
 
 
 def test_workers_draw_alike(file: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or else pytest-xdist refuses to run them; with a seed that nobody gave."""
+    """pytest-xdist rejects workers with different tests; here without a given seed."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # all but what is named takes time
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # only named plugins take time
     result = file.runpytest_subprocess(*PLUGINS, "-p", "xdist", "-n", "2", "--tb", "short")
     assert result.ret == 0
     assert result.parseoutcomes()["passed"] > 5
 
 
-def test_what_is_named_is_run(file: pytest.Pytester) -> None:
+def test_named_tests_run(file: pytest.Pytester) -> None:
     assert run(file, "test_file.py::test_slow") == ["test_slow[1]", "test_slow[2]"]
     assert len(run(file, "-k", "test_drawn")) == 10
 
 
-def test_a_share_of_a_file_is_one_test_at_least(file: pytest.Pytester) -> None:
+def test_share_of_a_file_is_at_least_one_test(file: pytest.Pytester) -> None:
     assert len(run(file, "--whole", "--share", "0.5")) == 26
     assert len(run(file, "--share", "0.001")) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_cover_is_small(seed: int) -> None:
+def test_cover_is_small(seed: int) -> None:
     combinations = [
         [(("a", a),), (("b", b),), (("c", c),)] for a in range(6) for b in range(4) for c in range(2)
     ]
@@ -107,7 +107,7 @@ def test_a_cover_is_small(seed: int) -> None:
     }
 
 
-def test_folders_of_many_shapes_are_thinned(pytester: pytest.Pytester) -> None:
+def test_folders_with_shares_are_thinned(pytester: pytest.Pytester) -> None:
     tests = "\n".join(f"def test_{number}(): pass" for number in range(9))
     for folder in ("models", "core"):
         pytester.mkdir(folder).joinpath(f"test_{folder}.py").write_text(tests)

@@ -1,4 +1,4 @@
-"""What a test does to the log ends with it."""
+"""Log configuration is restored after each test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import pytest
 
 
-def test_the_next_test_hears_what_it_would_have_heard(pytester: pytest.Pytester) -> None:
+def test_log_level_is_restored_for_the_next_test(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import logging
@@ -17,8 +17,8 @@ def test_the_next_test_hears_what_it_would_have_heard(pytester: pytest.Pytester)
             configure_logging("serve", "ERROR")
 
         def test_another(caplog):
-            logging.getLogger("quintet.part").warning("heard")
-            assert [each.message for each in caplog.records] == ["heard"]
+            logging.getLogger("quintet.part").warning("logged")
+            assert [each.message for each in caplog.records] == ["logged"]
         """
     )
     before = logging.getLogger("quintet").level

@@ -1,4 +1,4 @@
-"""Which files are tested first."""
+"""Order of test files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.suite.order import in_order
 
 
-def test_files_that_wait_are_between_those_that_compute() -> None:
+def test_waiting_files_alternate_with_computing_ones() -> None:
     names = ["api/a", "chaos/b", "core/c", "executor/d", "models/e", "models/f", "processes/g", "text/h"]
     ordered = in_order([Path(name) for name in names])
     expected = ["chaos/b", "models/e", "processes/g", "models/f", "api/a", "executor/d", "core/c", "text/h"]

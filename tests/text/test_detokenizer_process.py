@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from tests.small_frames import take_at_most
+from tests.small_frames import limit_frames
 from tests.text.conftest import DEADLINE_S
 from tokenizers import Tokenizer
 
@@ -278,7 +278,7 @@ def test_what_waited_for_a_topology_goes_out_before_what_came_with_it(
 
 
 def test_an_answer_too_large_to_be_told_is_an_error(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_at_most(monkeypatch, Role.FRONTEND, 2000)
+    limit_frames(monkeypatch, Role.FRONTEND, 2000)
     world.send(m.DetokenizeQuery(9, 0, pack_i32([9] * 4000)))
     answer = world.wait(world.frontend, m.Detokenized)
     assert answer.query_id == 9 and answer.error.code is ErrorCode.TOO_LARGE
@@ -286,7 +286,7 @@ def test_an_answer_too_large_to_be_told_is_an_error(world: Any, monkeypatch: pyt
 
 
 def test_text_too_large_to_be_told_ends_its_requests(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_at_most(monkeypatch, Role.FRONTEND, 700)
+    limit_frames(monkeypatch, Role.FRONTEND, 700)
     ids = RequestIds(0, 1)
     large, small = ids.take(), ids.take()
     world.send(row(large, 0, [9] * 200))

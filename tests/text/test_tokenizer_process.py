@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.small_frames import take_at_most
+from tests.small_frames import limit_frames
 from tests.text.conftest import DEADLINE_S
 from tests.wire.respec import changed
 from tokenizers import Tokenizer
@@ -353,7 +353,7 @@ def test_the_module_runs_as_a_child(
 
 
 def test_an_answer_too_large_to_be_told_is_an_error(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_at_most(monkeypatch, Role.FRONTEND, 2000)
+    limit_frames(monkeypatch, Role.FRONTEND, 2000)
     world.send(m.TokenizeQuery(9, 0, m.TextPrompt("x" * 4000), return_token_strs=True))
     answer = world.wait(world.frontend, m.Tokenized)
     assert answer.query_id == 9 and answer.error.code is ErrorCode.TOO_LARGE
@@ -363,7 +363,7 @@ def test_an_answer_too_large_to_be_told_is_an_error(world: Any, monkeypatch: pyt
 def test_a_request_too_large_for_the_core_ends_with_an_error(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_at_most(monkeypatch, Role.CORE, 2000)
+    limit_frames(monkeypatch, Role.CORE, 2000)
     ids = RequestIds(0, 1)
     large = changed(submit(ids.take(), m.TextPrompt("x")), cache_salt="y" * 4000)
     world.send(large)

@@ -1,4 +1,4 @@
-"""Requests that differ in little from another, whichever struct holds the field that differs."""
+"""Modified copies of requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Request = TypeVar("Request", Submit, Admit)
 
 
 def changed(request: Request, **changes: Any) -> Request:
-    """Return a copy that shares no struct with the request, with other values of its own fields or of its spec's."""
+    """Return a copy that shares no struct with the request, with changed fields of the request or of its spec."""
     own = {name: changes.pop(name) for name in tuple(changes) if name not in RequestSpec.__struct_fields__}
     spec = msgspec.structs.replace(request.spec, **changes)
     return msgspec.structs.replace(request, spec=spec, **own)

@@ -1,4 +1,4 @@
-"""The wire: every message survives the trip, and bad parameters are named."""
+"""Wire contract: every message survives encoding, and invalid parameters are named."""
 
 import dataclasses
 from typing import Any
@@ -32,7 +32,7 @@ def test_tokens_cross_the_wire_unchanged() -> None:
     assert list(codec.unpack_i32(received.named_stops)) == [1]
 
 
-def test_prompts_are_told_apart_by_their_tags() -> None:
+def test_prompt_kinds_are_distinguished_by_tag() -> None:
     for prompt in (messages.TextPrompt("a"), messages.TokenPrompt(b""), messages.ChatPrompt(b"[]")):
         submit = messages.Submit(
             1, prompt, RequestSpec(SamplingParams(seed=1, stop=["x"], logit_bias={3: 1.5}), 0, 0), 0, 0
@@ -67,7 +67,7 @@ def test_worker_ids_read_like_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "param", "said"),
+    ("change", "param", "message"),
     [
         ({"temperature": 2.5}, "temperature", "between 0 and 2"),
         ({"temperature": float("nan")}, "temperature", "between 0 and 2"),
@@ -99,18 +99,20 @@ def test_worker_ids_read_like_addresses() -> None:
         ({"allowed_token_ids": [1] * 100}, "allowed_token_ids", "at most 99 ids"),
     ],
 )
-def test_bad_parameters_are_named_with_their_range(change: dict[str, Any], param: str, said: str) -> None:
+def test_invalid_parameters_are_named_with_their_range(
+    change: dict[str, Any], param: str, message: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**change).checked(vocab_size=99)
     assert caught.value.code is ErrorCode.INVALID
     assert caught.value.param == param
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert len(caught.value.message.encode()) < 300
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-def test_no_more_log_probabilities_than_the_model_has_tokens(field: str) -> None:
-    """Whatever --max-logprobs allows: the tokenizer's inbox would drop the request."""
+def test_logprobs_are_limited_by_the_vocabulary(field: str) -> None:
+    """For any --max-logprobs: the tokenizer's inbox would drop the request."""
     with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the vocabulary size"):
         SamplingParams(**{field: 9}).checked(max_logprobs=20, vocab_size=8)
     with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the vocabulary size"):
@@ -125,11 +127,11 @@ def test_no_more_log_probabilities_than_the_model_has_tokens(field: str) -> None
 @pytest.mark.parametrize(
     "change", [{"top_k": -1}, {"truncate_prompt_tokens": -1}, {"max_tokens": (1 << 31) - 1}]
 )
-def test_the_ends_of_ranges_are_allowed(change: dict[str, Any]) -> None:
+def test_range_limits_are_allowed(change: dict[str, Any]) -> None:
     SamplingParams(**change).checked()
 
 
-def test_the_normal_form_spells_greedy_one_way() -> None:
+def test_greedy_parameters_are_normalized() -> None:
     checked = SamplingParams(temperature=1e-6, top_p=0.5, top_k=3, min_p=0.1, seed=-1).checked()
     assert checked.greedy
     assert (checked.temperature, checked.top_p, checked.top_k, checked.min_p, checked.seed) == (
@@ -147,13 +149,13 @@ def test_the_normal_form_spells_greedy_one_way() -> None:
     assert SamplingParams().output_kind is OutputKind.CUMULATIVE
 
 
-def test_choices_draw_from_different_streams() -> None:
+def test_choices_have_different_seeds() -> None:
     seeds = {seed_of_choice(42, choice) for choice in range(1000)}
     assert len(seeds) == 1000
     assert seed_of_choice(42, 0) == 42
 
 
-def test_a_metrics_snapshot_survives_the_heartbeat() -> None:
+def test_metrics_snapshot_survives_the_heartbeat() -> None:
     metrics = Metrics()
     metrics.counter("things", "Things done.", kind="a").inc(2)
     metrics.gauge("level", "How high.").set(0.5)

@@ -1,4 +1,4 @@
-"""What a receiver hears of a message that its inbox dropped: enough to end what it carried, and nothing unchecked."""
+"""Notices of dropped messages: enough to end the affected requests, and nothing unvalidated."""
 
 from __future__ import annotations
 
@@ -52,19 +52,17 @@ CARRIED: list[tuple[msgspec.Struct, Dropped]] = [
 
 
 @pytest.mark.parametrize(("message", "expected"), CARRIED, ids=lambda each: type(each).__name__)
-def test_what_a_message_carried(message: Any, expected: Dropped) -> None:
+def test_ids_of_a_dropped_message(message: Any, expected: Dropped) -> None:
     assert carried_by(message) == expected
     if any(not -(1 << 63) <= each < 1 << 64 for each in getattr(message, "request_ids", [])):
-        message.request_ids = expected.request_ids  # what no frame can hold
+        message.request_ids = expected.request_ids  # beyond the range of a frame
     raw = codec.encode(message)
     assert carried_by_bytes(raw, CARRIERS) == expected
-    assert carried_by_bytes(raw, [m.Live]) is None, (
-        "of a kind that is not for this process, nobody waits here"
-    )
+    assert carried_by_bytes(raw, [m.Live]) is None, "no process waits for a message of another receiver"
 
 
-def test_every_kind_that_names_requests_is_known_or_left_out_for_a_reason() -> None:
-    """Whoever adds a message that carries a request decides here what becomes of it."""
+def test_every_kind_with_request_ids_is_known_or_excluded() -> None:
+    """A new message kind that carries requests must be added here."""
     naming = {
         kind
         for module in (m, s, kv_admin)
@@ -102,7 +100,7 @@ def test_every_kind_that_names_requests_is_known_or_left_out_for_a_reason() -> N
         b"\x91" * 100_000,
     ],
 )
-def test_of_noise_nothing_is_believed(payload: bytes) -> None:
+def test_random_bytes_give_no_notice(payload: bytes) -> None:
     assert carried_by_bytes(payload, CARRIERS) is None
 
 
@@ -113,7 +111,7 @@ def bus(tmp_path: Path) -> Iterator[Bus]:
     bus.context.destroy(linger=0)
 
 
-def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> None:
+def test_notice_is_in_message_order_and_recorded(bus: Bus, tmp_path: Path) -> None:
     seen: list[bytes] = []
     accepts: Any = m.Admit | m.Cancel
     inbox: Inbox[Any] = Inbox(
@@ -132,9 +130,9 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
     peers.send_payload(Role.CORE, 0, untyped)
     peers.send_payload(Role.CORE, 0, codec.encode(Dropped("admit", [1])))
     peers.send(Role.CORE, 0, after)
-    stranger = bus.context.socket(zmq.PUSH)
-    stranger.connect(inbox.address)
-    stranger.send(FrameHmac(bytes(32)).sign(untyped))
+    foreign_socket = bus.context.socket(zmq.PUSH)
+    foreign_socket.connect(inbox.address)
+    foreign_socket.send(FrameHmac(bytes(32)).sign(untyped))
     messages: list[Any] = []
     while after not in messages or not inbox.rejected[Rejection.FORGED]:
         messages += inbox.wait(1.0)
@@ -142,12 +140,12 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
     assert messages == wanted
     assert seen == [codec.encode(message) for message in wanted]
     assert inbox.rejected == {Rejection.FORGED: 1, Rejection.UNREADABLE: 2, Rejection.INVALID: 1}
-    stranger.close(linger=0)
+    foreign_socket.close(linger=0)
     peers.close()
     inbox.close()
 
 
-def test_its_error_says_whose_fault_it_is() -> None:
+def test_error_names_the_cause() -> None:
     error = Dropped("admit", [5]).error(Role.CORE)
     assert (error.code, error.param) == (m.ErrorCode.INTERNAL, None)
     assert "the core received a message (admit)" in error.message and "bug of the server" in error.message

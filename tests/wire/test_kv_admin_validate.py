@@ -1,4 +1,4 @@
-"""Messages of operators' questions: what cannot be is dropped at the inbox."""
+"""Validation of KV administration messages: invalid ones are dropped at the inbox."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def prefix(**changes: object) -> KvPrefix:
         (KvPins([KvPin(DIGEST, 4, [b"k"])]), False),
     ],
 )
-def test_what_makes_sense(message: msgspec.Struct, is_valid: bool) -> None:
+def test_validity(message: msgspec.Struct, is_valid: bool) -> None:
     assert CHECKS[type(message)](message) == is_valid

@@ -1,4 +1,4 @@
-"""How layers are grouped, and what a request holds of each group."""
+"""KV groups of layers, and the blocks that a request holds of each group."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quintet.wire.kv_spec import Kind, KvGroup, KvSpec, LayerKv, full_layers, gr
 
 
 def mix(*layers: tuple[int, Kind, int], token_bytes: int = 64, block_size: int = 16) -> KvSpec:
-    """Group so many layers of each kind and window."""
+    """Group ``count`` layers of each kind and window."""
     kinds = [(kind, window) for count, kind, window in layers for _ in range(count)]
     return group_layers(
         [LayerKv(index, kind, window, token_bytes) for index, (kind, window) in enumerate(kinds)], block_size
     )
 
 
-def test_layers_that_are_all_alike_are_one_group() -> None:
+def test_equal_layers_are_one_group() -> None:
     spec = full_layers(28, 8, 128, 2, 16)
     assert spec.groups == [KvGroup("full", list(range(28)))]
     assert spec.bytes_per_token == 28 * 2 * 8 * 128 * 2
@@ -37,7 +37,7 @@ def test_layers_that_are_all_alike_are_one_group() -> None:
         (((1, "sliding", 8), (1, "full", 0)), 1, [1, 1]),
     ],
 )
-def test_few_places_stay_empty(
+def test_few_group_slots_are_unused(
     layers: tuple[tuple[int, Kind, int], ...], width: int, sizes: list[int]
 ) -> None:
     spec = mix(*layers)
@@ -59,7 +59,7 @@ def test_few_places_stay_empty(
         (36, 2, "sliding", 4, 1.2),
     ],
 )  # Gemma 3, 27B; Qwen3-Next; gpt-oss
-def test_a_block_of_stages_takes_little_more_and_says_so(
+def test_pipeline_stages_add_little_block_memory(
     num_layers: int, every: int, kind: Kind, num_stages: int, most: float
 ) -> None:
     layers = [
@@ -75,8 +75,8 @@ def test_a_block_of_stages_takes_little_more_and_says_so(
     assert cut.bytes_per_block == sum(map(len, owned)) * cut.layer_bytes
 
 
-def test_a_layer_may_have_both() -> None:
-    """Attention and a state side by side: the block is as large as what needs more."""
+def test_layer_with_attention_and_state() -> None:
+    """Attention and a state in one layer: the block has the larger of both sizes."""
     needs = [LayerKv(0, "full", 0, 100), LayerKv(0, "state", state_bytes=5000)]
     spec = group_layers(needs, 16)
     assert (spec.place(0), spec.place(0, state=True)) == ((0, 0), (1, 0))
@@ -85,7 +85,7 @@ def test_a_layer_may_have_both() -> None:
         spec.place(1, state=True)
 
 
-def test_what_is_seen() -> None:
+def test_visible_positions() -> None:
     sliding, chunked = KvGroup("sliding", [0], 8), KvGroup("chunked", [0], 8)
     assert [sliding.first_seen(position) for position in (0, 7, 8, 20)] == [0, 0, 1, 13]
     assert [chunked.first_seen(position) for position in (0, 7, 8, 20)] == [0, 0, 8, 16]
@@ -96,8 +96,8 @@ def test_what_is_seen() -> None:
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 33])
 @pytest.mark.parametrize("kind", ["sliding", "chunked"])
-def test_a_window_never_holds_more_than_it_says(kind: Kind, window: int, block_size: int) -> None:
-    """And as many, at some place, by some step."""
+def test_window_holds_at_most_its_stated_blocks(kind: Kind, window: int, block_size: int) -> None:
+    """The maximum is reached at some position and step."""
     group, step = KvGroup(kind, [0], window), 7
     held = [
         len(group.used(start, start + count, block_size))

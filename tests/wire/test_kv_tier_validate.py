@@ -1,4 +1,4 @@
-"""Messages about blocks on disk: lengths that agree, numbers in their ranges; anything else is dropped at the inbox."""
+"""Validation of KV tier messages: equal lengths, numbers in range; others are dropped at the inbox."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def is_valid(message: msgspec.Struct) -> bool:
         ),
     ],
 )
-def test_what_can_be_passes(message: msgspec.Struct) -> None:
+def test_valid_messages_pass(message: msgspec.Struct) -> None:
     assert is_valid(message)
 
 
@@ -100,16 +100,16 @@ def test_what_can_be_passes(message: msgspec.Struct) -> None:
         KvTierResults(1, 0, store=StoreResults(num_gets=-1)),
     ],
 )
-def test_what_cannot_be_does_not(message: msgspec.Struct) -> None:
+def test_invalid_messages_are_dropped(message: msgspec.Struct) -> None:
     assert not is_valid(message)
 
 
-def test_where_there_is_no_disk_nothing_is_ordered() -> None:
+def test_without_a_disk_no_request_is_valid() -> None:
     assert not disk_checks(8, 0, 0)[KvTierRequests](KvTierRequests(0, pack_i32([0, 0]), [KEY]))
 
 
 @pytest.mark.parametrize(
-    ("num_host_blocks", "num_staging_blocks", "num_disk_blocks", "fits"),
+    ("num_host_blocks", "num_staging_blocks", "num_disk_blocks", "is_valid_capacity"),
     [
         (2, 4, 4, True),
         (0, 0, 0, True),
@@ -119,11 +119,11 @@ def test_where_there_is_no_disk_nothing_is_ordered() -> None:
         (2, -1, 4, False),
     ],
 )
-def test_an_executor_has_no_more_than_it_may(
-    num_host_blocks: int, num_staging_blocks: int, num_disk_blocks: int, fits: bool
+def test_capacity_is_bounded_by_the_configuration(
+    num_host_blocks: int, num_staging_blocks: int, num_disk_blocks: int, is_valid_capacity: bool
 ) -> None:
     capacity = Capacity(
         1, 8, 16, 4, 64,
         num_host_blocks=num_host_blocks, num_staging_blocks=num_staging_blocks, num_disk_blocks=num_disk_blocks,
     )  # fmt: skip
-    assert fits_tiers(capacity, 6, 4) == fits
+    assert fits_tiers(capacity, 6, 4) == is_valid_capacity

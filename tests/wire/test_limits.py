@@ -1,4 +1,4 @@
-"""How large a frame may be: what processes of ours send always fits."""
+"""Frame size limits: messages of all processes fit."""
 
 from pathlib import Path
 
@@ -29,27 +29,27 @@ def config(tmp_path: Path) -> EngineConfig:
     )
 
 
-def test_a_prompt_as_long_as_a_body_reaches_the_tokenizer(config: EngineConfig) -> None:
+def test_prompt_as_long_as_a_body_reaches_the_tokenizer(config: EngineConfig) -> None:
     num_ids = config.frontend.max_body_bytes // 2  # `1,` each
     submit = m.Submit(1, m.TokenPrompt(bytes(4 * num_ids)), RequestSpec(SamplingParams(), 0, 0), 0, 0)
     assert LEAST_BYTES < len(encode(submit)) <= largest_frame(Role.TOKENIZER, config)
 
 
-def test_a_body_whose_bytes_are_tokens_each_comes_back_to_the_frontend(config: EngineConfig) -> None:
+def test_body_with_one_token_a_byte_returns_to_the_frontend(config: EngineConfig) -> None:
     num_bytes = 1 << 20
     answer = m.Tokenized(1 << 62, bytes(4 * num_bytes), ["<0xFF>"] * num_bytes)
     growth = len(encode(answer)) / num_bytes
     assert growth * config.frontend.max_body_bytes <= largest_frame(Role.FRONTEND, config)
 
 
-def test_a_plan_that_admits_everybody_at_full_length_reaches_the_executor(config: EngineConfig) -> None:
+def test_plan_with_all_slots_at_full_length_reaches_the_executor(config: EngineConfig) -> None:
     params = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), 1.5), allowed_token_ids=list(range(VOCAB)))
     row = s.NewRow(0, 1, 1 << 62, bytes(4 * LENGTH), 1, params, 1 << 63)
     plan = s.StepPlan(1, 0, b"", [row] * SLOTS, b"", b"", b"", b"", b"", b"")
     assert LEAST_BYTES < len(encode(plan)) <= largest_frame(Role.EXECUTOR, config)
 
 
-def test_log_probabilities_of_a_full_step_reach_core_and_detokenizer(config: EngineConfig) -> None:
+def test_logprobs_of_a_full_step_reach_core_and_detokenizer(config: EngineConfig) -> None:
     assert config.frontend.max_logprobs is not None
     width = 1 + config.frontend.max_logprobs
     entries = config.scheduler.max_num_batched_tokens
@@ -61,7 +61,7 @@ def test_log_probabilities_of_a_full_step_reach_core_and_detokenizer(config: Eng
         assert len(encode(result)) <= largest_frame(role, config)
 
 
-def test_what_every_frontend_may_have_reaches_a_detokenizer_that_begins(config: EngineConfig) -> None:
+def test_openings_of_all_frontends_reach_a_new_detokenizer(config: EngineConfig) -> None:
     opened = m.Open(
         1 << 62, 9, 0, bytes(64), [], False, True, True, True, Echo.NONE, False, 0, 0, 0, bytes(4 * 500)
     )

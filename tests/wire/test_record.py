@@ -1,4 +1,4 @@
-"""The flight recorder's files: whole turns, a bounded ring, nothing that others may read."""
+"""Flight recorder files: complete iterations, a bounded ring buffer, private to the user."""
 
 import stat
 from pathlib import Path
@@ -42,8 +42,8 @@ def config_of(folder: Path, max_bytes: int = 4 << 20) -> EngineConfig:
     )  # fmt: skip
 
 
-class Silent:
-    """A bus that leads nowhere."""
+class NullBus:
+    """Bus without a receiver."""
 
     def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
         return self
@@ -55,23 +55,23 @@ class Silent:
         pass
 
 
-def fill(recorder: Recorder, num_turns: int, size: int) -> None:
-    outbox = recorder.watch(Silent()).open_outbox(PEER, "")
-    for turn in range(num_turns):
-        recorder.received(memoryview(turn.to_bytes(4, "little") * size))
-        recorder.turn(1000 + turn, was_idle=turn % 2 == 0)
-        outbox.send(b"answer %d" % turn)
+def fill(recorder: Recorder, num_iterations: int, size: int) -> None:
+    outbox = recorder.watch(NullBus()).open_outbox(PEER, "")
+    for iteration in range(num_iterations):
+        recorder.received(memoryview(iteration.to_bytes(4, "little") * size))
+        recorder.turn(1000 + iteration, was_idle=iteration % 2 == 0)
+        outbox.send(b"answer %d" % iteration)
 
 
-def test_turns_come_back_as_they_were(tmp_path: Path) -> None:
+def test_iterations_are_read_as_recorded(tmp_path: Path) -> None:
     recorder = Recorder(ME, config_of(tmp_path))
-    outbox = recorder.watch(Silent()).open_outbox(PEER, "")
-    unseen = recorder.watch(Silent()).open_outbox(WorkerId(Role.SUPERVISOR, 0, 1), "")
+    outbox = recorder.watch(NullBus()).open_outbox(PEER, "")
+    unrecorded = recorder.watch(NullBus()).open_outbox(WorkerId(Role.SUPERVISOR, 0, 1), "")
     recorder.received(memoryview(b"one"))
     recorder.received(memoryview(b""))
     recorder.turn(5, was_idle=True)
     outbox.send(b"answer")
-    unseen.send(b"heartbeat")
+    unrecorded.send(b"heartbeat")
     recorder.turn(7, was_idle=False)
     recorder.close()
     recording = open_recording(tmp_path / "recording", "core-0.1")
@@ -84,7 +84,7 @@ def test_turns_come_back_as_they_were(tmp_path: Path) -> None:
     assert recording.header.config.model.vocab_size == 8
 
 
-def test_a_recording_is_its_users_alone_and_holds_no_keys(tmp_path: Path) -> None:
+def test_recording_is_private_and_holds_no_keys(tmp_path: Path) -> None:
     recorder = Recorder(ME, config_of(tmp_path))
     fill(recorder, 3, 1)
     recorder.close()
@@ -95,11 +95,11 @@ def test_a_recording_is_its_users_alone_and_holds_no_keys(tmp_path: Path) -> Non
     assert b"sk-secret" not in segment.read_bytes()
 
 
-def test_the_ring_keeps_the_newest_within_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_buffer_keeps_the_newest_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "FLUSH_BYTES", 1 << 10)
     limit = 1 << 20
     recorder = Recorder(ME, config_of(tmp_path, limit))
-    recorder.topology = b"who is there"
+    recorder.topology = b"topology"
     fill(recorder, 2000, 256)
     recorder.close()
     folder = tmp_path / "recording"
@@ -107,15 +107,13 @@ def test_the_ring_keeps_the_newest_within_its_size(tmp_path: Path, monkeypatch: 
     assert 0.8 * limit < taken <= limit
     recording = open_recording(folder, str(ME))
     assert not recording.is_whole
-    assert recording.header.topology == b"who is there"
-    clocks = [turn.now_ns for turn in recording.turns()]
-    assert clocks == list(range(clocks[0], 1000 + 2000)), "turns are missing in the middle or at the end"
+    assert recording.header.topology == b"topology"
+    clocks = [iteration.now_ns for iteration in recording.turns()]
+    assert clocks == list(range(clocks[0], 1000 + 2000)), "iterations are missing in the middle or at the end"
     assert clocks[0] > 1000
 
 
-def test_a_later_epoch_takes_the_room_of_an_earlier_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_epoch_replaces_records_of_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "FLUSH_BYTES", 1 << 10)
     limit = 1 << 20
     for epoch in (1, 2):
@@ -128,17 +126,17 @@ def test_a_later_epoch_takes_the_room_of_an_earlier_one(
     assert not open_recording(folder, "core-0.1").is_whole
 
 
-def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_truncated_record_is_skipped(tmp_path: Path) -> None:
     recorder = Recorder(ME, config_of(tmp_path))
     fill(recorder, 3, 8)
     recorder.close()
     (segment,) = (tmp_path / "recording" / str(ME)).iterdir()
     segment.write_bytes(segment.read_bytes()[:-1])
-    turns = list(open_recording(tmp_path / "recording", str(ME)).turns())
-    assert [len(turn.sent) for turn in turns] == [1, 1, 0]
+    iterations = list(open_recording(tmp_path / "recording", str(ME)).turns())
+    assert [len(iteration.sent) for iteration in iterations] == [1, 1, 0]
 
 
-def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
+def test_invalid_recording_is_named(tmp_path: Path) -> None:
     recorder = Recorder(ME, config_of(tmp_path))
     fill(recorder, 1, 1)
     recorder.close()
@@ -151,9 +149,7 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
         open_recording(folder, str(ME))
 
 
-def test_a_disk_that_fails_ends_the_recording_not_the_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_disk_error_ends_the_recording_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(ME, config_of(tmp_path))
     (tmp_path / "recording" / str(ME)).rmdir()
     fill(recorder, 3, 1)

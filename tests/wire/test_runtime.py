@@ -1,4 +1,4 @@
-"""What every child does besides its job: heartbeats that go on while it computes."""
+"""Process runtime: heartbeats during computation, and metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def supervisor(tmp_path: Path) -> Iterator[Inbox[Heartbeat]]:
 
 
 def beats_until(inbox: Inbox[Heartbeat], progress: int) -> list[Heartbeat]:
-    """Return the heartbeats up to the first that tells of so much progress."""
+    """Return the heartbeats up to the first with this progress."""
     beats: list[Heartbeat] = []
     deadline = time.monotonic() + DEADLINE_S
     while not beats or beats[-1].progress < progress:
@@ -39,20 +39,20 @@ def beats_until(inbox: Inbox[Heartbeat], progress: int) -> list[Heartbeat]:
     return beats
 
 
-def test_a_thread_beats_while_the_loop_computes(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
+def test_heartbeats_continue_while_the_loop_computes(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
     process: Process[Any] = Process(ME, make_config(tmp_path, heartbeat_s=0.02), Drain)
     done = iter(range(1_000_000))
     process.account = lambda: (next(done), 1)
     process.start_heartbeat_thread()
     try:
-        beats = beats_until(supervisor, progress=5)  # meanwhile this thread, the loop's, receives nothing
+        beats = beats_until(supervisor, progress=5)  # this thread, the loop's, receives nothing meanwhile
     finally:
         process.close()
     assert {beat.worker for beat in beats} == {ME}
     assert {beat.pending for beat in beats} == {1}
 
 
-def test_figures_travel_with_few_heartbeats(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
+def test_few_heartbeats_carry_metrics(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
     process: Process[Any] = Process(ME, make_config(tmp_path, heartbeat_s=0.02), Drain)
     steps = process.metrics.counter("steps", "Steps.")
     try:
@@ -67,9 +67,7 @@ def test_figures_travel_with_few_heartbeats(supervisor: Inbox[Heartbeat], tmp_pa
     assert beats[0].metrics
 
 
-def test_what_was_counted_last_is_told_when_the_process_ends(
-    supervisor: Inbox[Heartbeat], tmp_path: Path
-) -> None:
+def test_final_metrics_are_sent_at_exit(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
     process: Process[Any] = Process(ME, make_config(tmp_path, heartbeat_s=1000.0), Drain)
     steps = process.metrics.counter("steps", "Steps.")
     process.beat()
@@ -80,5 +78,7 @@ def test_what_was_counted_last_is_told_when_the_process_ends(
     while len(beats) < 2:
         assert time.monotonic() < deadline, beats
         beats += supervisor.wait(1.0)
-    told = [series for series in decode_snapshot(beats[-1].metrics).counters if series.name == "steps"]
-    assert [series.value for series in told] == [3]
+    step_counters = [
+        series for series in decode_snapshot(beats[-1].metrics).counters if series.name == "steps"
+    ]
+    assert [series.value for series in step_counters] == [3]

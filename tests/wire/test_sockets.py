@@ -29,7 +29,7 @@ def bus(tmp_path: Path) -> Iterator[Bus]:
 
 
 def frames_to(bus: Bus, address: str) -> "zmq.Socket[bytes]":
-    """Return a socket that sends frames as they are."""
+    """Return a socket that sends raw frames."""
     socket = bus.context.socket(zmq.PUSH)
     socket.connect(address)
     return socket
@@ -38,8 +38,8 @@ def frames_to(bus: Bus, address: str) -> "zmq.Socket[bytes]":
 def receive(inbox: Inbox[Cancel], num: int) -> list[Cancel]:
     received: list[Cancel] = []
     deadline = time.monotonic() + 5.0
-    while len(received) < num:  # a wait ends, with nothing, when what came is thrown away
-        assert time.monotonic() < deadline, "too little arrived within 5 s"
+    while len(received) < num:  # a wait ends with no message when a received frame is dropped
+        assert time.monotonic() < deadline, "too few messages within 5 s"
         received += inbox.wait(1.0)
     return received
 
@@ -56,13 +56,13 @@ def test_messages_arrive_in_order_and_typed(bus: Bus, tmp_path: Path) -> None:
     inbox.close()
 
 
-def test_noise_is_counted_and_dropped(bus: Bus, tmp_path: Path) -> None:
+def test_random_bytes_are_counted_and_dropped(bus: Bus, tmp_path: Path) -> None:
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel)
     peers = Peers(bus)
     peers.connect(CORE, inbox.address)
     peers.send_payload(Role.CORE, 0, b"\xc1 not msgpack")
-    peers.send_payload(Role.CORE, 0, b"\x93\xa6cancel\x90\xa2\xd5\xd5")  # text that is no UTF-8
-    peers.send_payload(Role.CORE, 0, b"\x91" * 100_000)  # lists in lists
+    peers.send_payload(Role.CORE, 0, b"\x93\xa6cancel\x90\xa2\xd5\xd5")  # invalid UTF-8
+    peers.send_payload(Role.CORE, 0, b"\x91" * 100_000)  # nested lists
     peers.send(Role.CORE, 0, StopHit(b""))
     peers.send(Role.CORE, 0, Cancel([1], 0))
     assert receive(inbox, 1) == [Cancel([1], 0)]
@@ -71,36 +71,36 @@ def test_noise_is_counted_and_dropped(bus: Bus, tmp_path: Path) -> None:
     inbox.close()
 
 
-def test_a_frame_of_someone_without_the_key_is_not_even_decoded(bus: Bus, tmp_path: Path) -> None:
+def test_frame_without_a_valid_hmac_is_not_decoded(bus: Bus, tmp_path: Path) -> None:
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel)
-    stranger = frames_to(bus, inbox.address)
+    foreign_socket = frames_to(bus, inbox.address)
     payload, key = codec.encode(Cancel([7], 0)), run_key(tmp_path)
-    sealed = FrameHmac(key).sign(payload)
+    signed = FrameHmac(key).sign(payload)
     forged = [
         b"",
         payload,
         payload + bytes(HMAC_BYTES),
         FrameHmac(os.urandom(KEY_BYTES)).sign(payload),
-        *(sealed[:i] + bytes([sealed[i] ^ 1]) + sealed[i + 1 :] for i in range(len(sealed))),
-        sealed[:-1],
-        sealed + b"\0",
+        *(signed[:i] + bytes([signed[i] ^ 1]) + signed[i + 1 :] for i in range(len(signed))),
+        signed[:-1],
+        signed + b"\0",
     ]
     for frame in forged:
-        stranger.send(frame)
-    stranger.send(sealed)
+        foreign_socket.send(frame)
+    foreign_socket.send(signed)
     assert receive(inbox, 1) == [Cancel([7], 0)]
     assert inbox.rejected[Rejection.FORGED] == len(forged) == inbox.num_rejected
-    stranger.close(linger=0)
+    foreign_socket.close(linger=0)
     inbox.close()
 
 
-def test_a_frame_that_is_too_long_never_arrives(bus: Bus, tmp_path: Path) -> None:
+def test_oversized_frame_is_not_received(bus: Bus, tmp_path: Path) -> None:
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel, max_bytes=100)
-    seal = FrameHmac(run_key(tmp_path))
+    frame_hmac = FrameHmac(run_key(tmp_path))
     long_one, short_one = codec.encode(Cancel([1 << 40] * 20, 0)), codec.encode(Cancel([1], 0))
     first, second = frames_to(bus, inbox.address), frames_to(bus, inbox.address)
-    first.send(seal.sign(long_one))
-    second.send(seal.sign(short_one))
+    first.send(frame_hmac.sign(long_one))
+    second.send(frame_hmac.sign(short_one))
     assert receive(inbox, 1) == [Cancel([1], 0)]
     assert inbox.wait(0.05) == []
     first.close(linger=0)
@@ -108,8 +108,8 @@ def test_a_frame_that_is_too_long_never_arrives(bus: Bus, tmp_path: Path) -> Non
     inbox.close()
 
 
-def test_what_the_receiver_would_not_take_is_not_sent(bus: Bus, tmp_path: Path) -> None:
-    """It would be lost, and what is queued behind it as well."""
+def test_oversized_frame_is_not_sent(bus: Bus, tmp_path: Path) -> None:
+    """ZeroMQ would drop it and the frames queued after it."""
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel, max_bytes=100)
     peers = Peers(bus, {Role.CORE: 100})
     peers.connect(CORE, inbox.address)
@@ -122,7 +122,7 @@ def test_what_the_receiver_would_not_take_is_not_sent(bus: Bus, tmp_path: Path) 
     inbox.close()
 
 
-def test_what_was_queued_for_a_dead_epoch_never_reaches_its_successor(bus: Bus, tmp_path: Path) -> None:
+def test_frames_for_a_dead_epoch_do_not_reach_the_next_one(bus: Bus, tmp_path: Path) -> None:
     first, second = WorkerId(Role.EXECUTOR, 0, 1), WorkerId(Role.EXECUTOR, 0, 2)
     peers = Peers(bus)
     peers.connect(first, address_of(tmp_path, first))
@@ -136,23 +136,25 @@ def test_what_was_queued_for_a_dead_epoch_never_reaches_its_successor(bus: Bus, 
     inbox.close()
 
 
-def test_a_send_to_nobody_says_so(bus: Bus) -> None:
+def test_send_without_a_peer_returns_false(bus: Bus) -> None:
     peers = Peers(bus)
     assert not peers.send(Role.FRONTEND, 4, Drain())
     peers.close()
 
 
-def test_a_retired_peer_gets_nothing_and_its_epoch_is_remembered(bus: Bus, tmp_path: Path) -> None:
+def test_retired_peer_receives_nothing_and_its_epoch_is_kept(bus: Bus, tmp_path: Path) -> None:
     worker = WorkerId(Role.DETOKENIZER, 1, 1)
     peers = Peers(bus)
     peers.follow([ProcessSlot(worker, address_of(tmp_path, worker), 1, SlotState.RETIRING)])
-    assert peers.send(Role.DETOKENIZER, 1, Drain()), "who leaves is still told things"
+    assert peers.send(Role.DETOKENIZER, 1, Drain()), "a draining peer still receives messages"
     gone = ProcessSlot(worker, address_of(tmp_path, worker), 1, SlotState.DOWN, retired=True)
     assert peers.follow([gone]) == []
     assert not peers.send(Role.DETOKENIZER, 1, Drain())
     assert peers.epoch(Role.DETOKENIZER, 1) == 1
-    heir = WorkerId(Role.DETOKENIZER, 1, 2)
-    assert peers.follow([ProcessSlot(heir, address_of(tmp_path, heir), 1, SlotState.READY)]) == [heir]
+    replacement = WorkerId(Role.DETOKENIZER, 1, 2)
+    assert peers.follow(
+        [ProcessSlot(replacement, address_of(tmp_path, replacement), 1, SlotState.READY)]
+    ) == [replacement]
     assert peers.send(Role.DETOKENIZER, 1, Drain())
     peers.close()
 
@@ -167,7 +169,7 @@ def test_the_run_dir_and_the_key_are_private(tmp_path: Path) -> None:
     assert run_key(make_run_dir(tmp_path)) != key
 
 
-def test_the_seal_is_hmac_as_the_library_makes_it() -> None:
+def test_frame_hmac_equals_the_standard_library() -> None:
     key = os.urandom(KEY_BYTES)
     for payload in (b"", b"a", os.urandom(64), os.urandom(5000)):
         frame = FrameHmac(key).sign(payload)
@@ -175,6 +177,6 @@ def test_the_seal_is_hmac_as_the_library_makes_it() -> None:
         assert FrameHmac(key).verify(frame) == payload
 
 
-def test_a_damaged_key_is_named() -> None:
+def test_damaged_key_is_named() -> None:
     with pytest.raises(ValueError, match="5 bytes, but 32 are expected"):
         FrameHmac(b"short")

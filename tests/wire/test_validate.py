@@ -1,4 +1,4 @@
-"""What an inbox believes: messages whose lengths and numbers can be."""
+"""Validation at an inbox: lengths and numbers of messages."""
 
 import random
 from collections.abc import Callable
@@ -28,45 +28,45 @@ PARAMS = SamplingParams(seed=1)
 
 
 @pytest.fixture
-def sense(tmp_path: Path) -> Validator:
-    """Of a server with 2048 blocks on the device and two on the host."""
+def validator(tmp_path: Path) -> Validator:
+    """Validator of a server with 2048 blocks on the device and two on the host."""
     config = config_of(tmp_path)
     size = config.model.kv.bytes_per_block
     cache = msgspec.structs.replace(config.cache, memory_bytes=2048 * size, swap_bytes=2 * size)
     return Validator(msgspec.structs.replace(config, cache=cache))
 
 
-def test_without_host_memory_there_are_no_swaps(tmp_path: Path) -> None:
+def test_without_host_memory_swaps_are_invalid(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     assert not Validator(config).accepts(plan(swaps_out=pack_i32([0, 0])))
 
 
-def test_blocks_of_a_gpu_are_not_known_beforehand(tmp_path: Path) -> None:
+def test_gpu_block_numbers_are_not_bounded(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     cache = msgspec.structs.replace(config.cache, memory_bytes=0)
-    sense = Validator(msgspec.structs.replace(config, cache=cache))
-    assert sense.accepts(plan(blocks=pack_i32([0, 0, 0, 1 << 30]), copies=pack_i32([0, 1 << 30])))
-    assert not sense.accepts(plan(copies=pack_i32([0, -1])))
+    validator = Validator(msgspec.structs.replace(config, cache=cache))
+    assert validator.accepts(plan(blocks=pack_i32([0, 0, 0, 1 << 30]), copies=pack_i32([0, 1 << 30])))
+    assert not validator.accepts(plan(copies=pack_i32([0, -1])))
 
 
-def test_a_state_has_two_places_however_short_the_context(tmp_path: Path) -> None:
+def test_state_has_two_blocks_for_any_context_length(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     kv = KvSpec([KvGroup("full", [0]), KvGroup("state", [1])], 1, 64, 1024)
     model = msgspec.structs.replace(config.model, kv=kv, max_model_len=64)
-    sense = Validator(msgspec.structs.replace(config, model=model))
-    assert sense.accepts(plan(blocks=pack_i32([0, 0, 0, 1, 0, 1, 0, 2, 0, 1, 1, 2])))
-    assert not sense.accepts(plan(blocks=pack_i32([0, 1, 2, 2])))
+    validator = Validator(msgspec.structs.replace(config, model=model))
+    assert validator.accepts(plan(blocks=pack_i32([0, 0, 0, 1, 0, 1, 0, 2, 0, 1, 1, 2])))
+    assert not validator.accepts(plan(blocks=pack_i32([0, 1, 2, 2])))
 
 
-def test_vectors_come_with_a_digest(tmp_path: Path) -> None:
+def test_embeddings_need_a_digest(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    sense = Validator(
+    validator = Validator(
         msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, embedding_width=4))
     )
     vectors = EmbedsPrompt("F32", 4, bytes(32))
     whole = msgspec.structs.replace(vectors, digest=digest_of(vectors))
-    assert sense.accepts(msgspec.structs.replace(admit(), embeds=whole))
-    assert not sense.accepts(msgspec.structs.replace(admit(), embeds=vectors))
+    assert validator.accepts(msgspec.structs.replace(admit(), embeds=whole))
+    assert not validator.accepts(msgspec.structs.replace(admit(), embeds=vectors))
 
 
 def submit(**change: Any) -> m.Submit:
@@ -108,8 +108,10 @@ MADE: list[Callable[..., msgspec.Struct]] = [submit, admit, plan, swapping, toke
 
 
 @pytest.mark.parametrize("make", MADE)
-def test_what_our_processes_send_makes_sense(sense: Validator, make: Callable[..., msgspec.Struct]) -> None:
-    assert sense.accepts(make())
+def test_messages_of_the_processes_are_valid(
+    validator: Validator, make: Callable[..., msgspec.Struct]
+) -> None:
+    assert validator.accepts(make())
 
 
 @pytest.mark.parametrize(
@@ -191,12 +193,12 @@ def test_what_our_processes_send_makes_sense(sense: Validator, make: Callable[..
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_nonsense_is_refused(sense: Validator, message: msgspec.Struct) -> None:
-    assert not sense.accepts(message)
+def test_invalid_messages_are_rejected(validator: Validator, message: msgspec.Struct) -> None:
+    assert not validator.accepts(message)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 255, 256, 257, 1000, 65535, 65536, 65537, 1 << 24, (1 << 31) - 1])
-def test_a_column_is_below_its_limit_or_not(limit: int) -> None:
+def test_column_limit(limit: int) -> None:
     draw = random.Random(limit)
     edges = [0, limit - 1, limit, limit + 1, limit - 256, limit + 255, -1, -(1 << 31), (1 << 31) - 1]
     edges = [number for number in edges if -(1 << 31) <= number < 1 << 31]
@@ -208,7 +210,7 @@ def test_a_column_is_below_its_limit_or_not(limit: int) -> None:
     assert all_below(b"", limit)
 
 
-def test_spans_lie_within_a_limit_or_not() -> None:
+def test_span_limit() -> None:
     draw = random.Random(5)
     edges = (0, 1, 2, 49, 50, 51, 255, 256, (1 << 31) - 1, -1, -(1 << 31))
     seen = set()

@@ -1,4 +1,4 @@
-"""A pretend disk of an executor: what it keeps outlives executors and cores, and its answers come when they are asked for."""
+"""Fake disk tier of an executor: contents survive executors and cores; the test releases the answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quintet.wire.step import Capacity
 
 Content = dict[int, tuple[int, int, bytes]]
 Past = dict[bytes, tuple[list[int], int]]
-"""What identifies the tokens up to a position, of all that executors wrote -> tokens, and how many of them."""
+"""Hash of a prefix, for all that executors wrote -> tokens, and number of them."""
 SALTS = ("", "a")
-"""Of requests in worlds with a disk."""
+"""Salts of requests in worlds with a disk."""
 
 
 def names_of(past: Past, content: Content, block_size: int) -> list[bytes]:
-    """Return the keys that a block with this content may have, by the tokens behind which it was written."""
+    """Return the possible keys of a block with this content, by the tokens before it."""
     group, position, link = content[max(content)]
     tokens, num_tokens = past[link]
     assert num_tokens == position + 1 and num_tokens % block_size == 0, (group, position)
@@ -34,7 +34,7 @@ def names_of(past: Past, content: Content, block_size: int) -> list[bytes]:
 
 
 class FakeDisk:
-    """Places, and the orders that were not answered yet."""
+    """Stored blocks, and requests that are not answered yet."""
 
     def __init__(self, num_places: int, num_staging_blocks: int = 8) -> None:
         self.num_places = num_places
@@ -42,16 +42,16 @@ class FakeDisk:
         self.config = KvDiskConfig(folder="", size_bytes=1, staging_bytes=1)
         self.contents: dict[int, tuple[bytes, Content]] = {}
         self.files: dict[str, dict[bytes, Content]] = {}
-        """Prefixes in files of their own."""
+        """Exported prefixes."""
         self.past: Past = {}
         self.answers: deque[KvTierResults] = deque()
         self.num_fetched = self.num_answers = 0
         self.is_losing = False
-        """Whether what is there is not, when it is asked for."""
+        """True: stored blocks are reported missing."""
         self._epoch = 0
 
     def introduce(self, engine: Engine, capacity: Capacity) -> None:
-        """Tell a core what is there; whatever was not answered yet never will be."""
+        """Announce the stored blocks to a core; pending requests are dropped."""
         self.answers.clear()
         self._epoch = capacity.executor_epoch
         places = sorted(self.contents)
@@ -59,14 +59,14 @@ class FakeDisk:
         kept = StoredBlocks(capacity.executor_epoch, capacity.tables, codec.pack_i32(places), keys)
         engine.tier_client.add_stored(kept)
 
-    def obey(
+    def submit(
         self,
         orders: KvTierRequests,
         capacity: Capacity,
         device: MutableMapping[int, Content],
         host: MutableMapping[int, Content],
     ) -> None:
-        """Do as ordered at once, and answer later. device, host: what their blocks hold."""
+        """Apply requests at once, answer later. device, host: contents of their blocks."""
         assert orders.tables == capacity.tables
         answers = KvTierResults(self._epoch, orders.tables, fetch_ns=1)
         for place, key in zip(codec.unpack_i32(orders.drops), orders.drop_keys, strict=True):
@@ -76,13 +76,13 @@ class FakeDisk:
         for block, place, key in zip(stores[::2], stores[1::2], orders.store_keys, strict=True):
             assert 0 <= place < self.num_places and device[block], block
             assert key in names_of(self.past, device[block], capacity.block_size), (
-                "stored under another's key",
+                "stored under the key of another block",
                 block,
             )
             self.contents[place] = key, dict(device[block])
             answers.stored.append(key)
         for order in orders.files:
-            self._obey_file(order, answers)
+            self._submit_file(order, answers)
         fetches = codec.unpack_i32(orders.fetches)
         fetched, missed = list[int](), list[int]()
         first = capacity.num_host_blocks
@@ -98,7 +98,7 @@ class FakeDisk:
         answers.fetched, answers.missed = codec.pack_i32(fetched), codec.pack_i32(missed)
         self.answers.append(answers)
 
-    def _obey_file(self, order: FileRequest, answers: KvTierResults) -> None:
+    def _submit_file(self, order: FileRequest, answers: KvTierResults) -> None:
         answer = FileResult(order.task_id)
         answers.files.append(answer)
         places = codec.unpack_i32(order.places)
@@ -116,12 +116,12 @@ class FakeDisk:
                 answers.stored.append(key)
 
     def act(self, rng: random.Random, engine: Engine) -> None:
-        """Answer, if there is something; from now on lose what is asked for, or not."""
+        """Answer one request, if there is one; randomly toggle `is_losing`."""
         self.is_losing = rng.random() < 0.1
         self.answer(engine)
 
     def answer(self, engine: Engine) -> bool:
-        """Give the oldest answer; return whether there was one."""
+        """Send the oldest answer; return whether there was one."""
         if not self.answers:
             return False
         self.num_answers += 1

@@ -1,4 +1,4 @@
-"""Pretend servers beside an executor's: what it offers outlives it, and answers come when they are asked for."""
+"""Fake peer servers of an executor: offers survive it; the test releases the answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PEER = "10.0.0.7:5600"
 
 
 class FakePeers:
-    """All that was ever offered, and the orders that were not answered yet."""
+    """All offered blocks, and requests that are not answered yet."""
 
     def __init__(self, num_staging_blocks: int = 8) -> None:
         self.num_staging_blocks = num_staging_blocks
@@ -26,16 +26,16 @@ class FakePeers:
         self.answers: deque[KvTierResults] = deque()
         self.num_answers = self.num_fetched = 0
         self.is_losing = False
-        """Whether what is there is not, when it is asked for."""
+        """True: offered blocks are reported missing."""
 
-    def obey(
+    def submit(
         self,
         orders: KvTierRequests,
         capacity: Capacity,
         device: MutableMapping[int, Content],
         host: MutableMapping[int, Content],
     ) -> None:
-        """Do as ordered at once, and answer later. device, host: what their blocks hold."""
+        """Apply requests at once, answer later. device, host: contents of their blocks."""
         assert orders.tables == capacity.tables
         for block, key in zip(codec.unpack_i32(orders.offers), orders.offer_keys, strict=True):
             assert device[block], block
@@ -57,14 +57,14 @@ class FakePeers:
             self.answers.append(KvTierResults(capacity.executor_epoch, orders.tables, **packed))
 
     def act(self, rng: random.Random, engine: Engine) -> None:
-        """Answer, if there is something; from now on lose what is asked for, or not; let some of what is offered give way."""
+        """Answer one request, if there is one; randomly toggle `is_losing` and evict offers."""
         self.is_losing = rng.random() < 0.1
         for key in rng.sample([*self.offered], len(self.offered) // 8):
             del self.offered[key]
         self.answer(engine)
 
     def answer(self, engine: Engine) -> bool:
-        """Give the oldest answer; return whether there was one."""
+        """Send the oldest answer; return whether there was one."""
         if not self.answers:
             return False
         self.num_answers += 1

@@ -1,4 +1,4 @@
-"""A pretend store beside an executor: what it keeps outlives all others, and its answers come when they are asked for."""
+"""Fake shared store of an executor: contents survive all processes; the test releases the answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core.kv.fake_disk import Content, Past, names_of
 
 
 class FakeStore:
-    """Runs by their names, and the orders that were not answered yet."""
+    """Chunks by name, and requests that are not answered yet."""
 
     def __init__(self, num_staging_blocks: int = 8, waiting_blocks: int = 100) -> None:
         self.num_staging_blocks = num_staging_blocks
@@ -27,16 +27,16 @@ class FakeStore:
         self.answers: deque[KvTierResults] = deque()
         self.num_answers = self.num_fetched = self.num_puts = self.num_searches = 0
         self.is_losing = self.is_full = False
-        """Whether what is there is not, when it is asked for; whether nothing more is kept."""
+        """`is_losing`: stored chunks are reported missing; `is_full`: no chunk is accepted."""
 
-    def obey(
+    def submit(
         self,
         orders: KvTierRequests,
         capacity: Capacity,
         device: MutableMapping[int, Content],
         host: MutableMapping[int, Content],
     ) -> None:
-        """Do as ordered at once, and answer later. device, host: what their blocks hold."""
+        """Apply requests at once, answer later. device, host: contents of their blocks."""
         assert orders.tables == capacity.tables
         if orders.store is None:
             return
@@ -77,14 +77,14 @@ class FakeStore:
         self.answers.append(KvTierResults(capacity.executor_epoch, orders.tables, store=answers))
 
     def act(self, rng: random.Random, engine: Engine) -> None:
-        """Answer, if there is something; from now on lose what is asked for, or not; let some give way; be full, or not."""
+        """Answer one request, if there is one; randomly toggle `is_losing` and `is_full`, and evict chunks."""
         self.is_losing, self.is_full = rng.random() < 0.1, rng.random() < 0.1
         for name in rng.sample([*self.runs], len(self.runs) // 8):
             del self.runs[name]
         self.answer(engine)
 
     def answer(self, engine: Engine) -> bool:
-        """Give the oldest answer; return whether there was one."""
+        """Send the oldest answer; return whether there was one."""
         if not self.answers:
             return False
         self.num_answers += 1

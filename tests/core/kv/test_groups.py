@@ -1,4 +1,4 @@
-"""Layers that need different things, in groups of their own: windows, chunks and states, audited as in every trace."""
+"""Groups of layers with different KV needs (windows, chunks, states), audited after every change."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_random_trace_in_groups_with_host_memory(
 
 
 def blocks_held(world: World) -> int:
-    """How many blocks requests hold, or have let go of behind a fence."""
+    """Return how many blocks requests hold, or have released behind a fence."""
     assert world.engine.state is not None
     return world.engine.state.pool.num_used
 
 
 def test_a_window_holds_no_more_than_it_sees() -> None:
-    """A request of 240 tokens lives in blocks for a window and a step."""
+    """A request of 240 tokens holds the blocks of one window and one step."""
     world = World(groups=SLIDING, num_blocks=8, max_steps_in_flight=1, max_num_batched_tokens=8)
     world.admit(1, PROMPT, max_tokens=200, ignore_eos=True)
     most = 0
@@ -67,19 +67,19 @@ def test_a_prompt_longer_than_the_pool_is_served() -> None:
 
 
 @pytest.mark.parametrize("groups", [SLIDING, MIXED, HYBRID], ids=["sliding", "mixed", "hybrid"])
-def test_a_beginning_is_found_again(groups: list[KvGroup]) -> None:
+def test_prefix_is_reused(groups: list[KvGroup]) -> None:
     world = World(groups=groups, num_blocks=100)
     world.admit(1, PROMPT, max_tokens=4, ignore_eos=True)
     world.run()
     world.admit(2, [*PROMPT, 60, 61], max_tokens=4, ignore_eos=True)
     world.run()
-    # A hybrid has a state where one was kept: behind the last full block that leaves a token to compute.
+    # A hybrid has a recurrent state where one was kept: after the last full block that leaves a token to compute.
     assert world.outcomes[2].num_cached == (36 if groups is HYBRID else 40)
     assert world.outcomes[2].tokens == expected([*PROMPT, 60, 61], 2, 4, stops=())
 
 
-def test_a_hit_needs_the_window_alone() -> None:
-    """Blocks behind the window may be gone: what the next token sees is enough."""
+def test_cache_hit_needs_only_the_window() -> None:
+    """Blocks before the window may be evicted: the next token does not see them."""
     world = World(groups=SLIDING, num_blocks=100)
     world.admit(1, PROMPT, max_tokens=1)
     world.run()
@@ -95,7 +95,7 @@ def test_a_hit_needs_the_window_alone() -> None:
     assert world.outcomes[2].tokens == expected([*PROMPT, 60], 2, 2, stops=())
 
 
-def test_what_a_state_needs_is_kept_every_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_checkpointed_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 16)
     world = World(groups=HYBRID, num_blocks=100, max_num_batched_tokens=64)
     world.admit(1, PROMPT, max_tokens=1)
@@ -107,8 +107,11 @@ def test_what_a_state_needs_is_kept_every_so_many_tokens(monkeypatch: pytest.Mon
 
 
 def chat(world: World, *, keeps_answers: bool = True, stops: bool = False) -> list[int]:
-    """Play a chat of five turns, each of which sends all before it and 40 tokens more, of whose answer, 50 tokens or until a
-    stop token, the last 20 are kept at least; return how many tokens were computed of each but the first."""
+    """Play a chat of five turns; return how many tokens were computed of each turn but the first.
+
+    Each turn sends the history and 40 tokens more. Its answer has 50 tokens, or ends at a stop token. At least the
+    last 20 tokens of an answer stay in the history.
+    """
     assert world.engine.state is not None
     history, rng = list[int](), random.Random(0)
     for turn in range(5):
@@ -134,28 +137,28 @@ def chat(world: World, *, keeps_answers: bool = True, stops: bool = False) -> li
 @pytest.mark.parametrize(
     "groups", [HYBRID, [*HYBRID, *SLIDING], STATES], ids=["full", "sliding too", "states"]
 )
-def test_a_chat_goes_on_where_it_stopped(groups: list[KvGroup], depth: int) -> None:
-    """Of each turn what is new is computed, and the last token of the answer before, however large a block is."""
+def test_next_chat_turn_computes_only_new_tokens(groups: list[KvGroup], depth: int) -> None:
+    """Each turn computes its new tokens and the previous answer's last token, for any block size."""
     world = World(groups=groups, num_blocks=60, block_size=64, max_steps_in_flight=depth, max_model_len=1000)
     assert chat(world) == [41] * 4
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_chat_goes_on_behind_a_stop_token(depth: int) -> None:
-    """Two steps ahead, the token that ended the answer has been computed, too."""
+def test_next_chat_turn_after_a_stop_token(depth: int) -> None:
+    """With two steps in flight, the token that ended the answer is computed, too."""
     world = World(groups=HYBRID, num_blocks=60, block_size=64, max_steps_in_flight=depth, max_model_len=1000)
     assert chat(world, stops=True) == [42 - depth] * 4
 
 
-def test_a_chat_that_drops_what_was_thought_goes_on_behind_its_prompt() -> None:
-    """What is computed again of the turn before is at most 16 tokens of its prompt, and what is left of its answer."""
+def test_next_chat_turn_without_reasoning_reuses_the_prompt() -> None:
+    """At most 16 tokens of the previous prompt are recomputed, plus the rest of its answer."""
     world = World(groups=HYBRID, num_blocks=60, block_size=64, max_model_len=1000)
     for num_computed in chat(world, keeps_answers=False):
         assert 40 + 20 < num_computed <= 40 + 20 + recurrent_state.GRAIN
 
 
-def test_an_end_is_given_up_for_who_needs_the_blocks() -> None:
-    """Where blocks are scarce a chat's next turn takes the room of what it could have gone on from."""
+def test_end_state_is_evicted_when_blocks_are_scarce() -> None:
+    """With few blocks, a chat's next turn evicts the end state of the previous turn."""
     for num_blocks in range(5, 12):
         world = World(groups=HYBRID, num_blocks=num_blocks, block_size=16, max_model_len=1000)
         world.admit(1, PROMPT[:30], max_tokens=8, ignore_eos=True)
@@ -166,7 +169,7 @@ def test_an_end_is_given_up_for_who_needs_the_blocks() -> None:
         world.assert_idle()
 
 
-def test_many_chats_share_a_beginning_shorter_than_a_block() -> None:
+def test_chats_share_a_prefix_shorter_than_a_block() -> None:
     world = World(groups=HYBRID, num_blocks=200, block_size=64, slots=4)
     stem = PROMPT[:20]
     for turn in (0, 1):
@@ -185,7 +188,7 @@ def test_many_chats_share_a_beginning_shorter_than_a_block() -> None:
 
 @pytest.mark.parametrize("groups", [SLIDING, MIXED, HYBRID], ids=["sliding", "mixed", "hybrid"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_choices_begin_behind_the_prompt(groups: list[KvGroup], prefix_caching: bool) -> None:
+def test_choices_start_after_the_prompt(groups: list[KvGroup], prefix_caching: bool) -> None:
     world = World(groups=groups, num_blocks=100, max_steps_in_flight=1, prefix_caching=prefix_caching)
     world.admit(1, PROMPT[:39], n=3, max_tokens=6, ignore_eos=True)
     world.run()
@@ -197,28 +200,30 @@ def test_choices_begin_behind_the_prompt(groups: list[KvGroup], prefix_caching: 
 
 
 @pytest.mark.parametrize("cancelled", [[], [2], [2, 3]], ids=["all begin", "one ends", "all end"])
-def test_what_choices_begin_with_is_let_go_of_when_none_waits(cancelled: list[int]) -> None:
-    """The elder runs on for long; of a model that keeps states alone it is not looked at again."""
+def test_prompt_state_is_released_when_no_choice_waits(cancelled: list[int]) -> None:
+    """The first choice runs on; with states alone its prompt state is not matched again."""
     world = World(groups=STATES, num_blocks=100, slots=2, max_steps_in_flight=1, prefix_caching=False)
     world.admit(1, PROMPT[:9], n=3, max_tokens=50, ignore_eos=True)
     state = world.engine.state
     assert state is not None
-    elder = state.live[1]
-    while not elder.fork_state_blocks:
+    first_choice = state.live[1]
+    while not first_choice.fork_state_blocks:
         world.step()
     world.cancel(*cancelled)
-    while any(other.parent is elder for other in state.waiting) and elder.request_id in state.live:
+    while (
+        any(other.parent is first_choice for other in state.waiting) and first_choice.request_id in state.live
+    ):
         world.step()
-        if state.running[-1] is not elder:
+        if state.running[-1] is not first_choice:
             world.cancel(state.running[-1].request_id)
-    assert elder.request_id in state.live and not elder.fork_state_blocks
+    assert first_choice.request_id in state.live and not first_choice.fork_state_blocks
     world.run()
     world.assert_idle()
 
 
 @pytest.mark.parametrize("seed", [5, 10, 15, 42, 60])
-def test_choices_share_no_state_that_is_written_over(seed: int) -> None:
-    """The elder loses its blocks while choices wait, and its state, evicted too, comes back from the host."""
+def test_choices_share_no_overwritten_state(seed: int) -> None:
+    """The first choice is preempted while others wait; its evicted state is restored from the host."""
     rng = random.Random(seed)
     n, prompt = rng.choice([2, 3]), list(range(10, 10 + rng.choice([9, 13, 17, 21, 25])))
     world = World(
@@ -246,7 +251,7 @@ def test_choices_share_no_state_that_is_written_over(seed: int) -> None:
     world.assert_idle()
 
 
-def test_a_long_request_is_refused_by_what_its_groups_hold() -> None:
+def test_length_limit_follows_groups() -> None:
     world = World(groups=MIXED, num_blocks=12, max_num_batched_tokens=8)
     world.admit(1, list(range(3, 60)), max_tokens=2)
     assert "needs" in world.failed[1] and "the server has 12" in world.failed[1]

@@ -1,4 +1,4 @@
-"""What operators ask of KV memory: prefixes are listed as they are, pinned ones stay, evicted ones are gone."""
+"""KV administration: list, pin, evict, export and import of prefixes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.kv.test_groups import HYBRID, MIXED, SLIDING, STATES
 PROMPT = list(range(10, 31))
 """21 tokens: five full blocks of four, and one more."""
 OTHER = [*PROMPT[:8], *range(100, 113)]
-"""Begins alike, for two blocks."""
+"""Shares its first two blocks with PROMPT."""
 FULL = [KvGroup("full", [0])]
 
 
@@ -37,15 +37,15 @@ def serve(world: World, request_id: int, prompt: list[int], **options: object) -
     return world.outcomes[request_id].num_cached
 
 
-def ask(world: World, verb: Verb, prompt: list[int] | None = None, **fields: object) -> KvReport:
+def query_core(world: World, verb: Verb, prompt: list[int] | None = None, **fields: object) -> KvReport:
     tokens = b"" if prompt is None else pack_i32(prompt)
     query = KvQuery(1, 0, verb, token_ids=tokens, **({"limit": 10} | fields))  # type: ignore[arg-type]
-    desk = world.engine.kv_admin
-    report = desk.answer(world.engine.state, query, 0, world.tick())
-    while report is None:  # until the disk has answered
+    admin = world.engine.kv_admin
+    report = admin.answer(world.engine.state, query, 0, world.tick())
+    while report is None:  # until the disk tier has answered
         world.plan()
-        assert world.commit(), "nobody answers"
-        report = next((told for _, told in desk.files.take_done()), None)
+        assert world.commit(), "query has no answer"
+        report = next((reports for _, reports in admin.files.take_done()), None)
     world.engine.drop((), world.now)  # audits
     return report
 
@@ -56,18 +56,18 @@ def done(report: KvReport) -> list[KvPrefix]:
 
 
 def crowd(world: World, first_id: int) -> None:
-    """Have others take all blocks that may be taken."""
+    """Fill all free and evictable blocks with other requests."""
     rng = random.Random(first_id)
     for request_id in range(first_id, first_id + 24):
         serve(world, request_id, [rng.randrange(3, 200) for _ in range(30)])
 
 
-def test_prefixes_are_listed_by_what_nothing_follows() -> None:
+def test_prefixes_are_listed_by_their_longest_extension() -> None:
     world = World()
     serve(world, 1, PROMPT)
     serve(world, 2, OTHER, cache_salt="")
     serve(world, 3, PROMPT, cache_salt="mine")
-    report = ask(world, "list", with_tokens=True)
+    report = query_core(world, "list", with_tokens=True)
     salted, other, first = done(report)
     assert [prefix.num_tokens for prefix in report.prefixes] == [20, 20, 20]
     assert list(unpack_i32(first.token_ids)) == list(unpack_i32(salted.token_ids)) == PROMPT[:20]
@@ -76,25 +76,27 @@ def test_prefixes_are_listed_by_what_nothing_follows() -> None:
     assert 0 <= salted.idle_ns < other.idle_ns < first.idle_ns
     assert report.room is not None and report.room.num_known == 5 + 3 + 5
     serve(world, 4, PROMPT)
-    assert [prefix.digest for prefix in done(ask(world, "list", limit=1))] == [first.digest], "used last"
-    assert not done(ask(world, "list"))[0].token_ids, "not unless asked for"
+    assert [prefix.digest for prefix in done(query_core(world, "list", limit=1))] == [first.digest], (
+        "most recently used first"
+    )
+    assert not done(query_core(world, "list"))[0].token_ids, "token ids are optional"
 
 
 @pytest.mark.parametrize("groups", [FULL, MIXED, SLIDING], ids=["full", "mixed", "sliding"])
 @pytest.mark.parametrize("comes_first", [True, False])
-def test_a_pinned_prefix_stays(groups: list[KvGroup], comes_first: bool) -> None:
-    """Also one that was pinned before anybody computed it."""
+def test_pinned_prefix_is_not_evicted(groups: list[KvGroup], comes_first: bool) -> None:
+    """Also when it is pinned before it is computed."""
     world = World(groups=groups, num_blocks=70, max_model_len=40)
     if comes_first:
         serve(world, 1, PROMPT)
-    (pinned,) = done(ask(world, "pin", PROMPT))
+    (pinned,) = done(query_core(world, "pin", PROMPT))
     assert pinned.is_pinned and pinned.num_tokens == 20
     if not comes_first:
         assert pinned.device == 0
         serve(world, 1, PROMPT)
     crowd(world, 10)
     assert serve(world, 5, PROMPT) == 20
-    done(ask(world, "unpin", name=pinned.digest.hex()))
+    done(query_core(world, "unpin", name=pinned.digest.hex()))
     crowd(world, 40)
     assert serve(world, 3, PROMPT) == 0
     world.assert_idle()
@@ -102,64 +104,66 @@ def test_a_pinned_prefix_stays(groups: list[KvGroup], comes_first: bool) -> None
 
 def test_states_are_pinned_where_they_are_kept() -> None:
     world = World(groups=HYBRID, num_blocks=70, max_model_len=40)
-    assert (refused := ask(world, "pin", PROMPT).error) is not None and refused.code is ErrorCode.NOT_FOUND
+    assert (
+        refused := query_core(world, "pin", PROMPT).error
+    ) is not None and refused.code is ErrorCode.NOT_FOUND
     serve(world, 1, PROMPT)
-    (pinned,) = done(ask(world, "pin", PROMPT))
+    (pinned,) = done(query_core(world, "pin", PROMPT))
     crowd(world, 10)
     assert serve(world, 5, PROMPT) == pinned.num_tokens > 0
 
 
 @pytest.mark.parametrize("lost", ["executor", "core"])
-def test_a_pin_outlives_executor_and_core(lost: str) -> None:
+def test_pin_survives_executor_and_core(lost: str) -> None:
     world = World(num_blocks=30, max_model_len=40)
     serve(world, 1, PROMPT)
-    (pinned,) = done(ask(world, "pin", PROMPT))
+    (pinned,) = done(query_core(world, "pin", PROMPT))
     kept = world.engine.kv_admin.take_changes()
-    assert kept is not None and world.engine.kv_admin.take_changes() is None, "told once"
+    assert kept is not None and world.engine.kv_admin.take_changes() is None, "pins are reported once"
     if lost == "core":
         world.engine = world._new_engine()
         world.engine.kv_admin.restore_pins(kept)
     world.new_executor()
-    assert world.engine.kv_admin.take_changes() == kept, "the executor is new"
-    (shown,) = done(ask(world, "list"))
+    assert world.engine.kv_admin.take_changes() == kept, "pins are reported to the new executor"
+    (shown,) = done(query_core(world, "list"))
     assert (shown.digest, shown.is_pinned, shown.device) == (pinned.digest, True, 0)
-    assert serve(world, 5, PROMPT) == 0, "what the executor lost is computed"
+    assert serve(world, 5, PROMPT) == 0, "lost blocks are recomputed"
     crowd(world, 10)
-    assert serve(world, 3, PROMPT) == 20, "and stays from then on"
+    assert serve(world, 3, PROMPT) == 20, "pinned blocks are cached from then on"
 
 
-def test_pins_leave_room_for_a_request_of_full_length() -> None:
+def test_pins_leave_blocks_for_a_request_of_full_length() -> None:
     world = World(num_blocks=16, max_model_len=40)  # ten blocks, so that six may be pinned
-    done(ask(world, "pin", PROMPT))
-    report = ask(world, "pin", list(range(50, 60)))
+    done(query_core(world, "pin", PROMPT))
+    report = query_core(world, "pin", list(range(50, 60)))
     assert report.error is not None and report.error.code is ErrorCode.INVALID
     assert "needs 2 blocks, and 5 are pinned; of 16 blocks at most 6 may be pinned" in report.error.message
-    done(ask(world, "pin", [*PROMPT[:20], 1, 2, 3, 4]))  # shares all but one
+    done(query_core(world, "pin", [*PROMPT[:20], 1, 2, 3, 4]))  # shares all but one
     serve(world, 1, PROMPT)
-    assert serve(world, 2, list(range(100, 138))) == 0, "of full length"
+    assert serve(world, 2, list(range(100, 138))) == 0, "request of full length finds no cached tokens"
     world.new_executor(num_blocks=11)
-    assert not world.engine.kv_admin.pins.wanted, "there is room for none beside such a request"
+    assert not world.engine.kv_admin.pins.wanted, "no block can be pinned next to such a request"
 
 
-def test_an_evicted_prefix_is_gone_and_what_others_begin_with_is_not() -> None:
+def test_evicting_a_prefix_keeps_shared_blocks() -> None:
     world = World()
     serve(world, 1, PROMPT)
     serve(world, 2, OTHER)
-    (gone,) = done(ask(world, "evict", PROMPT))
-    assert gone.device == 5, "as it was"
+    (gone,) = done(query_core(world, "evict", PROMPT))
+    assert gone.device == 5, "device blocks are unchanged"
     assert serve(world, 3, OTHER) == 20
     assert serve(world, 4, PROMPT) == 8
-    done(ask(world, "evict", PROMPT[:4]))
-    assert serve(world, 5, OTHER) == 0, "all that begins so"
+    done(query_core(world, "evict", PROMPT[:4]))
+    assert serve(world, 5, OTHER) == 0, "all extensions are evicted"
     world.assert_idle()
 
 
-def test_what_runs_goes_on_when_its_prefix_is_evicted() -> None:
+def test_running_request_continues_when_its_prefix_is_evicted() -> None:
     world = World()
     world.admit(1, PROMPT, max_tokens=20, ignore_eos=True)
     for _ in range(3):
         world.step()
-    done(ask(world, "evict", PROMPT))
+    done(query_core(world, "evict", PROMPT))
     world.run()
     assert world.outcomes[1].tokens == expected(PROMPT, 1, 20, stops=())
     assert serve(world, 5, PROMPT) == 0
@@ -167,35 +171,35 @@ def test_what_runs_goes_on_when_its_prefix_is_evicted() -> None:
 
 
 @pytest.mark.parametrize("groups", [HYBRID, STATES, MIXED], ids=["hybrid", "states", "mixed"])
-def test_states_and_windows_are_evicted_with_the_ends_behind_them(groups: list[KvGroup]) -> None:
+def test_states_and_windows_are_evicted_with_later_blocks(groups: list[KvGroup]) -> None:
     world = World(groups=groups, num_blocks=100)
     serve(world, 1, PROMPT)
     assert serve(world, 2, [*PROMPT, 40, 41, 42]) != 0
-    done(ask(world, "evict", PROMPT[:4]))
+    done(query_core(world, "evict", PROMPT[:4]))
     assert serve(world, 3, [*PROMPT, 40, 41, 42]) == 0
 
 
-def test_evicted_on_disk_too() -> None:
+def test_eviction_includes_disk() -> None:
     disk = FakeDisk(20)
     world = World(disk=disk)
     serve(world, 1, PROMPT)
-    (there,) = done(ask(world, "list"))
-    assert (there.device, there.disk) == (5, 5)
-    done(ask(world, "evict", PROMPT))
+    (listed,) = done(query_core(world, "list"))
+    assert (listed.device, listed.disk) == (5, 5)
+    done(query_core(world, "evict", PROMPT))
     world.plan()
     assert not disk.contents
     world.new_executor()
     assert serve(world, 5, PROMPT) == 0
 
 
-def test_pinned_contents_stay_on_disk() -> None:
+def test_pinned_blocks_stay_on_disk() -> None:
     world = World(disk=FakeDisk(16), num_blocks=70, max_model_len=40)
     serve(world, 1, PROMPT)
-    done(ask(world, "pin", PROMPT))
+    done(query_core(world, "pin", PROMPT))
     crowd(world, 10)
     crowd(world, 40)
     world.new_executor()
-    assert serve(world, 5, PROMPT) == 20, "read from there"
+    assert serve(world, 5, PROMPT) == 20, "blocks are read from disk"
 
 
 @pytest.mark.parametrize(
@@ -208,28 +212,28 @@ def test_pinned_contents_stay_on_disk() -> None:
         ("pin", {"prompt": [5, 6, 7]}, ErrorCode.INVALID, "has 3 tokens; only full blocks of 4 are cached"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_query_is_rejected(
     verb: Verb, fields: dict[str, object], code: ErrorCode, words: str
 ) -> None:
-    report = ask(World(), verb, **fields)  # type: ignore[arg-type]
+    report = query_core(World(), verb, **fields)  # type: ignore[arg-type]
     assert report.error is not None and report.error.code is code and words in report.error.message
 
 
-def test_what_is_pinned_is_not_evicted() -> None:
+def test_pinned_prefix_is_not_evicted_by_query() -> None:
     world = World(max_model_len=40)
     serve(world, 1, PROMPT)
-    done(ask(world, "pin", PROMPT))
-    refused = ask(world, "evict", PROMPT[:4]).error
+    done(query_core(world, "pin", PROMPT))
+    refused = query_core(world, "evict", PROMPT[:4]).error
     assert refused is not None and "is pinned; unpin it first" in refused.message
 
 
 @pytest.mark.parametrize("with_disk", [False, True])
 @pytest.mark.parametrize("groups", [FULL, MIXED, HYBRID, SLIDING], ids=["full", "mixed", "hybrid", "sliding"])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_wishes_among_random_requests(
+def test_random_queries_during_random_requests(
     seed: int, groups: list[KvGroup], with_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The auditor looks on after each, and every answer is what it would be without them."""
+    """The auditor checks after each query; answers are the same as without queries."""
     monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 1 + seed % 9)
     rng = random.Random(seed)
     disk = FakeDisk(30) if with_disk else None
@@ -243,7 +247,7 @@ def test_random_wishes_among_random_requests(
         world.admit(request_id, sent[request_id], max_tokens=8, ignore_eos=True)
         for _ in range(rng.randint(0, 4)):
             world.step()
-        ask(world, rng.choice(verbs), stem[: rng.randint(1, 30)], with_tokens=True)
+        query_core(world, rng.choice(verbs), stem[: rng.randint(1, 30)], with_tokens=True)
         if rng.random() < 0.05:
             world.new_executor()
     world.run()
@@ -251,60 +255,60 @@ def test_random_wishes_among_random_requests(
         assert world.outcomes[request_id].tokens == expected(prompt, request_id, 8, stops=())
 
 
-def test_what_is_remembered_is_no_more_than_what_is_held() -> None:
+def test_remembered_prefixes_are_bounded_by_held_blocks() -> None:
     world = World(num_blocks=20, max_model_len=40)
     rng = random.Random(1)
     for request_id in range(1, 300):
         serve(world, request_id, [*PROMPT[: rng.randint(1, 20)], *rng.choices(range(3, 200), k=8)])
         assert len(world.engine.kv_admin.prefix_paths) <= 2 * 20 + 2
-    assert len(done(ask(world, "list"))) > 1
+    assert len(done(query_core(world, "list"))) > 1
 
 
 @pytest.mark.parametrize("groups", [FULL, MIXED, HYBRID], ids=["full", "mixed", "hybrid"])
-def test_a_prefix_goes_to_another_server(groups: list[KvGroup]) -> None:
-    here, there = FakeDisk(40), FakeDisk(40)
-    world = World(disk=here, groups=groups)
+def test_prefix_is_exported_to_another_server(groups: list[KvGroup]) -> None:
+    source, target = FakeDisk(40), FakeDisk(40)
+    world = World(disk=source, groups=groups)
     serve(world, 1, PROMPT)
-    (prefix, *_) = done(ask(world, "list"))
-    report = ask(world, "export", name=prefix.digest.hex(), file="a.kv")
+    (prefix, *_) = done(query_core(world, "list"))
+    report = query_core(world, "export", name=prefix.digest.hex(), file="a.kv")
     assert [each.digest for each in done(report)] == [prefix.digest] and report.num_bytes > 0
-    other = World(disk=there, groups=groups)
-    there.files = here.files
-    there.past = here.past
-    brought = ask(other, "import", file="a.kv")
-    assert brought.error is None and (brought.num_imported, brought.num_known) == (report.num_bytes, 0)
+    other = World(disk=target, groups=groups)
+    target.files = source.files
+    target.past = source.past
+    imported = query_core(other, "import", file="a.kv")
+    assert imported.error is None and (imported.num_imported, imported.num_known) == (report.num_bytes, 0)
     assert serve(other, 2, PROMPT) == prefix.num_tokens
-    again = ask(other, "import", file="a.kv")
+    again = query_core(other, "import", file="a.kv")
     assert (again.num_imported, again.num_known) == (0, report.num_bytes)
 
 
-def test_files_that_cannot_be_are_refused() -> None:
+def test_invalid_files_are_rejected() -> None:
     disk = FakeDisk(40)
     world = World(disk=disk)
     for verb, fields, words in (
         ("export", {"prompt": PROMPT, "file": "a.kv"}, "Only 0 of the prefix's 5 blocks are on disk"),
         ("import", {"file": "a.kv"}, "There is no file a.kv."),
     ):
-        refused = ask(world, verb, **fields).error  # type: ignore[arg-type]
+        refused = query_core(world, verb, **fields).error  # type: ignore[arg-type]
         assert refused is not None and words in refused.message
-    refused = ask(World(), "import", file="a.kv").error
+    refused = query_core(World(), "import", file="a.kv").error
     assert refused is not None and "start the server with --kv-disk" in refused.message
 
 
-def test_an_executor_that_goes_takes_its_tasks_along() -> None:
+def test_tasks_of_lost_executor_fail() -> None:
     world = World(disk=FakeDisk(40))
     query = KvQuery(1, 0, "import", file="a.kv")
-    desk = world.engine.kv_admin
-    assert desk.answer(world.engine.state, query, 0, world.tick()) is None and not desk.files.take_done()
+    admin = world.engine.kv_admin
+    assert admin.answer(world.engine.state, query, 0, world.tick()) is None and not admin.files.take_done()
     world.new_executor()
-    ((_, report),) = desk.files.take_done()
+    ((_, report),) = admin.files.take_done()
     assert report.error is not None and report.error.code is ErrorCode.UNAVAILABLE
 
 
-def test_a_question_is_answered_some_blocks_a_turn_while_there_are_requests(
+def test_query_is_answered_in_batches_while_requests_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of hundreds of thousands of blocks a listing takes the core seconds: no step waits for that."""
+    """Listing hundreds of thousands of blocks takes seconds; no step waits for it."""
     monkeypatch.setattr(kv_admin, "BLOCKS_PER_ITERATION", 6)
     world = World(num_blocks=200)
     for request_id in range(1, 9):
@@ -312,34 +316,34 @@ def test_a_question_is_answered_some_blocks_a_turn_while_there_are_requests(
     world.admit(50, OTHER, max_tokens=60, ignore_eos=True)
     world.plan()
     world.commit()
-    desk = world.engine.kv_admin
-    desk.take(KvQuery(1, 0, "list", limit=10, with_tokens=True), 0)
-    desk.take(KvQuery(2, 0, "list", limit=10), 0)
-    told: list[KvReport] = []
-    turns = 0
-    while len(told) < 2:
-        desk.advance(world.engine.state, world.tick())
-        told += [report for _, report in desk.files.take_done()]
-        turns += 1
-        assert turns < 60 and state_of(world).live
+    admin = world.engine.kv_admin
+    admin.take(KvQuery(1, 0, "list", limit=10, with_tokens=True), 0)
+    admin.take(KvQuery(2, 0, "list", limit=10), 0)
+    reports: list[KvReport] = []
+    iterations = 0
+    while len(reports) < 2:
+        admin.advance(world.engine.state, world.tick())
+        reports += [report for _, report in admin.files.take_done()]
+        iterations += 1
+        assert iterations < 60 and state_of(world).live
         world.plan()
         world.commit()
-    assert turns >= 8, "two trails a turn, for each of the two"
-    assert told[0].num_prefixes == told[1].num_prefixes == 9
-    for prefix in told[0].prefixes:
+    assert iterations >= 8, "two paths an iteration, for each of the two queries"
+    assert reports[0].num_prefixes == reports[1].num_prefixes == 9
+    for prefix in reports[0].prefixes:
         ids = list(unpack_i32(prefix.token_ids))
         assert len(ids) == prefix.num_tokens and ids[1:5] in (PROMPT[:4], OTHER[1:5])
 
-    desk.take(KvQuery(3, 0, "list", limit=10), 0)
+    admin.take(KvQuery(3, 0, "list", limit=10), 0)
     world.run()
-    desk.advance(world.engine.state, world.tick())
-    assert len(desk.files.take_done()) == 1, "nobody waits for a step: at once"
+    admin.advance(world.engine.state, world.tick())
+    assert len(admin.files.take_done()) == 1, "idle core answers at once"
 
 
-def test_what_is_remembered_of_a_prompt_is_what_is_held_of_it() -> None:
+def test_remembered_tokens_are_bounded_by_held_blocks() -> None:
     world = World(num_blocks=20)
     for request_id in range(1, 40):
         serve(world, request_id, [request_id, *PROMPT])
-    for trail in world.engine.kv_admin.prefix_paths._paths:
-        assert trail.tokens is not None
-        assert len(trail.tokens) <= max(len(trail.digests) * 4, 24)
+    for path in world.engine.kv_admin.prefix_paths._paths:
+        assert path.tokens is not None
+        assert len(path.tokens) <= max(len(path.digests) * 4, 24)

@@ -1,4 +1,4 @@
-"""KV on disk, the core's half: what outlives executors and cores comes back, is waited for, and is never needed."""
+"""KV on disk, in the core: blocks survive executors and cores, requests wait for reads, misses are recomputed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def serve(world: World, request_id: int = 1, prompt: list[int] | None = None) ->
 
 
 @pytest.mark.parametrize("lost", ["executor", "core"])
-def test_what_was_computed_outlives_executor_and_core(lost: str) -> None:
+def test_disk_blocks_survive_executor_and_core(lost: str) -> None:
     world = World(disk=FakeDisk(20))
     assert serve(world) == 0
     if lost == "executor":
@@ -43,21 +43,21 @@ def test_what_was_computed_outlives_executor_and_core(lost: str) -> None:
         world.new_core()
     assert serve(world, 2) == 20
     assert state_of(world).counters.disk_fetched_blocks == 5
-    assert serve(world, 3) == 20, "on the device now"
+    assert serve(world, 3) == 20, "blocks are cached on the device"
     assert state_of(world).counters.disk_fetched_blocks == 5
 
 
-def test_what_is_on_disk_already_is_not_stored_again() -> None:
+def test_blocks_on_disk_are_not_stored_again() -> None:
     world = World(disk=FakeDisk(20))
     serve(world)
     num_stored = state_of(world).counters.disk_stored_blocks
-    assert num_stored == 6, "those of the answer, too"
+    assert num_stored == 6, "blocks of the answer are stored too"
     world.new_executor()
     serve(world, 2)
-    assert state_of(world).counters.disk_stored_blocks == num_stored + 1, "another answer"
+    assert state_of(world).counters.disk_stored_blocks == num_stored + 1, "block of another answer"
 
 
-def test_others_pass_who_waits_for_the_disk() -> None:
+def test_request_waiting_for_disk_is_overtaken() -> None:
     world = World(disk=FakeDisk(20))
     serve(world, 3)
     world.new_core()
@@ -69,7 +69,7 @@ def test_others_pass_who_waits_for_the_disk() -> None:
     assert world.outcomes[1].num_cached == 20 and world.outcomes[2].num_cached == 0
 
 
-def test_a_content_that_is_not_there_is_computed() -> None:
+def test_missing_block_is_recomputed() -> None:
     disk = FakeDisk(20)
     world = World(disk=disk)
     serve(world)
@@ -80,10 +80,10 @@ def test_a_content_that_is_not_there_is_computed() -> None:
     assert (counters.disk_missed_blocks, counters.disk_fetched_blocks) == (5, 0)
     disk.is_losing = False
     world.new_core()
-    assert serve(world, 3) == 20, "it was stored anew"
+    assert serve(world, 3) == 20, "blocks were stored again"
 
 
-def test_a_disk_that_hangs_keeps_nobody() -> None:
+def test_hanging_disk_delays_no_request_beyond_timeout() -> None:
     disk = FakeDisk(20)
     world = World(disk=disk)
     serve(world)
@@ -99,7 +99,7 @@ def test_a_disk_that_hangs_keeps_nobody() -> None:
     world.assert_idle()
 
 
-def test_nor_does_it_keep_who_waits_for_what_another_ordered() -> None:
+def test_hanging_disk_times_out_shared_fetches() -> None:
     disk = FakeDisk(20)
     world = World(disk=disk)
     serve(world)
@@ -114,24 +114,24 @@ def test_nor_does_it_keep_who_waits_for_what_another_ordered() -> None:
     assert [world.outcomes[request_id].num_endings for request_id in (2, 3)] == [1, 1]
 
 
-def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
+def test_cancel_during_fetch_frees_all_blocks() -> None:
     world = World(disk=FakeDisk(20, num_staging_blocks=10))
     serve(world)
     world.new_core()
     world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
     assert world.plan() is None
     world.cancel(2)
-    assert serve(world, 3) == 20, "its answers come while another wants the same"
+    assert serve(world, 3) == 20, "late answers serve another request"
 
 
-def test_little_room_brings_the_beginning() -> None:
+def test_few_staging_blocks_fetch_the_head() -> None:
     world = World(disk=FakeDisk(20, num_staging_blocks=2))
     serve(world)
     world.new_core()
     assert serve(world, 2) == 8
 
 
-def test_a_disk_too_small_keeps_what_was_used_last() -> None:
+def test_full_disk_evicts_least_recently_used() -> None:
     world = World(disk=FakeDisk(6))
     serve(world, 1)
     serve(world, 2, [*range(50, 71)])
@@ -142,7 +142,7 @@ def test_a_disk_too_small_keeps_what_was_used_last() -> None:
     assert state_of(world).counters.disk_missed_blocks == 0
 
 
-def test_requests_that_compute_everything_themselves_do() -> None:
+def test_requests_without_cache_reads_skip_the_disk() -> None:
     world = World(disk=FakeDisk(20))
     serve(world)
     world.new_core()
@@ -159,20 +159,20 @@ def test_random_traces_with_a_disk(seed: int, in_groups: bool) -> None:
     assert_served(*random_trace(seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, disk=disk))
 
 
-def test_a_state_that_is_given_away_in_the_plan_that_names_it_is_not_stored() -> None:
-    """A trace in which a request that gives way names a state, and the block goes to who needed the room."""
+def test_state_reassigned_by_its_plan_is_not_stored() -> None:
+    """A preempted request names a state, and its block is given to another request in the same plan."""
     disk = FakeDisk(200, num_staging_blocks=30)
     assert_served(*random_trace(50066, 250, 1 + 50066 % 2, 0.0, 5 * (50066 % 3), in_groups=True, disk=disk))
 
 
-def test_such_traces_fetch() -> None:
+def test_random_traces_fetch() -> None:
     disks = [FakeDisk(60, 30) for _ in range(4)]
     for seed, disk in enumerate(disks):
         random_trace(seed, 250, 2, in_groups=seed % 2 == 1, disk=disk)
     assert sum(disk.num_fetched > 0 for disk in disks) > 2, [disk.num_fetched for disk in disks]
 
 
-# --- the pool ---
+# Unit tests of the disk pool.
 
 
 def orders_of(pool: DiskPool, now_ns: int = 0) -> KvTierRequests:
@@ -188,7 +188,7 @@ def store(pool: DiskPool, *keys: bytes) -> None:
     pool.check(set())
 
 
-def test_what_was_used_longest_ago_gives_way() -> None:
+def test_least_recently_used_is_evicted() -> None:
     pool = DiskPool(2, 0, 2)
     store(pool, A, B)
     pool.use([A])
@@ -196,7 +196,7 @@ def test_what_was_used_longest_ago_gives_way() -> None:
     assert set(pool.place_of) == {A, C}
 
 
-def test_progress_renews_patience_of_those_behind_it_alone() -> None:
+def test_progress_renews_timeout_of_later_fetches_only() -> None:
     pool = DiskPool(3, 0, 3)
     store(pool, A, B, C)
     for request_id, key in enumerate((A, B, C)):
@@ -206,12 +206,12 @@ def test_progress_renews_patience_of_those_behind_it_alone() -> None:
     orders_of(pool, FETCH_TIMEOUT_NS)
     pool.expire(FETCH_TIMEOUT_NS + 1)
     waits = {request_id for request_id, wish in pool.fetches.requests.items() if wish.pending}
-    assert waits == {2}, "the answer about the first one was lost, since those come in order"
+    assert waits == {2}, "answers are ordered, so the first one is lost"
     pool.expire(2 * FETCH_TIMEOUT_NS + 1)
     assert not pool.fetches.requests[2].pending
 
 
-def test_one_slow_read_is_not_the_last() -> None:
+def test_one_slow_read_does_not_stop_reads() -> None:
     pool = DiskPool(1, 0, 1)
     pool.cost.each_ns = 10.0
     store(pool, A)
@@ -223,7 +223,7 @@ def test_one_slow_read_is_not_the_last() -> None:
     assert tries == [False] * (TRY_EVERY - 1) + [True] and pool.cost.each_ns is None
 
 
-def test_what_the_disk_does_not_take_is_not_there() -> None:
+def test_unstored_block_is_a_miss() -> None:
     pool = DiskPool(2, 0, 2)
     pool.queue_store(A, 0)
     orders_of(pool)
@@ -232,8 +232,8 @@ def test_what_the_disk_does_not_take_is_not_there() -> None:
     assert not pool.place_of and len(pool.free) == 2
 
 
-def test_a_block_that_is_written_gets_no_other_content() -> None:
-    """Neither when nobody wants it any more, nor when somebody wants the same content again."""
+def test_block_being_written_is_not_reused() -> None:
+    """Neither when its request was cancelled, nor when another request wants the same content."""
     pool = DiskPool(2, 5, 2)
     store(pool, A)
     assert pool.ask(1, [A], 4, whole=False)

@@ -1,4 +1,4 @@
-"""KV events, the core's half: whoever hears all of them knows what the prefix cache has, and nothing costs who is not asked."""
+"""KV events, in the core: a subscriber to all events can reconstruct the prefix cache."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def state_of(world: World) -> SchedulerState:
     return world.engine.state
 
 
-def taken(world: World) -> list[KvEvent]:
+def take_events(world: World) -> list[KvEvent]:
     events = state_of(world).events
     return [] if events is None else events.take()
 
 
 @pytest.mark.parametrize("groups", [FULL, SLIDING], ids=["full", "sliding"])
 @pytest.mark.parametrize("seed", range(6))
-def test_who_hears_all_knows_what_is_there(seed: int, groups: list[KvGroup]) -> None:
-    """With few blocks, so that contents go and come back."""
+def test_events_reconstruct_the_prefix_cache(seed: int, groups: list[KvGroup]) -> None:
+    """With few blocks, so that contents are evicted and recomputed."""
     rng = random.Random(seed)
     num_blocks, depth = rng.choice([14, 30]), rng.choice([1, 2])
     world = World(groups=groups, num_blocks=num_blocks, max_steps_in_flight=depth, events=KvEventsConfig())
@@ -44,7 +44,7 @@ def test_who_hears_all_knows_what_is_there(seed: int, groups: list[KvGroup]) -> 
             world.step()
         if request_id == 20:
             world.new_executor()
-        for event in taken(world):
+        for event in take_events(world):
             match event:
                 case AllBlocksCleared():
                     known.clear()
@@ -60,18 +60,18 @@ def test_who_hears_all_knows_what_is_there(seed: int, groups: list[KvGroup]) -> 
     assert num_removed > 0
 
 
-def test_salts_are_told_of_and_not_told() -> None:
+def test_salts_are_sent_as_digests() -> None:
     world = World(events=KvEventsConfig())
     for request_id, salt in ((1, ""), (2, "mine")):
         world.admit(request_id, [*range(10, 19)], cache_salt=salt, max_tokens=1)
     world.run()
-    _, plain, salted = taken(world)
+    _, plain, salted = take_events(world)
     assert isinstance(plain, BlockStored) and isinstance(salted, BlockStored)
     assert plain.token_ids == salted.token_ids and plain.block_hashes != salted.block_hashes
     assert plain.extra_keys is None and salted.extra_keys == [[salt_digest("mine").hex()]] * 2
 
 
-def test_nothing_is_noted_unless_somebody_asks() -> None:
+def test_no_events_without_configuration() -> None:
     worlds = [World(), World(events=KvEventsConfig())]
     for world in worlds:
         world.admit(1, [*range(10, 40)], max_tokens=3)

@@ -1,4 +1,4 @@
-"""Swapping: what a preempted request had computed comes back from the host, if that is cheaper, and nothing else does."""
+"""Swapping to host memory: a preempted request copies its blocks back where that is cheaper than recomputation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def crowded(**options: object) -> World:
 
 
 def play(world: World) -> SchedulerState:
-    """Let the three requests run to their ends; return the state."""
+    """Run the three requests to their ends; return the state."""
     for request_id, prompt in PROMPTS.items():
         world.admit(request_id, prompt, max_tokens=13, ignore_eos=True)
     world.run()
@@ -45,7 +45,7 @@ def num_computed(world: World) -> int:
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_preempted_request_goes_on_behind_what_it_had(caching: bool, depth: int) -> None:
+def test_preempted_request_resumes_from_host_blocks(caching: bool, depth: int) -> None:
     world = crowded(prefix_caching=caching, max_steps_in_flight=depth)
     state = play(world)
     assert state.counters.preemptions > 0
@@ -57,7 +57,7 @@ def test_a_preempted_request_goes_on_behind_what_it_had(caching: bool, depth: in
     assert saved >= world.executor.num_swapped_in * world.block_size
 
 
-def test_the_figures_are_those_of_the_plans() -> None:
+def test_swap_metrics_match_plans() -> None:
     world = crowded()
     counters = play(world).counters
     assert counters.swap_out_blocks == world.executor.num_swapped_out
@@ -66,8 +66,8 @@ def test_the_figures_are_those_of_the_plans() -> None:
     assert counters.swap_in_bytes == BLOCK_BYTES * counters.swap_in_blocks
 
 
-def test_what_the_prefix_cache_still_has_is_not_copied() -> None:
-    """Its blocks are given away one after the other, and only then copied; those that are left are shared again."""
+def test_blocks_in_the_prefix_cache_are_not_copied() -> None:
+    """Its blocks are evicted one at a time and copied only then; the rest is shared again."""
     world = crowded(prefix_caching=True)
     play(world)
     eager = crowded(prefix_caching=False)
@@ -92,22 +92,22 @@ def test_host_blocks_without_the_feature_change_nothing() -> None:
     assert world.plans == plain.plans
 
 
-def test_what_is_cheaper_to_compute_is_computed() -> None:
-    """The pretend executor takes a millisecond for a token. Copying four tokens out and in takes two times as long as once."""
+def test_recomputes_when_cheaper_than_copying() -> None:
+    """The fake executor takes a millisecond a token; four tokens copied out and in cost two copies."""
     block_ns = 4 * NS_PER_TOKEN
     worlds = {}
-    for share in (0.3, 0.6, 1.1):  # of the time of computing, that one copy takes
+    for share in (0.3, 0.6, 1.1):  # share of compute time that one copy takes
         speed = int(BLOCK_BYTES * 1e9 / (share * block_ns))
-        # steps of at least 32 tokens say how fast it computes: the prompts, together
+        # throughput is measured in steps of at least 32 tokens: the prompts, together
         worlds[share] = crowded(prefix_caching=False, swap_bytes_per_s=speed)
         play(worlds[share])
     assert worlds[0.3].executor.num_swapped_in > 0
-    assert worlds[0.6].executor.num_swapped_out == 0, "out and in again would be dearer"
+    assert worlds[0.6].executor.num_swapped_out == 0, "copying both ways costs more"
     assert worlds[1.1].executor.num_swapped_out == 0
 
 
 @pytest.mark.parametrize("options", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 0}])
-def test_requests_that_compute_everything_themselves_do(options: dict[str, object]) -> None:
+def test_requests_without_cache_reads_do_not_swap(options: dict[str, object]) -> None:
     world = crowded()
     for request_id, prompt in PROMPTS.items():
         world.admit(request_id, prompt, max_tokens=13, ignore_eos=True, **options)
@@ -117,8 +117,8 @@ def test_requests_that_compute_everything_themselves_do(options: dict[str, objec
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_contents_are_shared_where_beginnings_are(caching: bool) -> None:
-    """Without the prefix cache, keys and values may depend on more than the tokens before them."""
+def test_host_blocks_are_shared_with_prefix_caching(caching: bool) -> None:
+    """Without the prefix cache, KV may depend on more than the tokens before it."""
     world = World(prefix_caching=caching, max_steps_in_flight=1, num_host_blocks=20)
     state = world.engine.state
     assert state is not None
@@ -135,7 +135,7 @@ def test_contents_are_shared_where_beginnings_are(caching: bool) -> None:
     world.assert_idle()
 
 
-def test_a_new_executor_has_nothing_on_the_host() -> None:
+def test_new_executor_has_an_empty_host_pool() -> None:
     world = crowded(prefix_caching=False)
     for request_id, prompt in PROMPTS.items():
         world.admit(request_id, prompt, max_tokens=13, ignore_eos=True)
@@ -144,13 +144,13 @@ def test_a_new_executor_has_nothing_on_the_host() -> None:
     world.new_executor()
     assert world.engine.state is not None
     assert not world.engine.state.pool.tiers.host.block_of
-    world.run()  # the pretend executor raises a KeyError for a block that it never got
+    world.run()  # the fake executor raises a KeyError for a block that it never received
     for request_id, prompt in PROMPTS.items():
         assert world.outcomes[request_id].tokens == expected(prompt, request_id, 13, stops=())
     world.assert_idle()
 
 
-def test_a_cancelled_request_leaves_nothing_behind() -> None:
+def test_cancel_frees_host_blocks() -> None:
     world = crowded(prefix_caching=False)
     for request_id, prompt in PROMPTS.items():
         world.admit(request_id, prompt, max_tokens=13, ignore_eos=True)
@@ -165,23 +165,23 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
     world.assert_idle()
 
 
-# --- the pool ---
+# Unit tests of the host pool.
 
 
-def test_the_beginning_is_kept_when_there_is_no_room_for_all() -> None:
+def test_full_host_pool_keeps_the_head() -> None:
     host = HostPool(3)
     assert host.want(1, [b"a", b"b"]) == [b"a", b"b"]
     assert host.want(2, [b"a", b"c", b"d"]) == [b"a", b"c"]
     assert host.want(3, [b"e"]) == []
     host.on_evict(b"d", 7)
-    assert not host.block_of, "nobody wants it"
+    assert not host.block_of, "no request needs the block"
     host.on_evict(b"c", 5)
     host.on_evict(b"a", 4)
     assert host.fetch(1, [b"a", b"c", b"d"]) == [host.block_of[b"a"], host.block_of[b"c"]]
     assert host.fetch(1, [b"b", b"a"]) == []
 
 
-def test_a_content_stays_as_long_as_anybody_wants_it() -> None:
+def test_host_block_is_kept_while_requests_need_it() -> None:
     host = HostPool(2)
     host.want(1, [b"a", b"b"])
     host.want(2, [b"a"])
@@ -194,18 +194,18 @@ def test_a_content_stays_as_long_as_anybody_wants_it() -> None:
     assert not host.block_of and not host.wanted
 
 
-def test_a_block_that_a_plan_may_read_gets_no_content_from_that_plan() -> None:
+def test_block_read_by_a_plan_is_not_overwritten_by_it() -> None:
     host = HostPool(1)
     host.want(1, [b"a"])
     host.on_evict(b"a", 4)
     assert len(host.take_copies()) == 2
-    host.forget(1)  # it is resumed: the plan in the making copies the block back
+    host.forget(1)  # it is resumed: the plan being built copies the block back
     assert host.want(2, [b"b"]) == []
     host.take_copies()
     assert host.want(2, [b"b"]) == [b"b"]
 
 
-def test_who_is_resumed_by_the_plan_that_was_to_copy_gets_its_copy() -> None:
+def test_request_resumed_by_the_copying_plan_gets_its_copy() -> None:
     host = HostPool(2)
     host.want(1, [b"a"])
     host.on_evict(b"a", 4)
@@ -217,14 +217,14 @@ def test_who_is_resumed_by_the_plan_that_was_to_copy_gets_its_copy() -> None:
     assert host.free == [block]
 
 
-def test_an_evicted_block_is_saved_if_it_is_wanted() -> None:
+def test_evicted_block_is_saved_when_needed() -> None:
     pool = BlockPool(2, Tiers(2))
     blocks = [pool.take(), pool.take()]
     for key, block in zip((b"a", b"b"), blocks, strict=True):
         pool.index.register(key, block)
     pool.tiers.host.want(1, [b"a"])
     pool.release(blocks, None)
-    assert pool.take() == blocks[1], "the tail first"
+    assert pool.take() == blocks[1], "tail is evicted first"
     assert not pool.tiers.host.copies
     assert pool.take() == blocks[0]
     assert pool.tiers.host.copies == {pool.tiers.host.block_of[b"a"]: blocks[0]}

@@ -1,4 +1,4 @@
-"""KV of other servers, the core's half: what one core offers, another begins behind; what does not come is computed."""
+"""KV of peer servers, in the core: offered blocks are fetched, missing ones are recomputed."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def state_of(world: World) -> SchedulerState:
 
 
 def compute(world: World, request_id: int = 1, prompt: list[int] | None = None) -> None:
-    """Be the server that computes a prompt; then another one, which has nothing of it."""
+    """Act as the server that runs prefill; then start an empty core."""
     world.admit(request_id, prompt or PROMPT, max_tokens=1, ignore_eos=True, handover=OFFERS)
     world.run()
-    assert world.plan() is None, "but orders"
+    assert world.plan() is None, "only tier requests are left"
     world.new_core()
 
 
@@ -41,8 +41,8 @@ def admit(world: World, request_id: int, num_blocks: int = 5, prompt: list[int] 
     world.admit(request_id, prompt or PROMPT, max_tokens=5, ignore_eos=True, handover=handover)
 
 
-def go_on(world: World, request_id: int = 2, num_blocks: int = 5, prompt: list[int] | None = None) -> int:
-    """Be the server that computes an answer; return how many of the prompt's tokens were cached."""
+def decode(world: World, request_id: int = 2, num_blocks: int = 5, prompt: list[int] | None = None) -> int:
+    """Act as the server that decodes; return how many of the prompt's tokens were cached."""
     admit(world, request_id, num_blocks, prompt)
     world.run()
     outcome = world.outcomes[request_id]
@@ -52,17 +52,17 @@ def go_on(world: World, request_id: int = 2, num_blocks: int = 5, prompt: list[i
     return outcome.num_cached
 
 
-def test_a_prompt_that_another_computed_is_begun_behind() -> None:
+def test_prompt_kv_of_another_server_is_fetched() -> None:
     world = World(peers=FakePeers())
     compute(world)
-    assert go_on(world) == 20
+    assert decode(world) == 20
     counters = state_of(world).counters
     assert (counters.peer_fetched_blocks, counters.peer_missed_blocks) == (5, 0)
-    assert go_on(world, 3) == 20, "on the device now"
+    assert decode(world, 3) == 20, "blocks are cached on the device"
     assert state_of(world).counters.peer_fetched_blocks == 5
 
 
-def test_only_requests_that_say_so_offer_or_fetch() -> None:
+def test_only_requests_with_transfer_params_offer_or_fetch() -> None:
     peers = FakePeers()
     world = World(peers=peers)
     world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
@@ -75,49 +75,49 @@ def test_only_requests_that_say_so_offer_or_fetch() -> None:
     assert world.outcomes[3].num_cached == 0
 
 
-def test_windows_are_handed_over_too() -> None:
+def test_windows_are_transferred() -> None:
     groups = [KvGroup("full", [0]), KvGroup("sliding", [1], 8)]
     world = World(peers=FakePeers(20), groups=groups)
     compute(world)
-    assert go_on(world) == 20
+    assert decode(world) == 20
 
 
 @pytest.mark.parametrize("block_size", [4, 32])
-def test_states_are_handed_over_too(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those behind full blocks: near the prompt's end where blocks are small, every so many tokens where they are not."""
+def test_states_are_transferred(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States after full blocks: near the prompt's end for small blocks, at intervals for large ones."""
     monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 64)
     groups = [KvGroup("full", [0]), KvGroup("state", [1])]
     world = World(peers=FakePeers(60), groups=groups, block_size=block_size, max_model_len=256)
     prompt = [number % 150 + 10 for number in range(117)]
     compute(world, prompt=prompt)
-    assert go_on(world, prompt=prompt, num_blocks=100) == (116 if block_size == 4 else 64)
+    assert decode(world, prompt=prompt, num_blocks=100) == (116 if block_size == 4 else 64)
 
 
 @pytest.mark.parametrize("num_blocks", [0, 3])
-def test_no_more_is_asked_for_than_is_offered(num_blocks: int) -> None:
+def test_fetch_is_limited_to_offered_blocks(num_blocks: int) -> None:
     world = World(peers=FakePeers())
     compute(world)
-    assert go_on(world, num_blocks=num_blocks) == 4 * num_blocks
+    assert decode(world, num_blocks=num_blocks) == 4 * num_blocks
 
 
-def test_what_does_not_come_is_computed() -> None:
+def test_missing_blocks_are_recomputed() -> None:
     peers = FakePeers()
     world = World(peers=peers)
     compute(world)
     peers.is_losing = True
-    assert go_on(world) == 0
+    assert decode(world) == 0
     assert state_of(world).counters.peer_missed_blocks == 5
 
 
-def test_of_what_comes_the_beginning_is_used() -> None:
+def test_head_of_a_partial_fetch_is_used() -> None:
     peers = FakePeers()
     world = World(peers=peers)
     compute(world)
     del peers.offered[[*peers.offered][2]]
-    assert go_on(world) == 8
+    assert decode(world) == 8
 
 
-def test_a_peer_that_hangs_keeps_nobody_and_others_pass() -> None:
+def test_hanging_peer_times_out_and_is_overtaken() -> None:
     peers = FakePeers()
     world = World(peers=peers)
     compute(world)
@@ -134,28 +134,28 @@ def test_a_peer_that_hangs_keeps_nobody_and_others_pass() -> None:
     world.assert_idle()
 
 
-def test_a_peer_that_brings_a_block_now_and_then_keeps_nobody_for_long() -> None:
+def test_slow_peer_is_limited_by_total_timeout() -> None:
     peers, prompt = FakePeers(20), list(range(10, 91))
     world = World(peers=peers)
     compute(world, prompt=prompt)
     admit(world, 2, 20, prompt)
     assert world.plan() is None
     whole = peers.answers.popleft()
-    begun, blocks = world.now, deque(unpack_i32(whole.pulled))
+    start_ns, blocks = world.now, deque(unpack_i32(whole.pulled))
     while state_of(world).pool.tiers.is_fetching:
         world.now += FETCH_TIMEOUT_NS // 2
         world.apply(world.engine.expire(world.now))
         one = pack_i32([blocks.popleft()])
         world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=one))
         world.plan()
-    assert MAX_FETCH_NS <= world.now - begun <= MAX_FETCH_NS + FETCH_TIMEOUT_NS
+    assert MAX_FETCH_NS <= world.now - start_ns <= MAX_FETCH_NS + FETCH_TIMEOUT_NS
     world.run()
     assert world.outcomes[2].num_cached == 0
     world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=pack_i32(blocks)))
     world.assert_idle()
 
 
-def test_who_finds_no_room_waits_for_it() -> None:
+def test_request_waits_for_staging_blocks() -> None:
     peers = FakePeers(num_staging_blocks=5)
     world = World(peers=peers)
     other = list(range(50, 71))
@@ -167,7 +167,7 @@ def test_who_finds_no_room_waits_for_it() -> None:
     assert [world.outcomes[request_id].num_cached for request_id in (3, 4)] == [20, 20]
 
 
-def test_who_wants_little_room_does_not_pass_who_waits_for_much() -> None:
+def test_small_fetch_does_not_overtake_large_one() -> None:
     peers = FakePeers(num_staging_blocks=5)
     world = World(peers=peers)
     prompts = {11: list(range(50, 63)), 12: PROMPT, 13: list(range(70, 79))}
@@ -184,7 +184,7 @@ def test_who_wants_little_room_does_not_pass_who_waits_for_much() -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_who_waits_for_room_and_goes_keeps_nobody(is_cancelled: bool) -> None:
+def test_ended_request_leaves_staging_queue(is_cancelled: bool) -> None:
     peers = FakePeers(num_staging_blocks=5)
     world = World(peers=peers)
     prompts = {11: list(range(50, 63)), 12: PROMPT, 13: list(range(70, 79))}
@@ -202,21 +202,21 @@ def test_who_waits_for_room_and_goes_keeps_nobody(is_cancelled: bool) -> None:
     world.assert_idle()
 
 
-def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
+def test_cancel_during_fetch_frees_all_blocks() -> None:
     world = World(peers=FakePeers(num_staging_blocks=10))
     compute(world)
     admit(world, 2)
     assert world.plan() is None
     world.cancel(2)
-    assert go_on(world, 3) == 20
+    assert decode(world, 3) == 20
 
 
-def test_a_disk_is_asked_for_what_no_peer_has() -> None:
+def test_disk_serves_blocks_missing_at_peers() -> None:
     peers = FakePeers()
     world = World(peers=peers, disk=FakeDisk(20))
     compute(world)
     peers.is_losing = True
-    assert go_on(world) == 20
+    assert decode(world) == 20
     counters = state_of(world).counters
     assert (counters.peer_missed_blocks, counters.disk_fetched_blocks) == (5, 5)
 
@@ -234,7 +234,7 @@ def test_random_traces_with_peers(seed: int, in_groups: bool) -> None:
     assert_served(*trace)
 
 
-def test_such_traces_fetch() -> None:
+def test_random_traces_fetch() -> None:
     all_peers = [FakePeers(30) for _ in range(4)]
     for seed, peers in enumerate(all_peers):
         random_trace(seed, 250, 2, in_groups=seed % 2 == 1, peers=peers)

@@ -1,4 +1,4 @@
-"""KV in a shared store, the core's half: what others put there is found, fetched and waited for, and is never needed."""
+"""KV in a shared store, in the core: chunks of other servers are found and fetched; misses are recomputed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.core.kv.fake_store import FakeStore
 from tests.core.trace import assert_served, random_trace
 
 PROMPT = list(range(10, 31))
-"""21 tokens: five full blocks of four, and a token to compute; two runs of two blocks."""
+"""21 tokens: five full blocks of four, and a token to compute; two chunks of two blocks."""
 KEYS = [bytes([letter]) * 32 for letter in b"abcdefgh"]
 
 
 @pytest.fixture(autouse=True)
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "RUN_TOKENS", 8)
     monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 8)
 
@@ -52,7 +52,7 @@ def serve(world: World, request_id: int = 1, prompt: list[int] | None = None) ->
 
 
 @pytest.mark.parametrize("lost", ["executor", "core", "server"])
-def test_what_was_computed_is_found_by_whoever_begins_so(lost: str) -> None:
+def test_stored_prefix_is_reused(lost: str) -> None:
     store = FakeStore()
     world = World(store=store)
     assert serve(world) == 0
@@ -62,42 +62,44 @@ def test_what_was_computed_is_found_by_whoever_begins_so(lost: str) -> None:
         world.new_core()
     else:
         world = World(store=store)
-    assert serve(world, 2) == 16, "two whole runs"
+    assert serve(world, 2) == 16, "two whole chunks"
     assert state_of(world).counters.store_fetched_blocks == 4
-    assert serve(world, 3) == 20, "on the device now"
+    assert serve(world, 3) == 20, "blocks are cached on the device"
     assert state_of(world).counters.store_fetched_blocks == 4
 
 
-def test_nothing_is_put_twice_nor_looked_for_in_vain() -> None:
+def test_no_duplicate_puts_or_lookups() -> None:
     store = FakeStore()
     world = World(store=store)
     serve(world)
-    assert store.num_puts == 3 and store.num_searches == 1, "of the answer one run, too"
+    assert store.num_puts == 3 and store.num_searches == 1, "one chunk of the answer too"
     world.new_executor()
     serve(world, 2)
-    assert store.num_puts == 4 and store.num_searches == 2, "another answer"
+    assert store.num_puts == 4 and store.num_searches == 2, "chunk of another answer"
     serve(world, 3)
-    assert store.num_searches == 2, "all that it could find is here"
+    assert store.num_searches == 2, "all findable blocks are cached"
 
 
-def test_many_who_look_for_much_do_so_by_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_lookups_are_split_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_pool, "MAX_NAMES", 3)
     store = FakeStore()
     prompts = [[letter, *PROMPT] for letter in range(1, 6)]
     for request_id, prompt in enumerate(prompts):
         serve(World(store=store), request_id, prompt)
-    world, asked = World(store=store), []
+    world, sent = World(store=store), []
     pool = pool_of(world)
     orders = pool.orders
-    monkeypatch.setattr(StorePool, "orders", lambda self, *now: asked.append(told := orders(*now)) or told)
+    monkeypatch.setattr(
+        StorePool, "orders", lambda self, *now: sent.append(request_batch := orders(*now)) or request_batch
+    )
     for request_id, prompt in enumerate(prompts):
         world.admit(request_id, prompt, max_tokens=5, ignore_eos=True)
     world.run()
     world.assert_idle()
-    assert [len(each.searches) for each in asked if each is not None and each.searches] == [2, 2, 1]
+    assert [len(batch.searches) for batch in sent if batch is not None and batch.searches] == [2, 2, 1]
 
 
-def test_others_pass_who_waits_for_the_store() -> None:
+def test_request_waiting_for_store_is_overtaken() -> None:
     store = FakeStore()
     serve(World(store=store), 3)
     world = World(store=store)
@@ -109,7 +111,7 @@ def test_others_pass_who_waits_for_the_store() -> None:
     assert world.outcomes[1].num_cached == 16 and world.outcomes[2].num_cached == 0
 
 
-def test_what_is_lost_meanwhile_is_computed_and_put_anew() -> None:
+def test_lost_chunks_are_recomputed_and_put_again() -> None:
     store = FakeStore()
     serve(World(store=store))
     world = World(store=store)
@@ -125,7 +127,7 @@ def test_what_is_lost_meanwhile_is_computed_and_put_anew() -> None:
 
 
 @pytest.mark.parametrize("what", ["search", "get"])
-def test_a_store_that_hangs_keeps_nobody_and_is_left_alone(what: str) -> None:
+def test_hanging_store_times_out_and_is_paused(what: str) -> None:
     store = FakeStore()
     serve(World(store=store))
     world = World(store=store)
@@ -145,7 +147,7 @@ def test_a_store_that_hangs_keeps_nobody_and_is_left_alone(what: str) -> None:
     assert store.num_searches == num_searches
 
 
-def test_who_looked_in_vain_does_not_wait_for_what_is_known_besides() -> None:
+def test_lookup_miss_does_not_wait_for_other_chunks() -> None:
     store = FakeStore()
     serve(World(store=store))
     world = World(store=store)
@@ -158,7 +160,7 @@ def test_who_looked_in_vain_does_not_wait_for_what_is_known_besides() -> None:
     world.run()
 
 
-def test_who_waits_for_long_steps_does_not_blame_the_store() -> None:
+def test_long_steps_do_not_pause_the_store() -> None:
     store = FakeStore()
     serve(World(store=store))
     world = World(store=store)
@@ -170,12 +172,12 @@ def test_who_waits_for_long_steps_does_not_blame_the_store() -> None:
     assert state_of(world).in_flight and pool_of(world).lookups[2].is_pending
     world.now += FETCH_TIMEOUT_NS + 1
     world.apply(world.engine.expire(world.now))
-    assert pool_of(world).lookups[2].is_pending and not pool_of(world).is_paused, "a second for every token"
+    assert pool_of(world).lookups[2].is_pending and not pool_of(world).is_paused, "steps of a second a token"
     world.run()
     assert world.outcomes[2].num_cached == 16
 
 
-def test_who_did_not_answer_is_not_asked_for_a_while() -> None:
+def test_paused_store_receives_no_lookups() -> None:
     pool = StorePool(StoreChunks(Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64), 2, 2), 0, 8, 100)
     pool.look_up(1, KEYS[:2])
     assert pool.orders({}, 0) == StoreRequests(searches=[Search(1, [[KEYS[1]]])])
@@ -184,12 +186,12 @@ def test_who_did_not_answer_is_not_asked_for_a_while() -> None:
     pool.expire(FETCH_TIMEOUT_NS + 1)
     assert not pool.lookups[1].is_pending and pool.is_paused
     pool.answer(StoreResults(found=[LookupResult(1, pack_i32([1]))], search_ns=5, num_searches=1))
-    assert not pool.known, "too late: somebody may have given up for good reason"
+    assert not pool.known, "late answer: the lookup has timed out"
     pool.expire(FETCH_TIMEOUT_NS + 1 + PAUSE_NS)
     assert not pool.is_paused
 
 
-def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
+def test_cancel_during_fetch_frees_all_blocks() -> None:
     store = FakeStore()
     serve(World(store=store))
     world = World(store=store)
@@ -200,21 +202,21 @@ def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
     assert world.plan() is None and store.answer(world.engine) and store.answer(world.engine)
     assert world.plan() is None
     world.cancel(3)
-    assert serve(world, 4) == 16, "its answers come while another wants the same"
+    assert serve(world, 4) == 16, "late answers serve another request"
 
 
-def test_little_room_brings_the_beginning() -> None:
+def test_few_staging_blocks_fetch_the_head() -> None:
     store = FakeStore(num_staging_blocks=3)
     serve(World(store=store))
     assert serve(World(store=store), 2) == 12
 
 
-def test_what_is_to_be_kept_waits_on_the_device() -> None:
+def test_blocks_to_put_wait_on_the_device() -> None:
     store = FakeStore(waiting_blocks=1)
     world = World(store=store)
     world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
-    assert world.plan() is None and store.answer(world.engine), "it was looked for"
-    assert world.plan() is not None and store.num_puts == 1, "a run at a time"
+    assert world.plan() is None and store.answer(world.engine), "a lookup was sent"
+    assert world.plan() is not None and store.num_puts == 1, "one chunk at a time"
     world.plan()
     assert store.num_puts == 1
     assert store.answer(world.engine)
@@ -225,7 +227,7 @@ def test_what_is_to_be_kept_waits_on_the_device() -> None:
     assert store.num_puts == 3
 
 
-def test_a_full_store_is_asked_again_for_what_is_computed_again() -> None:
+def test_full_store_is_retried_after_recomputation() -> None:
     store = FakeStore()
     store.is_full = True
     world = World(store=store)
@@ -237,7 +239,7 @@ def test_a_full_store_is_asked_again_for_what_is_computed_again() -> None:
     assert serve(World(store=store), 3) == 16
 
 
-def test_looking_that_takes_longer_than_computing_is_left() -> None:
+def test_lookups_slower_than_compute_stop() -> None:
     store = FakeStore()
     world = World(store=store)
     serve(world)
@@ -249,7 +251,7 @@ def test_looking_that_takes_longer_than_computing_is_left() -> None:
     assert store.num_searches == num_searches
 
 
-def test_requests_that_compute_everything_themselves_do() -> None:
+def test_requests_without_cache_reads_skip_the_store() -> None:
     store = FakeStore()
     serve(World(store=store))
     world = World(store=store)
@@ -257,7 +259,7 @@ def test_requests_that_compute_everything_themselves_do() -> None:
     assert world.plan() is not None
 
 
-def test_what_the_disk_brings_is_not_asked_of_the_store() -> None:
+def test_blocks_on_disk_are_not_fetched_from_store() -> None:
     store, disk = FakeStore(), FakeDisk(20)
     serve(World(store=store, disk=disk))
     world = World(store=store, disk=disk)
@@ -266,7 +268,7 @@ def test_what_the_disk_brings_is_not_asked_of_the_store() -> None:
     assert store.num_searches == num_searches and store.num_fetched == 0
 
 
-def test_less_than_the_disk_brings_is_not_fetched() -> None:
+def test_store_prefix_shorter_than_disk_is_not_fetched() -> None:
     store, disk = FakeStore(), FakeDisk(20)
     disk.past = store.past
     serve(World(store=store), prompt=PROMPT[:9])
@@ -290,21 +292,21 @@ def test_random_traces_with_a_store(seed: int, in_groups: bool) -> None:
     )
 
 
-def test_such_traces_fetch() -> None:
+def test_random_traces_fetch() -> None:
     stores = [FakeStore(30) for _ in range(6)]
     for seed, store in enumerate(stores):
         random_trace(seed, 250, 2, in_groups=seed % 2 == 1, store=store)
     assert sum(store.num_fetched > 0 for store in stores) > 3, [store.num_fetched for store in stores]
 
 
-# --- runs ---
+# Unit tests of chunks.
 
 
 @pytest.mark.parametrize(
     ("block_size", "keep_every", "length", "every"),
     [(16, 1024, 16, 64), (48, 1024, 2, 22), (256, 1024, 1, 4), (544, 1024, 1, 2), (1, 8, 8, 8)],
 )
-def test_runs_have_a_length_that_ends_where_states_are_kept(
+def test_chunk_length_aligns_with_states(
     block_size: int, keep_every: int, length: int, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs_module, "RUN_TOKENS", 256)
@@ -314,7 +316,7 @@ def test_runs_have_a_length_that_ends_where_states_are_kept(
     assert (runs.num_blocks, runs.every) == (length, every)
 
 
-def test_runs_are_called_by_their_last_blocks() -> None:
+def test_chunks_are_named_by_their_last_blocks() -> None:
     kv = KvSpec([KvGroup("full", [0]), KvGroup("state", [1])], 1, 64, 4)
     runs = StoreChunks(Groups(kv, 64), 2, 4)
     assert runs.chains(KEYS[:7]) == [

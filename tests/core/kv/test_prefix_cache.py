@@ -1,4 +1,4 @@
-"""What the prefix cache finds, what it must not find, and what it forgets first."""
+"""Prefix cache: hits, misses and LRU eviction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = list(range(10, 30))  # 5 blocks of 4
 
 
 def cached(world: World, request_id: int, prompt: list[int], **options: object) -> int | None:
-    """Run one request and return how many of its prompt tokens were found."""
+    """Run one request; return how many of its prompt tokens were cached."""
     world.admit(request_id, prompt, max_tokens=2, ignore_eos=True, **options)
     world.run()
     outcome = world.outcomes[request_id]
@@ -29,7 +29,7 @@ def test_one_token_is_always_left_to_compute() -> None:
     assert cached(world, 4, [*PROMPT[:10], 99, *PROMPT[11:]]) == 8
 
 
-def test_outputs_are_found_too() -> None:
+def test_outputs_are_cached() -> None:
     world = World()
     outputs = expected(PROMPT, 1, 2, stops=())
     longer = expected(PROMPT, 1, 9, stops=())
@@ -48,13 +48,13 @@ def test_salts_do_not_share() -> None:
 
 
 @pytest.mark.parametrize("options", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 0}])
-def test_some_requests_do_not_read(options: dict[str, object]) -> None:
+def test_requests_without_cache_reads(options: dict[str, object]) -> None:
     world = World()
     cached(world, 1, PROMPT)
     assert cached(world, 2, PROMPT, **options) == 0
 
 
-def test_switched_off() -> None:
+def test_disabled() -> None:
     world = World(prefix_caching=False)
     cached(world, 1, PROMPT)
     assert cached(world, 2, PROMPT) == 0
@@ -81,16 +81,16 @@ def test_counts_queries_and_hits_in_tokens() -> None:
     assert (counters.prefix_queries, counters.prefix_hits) == (40, 16)
 
 
-def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
+def test_lru_eviction_tails_before_heads() -> None:
     world = World(num_blocks=12, max_steps_in_flight=1)
     other = [99, *PROMPT[1:]]
     cached(world, 1, PROMPT)
     cached(world, 2, other)
-    cached(world, 3, [*PROMPT, 98])  # now the other one is the older
+    cached(world, 3, [*PROMPT, 98])  # the other prefix is now the older one
     assert world.engine.state is not None
     pool = world.engine.state.pool
     assert (len(pool.cached), len(pool.free)) == (10, 2)
-    for _ in range(2 + 3):  # the free ones, then three of the oldest
+    for _ in range(2 + 3):  # the free blocks, then the three oldest
         pool.take()
     keys = [extended(prompt) for prompt in (PROMPT, other)]
     assert [pool.index.longest(chain, 5, [KvGroup("full", [0])], 4)[0] for chain in keys] == [5, 2]

@@ -1,4 +1,4 @@
-"""Requests that arrive together with one beginning: it is computed once, whatever becomes of the one that computes it."""
+"""Concurrent requests with a shared prefix: it is computed once, even if its first request ends."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from quintet.wire import codec
 from quintet.wire.step import StepPlan
 from tests.core.fake import World, expected
 
-BEGINNING = [3 + i * i % 190 for i in range(1024)]
+PREFIX = [3 + i * i % 190 for i in range(1024)]
 NUM_REQUESTS, NUM_OWN, NUM_OUTPUTS = 32, 24, 4
-ONCE = len(BEGINNING) + NUM_REQUESTS * (NUM_OWN + NUM_OUTPUTS - 1)
+ONCE = len(PREFIX) + NUM_REQUESTS * (NUM_OWN + NUM_OUTPUTS - 1)
 
 
 def prompt_of(request_id: int) -> list[int]:
-    return BEGINNING + [3 + request_id * 5 % 190] * NUM_OWN
+    return PREFIX + [3 + request_id * 5 % 190] * NUM_OWN
 
 
 def crowd(num_requests: int = NUM_REQUESTS, **options: object) -> World:
-    """Make a world in which all have just arrived."""
+    """Make a world with these requests waiting."""
     settings: dict[str, object] = {"max_num_batched_tokens": 4096, "max_model_len": 2048, "num_blocks": 400}
     world = World(block_size=16, slots=NUM_REQUESTS, **(settings | options))
     for request_id in range(1, num_requests + 1):
@@ -41,34 +41,34 @@ def assert_served(world: World, *request_ids: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("budget", [4096, 500])
-def test_a_crowd_computes_its_beginning_once(depth: int, budget: int) -> None:
+def test_shared_prefix_is_computed_once(depth: int, budget: int) -> None:
     world = crowd(max_steps_in_flight=depth, max_num_batched_tokens=budget)
     world.run()
     assert num_computed(world) == ONCE
     assert_served(world, *range(1, NUM_REQUESTS + 1))
 
 
-def test_one_step_computes_the_beginning_and_all_that_follows_it() -> None:
+def test_one_step_computes_prefix_and_suffixes() -> None:
     world = crowd()
     plan = world.plan()
     assert plan is not None
     counts = list(codec.unpack_i32(plan.counts))
-    assert counts == [len(BEGINNING) + NUM_OWN] + [NUM_OWN] * (NUM_REQUESTS - 1)
+    assert counts == [len(PREFIX) + NUM_OWN] + [NUM_OWN] * (NUM_REQUESTS - 1)
     assert sum(plan.samples) == NUM_REQUESTS
 
 
-def test_cached_tokens_are_reported_of_a_beginning_still_in_flight() -> None:
+def test_cached_tokens_include_a_prefix_in_flight() -> None:
     world = crowd(2)
     world.run()
-    assert [world.outcomes[request_id].num_cached for request_id in (1, 2)] == [0, len(BEGINNING)]
+    assert [world.outcomes[request_id].num_cached for request_id in (1, 2)] == [0, len(PREFIX)]
 
 
-def test_those_who_get_a_piece_each_compute_the_pieces_for_each_other() -> None:
+def test_requests_compute_prefix_chunks_for_each_other() -> None:
     world = crowd(long_prefill_token_threshold=160)
     plan = world.plan()
     assert plan is not None
     starts = list(codec.unpack_i32(plan.starts))
-    assert starts[:8] == [0, 160, 320, 480, 640, 800, 960, len(BEGINNING)]
+    assert starts[:8] == [0, 160, 320, 480, 640, 800, 960, len(PREFIX)]
     world.run()
     assert num_computed(world) == ONCE
     assert_served(world, *range(1, NUM_REQUESTS + 1))
@@ -77,7 +77,7 @@ def test_those_who_get_a_piece_each_compute_the_pieces_for_each_other() -> None:
 def test_sharing_ends_where_prompts_part() -> None:
     world = World(block_size=4, max_steps_in_flight=1)
     for request_id, num_common in ((1, 24), (2, 24), (3, 13), (4, 3)):
-        world.admit(request_id, [*BEGINNING[:num_common], *[100 + request_id] * 4], max_tokens=1)
+        world.admit(request_id, [*PREFIX[:num_common], *[100 + request_id] * 4], max_tokens=1)
     plan = world.plan()
     assert plan is not None
     assert list(codec.unpack_i32(plan.starts)) == [0, 24, 12, 0]
@@ -85,7 +85,7 @@ def test_sharing_ends_where_prompts_part() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "stop_hit"])
-def test_the_beginning_of_one_who_left_is_still_written(how: str) -> None:
+def test_prefix_of_an_ended_request_is_still_written(how: str) -> None:
     world = crowd(1)
     world.plan()
     if how == "cancel":
@@ -99,19 +99,19 @@ def test_the_beginning_of_one_who_left_is_still_written(how: str) -> None:
     assert_served(world, 2)
 
 
-def test_a_lost_executor_takes_its_beginnings_with_it() -> None:
+def test_lost_executor_invalidates_prefixes_in_flight() -> None:
     world = crowd(2)
     world.plan()
     world.new_executor()
-    plan = world.plan()  # of the first alone: they are tried one after the other
+    plan = world.plan()  # of the first alone: suspects are tried one at a time
     assert plan is not None and list(codec.unpack_i32(plan.starts)) == [0]
     world.run()
     assert_served(world, 1, 2)
 
 
-def test_a_preempted_request_finds_what_its_own_plan_in_flight_writes() -> None:
+def test_preempted_request_reuses_its_blocks_in_flight() -> None:
     world = World(num_blocks=9, block_size=4, max_steps_in_flight=2)
-    prompts = {request_id: BEGINNING[20 * request_id : 20 * request_id + 15] for request_id in (1, 2)}
+    prompts = {request_id: PREFIX[20 * request_id : 20 * request_id + 15] for request_id in (1, 2)}
     for request_id, prompt in prompts.items():
         world.admit(request_id, prompt, max_tokens=6, ignore_eos=True)
     world.run()
@@ -122,10 +122,10 @@ def test_a_preempted_request_finds_what_its_own_plan_in_flight_writes() -> None:
     world.assert_idle()
 
 
-def test_prompts_with_nothing_in_common_are_planned_as_without_a_cache() -> None:
+def test_distinct_prompts_are_planned_as_without_a_cache() -> None:
     worlds = [World(prefix_caching=prefix_caching, num_blocks=200) for prefix_caching in (True, False)]
     for world in worlds:
         for request_id in range(1, 9):
-            world.admit(request_id, [100 + request_id, *BEGINNING[: 9 * request_id]], max_tokens=12)
+            world.admit(request_id, [100 + request_id, *PREFIX[: 9 * request_id]], max_tokens=12)
         world.run()
     assert worlds[0].plans == worlds[1].plans

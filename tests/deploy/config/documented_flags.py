@@ -45,7 +45,7 @@ def rows() -> Iterator[tuple[str, str]]:
 def page() -> str:
     """Return the whole page."""
     short = ", ".join(f"`{word}` ({flags.option(key)})" for word, key in flags.SHORT.items())
-    lines = [f"| `{flags.option(key)}` | {fate} |" for key, fate in sorted(rows())]
+    lines = [f"| `{flags.option(key)}` | {effect} |" for key, effect in sorted(rows())]
     return _HEAD.format(short=short) + "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Small model folders, written by the tests that read them."""
+"""Small model folders for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """Write a folder whose ``config.json`` differs from `CONFIG` by ``changes`` (None removes a key)."""
+    """Write a folder: ``config.json`` is `CONFIG` with ``changes`` (None removes a key)."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))

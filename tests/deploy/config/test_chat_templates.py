@@ -1,4 +1,4 @@
-"""From a model's folder, through the configuration, to the text of a prompt: the templates transformers would choose."""
+"""Chat templates, from a model folder to a rendered prompt: the same choice as transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMED = {
 
 
 def write_folder(folder: Path, chat_template: Any = None, files: dict[str, str] | None = None) -> Path:
-    """Write a model whose tokenizer both sides can load, with its templates in the config or in files of their own."""
+    """Write a model with a tokenizer that both sides can load, and templates in the config or in separate files."""
     write_model(folder)
     Tokenizer(models.WordLevel({"hi": 0, "<s>": 1}, unk_token="hi")).save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
@@ -44,25 +44,25 @@ def write_folder(folder: Path, chat_template: Any = None, files: dict[str, str] 
 
 
 def templates_of(folder: Path, **options: Any) -> ChatTemplates:
-    """Return what a tokenizer process of a server for this folder renders with."""
+    """Return the templates of a tokenizer process that serves this folder."""
     resolution = resolve(
         Options(model=str(folder), executor="mock", **options), Path("/nowhere/quintet-test")
     )
     return load_templates(resolution.config.model)
 
 
-def render(templates: ChatTemplates, tools: Any = None, asked: str | None = None) -> str:
+def render(templates: ChatTemplates, tools: Any = None, name: str | None = None) -> str:
     return templates.render(
         ChatPrompt(
-            json.dumps(CHAT).encode(), json.dumps(tools).encode() if tools else b"", chat_template=asked
+            json.dumps(CHAT).encode(), json.dumps(tools).encode() if tools else b"", chat_template=name
         )
     )
 
 
-def theirs(folder: Path, tools: Any = None, asked: str | None = None) -> str:
+def rendered_by_transformers(folder: Path, tools: Any = None, name: str | None = None) -> str:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     text = tokenizer.apply_chat_template(
-        CHAT, tools=tools, chat_template=asked, tokenize=False, add_generation_prompt=True
+        CHAT, tools=tools, chat_template=name, tokenize=False, add_generation_prompt=True
     )
     assert isinstance(text, str)
     return text
@@ -87,15 +87,15 @@ def test_named_templates_are_chosen_as_transformers_chooses(tmp_path: Path, kind
     folder = write_folder(tmp_path, **FOLDERS[kind])
     templates = templates_of(folder)
     assert sorted(templates.names) == sorted(NAMED)
-    assert render(templates) == theirs(folder) == "<s>plain:hi"
-    assert render(templates, TOOLS) == theirs(folder, TOOLS) == "tools:1"
+    assert render(templates) == rendered_by_transformers(folder) == "<s>plain:hi"
+    assert render(templates, TOOLS) == rendered_by_transformers(folder, TOOLS) == "tools:1"
     for tools in (None, TOOLS):
-        assert render(templates, tools, "rag") == theirs(folder, tools, "rag") == "rag:hi"
+        assert render(templates, tools, "rag") == rendered_by_transformers(folder, tools, "rag") == "rag:hi"
     with pytest.raises(RequestError, match="default"):
         render(templates, None, "typo")
 
 
-def test_a_flag_replaces_all_of_the_models_templates(tmp_path: Path) -> None:
+def test_flag_replaces_all_templates_of_the_model(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, NAMED)
     (tmp_path / "mine.jinja").write_text("mine:{{ messages[0].content }}")
     for given in ("mine:{{ messages[0].content }}", str(tmp_path / "mine.jinja")):
@@ -105,14 +105,14 @@ def test_a_flag_replaces_all_of_the_models_templates(tmp_path: Path) -> None:
             render(templates, None, "rag")
 
 
-def test_without_a_default_the_names_are_told(tmp_path: Path) -> None:
+def test_missing_default_lists_the_template_names(tmp_path: Path) -> None:
     templates = templates_of(write_folder(tmp_path, {"rag": NAMED["rag"], "other": "x"}))
     assert render(templates, None, "rag") == "rag:hi"
     with pytest.raises(RequestError, match="rag, other but no default"):
         render(templates)
 
 
-def test_one_place_goes_before_another(tmp_path: Path) -> None:
+def test_precedence_of_template_sources(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     assert read_chat_templates(folder, None) == {}
     (folder / "tokenizer_config.json").write_text('{"chat_template": "C"}')
@@ -124,7 +124,7 @@ def test_one_place_goes_before_another(tmp_path: Path) -> None:
     assert read_chat_templates(folder, "{{ messages }}") == {"default": "{{ messages }}"}
 
 
-def test_named_templates_are_fetched_from_the_hub_and_other_folders_are_not(
+def test_named_templates_are_fetched_from_the_hub_without_other_folders(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     files = [
@@ -150,7 +150,7 @@ def test_named_templates_are_fetched_from_the_hub_and_other_folders_are_not(
 
 
 @pytest.mark.parametrize("odd", [5, ["x"], [{"name": "a"}], [{"name": "a", "template": "b"}, 1], {"a": 1}])
-def test_templates_of_another_shape_are_named(tmp_path: Path, odd: Any) -> None:
+def test_invalid_templates_are_named(tmp_path: Path, odd: Any) -> None:
     folder = write_folder(tmp_path, odd)
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template must be a template"):
         read_chat_templates(folder, None)

@@ -1,4 +1,4 @@
-"""What ``--device auto`` means: a GPU where there is one that nobody hid, and a torch that can use it."""
+"""``--device auto``: a GPU if a visible one exists and torch supports it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def test_a_gpu_is_a_numbered_device_file(tmp_path: Path) -> None:
     assert sees_a_gpu({}, machine(tmp_path, "dev/nvidia3"))
 
 
-def test_under_windows_a_gpu_is_nvidias_if_its_library_is_there(tmp_path: Path) -> None:
+def test_under_wsl_the_driver_library_is_a_gpu(tmp_path: Path) -> None:
     assert not sees_a_gpu({}, machine(tmp_path, "dev/dxg"))
     assert sees_a_gpu({}, machine(tmp_path, "usr/lib/wsl/lib/libcuda.so.1"))
 
 
-def test_a_hidden_gpu_is_none(tmp_path: Path) -> None:
+def test_hidden_gpu_is_not_used(tmp_path: Path) -> None:
     root = machine(tmp_path, "dev/nvidia0")
     assert not sees_a_gpu({"CUDA_VISIBLE_DEVICES": ""}, root)
     assert sees_a_gpu({"CUDA_VISIBLE_DEVICES": "0"}, root)
 
 
 @pytest.mark.parametrize("visible", ["", " ", "-1", "-1,0", "NoDevFiles", ",0"])
-def test_the_list_of_visible_gpus_ends_at_the_first_that_is_none(visible: str) -> None:
+def test_visible_devices_end_at_the_first_invalid_one(visible: str) -> None:
     assert hides_all_gpus(visible)
 
 
 @pytest.mark.parametrize("visible", [None, "0", "1,-1", " 2", "GPU-8932f937", "MIG-GPU-8932f937/1/2"])
-def test_a_list_with_a_gpu_hides_not_all(visible: str | None) -> None:
+def test_visible_device_is_used(visible: str | None) -> None:
     assert not hides_all_gpus(visible)
 
 
@@ -53,11 +53,11 @@ def test_a_list_with_a_gpu_hides_not_all(visible: str | None) -> None:
         ("hip: Optional[str] = '6.4'", False),
     ],
 )
-def test_torchs_version_file_tells_what_it_was_built_for(tmp_path: Path, line: str, expected: bool) -> None:
+def test_torch_build_is_read_from_its_version_file(tmp_path: Path, line: str, expected: bool) -> None:
     version = tmp_path / "version.py"
     version.write_text(f"debug = False\n{line}\ngit_version = 'cuda'\n")
     assert torch_is_cuda_build(version) is expected
 
 
-def test_a_torch_that_is_not_there_was_built_for_nothing(tmp_path: Path) -> None:
+def test_missing_torch_supports_no_gpu(tmp_path: Path) -> None:
     assert not torch_is_cuda_build(tmp_path / "version.py")

@@ -1,4 +1,4 @@
-"""Flags, the YAML file, and which of them wins."""
+"""Flags and the YAML file, and their precedence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parsed(*words: str) -> Options:
     return serve.options_of(parser.parse_args(list(words)))[0]
 
 
-def test_no_words_are_the_defaults() -> None:
+def test_no_arguments_give_the_defaults() -> None:
     assert parsed() == Options()
 
 
@@ -37,7 +37,7 @@ def test_every_kind_of_flag() -> None:
     )  # fmt: skip
 
 
-def test_every_flag_says_what_it_does_and_what_its_default_is() -> None:
+def test_every_flag_has_help_and_default() -> None:
     parser = argparse.ArgumentParser()
     serve.add_option_arguments(parser)
     text = " ".join(parser.format_help().split())
@@ -47,7 +47,7 @@ def test_every_flag_says_what_it_does_and_what_its_default_is() -> None:
     assert text.count("(default:") == len(flag_table())
 
 
-def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
+def test_flags_override_file_overrides_defaults(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("port: 1234\nmax-num-seqs: 7\nenable_prefix_caching: false\napi-key: secret\nmodel: m\n")
     options = parsed("--config", str(file), "--max-num-seqs", "9")
@@ -57,7 +57,7 @@ def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> 
     assert parsed("other", "--config", str(file)).model == "other"
 
 
-def test_an_empty_file_is_no_settings(tmp_path: Path) -> None:
+def test_empty_file_has_no_settings(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("# nothing yet\n")
     assert merged_options(file, {}) == (Options(), [])
@@ -76,7 +76,7 @@ def test_an_empty_file_is_no_settings(tmp_path: Path) -> None:
         ("port: [", "is not valid YAML"),
     ],
 )
-def test_a_wrong_file_names_the_key_and_the_way_out(tmp_path: Path, text: str, complaint: str) -> None:
+def test_invalid_file_names_key_and_fix(tmp_path: Path, text: str, complaint: str) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -91,7 +91,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_config_file(tmp_path / "absent.yaml")
 
 
-def test_keyword_arguments_are_checked_alike() -> None:
+def test_keyword_arguments_are_checked_like_flags() -> None:
     assert make_options({"max_model_len": 8}, "LLM(...)").max_model_len == 8
     with pytest.raises(
         ConfigError, match=r"LLM\(\.\.\.\): unknown key 'max_model_length'; did you mean 'max_model_len'"

@@ -1,4 +1,4 @@
-"""Whose layers compute a model: ours where we know it, else those of transformers, said in one line."""
+"""Model implementation: native layers for known architectures, else transformers' layers with a note."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.card import read_facts
 from quintet.wire.errors import ConfigError
 
-STRANGER = {"architectures": ["LlamoForCausalLM"]}
+UNKNOWN = {"architectures": ["LlamoForCausalLM"]}
 RUN_DIR = Path("/nowhere/quintet-test")
 
 
@@ -30,15 +30,15 @@ def complaint(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_a_known_architecture_is_computed_by_us(tmp_path: Path) -> None:
+def test_known_architecture_is_native(tmp_path: Path) -> None:
     resolution = resolved(write_model(tmp_path))
     assert resolution.config.model.implementation == "quintet"
     assert not any("transformers" in note for note in resolution.notes)
     assert "implementation    quintet" in plan_lines(make_plan(resolution))
 
 
-def test_an_unknown_one_is_computed_by_transformers_and_one_line_says_so(tmp_path: Path) -> None:
-    resolution = resolved(write_model(tmp_path, **STRANGER))
+def test_unknown_architecture_uses_transformers_with_a_note(tmp_path: Path) -> None:
+    resolution = resolved(write_model(tmp_path, **UNKNOWN))
     assert resolution.config.model.implementation == "transformers"
     (note,) = (note for note in resolution.notes if "transformers" in note)
     assert note.startswith(
@@ -49,12 +49,14 @@ def test_an_unknown_one_is_computed_by_transformers_and_one_line_says_so(tmp_pat
     assert any(line.startswith("implementation    transformers") for line in plan_lines(plan))
 
 
-def test_the_flag_decides_against_the_rule(tmp_path: Path) -> None:
-    asked = resolved(write_model(tmp_path / "a"), model_impl="transformers", trust_remote_code=True)
-    assert asked.config.model.implementation == "transformers" and asked.config.model.trust_remote_code
-    assert not any("transformers" in note for note in asked.notes)
-    ours = resolved(write_model(tmp_path / "b", **STRANGER), model_impl="quintet")
-    assert ours.config.model.implementation == "quintet"
+def test_flag_overrides_the_choice(tmp_path: Path) -> None:
+    requested = resolved(write_model(tmp_path / "a"), model_impl="transformers", trust_remote_code=True)
+    assert (
+        requested.config.model.implementation == "transformers" and requested.config.model.trust_remote_code
+    )
+    assert not any("transformers" in note for note in requested.notes)
+    native = resolved(write_model(tmp_path / "b", **UNKNOWN), model_impl="quintet")
+    assert native.config.model.implementation == "quintet"
 
 
 @pytest.mark.parametrize(
@@ -66,30 +68,30 @@ def test_the_flag_decides_against_the_rule(tmp_path: Path) -> None:
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 requires Quintet's implementation"),
     ],
 )
-def test_what_only_our_layers_can_do(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    assert words in complaint(write_model(tmp_path, **STRANGER), **options)
+def test_native_only_features_are_rejected(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in complaint(write_model(tmp_path, **UNKNOWN), **options)
 
 
-def test_cards_of_models_without_keys_and_values(tmp_path: Path) -> None:
-    said = complaint(write_model(tmp_path / "a", **STRANGER, is_encoder_decoder=True))
-    assert "transformers cannot run it here: encoder-decoder" in said
-    said = complaint(write_model(tmp_path / "b", **STRANGER, num_attention_heads=None))
-    assert "has no num_attention_heads, n_head, n_heads" in said
-    assert "Quintet does not implement LlamoForCausalLM (nearest supported architecture: Llam" in said
-    said = complaint(write_model(tmp_path / "d", **STRANGER, max_position_embeddings=None))
+def test_configs_of_models_without_kv(tmp_path: Path) -> None:
+    message = complaint(write_model(tmp_path / "a", **UNKNOWN, is_encoder_decoder=True))
+    assert "transformers cannot run it here: encoder-decoder" in message
+    message = complaint(write_model(tmp_path / "b", **UNKNOWN, num_attention_heads=None))
+    assert "has no num_attention_heads, n_head, n_heads" in message
+    assert "Quintet does not implement LlamoForCausalLM (nearest supported architecture: Llam" in message
+    message = complaint(write_model(tmp_path / "d", **UNKNOWN, max_position_embeddings=None))
     assert (
-        "(nearest supported architecture: Llam" in said
-        and "config.json has none of max_position_embeddings" in said
+        "(nearest supported architecture: Llam" in message
+        and "config.json has none of max_position_embeddings" in message
     )
     known = write_model(tmp_path / "c", is_encoder_decoder=True)
-    said = complaint(known, model_impl="transformers")
-    assert "Quintet implements LlamaForCausalLM, and transformers cannot run it here" in said
+    message = complaint(known, model_impl="transformers")
+    assert "Quintet implements LlamaForCausalLM, and transformers cannot run it here" in message
 
 
-def test_kv_memory_is_counted_by_the_usual_spellings(tmp_path: Path) -> None:
+def test_kv_memory_is_read_from_common_config_keys(tmp_path: Path) -> None:
     inner = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1}
     text = inner | {"vocab_size": 77, "max_position_embeddings": 99}
-    nested = write_model(tmp_path / "nested", **STRANGER, **dict.fromkeys(text), text_config=text)
+    nested = write_model(tmp_path / "nested", **UNKNOWN, **dict.fromkeys(text), text_config=text)
     facts = read_facts(nested)
     assert [need and (need.num_kv_heads, need.key_dim) for need in facts.kv_needs] == [(1, 16)] * 2
     assert (facts.vocab_size, facts.max_model_len) == (77, 99)

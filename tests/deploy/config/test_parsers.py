@@ -1,4 +1,4 @@
-"""Parsers by flag, or by what the chat template writes."""
+"""Output parsers: by flag, or detected from the chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("model", TEMPLATES)
-def test_the_template_speaks_of_its_formats(model: str) -> None:
+def test_parsers_are_detected_from_the_template(model: str) -> None:
     template, reasoning, tools = TEMPLATES[model]
     config, note = choose_parsers("auto", "auto", {"default": template})
     assert (config.reasoning, config.tools) == (reasoning, tools)
@@ -36,7 +36,7 @@ def test_the_template_speaks_of_its_formats(model: str) -> None:
     assert reasoning in {"", *REASONING} and tools in {"", *TOOLS}
 
 
-def test_what_is_named_counts() -> None:
+def test_flags_override_detection() -> None:
     templates = {"default": TEMPLATES["Qwen 3"][0]}
     assert choose_parsers("none", "none", templates) == (ParsersConfig(), None)
     config, note = choose_parsers("none", "mistral", templates)
@@ -46,7 +46,7 @@ def test_what_is_named_counts() -> None:
     assert note is not None and "qwen3_xml" not in note
 
 
-def test_calls_are_told_by_the_template_for_tools() -> None:
+def test_tool_parser_is_detected_from_the_tool_template() -> None:
     config, _ = choose_parsers("auto", "auto", {"default": "<think></think>", "tool_use": "[TOOL_CALLS]"})
     assert (config.reasoning, config.tools) == ("qwen3", "mistral")
 
@@ -59,7 +59,7 @@ def test_calls_are_told_by_the_template_for_tools() -> None:
         ("qwen3", "openai", ["openai_gptoss"]),
     ],
 )
-def test_what_is_not_there_is_refused(reasoning: str, tools: str, words: list[str]) -> None:
+def test_unknown_parser_is_rejected(reasoning: str, tools: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         choose_parsers(reasoning, tools, {})
     assert all(word in str(refused.value) for word in words)

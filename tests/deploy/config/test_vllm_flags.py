@@ -1,4 +1,4 @@
-"""Command lines written for vLLM: each flag is taken, accepted with a note, or refused with an alternative."""
+"""vLLM command lines: each flag is supported, accepted with a note, or rejected with an alternative."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def parsed(*words: str) -> tuple[Options, list[str]]:
     return serve.options_of(parser().parse_args(list(words)))
 
 
-def test_the_page_says_what_becomes_of_every_flag() -> None:
+def test_documented_flags_are_current() -> None:
     keys = [key for key, _ in rows()]
     assert len(keys) == len(set(keys)) > 250
     assert PAGE.read_text() == page(), "run `python -m tests.deploy.config.documented_flags`"
 
 
-def test_flags_of_both_are_flags_of_ours() -> None:
-    ours = {spec.key for spec in flag_table()}
-    assert set(flags.TAKEN) <= ours
-    assert {new.ours for new in flags.RENAMED.values()} <= ours
-    assert not flags.keys() & ours
+def test_shared_flags_are_native_flags() -> None:
+    native = {spec.key for spec in flag_table()}
+    assert set(flags.TAKEN) <= native
+    assert {new.ours for new in flags.RENAMED.values()} <= native
+    assert not flags.keys() & native
 
 
 COMMON: list[tuple[list[str], dict[str, Any]]] = [
@@ -76,25 +76,25 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("words", "changes"), COMMON, ids=str)
-def test_what_there_is_here_is_taken(words: list[str], changes: dict[str, Any]) -> None:
+def test_supported_flags_are_translated(words: list[str], changes: dict[str, Any]) -> None:
     options, notes = parsed(*words)
     assert options == make_options(changes, "the test") and notes == []
 
 
-def test_what_has_no_meaning_is_accepted_and_said() -> None:
+def test_flags_without_effect_are_accepted_with_a_note() -> None:
     for key in flags.ACCEPTED_SWITCHES:
-        assert_said(key, [flags.option(key)])
+        assert_noted(key, [flags.option(key)])
     for key in flags.ACCEPTED_VALUES:
-        assert_said(key, [flags.option(key), "x"])
+        assert_noted(key, [flags.option(key), "x"])
 
 
-def assert_said(key: str, words: list[str]) -> None:
+def assert_noted(key: str, words: list[str]) -> None:
     options, [note] = parsed("folder", *words)
     assert options == Options(model="folder"), key
     assert note.startswith(flags.option(key)) and "has no effect" in note
 
 
-def test_what_would_be_missed_is_refused_with_a_way_out() -> None:
+def test_unsupported_flags_are_rejected_with_an_alternative() -> None:
     for key in flags.REFUSED_SWITCHES:
         assert_refused(key, [flags.option(key)], [flags.option(key).replace("--", "--no-")])
     for key in flags.REFUSED_VALUES:
@@ -108,7 +108,7 @@ def assert_refused(key: str, words: list[str], harmless: list[str]) -> None:
     assert parsed(*harmless) == (Options(), []), key
 
 
-def test_files_and_calls_may_have_them_too(tmp_path: Path) -> None:
+def test_files_and_keyword_arguments_accept_them(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("max-model-len: 8k\nasync-scheduling: true\nhf-overrides: {a: 1}\ndtype: half\n")
     options, notes = merged_options(file, {})
@@ -134,7 +134,7 @@ def test_wrong_values_are_named(words: list[str], complaint: str) -> None:
         parsed(*words)
 
 
-# --- what they do -----------------------------------------------------------------------------------------------------
+# effects
 
 
 def resolved(folder: Path, **options: Any) -> Any:
@@ -143,14 +143,14 @@ def resolved(folder: Path, **options: Any) -> Any:
     ).config
 
 
-def test_overrides_go_before_the_card(tmp_path: Path) -> None:
+def test_overrides_precede_the_model_config(tmp_path: Path) -> None:
     folder = write_model(tmp_path, max_position_embeddings=64)
     model = resolved(folder, hf_overrides={"max_position_embeddings": 4096}).model
     assert model.max_model_len == 4096 and json.loads(model.card)["max_position_embeddings"] == 4096
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-def test_rotations_are_changed_in_cards_of_both_kinds(tmp_path: Path, key: str) -> None:
+def test_rope_overrides_apply_to_both_config_forms(tmp_path: Path, key: str) -> None:
     folder = write_model(tmp_path, **{key: {"rope_type": "default", "rope_theta": 10000.0}})
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
     model = resolved(folder, hf_overrides={"rope_scaling": scaling}).model

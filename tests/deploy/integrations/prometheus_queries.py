@@ -1,4 +1,4 @@
-"""Every shipped query of Prometheus, and the names in it: the dashboard's, those of KEDA's triggers and the adapter's rules."""
+"""Every shipped Prometheus query and its metric names: dashboard, KEDA triggers, adapter rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SERIES = re.compile(r"^((?:quintet|vllm):\w+)(?:\{(.*)\})? ", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One expression, filled in as Grafana and the adapter do."""
+    """One expression, with variables replaced as Grafana and the adapter replace them."""
 
     where: str
     text: str
@@ -45,7 +45,7 @@ def queries() -> list[Query]:
 
 
 def variables() -> list[tuple[str, str]]:
-    """Return what the dashboard's choices are made of: selector and label."""
+    """Return selector and label of each dashboard variable."""
     matched = [
         _VARIABLE.fullmatch(variable["query"]["query"])
         for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]
@@ -83,7 +83,7 @@ def _of_adapter() -> Iterator[Query]:
 
 
 def names_in(text: str) -> Iterator[tuple[str, set[str]]]:
-    """Yield every metric of a query with the labels by which it is selected."""
+    """Yield every metric of a query with its selector labels."""
     for name, selector in _SELECTOR.findall(text):
         yield name, set(_LABEL.findall(selector))
 

@@ -1,4 +1,4 @@
-"""What is shipped for other systems to run Quintet with: its flags exist, its parts fit each other."""
+"""Deployment manifests: their flags exist and their parts match."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEPLOY = ROOT / "deploy" / "integrations"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("quintet*.yaml"))
 
 GRACE_S = 30
-"""What Kubernetes gives a pod to leave where nothing else is said."""
+"""Kubernetes' default termination grace period."""
 
 
 def things(path: Path) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def things(path: Path) -> list[dict[str, Any]]:
 
 
 def options_from(words: list[str]) -> Options:
-    """As `quintet serve` reads them; what it would refuse fails."""
+    """Parse as `quintet serve` does; an invalid flag fails."""
     assert words[0] == "serve"
     parser = CommandParser()
     add_option_arguments(parser)
@@ -43,14 +43,14 @@ def options_from(words: list[str]) -> Options:
 
 
 def route_options_from(words: list[str]) -> Any:
-    """As `quintet route` reads them."""
+    """Parse as `quintet route` does."""
     parser = CommandParser()
     route.add_parser(parser.add_subparsers(parser_class=CommandParser))
     return parser.parse_args(words)
 
 
 def started(path: Path) -> list[dict[str, Any]]:
-    """What the pods of a manifest are made of."""
+    """Return the pod specifications of a manifest."""
     pods = []
     for thing in things(path):
         if thing["kind"] == "Deployment":
@@ -61,15 +61,15 @@ def started(path: Path) -> list[dict[str, Any]]:
     return pods
 
 
-def words_of(pod: dict[str, Any], config: Path, told: Mapping[str, str]) -> list[str]:
-    """The words of a pod's container, as it is given them: by the controller that tells of itself, and by its own environment."""
+def words_of(pod: dict[str, Any], config: Path, controller_env: Mapping[str, str]) -> list[str]:
+    """Return the arguments of a pod's container, with the environment of the controller and of the pod filled in."""
     [container] = pod["containers"]
-    own = {
+    pod_env = {
         each["name"]: "10.0.0.5"
         for each in container.get("env", ())
         if "fieldRef" in each.get("valueFrom", {})
     }
-    known = {each["name"]: "key" for each in container.get("env", ())} | own | told
+    known = {each["name"]: "key" for each in container.get("env", ())} | pod_env | controller_env
     return [
         re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], word).replace(
             "/etc/quintet/server.yaml", str(config)
@@ -79,14 +79,14 @@ def words_of(pod: dict[str, Any], config: Path, told: Mapping[str, str]) -> list
 
 
 def config_of(path: Path, folder: Path) -> Path:
-    """Write the flags' file of a manifest."""
+    """Write the configuration file of a manifest."""
     [text] = [thing["data"]["server.yaml"] for thing in things(path) if thing["kind"] == "ConfigMap"]
     (folder / "server.yaml").write_text(text)
     return folder / "server.yaml"
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
-def test_the_pods_flags_are_those_of_their_commands(path: Path, tmp_path: Path) -> None:
+def test_pod_flags_are_flags_of_their_commands(path: Path, tmp_path: Path) -> None:
     config = config_of(path, tmp_path)
     read = {
         "quintet": options_from,
@@ -107,24 +107,24 @@ def test_the_pods_flags_are_those_of_their_commands(path: Path, tmp_path: Path) 
     assert found & {"quintet", "leader"}
 
 
-def test_the_pods_of_a_group_are_hosts_of_one_model(tmp_path: Path) -> None:
+def test_pods_of_a_group_are_hosts_of_one_model(tmp_path: Path) -> None:
     path = DEPLOY / "kubernetes" / "quintet-hosts.yaml"
     [group] = [
         thing["spec"]["leaderWorkerTemplate"] for thing in things(path) if thing["kind"] == "LeaderWorkerSet"
     ]
-    assert group["restartPolicy"] == "None", "or the leader's clients lose their connections with any pod"
-    told = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "group-0.group"}
+    assert group["restartPolicy"] == "None", "a restart of any pod would drop the leader's connections"
+    controller_env = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "group-0.group"}
     (tmp_path / "key").write_bytes(bytes(32))
     (tmp_path / "key").chmod(0o440)
     found = []
     for pod in started(path):
         [container] = pod["containers"]
-        options = options_from(words_of(pod, config_of(path, tmp_path), told))
+        options = options_from(words_of(pod, config_of(path, tmp_path), controller_env))
         [secret] = [each for each in pod["volumes"] if "secret" in each]
         [mount] = [each for each in container["volumeMounts"] if each["name"] == secret["name"]]
         assert options.group_key == f"{mount['mountPath']}/{secret['secret']['items'][0]['path']}"
-        own_key = msgspec.structs.replace(options, group_key=str(tmp_path / "key"))
-        found.append((options, hosts_config(own_key)))
+        pod_key = msgspec.structs.replace(options, group_key=str(tmp_path / "key"))
+        found.append((options, hosts_config(pod_key)))
     (leader, first), (worker, other) = found
     assert leader.model == worker.model
     assert first is not None and other is not None
@@ -135,7 +135,7 @@ def test_the_pods_of_a_group_are_hosts_of_one_model(tmp_path: Path) -> None:
     assert ports == {"http": leader.port, "hosts": leader.master_port}
 
 
-def test_the_runtime_of_kserve_has_flags_of_serve() -> None:
+def test_kserve_runtime_flags_are_flags_of_serve() -> None:
     [runtime] = things(DEPLOY / "kserve" / "runtime.yaml")
     [container] = runtime["spec"]["containers"]
     options = options_from(container["args"])
@@ -151,17 +151,17 @@ def test_the_runtime_of_kserve_has_flags_of_serve() -> None:
 
 
 @pytest.mark.parametrize("path", [*MANIFESTS, DEPLOY / "kserve" / "runtime.yaml"], ids=lambda path: path.stem)
-def test_probes_ask_what_needs_no_key(path: Path) -> None:
-    asked = re.findall(r"path: (/(?!metrics|var|etc).*)\n *port", path.read_text())
-    assert len(asked) >= 3
-    routes = {row.path for row in ROUTES}
-    assert [where for where in asked if where not in routes or not is_open(where)] == []
+def test_probe_paths_need_no_key(path: Path) -> None:
+    probed = re.findall(r"path: (/(?!metrics|var|etc).*)\n *port", path.read_text())
+    assert len(probed) >= 3
+    routes = {panel_row.path for panel_row in ROUTES}
+    assert [where for where in probed if where not in routes or not is_open(where)] == []
 
 
-def test_the_dashboards_panels_have_places_titles_and_descriptions() -> None:
+def test_dashboard_panels_have_positions_titles_and_descriptions() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
         cells = {
@@ -169,13 +169,13 @@ def test_the_dashboards_panels_have_places_titles_and_descriptions() -> None:
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
-        taken |= cells
+        assert not cells & occupied and max(x for x, _ in cells) < 24, panel["title"]
+        occupied |= cells
         assert panel["title"]
         assert panel["type"] == "row" or panel["description"]
 
 
-def test_the_units_words_are_those_of_serve(tmp_path: Path) -> None:
+def test_systemd_unit_flags_are_flags_of_serve(tmp_path: Path) -> None:
     [line] = [
         line
         for line in (DEPLOY / "systemd" / "quintet.service").read_text().splitlines()

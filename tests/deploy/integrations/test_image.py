@@ -1,4 +1,4 @@
-"""The image's file: what it copies is there, what it runs is of this package; and it builds, where there is who builds images."""
+"""Container image: its sources exist, its commands are of this package, and it builds where a builder is installed."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ TAG = "quintet:of-its-test"
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Every instruction and what it says, on one line."""
+    """Return every instruction and its arguments, on one line."""
     lines = [line for line in FILE.read_text().splitlines() if not line.lstrip().startswith("#")]
     text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     return [(name, words) for name, _, words in (line.partition(" ") for line in text.splitlines()) if words]
 
 
-def said(name: str) -> list[str]:
+def arguments_of(name: str) -> list[str]:
     found = [words for each, words in instructions() if each == name]
     assert found, name
     return found
 
 
-def is_let_in(path: str) -> bool:
-    """Whether a path is of what the image is built from: the last pattern that fits it or a folder around it decides."""
+def is_in_context(path: str) -> bool:
+    """Return True for a path in the build context: the last pattern that matches it or a parent folder decides."""
     parts = path.split("/")
     around = ["/".join(parts[: end + 1]) for end in range(len(parts))]
     is_in = True
@@ -54,24 +54,24 @@ def is_let_in(path: str) -> bool:
     return is_in
 
 
-def test_what_is_copied_is_there_and_let_in() -> None:
-    sources = [source for words in said("COPY") for source in words.split()[:-1]]
+def test_copied_paths_exist_and_are_in_context() -> None:
+    sources = [source for words in arguments_of("COPY") for source in words.split()[:-1]]
     assert "." in sources and not [each for each in sources if each.startswith("--")]
     for source in sources:
-        assert (ROOT / source).exists() and (source == "." or is_let_in(source)), source
+        assert (ROOT / source).exists() and (source == "." or is_in_context(source)), source
     for needed in ("pyproject.toml", "setup.py", PROJECT["readme"], *PROJECT["license-files"]):
-        assert is_let_in(needed), needed
+        assert is_in_context(needed), needed
 
 
-def test_every_folder_of_the_package_is_let_in() -> None:
-    """Each is a symlink under src, which would lead nowhere."""
+def test_every_package_folder_is_in_context() -> None:
+    """Each is a symlink under src."""
     folders = [path.name for path in (ROOT / "src" / "quintet").iterdir() if path.is_symlink()]
-    assert folders and [name for name in folders if not is_let_in(f"{name}/__init__.py")] == []
-    assert not is_let_in("tests/conftest.py") and not is_let_in("executor/backends/cpu/ops/_host.so")
+    assert folders and [name for name in folders if not is_in_context(f"{name}/__init__.py")] == []
+    assert not is_in_context("tests/conftest.py") and not is_in_context("executor/backends/cpu/ops/_host.so")
 
 
-def test_what_is_run_is_of_this_package() -> None:
-    run = " && ".join(said("RUN"))
+def test_run_instructions_use_this_package() -> None:
+    run = " && ".join(arguments_of("RUN"))
     modules = re.findall(r"python -m ([\w.]+)", run)
     assert modules and [name for name in modules if importlib.util.find_spec(name) is None] == []
     extras = {name for each in re.findall(r'extra="\[([^"]+)\]"', run) for name in each.split(",")}
@@ -85,18 +85,18 @@ def test_what_is_run_is_of_this_package() -> None:
     assert pinned and pinned == {name: constraints[name] for name in pinned}
 
 
-def test_what_starts_is_the_command_with_its_flags() -> None:
-    [entry] = json.loads(said("ENTRYPOINT")[0])
+def test_entrypoint_is_the_command_with_its_flags() -> None:
+    [entry] = json.loads(arguments_of("ENTRYPOINT")[0])
     assert entry in PROJECT["scripts"]
-    options = options_from(json.loads(said("CMD")[0]))
-    [port] = said("EXPOSE")
+    options = options_from(json.loads(arguments_of("CMD")[0]))
+    [port] = arguments_of("EXPOSE")
     assert (options.host, str(options.port)) == ("0.0.0.0", port)
-    [asked] = re.findall(rf"http://127\.0\.0\.1:{port}(/\w+)", said("HEALTHCHECK")[0])
-    assert is_open(asked)
+    [port_flag] = re.findall(rf"http://127\.0\.0\.1:{port}(/\w+)", arguments_of("HEALTHCHECK")[0])
+    assert is_open(port_flag)
 
 
 def builder() -> str | None:
-    """Whoever builds images here, if there is one that has, or can fetch, what ours begins with."""
+    """Return an installed image builder that has the base image or can fetch it."""
     for name in ("docker", "podman", "buildah"):
         if (
             shutil.which(name) is not None
@@ -112,7 +112,7 @@ def runs(*command: str) -> bool:
 
 
 @pytest.mark.whole
-def test_the_image_is_built() -> None:
+def test_image_builds() -> None:
     name = builder()
     if name is None:
         pytest.skip(f"no docker, podman or buildah that works here and has, or can fetch, {BASE}")

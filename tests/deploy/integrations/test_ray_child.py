@@ -1,4 +1,4 @@
-"""The process of an actor: a host that is not the first ends with whoever started it, and says why it cannot be one."""
+"""Process of a Ray actor: a non-first host ends with its parent and reports boot errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quintet.wire.errors import EXIT_CONFIG
 
 @contextmanager
 def child(folder: Path, **flags: object) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """Start one; yield it, the end of the pipe that it lives by, and that of its words."""
+    """Start one; yield it, its lifeline pipe, and its output pipe."""
     folder.mkdir()
     key = folder / "key"
     key.write_bytes(b"k" * 32)
@@ -29,7 +29,7 @@ def child(folder: Path, **flags: object) -> Iterator[tuple[subprocess.Popen[byte
         "master_port": free_port(),
     }  # fmt: skip
     (folder / "server.yaml").write_text(yaml.safe_dump(host | flags))
-    (held, lifeline), (words, written) = os.pipe(), os.pipe()
+    (held, lifeline), (output, written) = os.pipe(), os.pipe()
     command = [
         sys.executable,
         "-m",
@@ -43,27 +43,27 @@ def child(folder: Path, **flags: object) -> Iterator[tuple[subprocess.Popen[byte
     os.close(held)
     os.close(written)
     try:
-        yield process, lifeline, words
+        yield process, lifeline, output
     finally:
         process.kill()
         process.wait()
-        os.close(words)
+        os.close(output)
 
 
-def test_a_host_ends_with_who_started_it_and_leaves_no_key(tmp_path: Path) -> None:
+def test_host_ends_with_its_parent_and_removes_its_key(tmp_path: Path) -> None:
     folder = tmp_path / "host"
     with child(folder) as (process, lifeline, _):
         wait_until(lambda: bool(psutil.Process(process.pid).children()), "the host's member")
-        assert run_dirs.is_claimed(folder), "it would be swept if it were killed"
+        assert run_dirs.is_claimed(folder), "the run folder is removed after a kill"
         os.close(lifeline)
         assert process.wait(30) == 0
     assert not folder.exists()
 
 
-def test_a_host_that_cannot_be_says_why(tmp_path: Path) -> None:
+def test_boot_error_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "host"
-    with child(folder, model="/nowhere/model") as (process, lifeline, words):
+    with child(folder, model="/nowhere/model") as (process, lifeline, output):
         assert process.wait(30) == EXIT_CONFIG
-        assert os.read(words, 4096) == b"MODEL '/nowhere/model': folder not found"
+        assert os.read(output, 4096) == b"MODEL '/nowhere/model': folder not found"
         os.close(lifeline)
     assert not folder.exists()

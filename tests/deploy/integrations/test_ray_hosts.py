@@ -1,4 +1,4 @@
-"""Hosts that Ray places, without Ray: what is refused, what each takes of its node, and a driver that is followed by another.
+"""Hosts placed by Ray, without Ray: rejected flags, resources of a host, and driver restarts.
 
 With Ray: ``tests/clients/platforms/ray_hosts.py``.
 """
@@ -25,15 +25,15 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 
 def options_of(**changed: object) -> Options:
-    asked: dict[str, object] = {
+    flags_given: dict[str, object] = {
         "device": "cpu", "load_format": "dummy", "nnodes": 2, "pipeline_parallel_size": 2,
         "distributed_executor_backend": "ray",
     }  # fmt: skip
-    return Options(**(asked | changed))  # type: ignore[arg-type]
+    return Options(**(flags_given | changed))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("flags_given", "words"),
     [
         ({"nnodes": 1}, "requires several hosts: set --nnodes"),
         ({"headless": True}, "--headless with --distributed-executor-backend ray: .*; drop --headless"),
@@ -45,19 +45,19 @@ def options_of(**changed: object) -> Options:
         ({"master_addr": "0.0.0.0"}, "wildcard address"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_before_ray_is_asked(
-    asked: dict[str, object], words: str, tmp_path: Path
+def test_invalid_flags_are_rejected_before_ray_is_used(
+    flags_given: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        resolve(of_first(options_of(**asked), tmp_path), tmp_path)
+        resolve(of_first(options_of(**flags_given), tmp_path), tmp_path)
 
 
-def test_who_resolves_without_serving_places_nobody(tmp_path: Path) -> None:
+def test_resolving_without_serving_places_no_hosts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is supported by quintet serve only"):
         resolve(options_of(), tmp_path)
 
 
-def test_each_run_has_a_key_that_its_user_alone_can_read(tmp_path: Path) -> None:
+def test_each_run_has_a_key_readable_by_its_user_only(tmp_path: Path) -> None:
     keys = set()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -76,21 +76,21 @@ def test_each_run_has_a_key_that_its_user_alone_can_read(tmp_path: Path) -> None
         ("127.0.0.1:1", "cannot connect to a Ray cluster .*Connection refused"),
     ],
 )  # fmt: skip
-def test_where_there_is_no_ray_one_line_says_so(
+def test_missing_ray_is_a_one_line_error(
     address: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address is None:
         monkeypatch.setitem(sys.modules, "ray", None)
     else:
-        monkeypatch.setitem(sys.modules, "ray", pytest)  # any module that is there
+        monkeypatch.setitem(sys.modules, "ray", pytest)  # any importable module
         monkeypatch.setenv("RAY_ADDRESS", address)
     config = resolve(of_first(options_of(), tmp_path), tmp_path).config
     with pytest.raises(ConfigError, match=words), placed_hosts(options_of(), config):
         pass
 
 
-def test_the_others_are_told_no_secret_and_where_the_model_is(
+def test_other_hosts_receive_the_model_path_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -110,7 +110,7 @@ def cluster(*cpus: int) -> list[Node]:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "count", "ranks", "threads", "taken"),
+    ("cpus", "count", "ranks", "threads", "resources"),
     [
         ((8, 8), 2, 1, 0, [8, 8]),
         ((4, 64, 2, 32), 3, 1, 0, [4, 32, 32]),
@@ -119,10 +119,10 @@ def cluster(*cpus: int) -> list[Node]:
         ((0, 8), 2, 1, 0, [0, 8]),
     ],
 )
-def test_what_a_host_takes_of_its_node(
-    cpus: tuple[int, ...], count: int, ranks: int, threads: int, taken: list[int]
+def test_resources_of_a_host(
+    cpus: tuple[int, ...], count: int, ranks: int, threads: int, resources: list[int]
 ) -> None:
-    assert processors_of(cluster(*cpus), "n0", count, ranks, threads) == taken
+    assert processors_of(cluster(*cpus), "n0", count, ranks, threads) == resources
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,7 @@ def test_what_a_host_takes_of_its_node(
         ((8, 0), 2, 0, "needs 1 CPU of its node"),
     ],
 )
-def test_a_cluster_that_is_too_small_is_refused(
-    cpus: tuple[int, ...], count: int, threads: int, words: str
-) -> None:
+def test_too_small_cluster_is_rejected(cpus: tuple[int, ...], count: int, threads: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         processors_of(cluster(*cpus), "n0", count, 1, threads)
 
@@ -160,12 +158,12 @@ if "dies" in sys.argv:
 out.write('{"type": "Joined", "address": "10.0.0.1"}\\n')
 if "quits" in sys.argv:
     sys.exit(sys.stdin.readline() != "")
-out.write('{"type": "Refused", "words": "%d heard %s"}\\n' % (os.getpid(), "10.0.0.1" in sys.stdin.readline()))
+out.write('{"type": "Refused", "words": "%d received %s"}\\n' % (os.getpid(), "10.0.0.1" in sys.stdin.readline()))
 if "leaves" in sys.argv:
     sys.exit(1)
 sys.stdin.read()
 """
-"""Of which each says who it is and what it was told."""
+"""Each driver reports its process id, and True if it received the order."""
 
 
 @contextmanager
@@ -180,26 +178,26 @@ def hosts_by(*words: str) -> Iterator[PlacedHosts]:
 def next_failure(hosts: PlacedHosts) -> Failure:
     found: list[Failure] = []
 
-    def is_there() -> bool:
+    def is_reported() -> bool:
         failure = hosts.look(time.monotonic())
         if failure is not None:
             found.append(failure)
         return failure is not None
 
-    wait_until(is_there, "a report")
+    wait_until(is_reported, "a report")
     return found[0]
 
 
-def test_a_driver_that_ends_is_followed_by_one_that_is_told_the_same() -> None:
+def test_ended_driver_is_replaced_with_the_same_order() -> None:
     with hosts_by("leaves") as hosts:
         assert hosts.join(30) == "10.0.0.1"
         hosts.place(ORDER)
         first, second = next_failure(hosts), next_failure(hosts)
-        assert first.cause.endswith("heard True") and second.cause.endswith("heard True")
+        assert first.cause.endswith("received True") and second.cause.endswith("received True")
         assert first.cause != second.cause and first.exit_code == EXIT_CONFIG
 
 
-def test_a_driver_ends_with_its_server() -> None:
+def test_driver_ends_with_its_server() -> None:
     with hosts_by() as hosts:
         hosts.join(30)
         hosts.place(ORDER)
@@ -211,12 +209,12 @@ def test_a_driver_ends_with_its_server() -> None:
 @pytest.mark.parametrize(
     ("how", "words"), [("refuses", "no cluster"), ("dies", "exited with status 3; see the log above")]
 )
-def test_a_driver_that_cannot_join_ends_the_boot(how: str, words: str) -> None:
+def test_driver_that_cannot_join_fails_the_boot(how: str, words: str) -> None:
     with hosts_by(how) as hosts, pytest.raises(ConfigError, match=words):
         hosts.join(30)
 
 
-def test_a_driver_that_ends_without_a_word_is_told_of() -> None:
+def test_silent_exit_of_a_driver_is_reported() -> None:
     with hosts_by("quits") as hosts:
         hosts.join(30)
         hosts.place(ORDER)

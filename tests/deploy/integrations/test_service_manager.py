@@ -1,4 +1,4 @@
-"""What systemd hears of a server: over a real socket, from a real supervisor."""
+"""Notifications to systemd: over a real socket, from a real supervisor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNIT = Path(__file__).parents[3] / "deploy" / "integrations" / "systemd" / "quin
 
 
 @pytest.fixture
-def heard(tmp_path: Path) -> Iterator[socket.socket]:
+def notify_socket(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(DEADLINE_S)
@@ -31,34 +31,34 @@ def next_other_than(listener: socket.socket, word: str) -> list[str]:
     return lines
 
 
-def test_a_server_says_that_it_is_ready_alive_and_leaving(
-    heard: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_server_notifies_ready_watchdog_and_stopping(
+    notify_socket: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", heard.getsockname())
+    monkeypatch.setenv("NOTIFY_SOCKET", notify_socket.getsockname())
     monkeypatch.setenv("WATCHDOG_USEC", "4000000")
     with world(tmp_path) as server:
         process = server.start(config=make_config(server.run_dir, drain_timeout_s=7))
-        ready, status = next_other_than(heard, "WATCHDOG=1")
+        ready, status = next_other_than(notify_socket, "WATCHDOG=1")
         assert (ready, status[:26]) == ("READY=1", "STATUS=Serving on http://1")
-        assert heard.recv(4096) == b"WATCHDOG=1"
+        assert notify_socket.recv(4096) == b"WATCHDOG=1"
         process.send_signal(signal.SIGTERM)
-        leaving, longer, _ = next_other_than(heard, "WATCHDOG=1")
+        leaving, longer, _ = next_other_than(notify_socket, "WATCHDOG=1")
         assert (leaving, longer) == ("STOPPING=1", "EXTEND_TIMEOUT_USEC=13000000")
         assert server.end()[0] == 0
 
 
-def test_the_watchdog_is_told_four_times_as_often_as_it_asks(heard: socket.socket) -> None:
-    address = heard.getsockname()
+def test_watchdog_is_notified_four_times_an_interval(notify_socket: socket.socket) -> None:
+    address = notify_socket.getsockname()
     manager = ServiceManager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "8000000"})
     for now in (10.0, 11.9, 12.0, 13.9, 14.1):
         manager.alive(now)
     manager.ready("http://x")
-    assert [heard.recv(4096) for _ in range(3)] == [b"WATCHDOG=1"] * 3
-    assert heard.recv(4096).startswith(b"READY=1")
+    assert [notify_socket.recv(4096) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+    assert notify_socket.recv(4096).startswith(b"READY=1")
     manager.close()
 
 
-def test_readiness_that_did_not_go_out_is_told_again_once(tmp_path: Path) -> None:
+def test_failed_readiness_notification_is_repeated_once(tmp_path: Path) -> None:
     address = tmp_path / "notify"
     manager = ServiceManager({"NOTIFY_SOCKET": str(address), "WATCHDOG_USEC": "8000000"})
     manager.ready("http://x")
@@ -81,10 +81,10 @@ def test_readiness_that_did_not_go_out_is_told_again_once(tmp_path: Path) -> Non
         {},
         {"WATCHDOG_USEC": "1"},
         {"NOTIFY_SOCKET": "/nowhere/at/all", "WATCHDOG_USEC": "1"},
-        {"NOTIFY_SOCKET": "@quintet-nobody", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1"},
+        {"NOTIFY_SOCKET": "@quintet-unused", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1"},
     ],
 )
-def test_nobody_who_listens_is_no_trouble(environment: dict[str, str]) -> None:
+def test_missing_listener_is_ignored(environment: dict[str, str]) -> None:
     manager = ServiceManager(environment)
     manager.ready("http://x")
     manager.alive(1.0)
@@ -93,7 +93,7 @@ def test_nobody_who_listens_is_no_trouble(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs Debian's systemd")
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+def test_systemd_verifies_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "quintet.service"
     unit.write_text(UNIT.read_text().replace("/opt/quintet/bin/quintet ", "/bin/true "))
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""Files of one model that say different things: which tokens end an answer, which output layer, which architecture."""
+"""Contradictory files of one checkpoint: end-of-sequence tokens, output layer, architecture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quintet.wire.errors import ConfigError
 
 RUN_DIR = Path("/nowhere/quintet-test")
 
-# --- ends of answers --------------------------------------------------------------------------------------------------
+# end-of-sequence tokens
 
 TOKENS = {
     "<|endoftext|>": 0,
@@ -70,7 +70,7 @@ def write_tokenizer(folder: Path, **config: Any) -> Path:
         ([2], {}, "You are a helpful assistant.", [2]),
     ],
 )
-def test_every_token_ends_an_answer_that_one_of_the_files_names(
+def test_eos_tokens_of_all_files_end_an_answer(
     tmp_path: Path, configured: list[int], tokenizer: dict[str, Any], template: str | None, ids: list[int]
 ) -> None:
     folder = write_tokenizer(tmp_path, **tokenizer)
@@ -78,7 +78,7 @@ def test_every_token_ends_an_answer_that_one_of_the_files_names(
     assert end_token_ids(configured, folder, templates) == ids
 
 
-def test_the_ends_of_all_files_reach_the_configuration(tmp_path: Path) -> None:
+def test_eos_tokens_of_all_files_reach_the_configuration(tmp_path: Path) -> None:
     folder = write_model(tmp_path, eos_token_id=0)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
     write_tokenizer(folder, eos_token="<|im_end|>", chat_template=PARTS)
@@ -86,7 +86,7 @@ def test_the_ends_of_all_files_reach_the_configuration(tmp_path: Path) -> None:
     assert model.eos_token_ids == [1, 0, 4, 5]
 
 
-def test_an_end_beyond_the_vocabulary_is_left_out(tmp_path: Path) -> None:
+def test_eos_token_beyond_the_vocabulary_is_dropped(tmp_path: Path) -> None:
     folder = write_model(tmp_path, eos_token_id=0, vocab_size=4)
     write_tokenizer(folder, eos_token="<|im_end|>")
     resolution = resolve(Options(model=str(folder), executor="mock"), RUN_DIR)
@@ -94,7 +94,7 @@ def test_an_end_beyond_the_vocabulary_is_left_out(tmp_path: Path) -> None:
     assert any("eos_token_id 4" in note for note in resolution.notes)
 
 
-# --- output layers ----------------------------------------------------------------------------------------------------
+# output layers
 
 
 def write_tensors(path: Path, **tensors: tuple[str, list[int], bytes]) -> None:
@@ -117,7 +117,7 @@ OTHERS = NUMBERS[:-1] + b"\xff"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "brings"),
+    ("tensors", "has_own"),
     [
         ({"lm_head__weight": ("BF16", [100, 64], OTHERS)}, True),
         ({"model__lm_head__weight": ("BF16", [100, 64], OTHERS)}, True),
@@ -127,17 +127,17 @@ OTHERS = NUMBERS[:-1] + b"\xff"
         ({}, False),
     ],
 )
-def test_a_checkpoint_that_brings_an_output_layer_of_its_own_is_not_tied(
-    tmp_path: Path, tensors: dict[str, Any], brings: bool
+def test_checkpoint_with_an_output_layer_is_not_tied(
+    tmp_path: Path, tensors: dict[str, Any], has_own: bool
 ) -> None:
     folder = write_model(tmp_path, tie_word_embeddings=True)
     embedding = {"model__embed_tokens__weight": ("BF16", [100, 64], NUMBERS)}
     write_tensors(folder / "model.safetensors", **embedding, **tensors)
     facts = read_facts(folder, with_weights=True)
-    assert (json.loads(facts.card)["tie_word_embeddings"], bool(facts.notes)) == (not brings, brings)
+    assert (json.loads(facts.card)["tie_word_embeddings"], bool(facts.notes)) == (not has_own, has_own)
     tied = read_facts(folder)
     assert tied.num_parameters is not None and facts.num_parameters is not None
-    assert facts.num_parameters - tied.num_parameters == (6400 if brings else 0)
+    assert facts.num_parameters - tied.num_parameters == (6400 if has_own else 0)
 
 
 def test_an_output_layer_in_another_file_is_found(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_output_layer_in_another_file_is_found(tmp_path: Path) -> None:
     assert read_facts(folder, with_weights=True).notes
 
 
-def test_a_family_whose_output_layer_is_the_embedding_by_default(tmp_path: Path) -> None:
+def test_family_with_tied_embeddings_by_default(tmp_path: Path) -> None:
     text = {"tie_word_embeddings": True, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8}
     folder = write_model(tmp_path, architectures=["Gemma3ForCausalLM"], **text)
     tensors = {name: ("BF16", [100, 64], content) for name, content in
@@ -156,7 +156,7 @@ def test_a_family_whose_output_layer_is_the_embedding_by_default(tmp_path: Path)
     assert json.loads(read_facts(folder, with_weights=True).card)["tie_word_embeddings"] is False
 
 
-# --- architectures ----------------------------------------------------------------------------------------------------
+# architectures
 
 
 @pytest.mark.parametrize(
@@ -177,18 +177,18 @@ def test_a_family_whose_output_layer_is_the_embedding_by_default(tmp_path: Path)
         ("new_kind", False, "NewKindForCausalLM"),
     ],
 )
-def test_the_kind_of_a_model_says_its_architecture(model_type: str, is_part: bool, name: str) -> None:
+def test_model_type_gives_the_architecture(model_type: str, is_part: bool, name: str) -> None:
     assert architecture_of(model_type, is_part=is_part) == name
     assert name in FAMILIES or model_type == "new_kind"
 
 
 @pytest.mark.parametrize("listed", [None, []])
-def test_a_card_without_architectures_is_completed(tmp_path: Path, listed: list[str] | None) -> None:
+def test_config_without_architectures_is_completed(tmp_path: Path, listed: list[str] | None) -> None:
     facts = read_facts(write_model(tmp_path, architectures=listed, model_type="llama"))
     assert facts.architecture == "LlamaForCausalLM"
     assert json.loads(facts.card)["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_a_card_that_names_neither_is_refused(tmp_path: Path) -> None:
+def test_config_without_model_type_and_architectures_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither `architectures` nor `model_type`"):
         read_facts(write_model(tmp_path, architectures=None))

@@ -1,4 +1,4 @@
-"""KV memory of a CPU where none is asked for."""
+"""Default KV memory on a CPU."""
 
 from __future__ import annotations
 

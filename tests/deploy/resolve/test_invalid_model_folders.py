@@ -1,4 +1,4 @@
-"""The small JSON files of a model's folder with values that make no sense: each is refused in one line, or left out."""
+"""Invalid values in a model folder's JSON files: each is rejected in one line or ignored."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def write(path: Path, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("file", "key"), PLACES)
-def test_an_odd_value_is_refused_in_one_line_or_left_out(tmp_path: Path, file: str, key: str) -> None:
+def test_invalid_value_is_rejected_in_one_line_or_ignored(tmp_path: Path, file: str, key: str) -> None:
     for number, odd in enumerate(ODD):
         folder = write_model(tmp_path / str(number))
-        if file.startswith("tokenizer"):  # so that it is asked for the end of a sequence
+        if file.startswith("tokenizer"):  # so that the end of a sequence is read
             write(folder / "config.json", {"eos_token_id": None})
             write(folder / "tokenizer_config.json", {"eos_token": "<end>"})
         write(folder / file, {key: [odd] if key == "architectures" else odd})

@@ -1,4 +1,4 @@
-"""From options and a model folder to a frozen configuration, or one line that says what to change."""
+"""Resolution of options and a model folder to a configuration, or to a one-line error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def complaint(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-# --- the whole ---
+# whole configurations
 
 
 def test_a_local_folder_becomes_a_configuration(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_local_folder_becomes_a_configuration(tmp_path: Path) -> None:
     assert EngineConfig.read(file) == config
 
 
-def test_the_python_api_brings_its_own_frontend(tmp_path: Path) -> None:
+def test_python_api_has_no_frontend_processes(tmp_path: Path) -> None:
     options = Options(model=str(write_model(tmp_path)), executor="mock")
     processes = resolve(options, RUN_DIR, http=False, external_frontends=1).config.processes
     assert (processes.frontends, processes.external_frontends) == (0, 1)
@@ -95,10 +95,10 @@ def test_generation_defaults_can_be_switched_off_without_losing_the_end_of_seque
         ([2, 99], [2, 99], None),
     ],
 )
-def test_an_end_of_sequence_that_the_model_cannot_draw_is_ignored_with_a_note(
+def test_eos_beyond_the_vocabulary_is_ignored_with_a_note(
     tmp_path: Path, given: list[int], kept: list[int], words: str | None
 ) -> None:
-    """The executor would refuse every plan that names it."""
+    """The executor would reject every plan that names it."""
     resolution = resolved(write_model(tmp_path, eos_token_id=given))
     assert resolution.config.model.eos_token_ids == kept
     notes = [note for note in resolution.notes if "eos_token_id" in note]
@@ -107,7 +107,7 @@ def test_an_end_of_sequence_that_the_model_cannot_draw_is_ignored_with_a_note(
 
 
 @pytest.mark.parametrize(
-    ("theirs", "given", "kept"),
+    ("model_value", "given", "kept"),
     [
         ("max_new_tokens", 9, 9),
         ("max_new_tokens", 1e9, 511),
@@ -123,21 +123,21 @@ def test_an_end_of_sequence_that_the_model_cannot_draw_is_ignored_with_a_note(
         ("min_p", -0.1, None),
     ],
 )
-def test_a_default_that_no_request_may_have_is_cut_or_ignored_with_a_note(
-    tmp_path: Path, theirs: str, given: float, kept: float | None
+def test_invalid_sampling_default_is_clamped_or_ignored_with_a_note(
+    tmp_path: Path, model_value: str, given: float, kept: float | None
 ) -> None:
-    """Every request that leaves it out would be refused, or lost on its way."""
+    """Requests that omit the parameter would be rejected or lost."""
     folder = write_model(tmp_path)
-    (folder / "generation_config.json").write_text(json.dumps({theirs: given}))
+    (folder / "generation_config.json").write_text(json.dumps({model_value: given}))
     resolution = resolved(folder)
-    ours = "max_tokens" if theirs == "max_new_tokens" else theirs
+    native_value = "max_tokens" if model_value == "max_new_tokens" else model_value
     defaults = resolution.config.model.generation_defaults
-    assert defaults == ({} if kept is None else {ours: kept})
+    assert defaults == ({} if kept is None else {native_value: kept})
     assert [type(value) for value in defaults.values()] == [type(kept)] * len(defaults)
-    assert [ours in note for note in resolution.notes] == [True] * (kept is None)
+    assert [native_value in note for note in resolution.notes] == [True] * (kept is None)
 
 
-# --- rules ---
+# rules
 
 
 @pytest.mark.parametrize(
@@ -165,22 +165,22 @@ def test_a_default_that_no_request_may_have_is_cut_or_ignored_with_a_note(
         ({"chat_template": "absent.jinja"}, ["--chat-template 'absent.jinja'"]),
     ],
 )
-def test_each_rule_names_the_flag_and_the_way_out(
+def test_each_error_names_the_flag_and_the_fix(
     tmp_path: Path, options: dict[str, Any], words: list[str]
 ) -> None:
-    said = complaint(write_model(tmp_path), **options)
+    noted = complaint(write_model(tmp_path), **options)
     for word in words:
-        assert word in said
+        assert word in noted
 
 
-def test_the_step_budget_grows_to_what_the_other_flags_need(tmp_path: Path) -> None:
+def test_step_budget_grows_to_the_other_flags_minimum(tmp_path: Path) -> None:
     folder = write_model(tmp_path, max_position_embeddings=5000)
     assert resolved(folder).config.scheduler.max_num_batched_tokens == 2048
     assert resolved(folder, max_num_seqs=3000).config.scheduler.max_num_batched_tokens == 3000
     assert resolved(folder, enable_chunked_prefill=False).config.scheduler.max_num_batched_tokens == 5000
 
 
-def test_only_a_model_on_a_cpu_has_a_target_for_its_steps(tmp_path: Path) -> None:
+def test_latency_target_defaults_on_cpu_only(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
 
     def target(**options: Any) -> int:
@@ -195,18 +195,18 @@ def test_only_a_model_on_a_cpu_has_a_target_for_its_steps(tmp_path: Path) -> Non
     assert "--step-target-ms is -1" in complaint(folder, step_target_ms=-1)
 
 
-def test_a_context_nobody_asked_for_shrinks_to_the_memory(tmp_path: Path) -> None:
+def test_default_context_shrinks_to_memory(tmp_path: Path) -> None:
     resolution = resolved(write_model(tmp_path), kv_cache_memory="64KiB")
     assert resolution.config.model.max_model_len == 256
     assert resolution.notes == ["max_model_len is 256, not the model's 512: the KV cache has 64.0 KiB"]
 
 
-def test_kv_memory_is_no_more_than_all_slots_could_use(tmp_path: Path) -> None:
+def test_kv_memory_is_bounded_by_all_slots(tmp_path: Path) -> None:
     config = resolved(write_model(tmp_path), kv_cache_memory="8GiB", max_num_seqs=2).config
     assert config.model.kv.num_blocks(config.cache.memory_bytes) == 2 * 512 // 16 + 1
 
 
-def test_kv_memory_is_a_share_of_what_the_weights_leave(
+def test_kv_memory_is_a_share_of_memory_after_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path)
@@ -219,7 +219,7 @@ def test_kv_memory_is_a_share_of_what_the_weights_leave(
     assert (two.cache.memory_bytes, two.processes.engines) == (1_000_000, 2)
 
 
-def test_more_engines_than_cores_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_engines_than_cores_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "usable_cores", lambda: 2)
     folder = write_model(tmp_path)
     write_weights(folder / "model.safetensors", {"w": [1000, 500]})
@@ -231,19 +231,19 @@ def test_more_engines_than_cores_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert any("--data-parallel-size 3: the engines share 2 cores" in note for note in notes[3])
 
 
-def test_swap_space_is_for_gpus_unless_asked_for() -> None:
+def test_swap_space_defaults_to_gpus_only() -> None:
     gib = 1 << 30
     assert rules.derive_swap_bytes(None, "cpu", "torch", 64 * gib) == 0
     assert rules.derive_swap_bytes(None, "cuda", "torch", 64 * gib) == 4 * gib
     assert rules.derive_swap_bytes(None, "cuda", "torch", 8 * gib) == 2 * gib
     assert rules.derive_swap_bytes(0.5, "cpu", "torch", 64 * gib) == gib // 2
-    for asked, kind, words in (
+    for requested, kind, words in (
         (-1, "torch", "at least 0"),
         (65, "torch", "64.0 GiB"),
         (1, "mock", "drop the flag"),
     ):
         with pytest.raises(ConfigError, match=f"--swap-space.*{words}"):
-            rules.derive_swap_bytes(asked, "cuda", kind, 64 * gib)
+            rules.derive_swap_bytes(requested, "cuda", kind, 64 * gib)
 
 
 def test_quantized_weights_leave_more_to_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_quantized_weights_leave_more_to_kv(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("narrow", "head_bytes"), [("int8", 16 + 4), ("int4", 8 + 4)])
-def test_a_narrow_cache_is_counted_with_its_scales(tmp_path: Path, narrow: str, head_bytes: int) -> None:
+def test_quantized_cache_is_counted_with_its_scales(tmp_path: Path, narrow: str, head_bytes: int) -> None:
     folder = write_model(tmp_path)
     options = {"executor": "torch", "device": "cpu", "load_format": "dummy", "kv_cache_dtype": narrow}
     config = resolved(folder, **options).config
@@ -278,7 +278,7 @@ def test_a_narrow_cache_is_counted_with_its_scales(tmp_path: Path, narrow: str, 
         {"kv_cache_dtype": "int4"},
     ],
 )
-def test_what_only_the_host_kernels_do_is_refused_elsewhere(tmp_path: Path, options: dict[str, str]) -> None:
+def test_host_kernel_features_are_rejected_on_gpu(tmp_path: Path, options: dict[str, str]) -> None:
     flag = "--" + next(iter(options)).replace("_", "-")
     words = complaint(write_model(tmp_path), executor="torch", device="cuda", load_format="dummy", **options)
     assert flag in words and "--device cpu" in words
@@ -286,9 +286,9 @@ def test_what_only_the_host_kernels_do_is_refused_elsewhere(tmp_path: Path, opti
 
 def test_inputs_are_not_rounded_where_weights_are_no_integers(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
-    asked: dict[str, str] = {"executor": "torch", "load_format": "dummy", "activation_dtype": "int8"}
-    assert "--quantization int8 or int4" in complaint(folder, **asked)
-    config = resolved(folder, **asked, quantization="int4").config
+    requested: dict[str, str] = {"executor": "torch", "load_format": "dummy", "activation_dtype": "int8"}
+    assert "--quantization int8 or int4" in complaint(folder, **requested)
+    config = resolved(folder, **requested, quantization="int4").config
     assert config.executor.activation_dtype == "int8"
 
 
@@ -303,7 +303,7 @@ def test_a_run_dir_too_deep_for_sockets_is_rejected() -> None:
         rules.check_run_dir_length(Path("/" + "x" * 90))
 
 
-# --- sizes ---
+# sizes
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_sizes(text: str | int, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "2GiBs", "GiB", "1e9", "two"])
-def test_what_is_not_a_size(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--x is .*write a size like 2GiB"):
         parse_size(text, "--x")
 
@@ -333,7 +333,7 @@ def test_sizes_are_written_with_a_unit() -> None:
     ]  # fmt: skip
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
+def test_container_memory_limit_applies(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\n")
@@ -342,7 +342,7 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert available_ram_bytes(tmp_path) > 1300
 
 
-# --- the card ---
+# model config
 
 BY_DIMENSION = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
@@ -386,7 +386,7 @@ def test_keys_rotated_by_length_are_not_shared(tmp_path: Path, kind: str) -> Non
     assert not any("prefix caching" in note for note in short.notes)
 
 
-def test_absent_numbers_follow_from_the_others(tmp_path: Path) -> None:
+def test_missing_dimensions_are_derived(tmp_path: Path) -> None:
     card = read_facts(write_model(tmp_path, num_key_value_heads=None, dtype=None, torch_dtype="float16"))
     assert card.dtype == "float16"
     assert {need and (need.num_kv_heads, need.key_dim) for need in card.kv_needs} == {(4, 16)}
@@ -478,10 +478,10 @@ def test_absent_numbers_follow_from_the_others(tmp_path: Path) -> None:
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )
-def test_a_senseless_card_names_the_key(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    said = complaint(write_model(tmp_path, **changes))
-    assert words in said
-    assert "config.json" in said
+def test_invalid_config_names_the_key(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    noted = complaint(write_model(tmp_path, **changes))
+    assert words in noted
+    assert "config.json" in noted
 
 
 @pytest.mark.parametrize(
@@ -493,10 +493,10 @@ def test_a_senseless_card_names_the_key(tmp_path: Path, changes: dict[str, Any],
         ("OurForCausalLM", {}, 4, 16),
     ],
 )
-def test_what_a_card_leaves_out_is_what_the_family_says(
+def test_missing_config_keys_use_family_defaults(
     tmp_path: Path, architecture: str, changes: dict[str, Any], kv_heads: int, head_dim: int
 ) -> None:
-    """The executor builds the model with the same numbers: it would refuse a configuration with others."""
+    """The executor builds the model with the same numbers."""
     folder = write_model(tmp_path, architectures=[architecture], num_key_value_heads=None, **changes)
     facts = read_facts(folder)
     assert {need and (need.num_kv_heads, need.key_dim) for need in facts.kv_needs} == {(kv_heads, head_dim)}
@@ -504,8 +504,8 @@ def test_what_a_card_leaves_out_is_what_the_family_says(
 
 def test_weights_larger_than_memory_are_refused_before_anything_is_started(tmp_path: Path) -> None:
     folder = write_model(tmp_path, hidden_size=1 << 20, intermediate_size=1 << 20, head_dim=16)
-    said = complaint(folder, executor="torch", device="cpu", load_format="dummy")
-    assert "the weights need 12.0 TiB, but" in said
+    noted = complaint(folder, executor="torch", device="cpu", load_format="dummy")
+    assert "the weights need 12.0 TiB, but" in noted
 
 
 @pytest.mark.parametrize(
@@ -517,7 +517,7 @@ def test_broken_json_is_named(tmp_path: Path, text: str) -> None:
     assert "config.json is not valid JSON" in complaint(folder)
 
 
-# --- files ---
+# files
 
 
 def test_weights_are_measured_by_their_headers(tmp_path: Path) -> None:
@@ -547,7 +547,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         read_weight_facts(tmp_path)
 
 
-def test_weights_of_another_kind_are_recognised(tmp_path: Path) -> None:
+def test_unsupported_weight_formats_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"model\.pt has an unsupported format"):
         read_weight_facts(tmp_path)
@@ -557,18 +557,18 @@ def test_weights_of_another_kind_are_recognised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c"])
-def test_a_missing_folder_is_one_line(name: str) -> None:
+def test_missing_folder_is_a_one_line_error(name: str) -> None:
     with pytest.raises(ConfigError, match=f"MODEL '{name}': folder not found$"):
         locate_model(name, with_weights=True)
 
 
-def test_an_offline_hub_name_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_offline_hub_name_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"MODEL 'nobody/nothing'.*HF_HUB_OFFLINE is set"):
-        locate_model("nobody/nothing", with_weights=True)
+    with pytest.raises(ConfigError, match=r"MODEL 'example/absent'.*HF_HUB_OFFLINE is set"):
+        locate_model("example/absent", with_weights=True)
     with pytest.raises(ConfigError, match="a folder or one of: smollm2"):
         locate_model("smolm2", with_weights=True)
 
@@ -591,7 +591,7 @@ def test_a_slow_tokenizer_is_converted_once(tmp_path: Path) -> None:
     assert (converted / "tokenizer.json").stat().st_mtime_ns == before
 
 
-def test_a_tokenizer_that_cannot_be_converted_is_one_line_of_advice(tmp_path: Path) -> None:
+def test_unconvertible_tokenizer_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"only tokenizer\.model, and transformers could not.*--tokenizer"):
         tokenizer_folder(tmp_path, cache=tmp_path / "cache")

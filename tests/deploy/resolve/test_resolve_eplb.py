@@ -1,4 +1,4 @@
-"""``--enable-eplb`` and ``--eplb-config``: what they may say, and what is counted for them."""
+"""``--enable-eplb`` and ``--eplb-config``: valid values and their memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quintet.wire.errors import ConfigError
 
 
 def config_of(folder: Path, eplb: str | None, **flags: Any) -> EngineConfig:
-    """Resolve a model of six experts over two ranks. eplb: what ``--eplb-config`` says."""
+    """Resolve a model of six experts over two ranks. eplb: value of ``--eplb-config``."""
     write_model(folder, architectures=["MixtralForCausalLM"], num_local_experts=6, num_experts_per_tok=2)
     given = {"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2} | flags
     options = Options(model=str(folder), load_format="dummy", device="cpu", eplb_config=eplb, **given)
     return resolve(options, folder).config
 
 
-def test_what_is_asked_for_is_resolved_and_its_memory_is_counted(tmp_path: Path) -> None:
+def test_eplb_is_resolved_and_its_memory_is_counted(tmp_path: Path) -> None:
     config = config_of(tmp_path, '{"window_size": 50, "step_interval": 20, "num_redundant_experts": 4}')
     assert config.executor.eplb == EplbConfig(50, 20, 4)
     plain = config_of(tmp_path, None, enable_eplb=False)
@@ -63,7 +63,7 @@ def test_what_is_asked_for_is_resolved_and_its_memory_is_counted(tmp_path: Path)
         ("8", {}, "write JSON such as"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_flags_are_rejected(
     eplb: str | None, flags: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -1,4 +1,4 @@
-"""Ranks on GPUs: what is resolved, and what is refused before anything is started."""
+"""Ranks on GPUs: resolved sizes, and flags rejected before any process starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_rank_has_its_heads_and_memory_of_its_gpu(tmp_path: Path) -> None:
     assert (two.executor.num_ranks, two.executor.shared_bytes, two.cache.memory_bytes) == (2, 0, 0)
 
 
-def test_plan_says_what_each_gpu_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_each_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(write_model(tmp_path)), "--device", "cuda", "--load-format", "dummy"]
     assert main([*words, "--tensor-parallel-size", "2"]) == 0
     printed = capsys.readouterr().out
@@ -59,12 +59,12 @@ def test_plan_says_what_each_gpu_has(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"tensor_parallel_size": 2, "layout_invariant": True}, "supported on CPUs only"),
     ],
 )
-def test_what_gpus_cannot_be_is_refused(tmp_path: Path, flags: dict[str, Any], words: str) -> None:
+def test_invalid_gpu_flags_are_rejected(tmp_path: Path, flags: dict[str, Any], words: str) -> None:
     assert words in complaint(write_model(tmp_path), **OPTIONS, **flags)
 
 
-def test_parts_whose_rows_kernels_cannot_read_are_refused(tmp_path: Path) -> None:
-    """Where cuBLAS may multiply, any rows will do."""
+def test_shards_with_unsupported_row_sizes_are_rejected(tmp_path: Path) -> None:
+    """cuBLAS accepts any row size."""
     flags: dict[str, Any] = {**OPTIONS, "tensor_parallel_size": 2, "dtype": "bfloat16"}
     dense = write_model(tmp_path / "dense", intermediate_size=104)
     assert "rows of 52 numbers" in complaint(dense, **flags, batch_invariant=True)
@@ -83,11 +83,11 @@ def test_parts_whose_rows_kernels_cannot_read_are_refused(tmp_path: Path) -> Non
     assert "rows of 52 numbers" in complaint(experts, **flags)
 
 
-def test_sizes_are_those_of_the_kernels() -> None:
+def test_sizes_match_the_kernels() -> None:
     assert rank_checks.SIZES == SIZES
 
 
-def test_gpus_are_counted_as_cuda_counts_them(tmp_path: Path) -> None:
+def test_gpus_are_counted_like_cuda(tmp_path: Path) -> None:
     two = machine(tmp_path / "two", "dev/nvidia0", "dev/nvidia1", "dev/nvidiactl")
     assert num_gpus({}, two) == 2
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "1"}, two) == 1

@@ -1,4 +1,4 @@
-"""A configuration for a GPU: what is left to the device, what only it computes, and what it cannot."""
+"""Configuration for a GPU: sizes left to the device, GPU-only features, and rejected flags."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.deploy.config.model_folder import write_model
 from tests.deploy.resolve.test_resolve import complaint, resolved
 
 
-def test_a_gpu_finds_out_its_kv_memory_itself(tmp_path: Path) -> None:
-    """What else is on the device is not known here, nor what a step takes: nothing is said, and nothing shrinks."""
+def test_gpu_kv_memory_is_left_to_the_device(tmp_path: Path) -> None:
+    """Other memory use of the device and of a step is unknown: nothing is noted or shrunk."""
     folder = write_model(tmp_path)
     options: dict[str, Any] = {"executor": "torch", "device": "cuda", "load_format": "dummy"}
     config = resolved(folder, **options, gpu_memory_utilization=0.5).config
@@ -30,7 +30,7 @@ def test_an_fp8_cache_is_half_as_large_on_any_device(tmp_path: Path) -> None:
         assert config.model.kv.bytes_per_token == 2 * 2 * 2 * 16
 
 
-def test_experts_of_odd_widths_are_not_for_gpus(tmp_path: Path) -> None:
+def test_experts_of_odd_widths_are_rejected_on_gpus(tmp_path: Path) -> None:
     changes = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
     options: dict[str, Any] = {"executor": "torch", "load_format": "dummy", "dtype": "bfloat16"}
     odd = write_model(tmp_path / "odd", **changes, intermediate_size=100)
@@ -41,7 +41,7 @@ def test_experts_of_odd_widths_are_not_for_gpus(tmp_path: Path) -> None:
     resolved(write_model(tmp_path / "even", **changes, intermediate_size=104), **options, device="cuda")
 
 
-def test_whose_attention_is_asked_of_gpus_only(tmp_path: Path) -> None:
+def test_attention_backend_is_for_gpus_only(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     options: dict[str, Any] = {"executor": "torch", "load_format": "dummy"}
     config = resolved(

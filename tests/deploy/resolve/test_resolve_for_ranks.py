@@ -1,4 +1,4 @@
-"""What dividing a model over ranks is resolved to, and what is refused, with the way out."""
+"""Parallel layouts over ranks: resolved sizes, and rejections with a fix."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_rank_has_its_heads_and_its_part_of_the_memory(tmp_path: Path) -> None
     assert [each.executor.tensor_parallel_size for each in (one, two, four)] == [1, 2, 4]
 
 
-def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy"]
     assert main([*words, "--tensor-parallel-size", "4"]) == 0
     printed = capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixt
         ),
     ],
 )
-def test_plan_says_what_attention_takes_in_all_processes(
+def test_plan_shows_attention_memory_of_all_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], line: str
 ) -> None:
     words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy", *flags]
@@ -79,23 +79,23 @@ def test_plan_says_what_attention_takes_in_all_processes(
     assert f"attention scratch {line}\n" in capsys.readouterr().out
 
 
-def test_ranks_that_keep_kv_together_have_more_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four ranks of two KV heads: each pair keeps those of one, in the memory of both."""
+def test_context_parallel_ranks_have_more_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks of two KV heads: each pair keeps the cache of one head, in the memory of both."""
     write_model(tmp_path)
-    apart, together = (
+    separate, together = (
         config_of(tmp_path, 4, kv_cache_memory="1MiB", swap_space=1 / 1024, decode_context_parallel_size=n)
         for n in (1, 2)
     )
-    assert apart.model.kv == together.model.kv
-    assert together.cache.memory_bytes == 2 * apart.cache.memory_bytes == 1 << 19
-    assert together.cache.swap_bytes == 2 * apart.cache.swap_bytes
-    assert (apart.executor.num_kv_memories, together.executor.num_kv_memories) == (4, 2)
+    assert separate.model.kv == together.model.kv
+    assert together.cache.memory_bytes == 2 * separate.cache.memory_bytes == 1 << 19
+    assert together.cache.swap_bytes == 2 * separate.cache.swap_bytes
+    assert (separate.executor.num_kv_memories, together.executor.num_kv_memories) == (4, 2)
     monkeypatch.setattr(build, "available_ram_bytes", lambda: 400 << 20)
     of_each, of_two = (
         config_of(tmp_path, 4, max_num_seqs=2048, decode_context_parallel_size=n).cache.memory_bytes
         for n in (1, 2)
     )
-    assert 1.5 * of_each < of_two < 2 * of_each  # what they share besides is more, too
+    assert 1.5 * of_each < of_two < 2 * of_each  # other shared memory grows too
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_ranks_that_keep_kv_together_have_more_of_it(tmp_path: Path, monkeypatch
         (4, 0, "--decode-context-parallel-size is 0; it must be at least 1"),
     ],
 )
-def test_ranks_that_cannot_keep_kv_together_are_refused(
+def test_invalid_context_parallel_layouts_are_rejected(
     tmp_path: Path, size: int, context: int, words: str
 ) -> None:
     write_model(tmp_path)
@@ -116,7 +116,7 @@ def test_ranks_that_cannot_keep_kv_together_are_refused(
         config_of(tmp_path, size, decode_context_parallel_size=context)
 
 
-def test_plan_says_who_keeps_kv_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_context_parallel_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy"]
     flags = ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]
     assert main([*words, *flags]) == 0
@@ -125,8 +125,8 @@ def test_plan_says_who_keeps_kv_together(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["kv_ranks"] == 2
 
 
-def test_what_ranks_share_is_counted(tmp_path: Path) -> None:
-    """Sums are of all ranks' tokens: what is left for KV is less by them, and an engine that is added needs them as well."""
+def test_memory_shared_by_ranks_is_counted(tmp_path: Path) -> None:
+    """Shared memory for all ranks' tokens reduces KV memory; each added engine needs it as well."""
     write_model(tmp_path)
     few, many = (config_of(tmp_path, 2, max_num_batched_tokens=tokens) for tokens in (256, 512))
     hidden = json.loads((tmp_path / "config.json").read_text())["hidden_size"]
@@ -134,7 +134,7 @@ def test_what_ranks_share_is_counted(tmp_path: Path) -> None:
     assert config_of(tmp_path, 1).executor.shared_bytes == 0
 
 
-def test_logits_that_ranks_share_are_counted_in_their_own_format(tmp_path: Path) -> None:
+def test_shared_logits_are_counted_in_their_dtype(tmp_path: Path) -> None:
     write_model(tmp_path, vocab_size=50_000)
     flags: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": 8}
     sums, rounded = (config_of(tmp_path, 2, logits_dtype=dtype, **flags) for dtype in ("float32", "model"))
@@ -158,7 +158,7 @@ def test_engines_of_several_ranks_share_processors_and_memory(
     assert any("2 ranks of 2 engines share 3 cores" in note for note in resolution.notes)
 
 
-def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
+def test_too_large_weights_are_reported_per_rank() -> None:
     with pytest.raises(
         ConfigError, match=r"2\.0 GiB, but 1\.0 GiB of memory is available for each of 4 ranks: "
     ):
@@ -201,7 +201,7 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
+def test_indivisible_models_are_rejected(
     tmp_path: Path, size: int, changes: dict[str, Any], words: str
 ) -> None:
     write_model(tmp_path, **changes)
@@ -221,7 +221,7 @@ def test_what_cannot_be_divided_is_refused(
         ),
     ],
 )
-def test_whole_experts_that_cannot_be_divided_are_refused(
+def test_indivisible_expert_counts_are_rejected(
     tmp_path: Path, size: int, changes: dict[str, Any], words: str
 ) -> None:
     write_model(tmp_path, **changes)
@@ -241,7 +241,7 @@ def test_whole_experts_that_cannot_be_divided_are_refused(
     ],
     ids=["4 heads", "8 heads", "3 heads", "states", "3 experts", "stored codes"],
 )
-def test_leaves_follow_from_the_model(tmp_path: Path, changes: dict[str, Any], leaves: int) -> None:
+def test_summation_leaves_follow_from_the_model(tmp_path: Path, changes: dict[str, Any], leaves: int) -> None:
     write_model(tmp_path, **changes)
     assert config_of(tmp_path, 1).executor.sum_leaves == 1
     assert config_of(tmp_path, 1, layout_invariant=True).executor.sum_leaves == leaves
@@ -256,7 +256,7 @@ def test_leaves_follow_from_the_model(tmp_path: Path, changes: dict[str, Any], l
         (1, {"executor": "mock"}, {}, "is supported on CPUs only, and not by the mock"),
     ],
 )  # fmt: skip
-def test_layouts_whose_bits_would_differ_are_refused(
+def test_layouts_with_different_bits_are_rejected(
     tmp_path: Path, size: int, flags: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
     write_model(tmp_path, **changes)
@@ -264,17 +264,17 @@ def test_layouts_whose_bits_would_differ_are_refused(
         config_of(tmp_path, size, layout_invariant=True, **flags)
 
 
-def test_plan_says_which_experts_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_experts_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=6, num_experts_per_tok=2)
     words = ["plan", str(tmp_path), "--device", "cpu", "--load-format", "dummy", "--enable-expert-parallel"]
     assert main([*words, "--tensor-parallel-size", "2"]) == 0
     assert "1 of 2 KV heads; 3 of 6 experts; " in capsys.readouterr().out
 
 
-def test_stages_have_layers_of_the_model_and_what_is_handed_on_is_counted(
+def test_stages_divide_layers_and_count_hidden_state_buffers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The step's depth follows: one more than there are stages."""
+    """The number of steps in flight is one more than the number of stages."""
     write_model(tmp_path, num_hidden_layers=5)
     words = [
         "plan",
@@ -313,14 +313,14 @@ def test_stages_have_layers_of_the_model_and_what_is_handed_on_is_counted(
     ) == (3, 6)
 
 
-def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+def test_more_stages_than_layers_are_rejected(tmp_path: Path) -> None:
     write_model(tmp_path, num_hidden_layers=2)
     words = "has 2 layers, and each stage needs one; valid sizes: 1 to 2"
     with pytest.raises(ConfigError, match=f"--pipeline-parallel-size 3: .*{words}"):
         config_of(tmp_path, 1, pipeline_parallel_size=3)
 
 
-def test_rotations_that_ranks_on_other_hosts_are_not_told_are_refused(tmp_path: Path) -> None:
+def test_length_dependent_rope_is_rejected_over_several_hosts(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_bytes(b"k" * 32)
     write_model(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
@@ -339,12 +339,14 @@ def test_rotations_that_ranks_on_other_hosts_are_not_told_are_refused(tmp_path: 
         ({"device": "cuda", "decode_context_parallel_size": 2}, "supported on CPUs only"),
     ],
 )
-def test_what_ranks_do_not_do_is_refused(tmp_path: Path, flags: dict[str, Any], words: str) -> None:
+def test_unsupported_features_of_ranks_are_rejected(
+    tmp_path: Path, flags: dict[str, Any], words: str
+) -> None:
     options = {"model": str(write_model(tmp_path)), "device": "cpu", "load_format": "dummy"} | flags
     with pytest.raises(ConfigError, match=words):
         resolve(Options(**options, tensor_parallel_size=2), RUN_DIR)
 
 
-def test_there_is_no_rank_less_than_one(tmp_path: Path) -> None:
+def test_rank_count_is_at_least_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--tensor-parallel-size is 0; it must be at least 1"):
         config_of(write_model(tmp_path), 0)

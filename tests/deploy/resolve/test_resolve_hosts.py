@@ -1,4 +1,4 @@
-"""A model on several hosts: what is asked for is either possible or refused, with the way out."""
+"""A model on several hosts: valid layouts, and rejections with a fix."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from quintet.wire.errors import ConfigError
 def options_of(folder: Path, **changed: object) -> Options:
     key = folder / "key"
     key.write_bytes(b"k" * 32)
-    asked: dict[str, object] = {
+    requested: dict[str, object] = {
         "device": "cpu", "load_format": "dummy", "nnodes": 2, "pipeline_parallel_size": 2, "group_key": str(key),
     }  # fmt: skip
-    return Options(**(asked | changed))  # type: ignore[arg-type]
+    return Options(**(requested | changed))  # type: ignore[arg-type]
 
 
 def test_hosts_have_as_many_stages_each(tmp_path: Path) -> None:
@@ -35,8 +35,8 @@ def test_hosts_have_as_many_stages_each(tmp_path: Path) -> None:
 
 
 def test_ranks_of_the_only_stage_are_divided_over_hosts(tmp_path: Path) -> None:
-    asked = options_of(tmp_path, nnodes=2, pipeline_parallel_size=1, tensor_parallel_size=4)
-    resolution = resolve(asked, tmp_path)
+    requested = options_of(tmp_path, nnodes=2, pipeline_parallel_size=1, tensor_parallel_size=4)
+    resolution = resolve(requested, tmp_path)
     assert any("executor ×1 of 4 ranks on 2 hosts" in line for line in plan_lines(make_plan(resolution)))
     executor = resolution.config.executor
     assert [list(ranks_of(executor, host)) for host in (0, 1)] == [[0, 1], [2, 3]]
@@ -45,25 +45,23 @@ def test_ranks_of_the_only_stage_are_divided_over_hosts(tmp_path: Path) -> None:
     ] == [(0, 1)]
 
 
-def test_memory_that_is_not_named_is_that_of_all_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_kv_memory_is_the_same_on_all_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "available_ram_bytes", lambda: 1 << 30)
-    asked = {
+    requested = {
         "max_model_len": 256,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 64,
         "kv_cache_memory_share": 0.015,
     }
-    alone = resolve(options_of(tmp_path, nnodes=1, group_key=None, **asked), tmp_path).config.cache
-    together = resolve(options_of(tmp_path, **asked), tmp_path).config.cache
+    alone = resolve(options_of(tmp_path, nnodes=1, group_key=None, **requested), tmp_path).config.cache
+    together = resolve(options_of(tmp_path, **requested), tmp_path).config.cache
     assert 2 * alone.memory_bytes < together.memory_bytes < 2.5 * alone.memory_bytes, (
-        "each has half of the weights"
+        "each host has half of the weights"
     )
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("requested", "words"),
     [
         ({"group_key": None}, "set --group-key FILE"),
         ({"group_key": "/nowhere/key"}, "--group-key /nowhere/key: No such file"),
@@ -101,12 +99,12 @@ def test_memory_that_is_not_named_is_that_of_all_hosts(
         ({"executor": "mock"}, "the mock executor does not support ranks"),
     ],
 )
-def test_what_cannot_be_is_refused(asked: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_invalid_flags_are_rejected(requested: dict[str, object], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
-        resolve(options_of(tmp_path, **asked), tmp_path)
+        resolve(options_of(tmp_path, **requested), tmp_path)
 
 
-def test_addresses_are_written_as_they_are_dialled(tmp_path: Path) -> None:
+def test_addresses_are_normalized(tmp_path: Path) -> None:
     for given, address in (
         ("::1", "[::1]:29501"),
         ("[::1]", "[::1]:29501"),
@@ -116,7 +114,7 @@ def test_addresses_are_written_as_they_are_dialled(tmp_path: Path) -> None:
         assert hosts is not None and hosts.address == address
 
 
-def test_which_host_has_what() -> None:
+def test_ranks_of_each_host() -> None:
     hosts = HostsConfig(count=2, address="", key_file="")
     executor = ExecutorConfig(tensor_parallel_size=2, pipeline_parallel_size=4, hosts=hosts)
     assert [*ranks_of(executor, 0), *ranks_of(executor, 1)] == list(range(8))
@@ -127,7 +125,7 @@ def test_which_host_has_what() -> None:
     ]
 
 
-def test_no_engine_is_added_beside_one_on_several_hosts(tmp_path: Path) -> None:
+def test_no_engine_is_added_to_one_on_several_hosts(tmp_path: Path) -> None:
     config = resolve(options_of(tmp_path), tmp_path).config
     with pytest.raises(CommandError, match="start another group of hosts"):
         check_memory(config, 1, 1 << 50)

@@ -1,4 +1,4 @@
-"""KV on disk, and KV events: what is asked for is either possible or refused, with the way out."""
+"""KV on disk and KV events: valid flags, and rejections with a fix."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MAMBA = {
 
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
-    asked: dict[str, object] = {"device": "cpu", "load_format": "dummy", "kv_disk": str(folder / "kv")}
-    return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
+    requested: dict[str, object] = {"device": "cpu", "load_format": "dummy", "kv_disk": str(folder / "kv")}
+    return resolve(Options(**(requested | options)), folder, http=False).config  # type: ignore[arg-type]
 
 
-def test_nothing_is_kept_unless_asked_for(tmp_path: Path) -> None:
+def test_no_disk_tier_by_default(tmp_path: Path) -> None:
     assert config_of(tmp_path, kv_disk=None).cache.disk is None
 
 
@@ -46,7 +46,7 @@ def test_sizes_are_of_each_engine(tmp_path: Path) -> None:
     assert config.cache.disk == KvDiskConfig(
         folder=str(tmp_path / "kv"), size_bytes=1 << 30, staging_bytes=staging_bytes
     )
-    assert not (tmp_path / "kv").exists(), "a plan makes nothing"
+    assert not (tmp_path / "kv").exists(), "a plan creates no folder"
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -80,7 +80,7 @@ def test_blocks_on_several_hosts_are_refused(tmp_path: Path) -> None:
         ({"kv_disk_size": "much"}, "--kv-disk-size is 'much'; write a size"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
+def test_invalid_flags_are_rejected(tmp_path: Path, options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_of(tmp_path, **options)
     assert words in str(refused.value)
@@ -96,7 +96,7 @@ sys.stdin.read()
 EVENTS = '{"enable_kv_cache_events": true, "topic": "kv@"%s}'
 
 
-def test_a_folder_that_may_not_be_entered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inaccessible_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exists = Path.exists
 
     def is_closed(path: Path) -> bool:
@@ -109,7 +109,7 @@ def test_a_folder_that_may_not_be_entered_is_refused(tmp_path: Path, monkeypatch
         config_of(tmp_path)
 
 
-def test_a_folder_that_is_closed_meanwhile_ends_a_plan_in_words(
+def test_folder_that_becomes_inaccessible_is_a_config_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_closed(path: Path) -> object:
@@ -120,7 +120,7 @@ def test_a_folder_that_is_closed_meanwhile_ends_a_plan_in_words(
         free_bytes(tmp_path / "kv")
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kv").mkdir()
     monkeypatch.setattr(own_files, "ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
@@ -128,20 +128,20 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
         config_of(tmp_path)
 
 
-def test_models_that_keep_only_states_tell_no_events(tmp_path: Path) -> None:
+def test_models_with_states_only_have_no_events(tmp_path: Path) -> None:
     model = write_model(tmp_path, **MAMBA)
     with pytest.raises(ConfigError, match="this model has only recurrent states"):
         config_of(tmp_path, model=str(model), kv_disk=None, kv_events_config=EVENTS % "")
 
 
-def test_engines_that_have_no_port_left_are_refused(tmp_path: Path) -> None:
-    asked = EVENTS % ', "endpoint": "tcp://*:65534"'
-    assert config_of(tmp_path, kv_disk=None, kv_events_config=asked, data_parallel_size=2).cache.events
+def test_too_few_event_ports_are_rejected(tmp_path: Path) -> None:
+    requested = EVENTS % ', "endpoint": "tcp://*:65534"'
+    assert config_of(tmp_path, kv_disk=None, kv_events_config=requested, data_parallel_size=2).cache.events
     with pytest.raises(ConfigError, match="the 3 engines use consecutive ports"):
-        config_of(tmp_path, kv_disk=None, kv_events_config=asked, data_parallel_size=3)
+        config_of(tmp_path, kv_disk=None, kv_events_config=requested, data_parallel_size=3)
 
 
-def test_events_are_told_if_asked_for(tmp_path: Path) -> None:
+def test_events_are_configured_by_flag(tmp_path: Path) -> None:
     assert config_of(tmp_path, kv_events_config=EVENTS % "").cache.events == KvEventsConfig(topic="kv@")
     for off in ("{}", '{"enable_kv_cache_events": false}', EVENTS % ', "publisher": "null"'):
         assert config_of(tmp_path, kv_events_config=off).cache.events is None
@@ -159,13 +159,13 @@ def test_events_are_told_if_asked_for(tmp_path: Path) -> None:
         (EVENTS % ', "buffer_steps": 0', "buffer_steps is 0; it must be from 1"),
     ],
 )
-def test_events_that_cannot_be_are_refused(tmp_path: Path, config: str, words: str) -> None:
+def test_invalid_event_settings_are_rejected(tmp_path: Path, config: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_of(tmp_path, kv_events_config=config)
     assert words in str(refused.value)
 
 
-def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
+def test_folder_is_locked_by_one_server(tmp_path: Path) -> None:
     config, lock = config_of(tmp_path), tmp_path / "kv" / "server.lock"
     with lock_stores(config):
         assert lock.exists()

@@ -1,4 +1,4 @@
-"""Which servers share requests: what is asked for is either possible or refused, with the way out."""
+"""KV transfer between servers: valid flags, and rejections with a fix."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quintet.wire.errors import ConfigError
 
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
-    asked: dict[str, object] = {"device": "cpu", "load_format": "dummy", "role": "both"}
-    return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
+    requested: dict[str, object] = {"device": "cpu", "load_format": "dummy", "role": "both"}
+    return resolve(Options(**(requested | options)), folder, http=False).config  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def key_in(folder: Path) -> str:
     return str(path)
 
 
-def test_what_a_role_does_and_needs(tmp_path: Path, own_key: Path) -> None:
+def test_role_settings(tmp_path: Path, own_key: Path) -> None:
     assert config_of(tmp_path, role="none").cache.peers is None
     both = config_of(tmp_path)
     request_bytes = both.model.kv.bytes_per_block * both.model.max_model_len // both.model.kv.block_size
@@ -89,13 +89,13 @@ def test_what_a_role_does_and_needs(tmp_path: Path, own_key: Path) -> None:
         ({"kv_peer_key": "/dev/null"}, "at least 32 random bytes"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
+def test_invalid_flags_are_rejected(tmp_path: Path, options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_of(tmp_path, **options)
     assert words in str(refused.value)
 
 
-def test_servers_of_a_user_have_a_key_of_their_own(tmp_path: Path, own_key: Path) -> None:
+def test_servers_of_a_user_share_a_key(tmp_path: Path, own_key: Path) -> None:
     def key_file() -> str:
         peers = config_of(tmp_path).cache.peers
         assert peers is not None
@@ -104,7 +104,7 @@ def test_servers_of_a_user_have_a_key_of_their_own(tmp_path: Path, own_key: Path
     assert key_file() == str(own_key)
     content = own_key.read_bytes()
     assert len(content) == 32 and own_key.stat().st_mode & 0o777 == 0o600
-    assert key_file() == str(own_key) and own_key.read_bytes() == content, "the next server has the same"
+    assert key_file() == str(own_key) and own_key.read_bytes() == content, "the next server uses the same key"
     assert [path.name for path in own_key.parent.iterdir()] == ["kv-peer.key"]
 
     own_key.chmod(0o644)
@@ -119,7 +119,7 @@ def test_servers_of_a_user_have_a_key_of_their_own(tmp_path: Path, own_key: Path
         key_file()
 
 
-def test_a_port_of_somebody_elses_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_port_in_use_is_rejected_before_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(PortInUse, match="another with --kv-peer-listen"):

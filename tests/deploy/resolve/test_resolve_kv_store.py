@@ -1,4 +1,4 @@
-"""A store of KV that servers share: what is asked for is either possible or refused, with the way out."""
+"""Shared KV store: valid flags, and rejections with a fix."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from quintet.wire.errors import ConfigError
 
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
-    asked: dict[str, object] = {
+    requested: dict[str, object] = {
         "device": "cpu",
         "load_format": "dummy",
         "kv_store": f"file://{folder}/kv",
     }
-    return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
+    return resolve(Options(**(requested | options)), folder, http=False).config  # type: ignore[arg-type]
 
 
-def test_a_folder_is_bounded_and_not_made(tmp_path: Path) -> None:
+def test_folder_is_bounded_and_not_created(tmp_path: Path) -> None:
     config = config_of(tmp_path, kv_store_size="1GiB")
     kv = config.model.kv
     staging_bytes = kv.bytes_per_block * config.model.max_model_len // kv.block_size
@@ -34,11 +34,11 @@ def test_a_folder_is_bounded_and_not_made(tmp_path: Path) -> None:
         waiting_bytes=256 << 20,
         staging_bytes=staging_bytes,
     )
-    assert not (tmp_path / "kv").exists(), "a plan makes nothing"
+    assert not (tmp_path / "kv").exists(), "a plan creates no folder"
     assert config_of(tmp_path, kv_store=None).cache.store is None
 
 
-def test_what_fsspec_reaches_is_bounded_by_its_owner(tmp_path: Path) -> None:
+def test_fsspec_store_has_no_size_limit(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     store = config_of(tmp_path, kv_store="memory://bucket/prefix").cache.store
     assert store is not None and store.size_bytes == 0
@@ -55,35 +55,35 @@ def test_what_fsspec_reaches_is_bounded_by_its_owner(tmp_path: Path) -> None:
         ({"kv_store": "file:///dev/null"}, "/dev/null must be a writable folder"),
         ({"kv_store_size": "1MiB"}, "one request of 2048 tokens needs 4.0 MiB"),
         ({"kv_store": "memory://kv", "kv_store_size": "1GiB"}, "lifecycle rules of the storage"),
-        ({"kv_store": "nobody://kv"}, "Available without a package for nobody: file, lm, nixl+s3"),
+        ({"kv_store": "absent://kv"}, "Available without a package for absent: file, lm, nixl+s3"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
+def test_invalid_flags_are_rejected(tmp_path: Path, options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_of(tmp_path, **options)
     assert words in str(refused.value)
 
 
-def test_a_url_with_somebodys_secret_is_refused_without_telling_it(tmp_path: Path) -> None:
+def test_url_with_a_secret_is_rejected_without_printing_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set them in the environment") as refused:
         config_of(tmp_path, kv_store="s3://me:hunter2@bucket/prefix")
     assert "hunter2" not in str(refused.value)
 
 
-def test_without_fsspec_the_way_to_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fsspec_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quintet.deploy.config.kv.store.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'quintet\[store\]'"):
         config_of(tmp_path, kv_store="s3://bucket/prefix")
 
 
-def test_without_the_storages_package_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_storage_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match="s3fs"):
         config_of(tmp_path, kv_store="s3://bucket/prefix")
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kv").mkdir()
     monkeypatch.setattr(own_files, "ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)

@@ -1,4 +1,4 @@
-"""What serving a model that attends over latents is resolved to: a latent is stored once."""
+"""Models with latent attention (MLA): a latent is stored once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quintet.wire.errors import ConfigError
 LATENTS = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
-def test_a_latent_has_no_four_bits(tmp_path: Path) -> None:
+def test_int4_latents_are_rejected(tmp_path: Path) -> None:
     facts = read_facts(write_model(tmp_path, **LATENTS))
     with pytest.raises(
         ConfigError, match=r"--kv-cache-dtype int4 is not supported for latent attention.*set int8"
@@ -32,7 +32,7 @@ def test_a_latent_has_no_four_bits(tmp_path: Path) -> None:
         ("cuda", "fp8", 576),
     ],
 )
-def test_a_latent_is_stored_once(tmp_path: Path, device: str, cached_as: str, token_bytes: int) -> None:
+def test_latent_is_stored_once(tmp_path: Path, device: str, cached_as: str, token_bytes: int) -> None:
     facts = read_facts(write_model(tmp_path, **LATENTS))
     kv = kv_spec(Options(model=str(tmp_path), kv_cache_dtype=cached_as), device, facts, 2)
     assert kv.bytes_per_token == 2 * token_bytes  # two layers

@@ -1,4 +1,4 @@
-"""The router's door: whom it lets through to its servers, and whose accounts it keeps."""
+"""Router access: API keys, limits, and request headers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gzip
 from typing import Any
 
 import pytest
-from tests.deploy.router.test_router import C, Upstream, event, head, run, says, whole, world
+from tests.deploy.router.test_router import C, Upstream, event, head, respond, run, whole, world
 
 from quintet.deploy.cli.route import add_parser, cors_config
 from quintet.deploy.router.limits import Limits
@@ -18,38 +18,38 @@ from quintet.deploy.router.servers import Servers
 from quintet.wire.errors import RequestError
 
 
-def test_nothing_of_the_servers_is_told_without_a_key() -> None:
-    """What a server tells everybody, it tells for the router's key here."""
+def test_server_paths_need_a_key() -> None:
+    """Paths that a server opens to all clients need the router's key."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with world(whole, keys=("k",), servers_key="inner") as w:
             for path in ("/health", "/ping", "/v2/health/ready", "/openapi.json", "/docs", "/docs/x.js"):
-                assert (await w.ask(path, None, "GET")).status == 401, path
-            assert (await w.ask("/docs/../v1/completions", {})).status == 401
+                assert (await w.request(path, None, "GET")).status == 401, path
+            assert (await w.request("/docs/../v1/completions", {})).status == 401
             for path in ("/docs/../v1/completions", "/./v1/completions", "/v1/completions/.."):
-                assert (await w.ask(path, {}, x_api_key="k")).status == 400, path
-            assert not w.ups[0].asked
+                assert (await w.request(path, {}, x_api_key="k")).status == 400, path
+            assert not w.ups[0].received
             for path in ("/livez", "/readyz"):
-                assert (await w.ask(path, None, "GET")).status == 200
+                assert (await w.request(path, None, "GET")).status == 200
 
-    run(story())
+    run(scenario())
 
 
-def test_servers_get_their_own_key_in_the_place_of_a_clients() -> None:
-    async def story() -> None:
+def test_servers_receive_their_own_key() -> None:
+    async def scenario() -> None:
         async with world(whole, keys=("k",), servers_key="inner") as w:
-            await w.ask(C, {}, authorization="Bearer k", x_api_key="other")
-            assert w.ups[0].asked[0]["headers"]["authorization"] == "Bearer inner"
-            assert "x-api-key" not in w.ups[0].asked[0]["headers"]
+            await w.request(C, {}, authorization="Bearer k", x_api_key="other")
+            assert w.ups[0].received[0]["headers"]["authorization"] == "Bearer inner"
+            assert "x-api-key" not in w.ups[0].received[0]["headers"]
         async with world(whole, keys=("k",)) as w:
-            await w.ask(C, {}, authorization="Bearer k")
-            assert w.ups[0].asked[0]["headers"]["authorization"] == "Bearer k"
+            await w.request(C, {}, authorization="Bearer k")
+            assert w.ups[0].received[0]["headers"]["authorization"] == "Bearer k"
 
-    run(story())
+    run(scenario())
 
 
-def test_a_key_is_one_account_however_it_is_sent() -> None:
-    async def story() -> None:
+def test_key_has_one_account_in_every_spelling() -> None:
+    async def scenario() -> None:
         async with world(whole, limits=(0, 3), keys=("k",)) as w:
             spellings = (
                 {"authorization": "Bearer k"},
@@ -57,13 +57,13 @@ def test_a_key_is_one_account_however_it_is_sent() -> None:
                 {"authorization": "Basic 1", "x_api_key": "k"},
                 {"authorization": "Basic 2", "x_api_key": "k"},
             )
-            statuses = [(await w.ask(C, {}, **headers)).status for headers in spellings]
+            statuses = [(await w.request(C, {}, **headers)).status for headers in spellings]
             assert statuses == [200, 200, 200, 429]
 
-    run(story())
+    run(scenario())
 
 
-def test_accounts_do_not_grow_while_the_oldest_is_open() -> None:
+def test_number_of_accounts_is_bounded() -> None:
     limits = Limits(2, 5, lambda: 0.0, max_idle=10)
     held = limits.enter(b"first")
     for number in range(100):
@@ -80,11 +80,11 @@ def test_accounts_do_not_grow_while_the_oldest_is_open() -> None:
     assert len(unlimited) == 0
 
 
-def test_a_client_that_leaves_is_no_longer_counted() -> None:
-    async def story() -> None:
+def test_disconnected_client_is_not_counted() -> None:
+    async def scenario() -> None:
         async with world(whole, limits=(1, 0), keys=("k",)) as w:
 
-            async def endless(_: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            async def endless(_: Upstream, received: dict[str, Any], writer: asyncio.StreamWriter) -> None:
                 with contextlib.suppress(ConnectionError):
                     writer.write(head(200) + event(0))
                     while True:
@@ -93,26 +93,28 @@ def test_a_client_that_leaves_is_no_longer_counted() -> None:
                         await asyncio.sleep(0.01)
 
             w.ups[0].answer = endless
-            await w.ask(C, {"prompt": "x", "stream": True}, leaves=True, x_api_key="k")
+            await w.request(C, {"prompt": "x", "stream": True}, disconnects=True, x_api_key="k")
             w.ups[0].answer = whole
-            assert (await w.ask(C, {}, x_api_key="k")).status == 200
+            assert (await w.request(C, {}, x_api_key="k")).status == 200
 
-    run(story())
+    run(scenario())
 
 
-def test_who_ends_takes_nothing_new_on_connections_that_are_open() -> None:
-    async def story() -> None:
+def test_draining_router_rejects_new_requests_on_open_connections() -> None:
+    async def scenario() -> None:
         async with world(whole) as w:
             w.app.is_draining = True
-            told = await w.ask(C, {})
-            assert (told.status, told.headers["connection"]) == (503, "close") and not w.ups[0].asked
-            assert (await w.ask("/livez", None, "GET")).status == 200
+            response = await w.request(C, {})
+            assert (response.status, response.headers["connection"]) == (503, "close") and not w.ups[
+                0
+            ].received
+            assert (await w.request("/livez", None, "GET")).status == 200
 
-    run(story())
+    run(scenario())
 
 
-def test_routers_agree_on_the_server_of_a_session() -> None:
-    """Whatever the order in which they came to know the servers."""
+def test_routers_agree_on_session_affinity() -> None:
+    """In any order in which the routers learned of the servers."""
     urls = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]
     chosen = []
     for listed in (urls, urls[::-1]):
@@ -125,58 +127,62 @@ def test_routers_agree_on_the_server_of_a_session() -> None:
     assert chosen[0] == chosen[1] and len(set(chosen[0])) == 4
 
 
-def test_bodies_of_open_requests_have_one_budget() -> None:
-    """They are kept to be sent again; whoever would exceed it may try later, and nobody who is alone is refused."""
+def test_open_request_bodies_share_one_budget() -> None:
+    """Bodies are kept for retries. A request that exceeds the budget is answered with 503; a lone request never is."""
 
-    async def story() -> None:
-        may_answer, came = asyncio.Event(), asyncio.Event()
+    async def scenario() -> None:
+        may_answer, arrived = asyncio.Event(), asyncio.Event()
 
-        async def waits(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-            came.set()
+        async def waits(up: Upstream, received: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            arrived.set()
             await may_answer.wait()
-            await whole(up, asked, writer)
+            await whole(up, received, writer)
 
         async with world(waits) as w:
             w.app._policy.bodies.max_open_bytes = 3000
-            first = asyncio.create_task(w.ask(C, {"prompt": "x" * 2000}))
-            await came.wait()
-            told = await w.ask(C, {"prompt": "y" * 2000})
-            assert told.status == 503 and b"limit of 3000" in told.body and told.headers["retry-after"] == "1"
-            assert b"held_body_bytes 2014.0" in (await w.ask("/metrics", None, "GET")).body
+            first = asyncio.create_task(w.request(C, {"prompt": "x" * 2000}))
+            await arrived.wait()
+            response = await w.request(C, {"prompt": "y" * 2000})
+            assert (
+                response.status == 503
+                and b"limit of 3000" in response.body
+                and response.headers["retry-after"] == "1"
+            )
+            assert b"held_body_bytes 2014.0" in (await w.request("/metrics", None, "GET")).body
             may_answer.set()
             assert (await first).status == 200
-            assert (await w.ask(C, {"prompt": "z" * 4000})).status == 200
+            assert (await w.request(C, {"prompt": "z" * 4000})).status == 200
             assert w.app._policy.bodies.num_retained_bytes == 0
 
-    run(story())
+    run(scenario())
 
 
-def test_what_clients_send_in_odd_ways_reaches_servers_plainly() -> None:
-    """Servers may read neither compressed bodies nor paths with empty segments."""
+def test_requests_are_normalized_for_servers() -> None:
+    """Servers need read neither compressed bodies nor paths with empty segments."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         packed = gzip.compress(b'\xef\xbb\xbf{"prompt": "x"}')
         async with world(whole) as w:
-            assert (await w.ask("//v1/completions/", packed, content_encoding="gzip")).status == 200
-            [asked] = w.ups[0].asked
-            assert (asked["path"], asked["body"]) == (C, b'{"prompt": "x"}')
-            assert "content-encoding" not in asked["headers"]
-            assert (await w.ask("/livez/", None, "GET")).body == b"ok"
+            assert (await w.request("//v1/completions/", packed, content_encoding="gzip")).status == 200
+            [received] = w.ups[0].received
+            assert (received["path"], received["body"]) == (C, b'{"prompt": "x"}')
+            assert "content-encoding" not in received["headers"]
+            assert (await w.request("/livez/", None, "GET")).body == b"ok"
 
-    run(story())
+    run(scenario())
 
 
-def test_the_router_says_which_pages_may_read_its_answers() -> None:
-    async def story() -> None:
+def test_configured_cors_origins() -> None:
+    async def scenario() -> None:
         of_server = head(200, b"access-control-allow-origin: https://a", kind=b"application/json")
-        async with world(says(of_server, b"{}")) as w:
-            told = await w.ask(C, {}, origin="https://b")
-            assert told.status == 200 and "access-control-allow-origin" not in told.headers
+        async with world(respond(of_server, b"{}")) as w:
+            response = await w.request(C, {}, origin="https://b")
+            assert response.status == 200 and "access-control-allow-origin" not in response.headers
 
-    run(story())
+    run(scenario())
 
 
-def test_pages_of_all_origins_may_ask_a_router_unless_configured_otherwise() -> None:
+def test_all_cors_origins_are_allowed_by_default() -> None:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     words = ["route", "--engine", "http://a:1"]

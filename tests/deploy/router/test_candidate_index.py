@@ -1,4 +1,4 @@
-"""The choice among many servers: the same as if all were compared, at a cost and in a memory that do not grow with them."""
+"""Candidate index: the same choice as a comparison of all servers, at bounded cost and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quintet.wire.config import Routing
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """Clock that the test advances."""
 
     now_s = 0.0
 
@@ -28,7 +28,7 @@ class Clock:
 
 
 def servers(count: int, policy: Routing = "prefix", clock: Clock | None = None) -> Servers:
-    """Return so many that are well."""
+    """Return ``count`` healthy servers."""
     router = Servers(policy, random.Random(0), clock=clock or Clock())
     router.set_urls([f"http://10.0.0.{index}:80" for index in range(count)], 1.0)
     for server in router:
@@ -36,60 +36,58 @@ def servers(count: int, policy: Routing = "prefix", clock: Clock | None = None) 
     return router
 
 
-def cost(server: Server, asked: RequestSummary) -> int:
-    """Return what `choose` minimizes, with nothing left out."""
-    num_known, _ = server.prefixes.find(asked.names)
+def cost(server: Server, request: RequestSummary) -> int:
+    """Return the cost that `choose` minimizes, over all servers."""
+    num_known, _ = server.prefixes.find(request.names)
     load = server.num_queued + RUNNING_TOKENS * (server.num_open + server.num_others)
     return load - PIECE_TOKENS * num_known
 
 
 def chained(pieces: list[int]) -> list[int]:
-    """Return names of which each tells all pieces up to its own."""
+    """Return names that each hash all pieces up to their own."""
     return list(accumulate(pieces, lambda name, piece: crc32(bytes(str(piece), "ascii"), name), initial=0))[
         1:
     ]
 
 
-def test_nobody_who_was_left_out_would_have_been_better() -> None:
-    """Prompts that share beginnings of beginnings, requests that begin, end, are sent elsewhere; servers that go and come."""
+def test_candidates_include_the_best_server() -> None:
+    """Prompts with nested shared prefixes; requests start, end and are retried; servers join and leave."""
     rng, router = random.Random(1), servers(60)
-    going: list[HeldPrefixes] = []
+    running: list[HeldPrefixes] = []
     for number in range(1200):
-        own, num_own = 1000 + rng.randrange(40), rng.randint(0, 20)
-        pieces = [rng.randrange(3)] * rng.randint(0, 8) + [own] * num_own
+        own_prompt, num_own = 1000 + rng.randrange(40), rng.randint(0, 20)
+        pieces = [rng.randrange(3)] * rng.randint(0, 8) + [own_prompt] * num_own
         names = chained(pieces)
-        asked = RequestSummary(names, PIECE_TOKENS * len(names) + rng.randrange(64))
+        request = RequestSummary(names, PIECE_TOKENS * len(names) + rng.randrange(64))
         without = rng.sample(list(router), rng.choice((0, 0, 1, 3)))
         left = [server for server in router.usable if server not in without]
-        costs = {server: cost(server, asked) for server in left}
-        held = router.choose(asked, without)
+        costs = {server: cost(server, request) for server in left}
+        held = router.choose(request, without)
         assert held is not None and costs[held.server] == min(costs.values()), number
-        going.append(held)
-        if len(going) > 200 or rng.random() < 0.3:
-            each = going.pop(rng.randrange(len(going)))
+        running.append(held)
+        if len(running) > 200 or rng.random() < 0.3:
+            each = running.pop(rng.randrange(len(running)))
             each.begin()
             each.leave()
         if number % 50 == 0:
             rng.choice(list(router)).set_trouble(rng.choice(("", "is lost")))
-    assert any(len(indexes) > FEW for _, indexes in router._holders.of(chained([0]))), (
-        "hot beginnings were had"
-    )
+    assert any(len(indexes) > FEW for _, indexes in router._holders.of(chained([0]))), "hot prefixes occurred"
 
 
-def test_nobody_is_left_out_either_who_is_faster_or_has_room() -> None:
-    """Servers of several paces, with memory that runs short: who is chosen is the best of all that could hold the request."""
+def test_candidates_include_faster_servers_and_free_memory() -> None:
+    """Servers with different speeds and little memory: the choice is the best of all with enough memory."""
     rng, clock = random.Random(2), Clock()
     router = servers(60, clock=clock)
     for server in router:
         server.update_load(0, 0, kv_tokens=4000)
-    going: list[HeldPrefixes] = []
+    running: list[HeldPrefixes] = []
     num_slow = num_full = 0
     for number in range(1500):
         clock.now_s += 0.01
         pieces = [rng.randrange(3)] * rng.randint(0, 8) + [1000 + rng.randrange(40)] * rng.randint(0, 20)
         names = chained(pieces)
         num_tokens = PIECE_TOKENS * len(names) + rng.randrange(1, 64)
-        asked = RequestSummary(names, num_tokens, is_streamed=True)
+        request = RequestSummary(names, num_tokens, is_streamed=True)
         costs = {}
         for server in router:
             num_cached = PIECE_TOKENS * server.prefixes.find(names)[0]
@@ -100,51 +98,51 @@ def test_nobody_is_left_out_either_who_is_faster_or_has_room() -> None:
                 costs[server] = slowness * (server.load + num_new) + displaced
                 num_slow += slowness != 1
         num_full += len(costs) < 60
-        held = router.choose(asked, ())
+        held = router.choose(request, ())
         assert held is not None
-        going.append(held)
+        running.append(held)
         assert not costs or costs[held.server] == pytest.approx(min(costs.values()), rel=1e-9), number
-        if len(going) > 150:
-            each = going.pop(rng.randrange(len(going)))
+        if len(running) > 150:
+            each = running.pop(rng.randrange(len(running)))
             each.sent_s = clock.now_s - 1e-5 * each.num_before * (1 + each.server.index % 3)
             each.answer()
             each.leave()
     assert num_slow and num_full
 
 
-def test_a_server_that_is_slow_to_begin_gets_less_until_nobody_knows_that_any_more() -> None:
+def test_slow_ttft_lowers_load_until_it_is_forgotten() -> None:
     clock = Clock()
     router = servers(2, "load", clock)
 
     def share(num: int) -> float:
-        """Play requests, eight at a time; return the share of the first server, at which everything takes four times as long."""
+        """Play requests, eight at a time; return the share of the first server, which is four times slower."""
         counts = Counter[int]()
-        going: list[HeldPrefixes] = []
+        running: list[HeldPrefixes] = []
         for _ in range(num):
             clock.now_s += 0.1
-            if len(going) == 8:
-                going.pop(0).leave()
+            if len(running) == 8:
+                running.pop(0).leave()
             held = router.choose(RequestSummary(num_tokens=1000, is_streamed=True), ())
             assert held is not None
             counts[held.server.index] += 1
-            going.append(held)
+            running.append(held)
             held.sent_s = clock.now_s - 1e-5 * held.num_before * (1 if held.server.index else 4)
             held.answer()
-        for each in going:
+        for each in running:
             each.leave()
         return counts[0] / num
 
-    assert share(64) == pytest.approx(0.5, abs=0.05), "nothing is known yet"
+    assert share(64) == pytest.approx(0.5, abs=0.05), "nothing is measured"
     share(100)
     slow, fast = router
     assert slow.speed.slowness(clock.now_s) > fast.speed.slowness(clock.now_s)
     assert share(100) < 0.2
     slow.set_trouble("is lost")
     slow.set_trouble("")
-    assert slow.speed.slowness(clock.now_s) == 1.0, "it may be another machine now"
+    assert slow.speed.slowness(clock.now_s) == 1.0, "measurement has expired"
 
 
-def test_an_answer_that_comes_whole_and_a_prompt_computed_elsewhere_say_nothing_of_pace() -> None:
+def test_unstreamed_and_disaggregated_requests_do_not_measure_ttft() -> None:
     clock = Clock()
     router = servers(2, "load", clock)
     for number in range(400):
@@ -158,36 +156,34 @@ def test_an_answer_that_comes_whole_and_a_prompt_computed_elsewhere_say_nothing_
     assert [server.speed.slowness(clock.now_s) for server in router] == [1.0, 1.0]
 
 
-def test_whose_memory_is_taken_gets_nothing_that_another_can_hold() -> None:
-    """What was sent there counts at once, what others have there from the next poll, and what they gave back as well."""
+def test_full_server_gets_no_request_that_fits_elsewhere() -> None:
+    """Requests sent there count at once; other routers' requests and released memory count from the next poll."""
     router = servers(2, "load")
     little, much = router
     much.update_load(700, 0, kv_tokens=100_000)
     little.update_load(0, 0, kv_tokens=10_000, num_outputs=200)
-    asked = RequestSummary(num_tokens=3000, max_outputs=100)
-    held = [router.choose(asked, ()) for _ in range(4)]
+    request = RequestSummary(num_tokens=3000, max_outputs=100)
+    held = [router.choose(request, ()) for _ in range(4)]
     assert [each.server.index for each in held if each is not None] == [0, 0, 0, 1]
-    ours = [each for each in held if each is not None and each.server is little]
-    for each in ours:
+    own_requests = [each for each in held if each is not None and each.server is little]
+    for each in own_requests:
         each.begin()
         each.leave()
     assert little.kv_free == 10_000
     little.update_load(1, 0, kv_tokens=10_000, kv_usage=0.9, num_outputs=200)
     assert little.kv_free == 1000
-    third = router.choose(asked, ())
+    third = router.choose(request, ())
     assert third is not None and third.server is much
     small = router.choose(RequestSummary(num_tokens=500, max_outputs=100), ())
     assert small is not None and small.server is little
     little.update_load(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small], num_outputs=200)
-    assert little.kv_free == 10_000 - small.num_kv_tokens - 500, (
-        "of what is used there, none is that of a request that waits"
-    )
+    assert little.kv_free == 10_000 - small.num_kv_tokens - 500, "used memory excludes waiting requests"
     small.begin()
     little.update_load(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small])
-    assert little.kv_free == 10_000 - small.num_kv_tokens, "it is that"
+    assert little.kv_free == 10_000 - small.num_kv_tokens, "used memory is that of the running request"
 
 
-def test_where_nobody_can_hold_a_request_it_goes_where_it_would_have() -> None:
+def test_request_beyond_all_memory_ignores_memory() -> None:
     router = servers(3, "load")
     for server in router:
         server.update_load(server.index, 0, kv_tokens=100)
@@ -195,12 +191,12 @@ def test_where_nobody_can_hold_a_request_it_goes_where_it_would_have() -> None:
     assert held is not None and held.server.index == 0
 
 
-def test_who_has_a_name_is_known_until_it_is_forgotten() -> None:
+def test_prefix_holders_until_eviction() -> None:
     holders = PrefixOwners()
-    for who, names in ((1, [7, 8, 9]), (2, [7, 8]), (3, [7])):
-        holders.add(names, who)
-        holders.add(names, who)
-    assert [(num, set(who)) for num, who in holders.of([7, 8, 9, 5])] == [
+    for server_id, names in ((1, [7, 8, 9]), (2, [7, 8]), (3, [7])):
+        holders.add(names, server_id)
+        holders.add(names, server_id)
+    assert [(num, set(server_id)) for num, server_id in holders.of([7, 8, 9, 5])] == [
         (3, {1}),
         (2, {1, 2}),
         (1, {1, 2, 3}),
@@ -208,11 +204,11 @@ def test_who_has_a_name_is_known_until_it_is_forgotten() -> None:
     holders.discard(8, 1)
     holders.discard(9, 1)
     holders.discard(9, 1)
-    assert [(num, set(who)) for num, who in holders.of([7, 8, 9])] == [(2, {2}), (1, {1, 2, 3})]
+    assert [(num, set(server_id)) for num, server_id in holders.of([7, 8, 9])] == [(2, {2}), (1, {1, 2, 3})]
     assert holders.of([5]) == [] and len(holders) == 2
 
 
-def test_idle_servers_take_turns_however_many_there_are() -> None:
+def test_idle_servers_are_chosen_in_rotation() -> None:
     for policy in ("prefix", "load", "round-robin"):
         router = servers(50, policy)  # type: ignore[arg-type]
         chosen = Counter()
@@ -224,8 +220,8 @@ def test_idle_servers_take_turns_however_many_there_are() -> None:
         assert len(chosen) > 45, policy
 
 
-def test_where_others_send_too_not_all_routers_choose_the_same() -> None:
-    """What each knows of the servers is the same, and old: one server seems idle."""
+def test_several_routers_spread_their_choices() -> None:
+    """All routers have the same stale view: one server seems idle."""
     chosen = Counter()
     for seed in range(20):
         router = Servers("load", random.Random(seed))
@@ -239,36 +235,36 @@ def test_where_others_send_too_not_all_routers_choose_the_same() -> None:
     assert max(chosen.values()) < 10
 
 
-def test_a_session_is_looked_up_and_moves_when_its_server_goes() -> None:
+def test_session_moves_when_its_server_leaves() -> None:
     router = servers(40, "session")
-    homes = {}
+    servers_of = {}
     for name in map(str, range(60)):
         held = router.choose(RequestSummary(session=name), ())
         again = router.choose(RequestSummary(session=name), ())
         assert held is not None and again is not None and held.server is again.server
-        homes[name] = held.server
-    gone = homes["0"]
+        servers_of[name] = held.server
+    gone = servers_of["0"]
     gone.set_trouble("is lost")
-    for name, home in homes.items():
+    for name, server_of in servers_of.items():
         held = router.choose(RequestSummary(session=name), ())
-        assert held is not None and (held.server is home) == (home is not gone)
+        assert held is not None and (held.server is server_of) == (server_of is not gone)
     gone.set_trouble("")
     held = router.choose(RequestSummary(session="0"), ())
-    assert held is not None and held.server is gone, "it is back, and so are its sessions"
+    assert held is not None and held.server is gone, "sessions return with their server"
 
 
-def test_what_is_remembered_is_bounded_over_all_servers_and_by_what_each_can_hold() -> None:
+def test_remembered_prefixes_are_bounded() -> None:
     router = servers(100)
     server = next(iter(router))
     assert server.prefixes.max_hashes == MAX_ALL_NAMES // 100
     server.update_load(0, 0, kv_tokens=PIECE_TOKENS * 10)
     held = router.choose(RequestSummary(list(range(30))), set(list(router)[1:]))
     assert held is not None and held.server is server and len(server.prefixes) == 10
-    assert [num for num, _ in router._holders.of(list(range(30)))] == [10], "the end is forgotten"
+    assert [num for num, _ in router._holders.of(list(range(30)))] == [10], "the tail is forgotten"
     router.set_urls([], 1.0)
     held.leave()
     router.remove_idle()
-    assert len(router._holders) == 0, "who left has nothing"
+    assert len(router._holders) == 0, "removed server has no prefixes"
 
 
 @pytest.mark.parametrize(
@@ -284,5 +280,5 @@ def test_what_is_remembered_is_bounded_over_all_servers_and_by_what_each_can_hol
         ("vllm:num_requests_running 1\n", 0),
     ],
 )
-def test_how_much_a_server_can_hold_is_read_from_its_figures(text: str, num_tokens: int) -> None:
+def test_kv_capacity_is_read_from_metrics(text: str, num_tokens: int) -> None:
     assert parse_metrics(text).kv_tokens == num_tokens

@@ -1,4 +1,4 @@
-"""Servers that are found behind a name: who is there, who left, and a resolver that does not answer."""
+"""Service discovery by DNS: added and removed servers, and a resolver that does not answer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ URL = "http://pods.example:8000/prefix"
 
 
 class Resolver:
-    """Answers as the test says."""
+    """Resolver with the addresses that the test sets."""
 
     def __init__(self) -> None:
         self.addresses: Sequence[str] | Exception = ()
-        self.asked: list[tuple[str, int]] = []
+        self.lookups: list[tuple[str, int]] = []
 
     async def look_up(self, host: str, port: int) -> Sequence[str]:
-        self.asked.append((host, port))
+        self.lookups.append((host, port))
         if isinstance(self.addresses, Exception):
             raise self.addresses
         return self.addresses
 
 
-def test_every_address_of_a_name_is_a_server_and_a_failed_lookup_changes_nothing() -> None:
-    async def story() -> None:
+def test_every_address_is_a_server_and_failed_lookup_changes_nothing() -> None:
+    async def scenario() -> None:
         resolver = Resolver()
         names = DnsServers([URL], resolver.look_up)
         resolver.addresses = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
@@ -46,40 +46,40 @@ def test_every_address_of_a_name_is_a_server_and_a_failed_lookup_changes_nothing
         assert await names.follow()
         assert names.urls == both[1:]
         assert not await names.follow()
-        assert set(resolver.asked) == {("pods.example", 8000)}
+        assert set(resolver.lookups) == {("pods.example", 8000)}
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_the_systems_resolver_is_asked() -> None:
-    async def story() -> None:
+def test_system_resolver_is_used() -> None:
+    async def scenario() -> None:
         names = DnsServers(["http://localhost:8000"])
         await names.follow()
         assert {"http://127.0.0.1:8000", "http://[::1]:8000"} & set(names.urls)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
-    async def story() -> None:
+def test_watch_adds_and_removes_servers() -> None:
+    async def scenario() -> None:
         resolver = Resolver()
         servers = Servers("load")
         watch = Watch(servers, [], None, Pulse(0.01, 5, 5, "", 0.5), DnsServers([URL], resolver.look_up))
         task = asyncio.get_running_loop().create_task(watch.run())
 
-        async def become(*hosts: str) -> None:
+        async def set_addresses(*hosts: str) -> None:
             while [server.url for server in servers] != [f"http://{host}:8000/prefix" for host in hosts]:
                 await asyncio.sleep(0.01)
 
         resolver.addresses = ["127.0.0.2", "127.0.0.3"]
-        await become("127.0.0.2", "127.0.0.3")
+        await set_addresses("127.0.0.2", "127.0.0.3")
         resolver.addresses = ["127.0.0.3"]
-        await become("127.0.0.3")
+        await set_addresses("127.0.0.3")
         task.cancel()
         for server in servers:
             server.pool.hang_up()
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,6 @@ def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
         ("http://10.0.0..5:8000", "its host name is invalid"),
     ],
 )
-def test_what_cannot_stand_for_several_servers(url: str, complaint: str) -> None:
+def test_invalid_discovery_url_is_rejected(url: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         DnsServers([url])

@@ -1,4 +1,4 @@
-"""What the endpoint picker decides for a gateway, without the gateway: `tests/clients/platforms/gateway_picker.py` plays one."""
+"""Endpoint picker decisions without a gateway; `tests/clients/platforms/gateway_picker.py` acts as one."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ C = "/v1/completions"
 
 
 def picker(keys: Sequence[str] = (), per_key: tuple[int, int] = (0, 0), max_bytes: int = 1 << 20) -> Picker:
-    """Return a picker before two servers, both well."""
+    """Return a picker with two healthy servers."""
     servers = Servers("prefix")
     servers.set_urls(URLS, 1.0)
     for server in servers:
         server.set_trouble("")
     limits = Limits(*per_key, time.monotonic)
-    door = AccessPolicy(Keys(keys, OPEN_PATHS.__contains__), limits, BodyBuffers(max_bytes), "")
-    return Picker(servers, RouterMetrics(servers), door)
+    access_policy = AccessPolicy(Keys(keys, OPEN_PATHS.__contains__), limits, BodyBuffers(max_bytes), "")
+    return Picker(servers, RouterMetrics(servers), access_policy)
 
 
 def prompt(text: str) -> bytes:
     return b'{"prompt":"%b"}' % (text.encode() * 400)
 
 
-def test_requests_go_where_their_beginning_is_and_else_where_least_is_to_do() -> None:
+def test_prefix_affinity_then_least_load() -> None:
     choices = picker()
     homes: dict[str, str] = {}
     for text in ("one story ", "another tale "):
@@ -59,7 +59,7 @@ def test_requests_go_where_their_beginning_is_and_else_where_least_is_to_do() ->
         visit.leave()
 
 
-def test_a_request_counts_at_its_server_until_it_ends() -> None:
+def test_request_counts_until_it_ends() -> None:
     choices = picker()
     visit = choices.enter(RequestHead(C, {}))
     visit.take(prompt("a story "))
@@ -73,7 +73,7 @@ def test_a_request_counts_at_its_server_until_it_ends() -> None:
     assert (choices.num_open, server.num_open, choices.policy.bodies.num_retained_bytes) == (0, 0, 0)
 
 
-def test_a_refusal_says_nothing_of_how_fast_a_server_answers() -> None:
+def test_rejection_does_not_measure_ttft() -> None:
     noted = []
     for status in (200, 503):
         choices = picker()
@@ -86,17 +86,17 @@ def test_a_refusal_says_nothing_of_how_fast_a_server_answers() -> None:
     assert len(noted) == 1
 
 
-def test_a_gateway_says_which_endpoints_it_may_be() -> None:
+def test_choice_is_among_the_gateways_endpoints() -> None:
     choices = picker()
     for endpoint in ENDPOINTS * 2:
         assert choices.enter(RequestHead(C, {}, frozenset({endpoint, "10.9.9.9:1"}))).pick() == endpoint
     for among in (frozenset({"10.9.9.9:1"}), frozenset[str]()):
-        with pytest.raises(RequestError, match=f"None of the {len(among)} endpoints") as told:
+        with pytest.raises(RequestError, match=f"None of the {len(among)} endpoints") as error:
             choices.enter(RequestHead(C, {}, among)).pick()
-        assert told.value.code is ErrorCode.UNAVAILABLE
+        assert error.value.code is ErrorCode.UNAVAILABLE
 
 
-def test_who_the_door_refuses_is_refused_here() -> None:
+def test_access_policy_applies() -> None:
     choices = picker(keys=("k",), per_key=(1, 0), max_bytes=100)
     with pytest.raises(RequestError, match="No API key was sent"):
         choices.enter(RequestHead(C, {}))
@@ -107,9 +107,9 @@ def test_who_the_door_refuses_is_refused_here() -> None:
     with pytest.raises(RequestError, match="without the segments"):
         choices.enter(RequestHead("/docs/../v1/completions", {"x-api-key": "k"}))
     visit = choices.enter(RequestHead(C, {"authorization": "Bearer k"}))
-    with pytest.raises(RequestError, match="at most 1 are allowed") as told:
+    with pytest.raises(RequestError, match="at most 1 are allowed") as error:
         choices.enter(RequestHead(C, {"x-api-key": "k"}))
-    assert told.value.code is ErrorCode.OVERLOADED
+    assert error.value.code is ErrorCode.OVERLOADED
     with pytest.raises(RequestError, match="exceeds 100 bytes"):
         visit.take(bytes(101))
     visit.leave()
@@ -126,30 +126,30 @@ def test_who_the_door_refuses_is_refused_here() -> None:
     assert choices.num_open == 0
 
 
-def test_servers_of_a_gateway_are_addresses() -> None:
+def test_gateway_servers_are_addresses() -> None:
     pulse = Pulse(1.0, 5.0, 60.0, "", 1.0)
-    for url, words in (
+    for url, arguments in (
         ("http://quintet-pods:8000", "--engine-dns http://quintet-pods:8000"),
         ("http://10.0.0.5:8000/inner", "serve at the root"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=arguments):
             Watch(Servers("prefix"), [url], None, pulse, DnsServers([]), by_address)
     Watch(Servers("prefix"), URLS, None, pulse, DnsServers([]), by_address)
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "arguments"),
     [
         (["--endpoint-picker", "70000"], "--endpoint-picker is 70000"),
         (["--endpoint-picker-tls", "certificates"], "--endpoint-picker is not set"),
         (["--endpoint-picker", "9002"], "requires the Python package grpc: pip install 'quintet.gateway.'"),
     ],
 )
-def test_what_cannot_be_a_picker_is_refused(
-    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+def test_invalid_flags_are_rejected(
+    flags: list[str], arguments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=arguments):
         _check(parser.parse_args(["route", "--engine", URLS[0], *flags]))

@@ -1,4 +1,4 @@
-"""What the router counts, and what it reads: of requests, and of the figures of its servers."""
+"""Router metrics: request counts, and metrics read from servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from quintet.deploy.router.request_summary import read
 from quintet.deploy.router.servers import Servers
 
 
-def test_figures_of_servers_are_read() -> None:
+def test_server_metrics_are_read() -> None:
     text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
     text += "vllm:num_requests_waiting 4\nvllm:prompt_tokens_total 10\nvllm:generation_tokens_total 5\n"
     reading = parse_metrics(text)
@@ -18,7 +18,7 @@ def test_figures_of_servers_are_read() -> None:
         assert (odd.num_running, odd.num_tokens) == (0, 0)
 
 
-def test_memory_and_answers_are_read_and_what_cannot_be_is_nothing() -> None:
+def test_memory_and_outputs_are_read_or_absent() -> None:
     text = 'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kv_cache_usage_perc{engine="1"} 0.75\n'
     text += "vllm:request_generation_tokens_sum 900\nvllm:request_generation_tokens_count 9\n"
     assert (parse_metrics(text).kv_usage, parse_metrics(text).num_outputs) == (0.625, 100)
@@ -29,14 +29,14 @@ def test_memory_and_answers_are_read_and_what_cannot_be_is_nothing() -> None:
         assert parse_metrics(text.replace("count 9", f"count {word}")).num_outputs == 0
 
 
-def test_how_long_an_answer_may_be_is_read() -> None:
+def test_max_output_length_is_read() -> None:
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         assert read(b'{"prompt": "x", "%s": 40}' % name.encode(), "").max_outputs == 40
     for word in (b"null", b"-3", b"1e3", b"0.5", b'"7"', b"99999999999999999999"):
         assert read(b'{"prompt": "x", "max_tokens": %s}' % word, "").max_outputs == 0
 
 
-def test_what_servers_answer_is_counted_in_a_bounded_number_of_series() -> None:
+def test_status_series_are_bounded() -> None:
     servers = Servers("load")
     figures = RouterMetrics(servers)
     for generation in range(20):
@@ -57,7 +57,7 @@ def test_what_servers_answer_is_counted_in_a_bounded_number_of_series() -> None:
     assert sum(float(line.split()[1]) for line in lines) == 5 * 900 + 1 and others > 4000
 
 
-def test_what_is_no_text_is_a_servers_to_refuse() -> None:
+def test_undecodable_body_is_left_to_the_server() -> None:
     for body in (
         b'{"user": "\xff"}',
         b'{"prompt": "x", "cache_salt": "\xff"}',

@@ -1,4 +1,4 @@
-"""The program under test: a supervisor whose spawn table names the fake children."""
+"""Program under test: a supervisor with a spawn table of fake children."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.deploy.supervisor.fake_child import tell
+from tests.deploy.supervisor.fake_child import report
 
 from quintet.deploy.supervisor.listener import bind_listener
 from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
@@ -23,20 +23,20 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 
 
-class ToldStory(PrintedStartupLog):
-    """Prints, and tells the test."""
+class ObservedStartupLog(PrintedStartupLog):
+    """Prints the startup log, and reports it to the test."""
 
     def role_ready(self, slots: Sequence[SlotRecord]) -> None:
         super().role_ready(slots)
-        tell("role_ready", role=slots[0].role)
+        report("role_ready", role=slots[0].role)
 
     def all_ready(self) -> None:
         super().all_ready()
-        tell("all_ready")
+        report("all_ready")
 
     def failed(self, failure: Failure) -> None:
         super().failed(failure)
-        tell("failed", cause=failure.cause)
+        report("failed", cause=failure.cause)
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
     configure_logging("supervisor", "INFO")
     listener = bind_listener("127.0.0.1", 0) if config.processes.frontends else None
     if listener is not None:
-        tell("listening", port=listener.getsockname()[1])
+        report("listening", port=listener.getsockname()[1])
     modules = {role: f"fake_{role}" for role in Role}
     prefork = Prefork(run_dir, listener, modules)
     if options.get("forks"):
@@ -60,13 +60,13 @@ def main() -> int:
             max_deaths=options.get("max_deaths", 5), first_backoff_s=0.01
         ),
         check_external=lambda now: (
-            Failure("beside", options["beside"], "", 78) if "beside" in options else None
+            Failure("external", options["external"], "", 78) if "external" in options else None
         ),
     )
     startup_log = (
         ReportedStartupLog(options["report_fd"])
         if "report_fd" in options
-        else ToldStory(config, ["Fake model"])
+        else ObservedStartupLog(config, ["Fake model"])
     )
     return Supervisor(config, startup_log, context).run()
 

@@ -1,4 +1,4 @@
-"""Runs a supervisor over fake children in a process of its own, and hears from all of them over one socket."""
+"""Runs a supervisor with fake children in a separate process, and receives their events over one socket."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Event = dict[str, Any]
 
 
 def make_config(run_dir: Path, **processes: Any) -> EngineConfig:
-    """Return a configuration of which only the processes matter."""
+    """Return a configuration that matters to processes only."""
     return EngineConfig(
         run_dir=str(run_dir),
         model=ModelConfig(
@@ -64,9 +64,9 @@ class World:
         self._events_path = str(self.run_dir) + ".events"
         self._events = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._events.bind(self._events_path)
-        self._heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._listening = threading.Thread(target=self._listen)
-        self._listening.start()
+        self._received: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._listener_thread = threading.Thread(target=self._listen)
+        self._listener_thread.start()
         self.seen: list[Event] = []
         self.process: subprocess.Popen[str] | None = None
 
@@ -79,7 +79,10 @@ class World:
     ) -> subprocess.Popen[str]:
         """Start the supervisor; ``options`` are those of ``supervise.py``."""
         for role in CHILDREN:
-            text = f"from tests.deploy.supervisor.fake_child import be\nfrom quintet.wire.ids import Role\nbe(Role.{role.name})\n"
+            text = (
+                "from tests.deploy.supervisor.fake_child import run_as\n"
+                f"from quintet.wire.ids import Role\nrun_as(Role.{role.name})\n"
+            )
             (self._folder / f"fake_{role}.py").write_text(text)
         (self._folder / "script.json").write_text(json.dumps(script or {}))
         (config or make_config(self.run_dir)).write(self.run_dir / CONFIG_FILE)
@@ -96,26 +99,26 @@ class World:
         return self.process
 
     def expect(self, event: str, matches: Callable[[Event], bool] = lambda event: True) -> Event:
-        """Return the next event of this name that matches; earlier ones that do not are kept in ``seen``."""
+        """Return the next matching event of this name; earlier events are kept in ``seen``."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
-                heard = self._heard.get(timeout=max(0.001, deadline - time.monotonic()))
+                received = self._received.get(timeout=max(0.001, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"no {event!r} came; there were {self.seen}") from None
-            self.seen.append(heard)
-            if heard["event"] == event and matches(heard):
-                return heard
+                raise AssertionError(f"no event {event!r}; received {self.seen}") from None
+            self.seen.append(received)
+            if received["event"] == event and matches(received):
+                return received
 
     def _listen(self) -> None:
-        """Keep the socket empty, so that no child ever waits for the test."""
+        """Keep the socket empty, so that no child waits for the test."""
         while frame := self._events.recv(1 << 16):
-            self._heard.put(json.loads(frame))
+            self._received.put(json.loads(frame))
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the children that were born so far."""
-        while not self._heard.empty():
-            self.seen.append(self._heard.get())
+        """Return the process ids of the children started so far."""
+        while not self._received.empty():
+            self.seen.append(self._received.get())
         return {event["me"]: event["pid"] for event in self.seen if event["event"] == "born"}
 
     def end(self) -> tuple[int, str, str]:
@@ -125,14 +128,14 @@ class World:
         return self.process.returncode, stdout, stderr
 
     def close(self) -> None:
-        """Leave nothing."""
+        """Kill the supervisor and remove its files."""
         if self.process is not None:
             if self.process.poll() is None:
                 self.process.kill()
             self.process.communicate()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"", self._events_path)
-        self._listening.join()
+        self._listener_thread.join()
         self._events.close()
         Path(self._events_path).unlink(missing_ok=True)
         shutil.rmtree(self.run_dir, ignore_errors=True)
@@ -140,7 +143,7 @@ class World:
 
 @contextmanager
 def world(folder: Path) -> Iterator[World]:
-    """Hold a world for the length of a test."""
+    """Yield a world and close it."""
     held = World(folder)
     try:
         yield held
@@ -149,14 +152,14 @@ def world(folder: Path) -> Iterator[World]:
 
 
 def is_readable(descriptor: int, within_s: float) -> bool:
-    """Whether there is something to read in time. Of any descriptor: ``select`` knows 1024 of them."""
+    """Return True if there is something to read in time. For any descriptor: ``select`` is limited to 1024."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(1000 * max(0.0, within_s)))
 
 
 def wait_gone(pids: list[int], within_s: float = DEADLINE_S) -> None:
-    """Wait until none of these processes runs."""
+    """Wait until all these processes have ended."""
     deadline = time.monotonic() + within_s
     for pid in pids:
         try:
@@ -171,5 +174,5 @@ def wait_gone(pids: list[int], within_s: float = DEADLINE_S) -> None:
 
 
 def kill(pid: int) -> None:
-    """Kill without mercy."""
+    """Send SIGKILL."""
     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What an operator may change while the server serves, over real processes that pretend to be the five kinds of child."""
+"""Administrative changes of a running server, over real processes with fake children."""
 
 from __future__ import annotations
 
@@ -33,51 +33,49 @@ def states(event: Event) -> dict[str, str]:
 
 
 def states_of(server: World, worker: str) -> list[str]:
-    """Return the states in which the children saw a worker, in order, each once."""
+    """Return the distinct states of a worker in the topologies that the children received, in order."""
     seen = [states(event).get(worker) for event in server.seen if event["event"] == "topology"]
     return list(dict.fromkeys(state for state in seen if state is not None))
 
 
-def test_a_detokenizer_leaves_after_its_successor_came(
+def test_detokenizer_stops_after_its_replacement_is_ready(
     server: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.start()
     server.expect("all_ready")
     assert ask(server.run_dir, ["restart", "detokenizer"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "starting detokenizer-1.1"
-    assert said[1].startswith("detokenizer-1.1 ready after ")
-    assert said[2:] == [
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == "starting detokenizer-1.1"
+    assert output[1].startswith("detokenizer-1.1 ready after ")
+    assert output[2:] == [
         "retiring detokenizer-0.1", "detokenizer-0.1 left", "done: restart detokenizer",
     ]  # fmt: skip
     assert server.expect("drain")["me"] == "detokenizer-0.1"
-    told = server.expect("topology", lambda event: states(event).get("detokenizer-0.1") == "DOWN")
-    assert states(told)["detokenizer-1.1"] == "READY"
+    topology = server.expect("topology", lambda event: states(event).get("detokenizer-0.1") == "DOWN")
+    assert states(topology)["detokenizer-1.1"] == "READY"
     assert "RETIRING" in states_of(server, "detokenizer-0.1")
     assert ask(server.run_dir, ["restart", "detokenizer"]) == 0
     assert capsys.readouterr().out.startswith("starting detokenizer-0.2\n"), (
-        "the slot is used again, its epoch not"
+        "the slot is reused under a new epoch"
     )
 
 
-def test_one_waits_for_work_in_hand_no_longer_than_told(
-    server: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wait_for_requests_in_flight_is_bounded(server: World, capsys: pytest.CaptureFixture[str]) -> None:
     server.start({"tokenizer-0": {"never_drained": True}})
     server.expect("all_ready")
     assert ask(server.run_dir, ["restart", "tokenizer", "drain-timeout=0.5"]) == 0
-    said = capsys.readouterr().out
-    assert "tokenizer-0.1 not drained after 0.5 s; other processes take over the requests" in said
-    assert "tokenizer-0.1 left" in said
+    output = capsys.readouterr().out
+    assert "tokenizer-0.1 not drained after 0.5 s; other processes take over the requests" in output
+    assert "tokenizer-0.1 left" in output
 
 
-def test_scaling_goes_up_and_down(server: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scaling_up_and_down(server: World, capsys: pytest.CaptureFixture[str]) -> None:
     server.start()
     server.expect("all_ready")
     assert ask(server.run_dir, ["scale", "detokenizers=3", "frontends=2", "tokenizers=1"]) == 0
-    said = capsys.readouterr().out
-    assert "starting detokenizer-1.1, detokenizer-2.1\n" in said
-    assert "there are 1 of tokenizer already" in said
+    output = capsys.readouterr().out
+    assert "starting detokenizer-1.1, detokenizer-2.1\n" in output
+    assert "there are 1 of tokenizer already" in output
     assert ask(server.run_dir, ["scale", "detokenizers=1"]) == 0
     assert "detokenizer-1.1, detokenizer-2.1 left" in capsys.readouterr().out
     assert ask(server.run_dir, ["status"]) == 0
@@ -89,17 +87,17 @@ def test_scaling_goes_up_and_down(server: World, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("role", ["core", "executor"])
-def test_core_and_executor_are_renewed_in_their_seat(
+def test_core_and_executor_restart_in_their_slot(
     server: World, role: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.start(options={"max_deaths": 0})
     server.expect("all_ready")
     for epoch in (2, 3):
-        assert ask(server.run_dir, ["restart", role]) == 0, "a renewal is no death"
+        assert ask(server.run_dir, ["restart", role]) == 0, "a restart is not counted as a death"
         assert f"{role}-0.{epoch} ready after " in capsys.readouterr().out
 
 
-def test_a_newcomer_that_cannot_boot_changes_nothing(
+def test_failed_boot_of_a_new_process_changes_nothing(
     server: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.start({"tokenizer-1": {"fail": "no more memory"}})
@@ -126,7 +124,7 @@ def test_one_change_at_a_time(server: World, capsys: pytest.CaptureFixture[str])
     assert "was given up: the server is stopping" in capsys.readouterr().err
 
 
-def test_the_server_is_found_or_the_ones_there_are_named(server: World, tmp_path: Path) -> None:
+def test_running_server_is_found_or_servers_are_listed(server: World, tmp_path: Path) -> None:
     parent = server.run_dir.parent
     with pytest.raises(ConfigError, match="no running server of this user"):
         find_server(tmp_path, None, None)
@@ -139,10 +137,10 @@ def test_the_server_is_found_or_the_ones_there_are_named(server: World, tmp_path
         find_server(parent, 70000, None)
 
 
-def test_servers_of_other_versions_are_told_apart_too(tmp_path: Path) -> None:
-    """What else their configurations say, no other version need know; one that is being written names no port yet."""
+def test_servers_of_other_versions_are_listed(tmp_path: Path) -> None:
+    """Other versions' configurations may have unknown keys; one that is being written has no port yet."""
     folders = {name: tmp_path / f"quintet-{name}" for name in ("older", "newer", "starting")}
-    told = {
+    topology = {
         "older": '{"frontend":{"port":1}}',
         "newer": '{"frontend":{"port":2},"kind":[]}',
         "starting": '{"fr',
@@ -151,7 +149,7 @@ def test_servers_of_other_versions_are_told_apart_too(tmp_path: Path) -> None:
         for name, folder in folders.items():
             folder.mkdir()
             stack.callback(os.close, run_dirs.claim(folder))
-            (folder / CONFIG_FILE).write_text(told[name])
+            (folder / CONFIG_FILE).write_text(topology[name])
         assert find_server(tmp_path, 2, None) == folders["newer"]
         with pytest.raises(ConfigError, match=r"several servers are running: port 2 .*, port 1 "):
             find_server(tmp_path, None, None)
@@ -169,8 +167,8 @@ def test_commands_are_read() -> None:
         ([], "use `status`, `restart ROLE` or `scale ROLE=COUNT …`"),
         (["restart"], "use `status`"),
         (
-            ["restart", "nobody"],
-            "unknown role 'nobody'; use one of frontend, tokenizer, core, executor, detokenizer",
+            ["restart", "nothing"],
+            "unknown role 'nothing'; use one of frontend, tokenizer, core, executor, detokenizer",
         ),
         (["scale", "core=2"], "unknown role 'core'; use one of frontend, tokenizer, detokenizer"),
         (["scale", "tokenizers"], "'tokenizers' is not ROLE=COUNT, such as detokenizers=3"),
@@ -178,17 +176,17 @@ def test_commands_are_read() -> None:
         (["restart", "core", "drain-timeout=soon"], "must be a number of seconds"),
     ],
 )
-def test_a_command_that_makes_no_sense_is_told_what_does(words: list[str], advice: str) -> None:
+def test_invalid_command_lists_valid_ones(words: list[str], advice: str) -> None:
     with pytest.raises(CommandError) as error:
         parse(words)
     assert advice in str(error.value)
 
 
-def test_times_read_as_people_say_them() -> None:
+def test_durations_are_printed_readably() -> None:
     assert [duration(s) for s in (4.24, 185, 7800, 446_400)] == ["4.2 s", "3 m 05 s", "2 h 10 m", "5 d 04 h"]
 
 
-def test_there_must_be_memory_for_one_more_engine(tmp_path: Path) -> None:
+def test_added_engine_needs_free_memory(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     config = msgspec.structs.replace(
         config,
@@ -202,4 +200,4 @@ def test_there_must_be_memory_for_one_more_engine(tmp_path: Path) -> None:
         match=r"2 more engines would take 8\.1 GiB .*1\.0 GiB of weights and 3\.0 GiB of KV.*but 8\.0 GiB",
     ):
         check_memory(config, 2, 8 << 30)
-    check_memory(make_config(tmp_path), 2, 0)  # the mock takes nothing
+    check_memory(make_config(tmp_path), 2, 0)  # the mock has no weights

@@ -1,4 +1,4 @@
-"""Deaths while the server boots: fatal only for a process slot that was never ready, and not once /readyz could be 200."""
+"""Deaths during boot: fatal only for a slot that was never ready, and not after /readyz returned 200."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.deploy.supervisor.supervised import Event, World, kill, make_config, wait_gone, world
 
 SECOND_ENGINE_HANGS = {"executor-1.1": {"never_ready": True}}
-"""The server can answer with engine 0, and boots until executor 1 is ready or replaced."""
+"""The server can answer with engine 0; it boots until executor 1 is ready or replaced."""
 EXECUTORS_HANG = {"executor-0.1": {"never_ready": True}, "executor-1.1": {"never_ready": True}}
 FIRST = [f"{role}-0" for role in ("executor", "core", "tokenizer", "detokenizer", "frontend")]
 
@@ -28,7 +28,7 @@ def start(server: World, script: dict[str, dict[str, object]], **processes: obje
 
 
 def await_ready(server: World, *names: str) -> None:
-    """Wait until one topology shows all these processes as ready."""
+    """Wait for one topology with all these processes ready."""
     server.expect("topology", lambda event: all(event["slots"].get(name) == "READY" for name in names))
 
 
@@ -54,7 +54,7 @@ def stop(server: World) -> str:
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", FIRST)
-def test_a_death_while_another_engine_boots_is_replaced(server: World, name: str) -> None:
+def test_death_during_boot_of_another_engine_is_replaced(server: World, name: str) -> None:
     start(server, SECOND_ENGINE_HANGS)
     await_open(server)
     kill(server.pids()[f"{name}.1"])
@@ -64,7 +64,7 @@ def test_a_death_while_another_engine_boots_is_replaced(server: World, name: str
     stop(server)
 
 
-def test_a_process_that_was_never_ready_is_replaced_once_requests_are_served(server: World) -> None:
+def test_never_ready_process_is_replaced_while_serving(server: World) -> None:
     start(server, SECOND_ENGINE_HANGS)
     await_open(server)
     kill(server.pids()["executor-1.1"])
@@ -75,7 +75,7 @@ def test_a_process_that_was_never_ready_is_replaced_once_requests_are_served(ser
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", FIRST[1:])
-def test_a_death_of_a_ready_process_is_replaced_before_any_engine_is_ready(server: World, name: str) -> None:
+def test_death_of_ready_process_is_replaced_before_any_engine_is_ready(server: World, name: str) -> None:
     start(server, EXECUTORS_HANG)
     await_ready(server, f"{name}.1")
     kill(server.pids()[f"{name}.1"])
@@ -84,9 +84,7 @@ def test_a_death_of_a_ready_process_is_replaced_before_any_engine_is_ready(serve
 
 
 @pytest.mark.parametrize("name", ["executor-1", "core-1"])
-def test_a_death_before_the_first_readiness_is_fatal_while_no_engine_is_ready(
-    server: World, name: str
-) -> None:
+def test_death_before_first_readiness_is_fatal_without_ready_engine(server: World, name: str) -> None:
     start(server, {**EXECUTORS_HANG, "core-1.1": {"never_ready": True}})
     await_ready(server, "core-0.1", "frontend-0.1")
     while f"{name}.1" not in server.pids():
@@ -99,7 +97,7 @@ def test_a_death_before_the_first_readiness_is_fatal_while_no_engine_is_ready(
     wait_gone(list(server.pids().values()))
 
 
-def test_a_process_that_never_becomes_ready_is_given_up_with_its_cause(server: World) -> None:
+def test_never_ready_process_ends_with_its_cause(server: World) -> None:
     start(
         server,
         {"executor-1": {"fail": "no such tensor"}, "executor-1.1": {"never_ready": True, "fail": None}},
@@ -108,11 +106,11 @@ def test_a_process_that_never_becomes_ready_is_given_up_with_its_cause(server: W
     kill(server.pids()["executor-1.1"])
     status, _, log = server.end()
     assert status == 1
-    assert "executor-1.3" in server.pids(), "it was tried again"
+    assert "executor-1.3" in server.pids(), "the process was restarted"
     assert re.search(r"quintet: executor 1: died \d+ times and was never ready.*no such tensor", log)
 
 
-def test_a_configuration_error_is_fatal_while_requests_are_served(server: World) -> None:
+def test_configuration_error_is_fatal_while_serving(server: World) -> None:
     start(server, {**SECOND_ENGINE_HANGS, "executor-1.2": {"config_error": "no such device"}})
     await_open(server)
     kill(server.pids()["executor-1.1"])
@@ -121,14 +119,14 @@ def test_a_configuration_error_is_fatal_while_requests_are_served(server: World)
     assert "quintet: executor 1: no such device" in log
 
 
-def test_a_process_that_is_late_is_named_while_requests_are_served(server: World) -> None:
+def test_late_process_is_logged_while_serving(server: World) -> None:
     start(server, SECOND_ENGINE_HANGS, boot_timeout_s=4.0)
     status, _, log = server.end()
     assert status == 1
     assert "quintet: executor-1.1: not ready within 4 s" in log
 
 
-def test_a_silent_process_is_replaced_while_another_engine_boots(server: World) -> None:
+def test_silent_process_is_replaced_during_boot_of_another_engine(server: World) -> None:
     start(server, {**SECOND_ENGINE_HANGS, "core-0.1": {"silent": True}}, stall_s=2.0)
     await_ready(server, "core-0.2")
     kill(server.pids()["executor-1.1"])
@@ -136,7 +134,7 @@ def test_a_silent_process_is_replaced_while_another_engine_boots(server: World) 
     assert "core-0.1: no heartbeat" in stop(server)
 
 
-def test_a_signal_drains_once_requests_are_served(server: World) -> None:
+def test_signal_drains_while_serving(server: World) -> None:
     start(server, SECOND_ENGINE_HANGS)
     await_open(server)
     stop(server)

@@ -1,4 +1,4 @@
-"""Counters never go back while the server lives: over deaths, restarts and scaling of any process, whoever is asked."""
+"""Counters are monotonic for the server's lifetime: over deaths, restarts and scaling of any process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quintet.wire.ids import Role
 from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import Heartbeat, MetricsReport
 
-NEVER_BACK = ("_total", "_count", "_sum", "_bucket")
+MONOTONIC = ("_total", "_count", "_sum", "_bucket")
 
 
 class Child:
-    """A process that counts, and tells the supervisor now and then."""
+    """Process that counts, and sends metrics at intervals."""
 
     pid = 1
 
@@ -32,20 +32,20 @@ class Child:
         self.running = self.metrics.gauge("num_requests_running", "Running.")
         self.cpu_ns = 0
 
-    def work(self, draw: random.Random) -> None:
-        self.tokens.inc(draw.randrange(1, 50))
-        self.wait.observe(draw.choice([0.05, 0.5, 5.0]))
-        self.running.set(draw.randrange(5))
+    def work(self, rng: random.Random) -> None:
+        self.tokens.inc(rng.randrange(1, 50))
+        self.wait.observe(rng.choice([0.05, 0.5, 5.0]))
+        self.running.set(rng.randrange(5))
         self.cpu_ns += 10**8
 
 
-class Server:
-    """The slots of a supervisor, and what whoever asks is shown."""
+class FakeServer:
+    """Slots of a supervisor, and the metrics page."""
 
     def __init__(self) -> None:
         self.table = SlotTable(Path("/nowhere"), ProcessesConfig(tokenizers=2, detokenizers=2, frontends=2))
-        self.told_tokens: dict[str, float] = defaultdict(float)
-        """Tokens that each process has told of."""
+        self.reported_tokens: dict[str, float] = defaultdict(float)
+        """Tokens that each process has reported."""
         for slot in self.table:
             self.fill(slot)
 
@@ -56,7 +56,7 @@ class Server:
     def beat(self, slot: SlotRecord) -> None:
         child = cast(Child, slot.process)
         slot.beat(Heartbeat(slot.worker, 0, 0, child.cpu_ns, child.metrics.encoded()), 0.0)
-        self.told_tokens[str(slot.worker)] = child.tokens.value
+        self.reported_tokens[str(slot.worker)] = child.tokens.value
 
     def die(self, slot: SlotRecord) -> None:
         slot.vacate("exit status -9")
@@ -74,7 +74,7 @@ class Server:
             sample for family in MetricsPage(collect(report), "toy").collect() for sample in family.samples
         ]
         shown = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
-        assert len(shown) == len(samples), "a series is shown twice"
+        assert len(shown) == len(samples), "a series appears twice"
         return shown
 
 
@@ -83,14 +83,14 @@ def vllm(shown: dict[Any, float], name: str) -> float:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_count_goes_back_and_none_is_lost_that_was_told(seed: int) -> None:
-    draw, server = random.Random(seed), Server()
+def test_counters_are_monotonic_and_keep_reported_values(seed: int) -> None:
+    rng, server = random.Random(seed), FakeServer()
     before = server.scrape()
     for _ in range(200):
         slots = [slot for slot in server.table if slot.process is not None]
-        slot = draw.choice(slots)
-        cast(Any, slot.process).work(draw)
-        match draw.randrange(6):
+        slot = rng.choice(slots)
+        cast(Any, slot.process).work(rng)
+        match rng.randrange(6):
             case 0 | 1 | 2:
                 server.beat(slot)
             case 3:
@@ -101,14 +101,14 @@ def test_no_count_goes_back_and_none_is_lost_that_was_told(seed: int) -> None:
                 server.fill(*server.table.allocate(slot.role))
         shown = server.scrape()
         for key, value in before.items():
-            if key[0].endswith(NEVER_BACK):
+            if key[0].endswith(MONOTONIC):
                 assert shown[key] >= value, key
         before = shown
-        assert vllm(shown, "generation_tokens_total") == sum(server.told_tokens.values())
+        assert vllm(shown, "generation_tokens_total") == sum(server.reported_tokens.values())
 
 
-def test_what_a_dead_process_held_is_not_shown_as_if_it_lived() -> None:
-    server = Server()
+def test_gauges_of_a_dead_process_are_dropped() -> None:
+    server = FakeServer()
     core = next(slot for slot in server.table if slot.role is Role.CORE)
     cast(Any, core.process).work(random.Random(1))
     cast(Any, core.process).running.set(3)

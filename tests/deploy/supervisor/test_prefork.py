@@ -1,4 +1,4 @@
-"""Children that are forked before the configuration is known boot, fail and end as those that are started as programs."""
+"""Preforked children boot, fail and end like children started as programs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def server(tmp_path: Path) -> Iterator[World]:
         yield held
 
 
-def test_forked_children_take_the_seats(server: World) -> None:
+def test_forked_children_take_the_slots(server: World) -> None:
     process = server.start(options=FORKS)
     server.expect("all_ready")
     pids = server.pids()
     assert pids.keys() == ALL
-    assert all(os.getpgid(pid) == pid for pid in pids.values()), "a terminal's Ctrl-C would reach them"
+    assert all(os.getpgid(pid) == pid for pid in pids.values()), "Ctrl-C in a terminal must not reach them"
     assert {psutil.Process(pid).ppid() for pid in pids.values()} == {process.pid}
     listeners = {event["me"] for event in server.seen if event["event"] == "born" and event["listens"]}
     assert listeners == {"frontend-0.1"}
@@ -38,12 +38,12 @@ def test_forked_children_take_the_seats(server: World) -> None:
 
 
 @pytest.mark.parametrize("program", ["quintet.deploy.cli.serve", "quintet.deploy.supervisor.__main__"])
-def test_what_the_programs_import_before_they_fork_has_no_threads(program: str) -> None:
+def test_imports_before_forking_start_no_threads(program: str) -> None:
     code = f"import os, {program}; print(len(os.listdir('/proc/self/task')))"
     printed = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, text=True
     ).stdout
-    assert printed == "1\n", "numpy was imported, or who else starts threads: nobody will be forked"
+    assert printed == "1\n", "numpy or another module started threads; no process is forked"
 
 
 def test_only_a_frontend_holds_the_port(server: World) -> None:
@@ -61,7 +61,7 @@ def test_only_a_frontend_holds_the_port(server: World) -> None:
     assert holders == {"frontend-0.1"}
 
 
-def test_more_processes_of_a_role_are_programs(server: World) -> None:
+def test_further_processes_of_a_role_are_programs(server: World) -> None:
     server.start(config=make_config(server.run_dir, frontends=2, tokenizers=2), options=FORKS)
     server.expect("all_ready")
     assert server.pids().keys() == ALL | {"frontend-1.1", "tokenizer-1.1"}
@@ -74,7 +74,7 @@ def test_more_processes_of_a_role_are_programs(server: World) -> None:
         ({"config_error": "use --fewer"}, "use --fewer", 78),
     ],
 )
-def test_a_failed_boot_ends_with_the_childs_own_words(
+def test_failed_boot_ends_with_the_error_of_the_child(
     server: World, script: dict[str, str], cause: str, exit_status: int
 ) -> None:
     server.start({"executor-0": script, "core-0": {"never_ready": True}}, options=FORKS)
@@ -85,7 +85,7 @@ def test_a_failed_boot_ends_with_the_childs_own_words(
     wait_gone(list(server.pids().values()))
 
 
-def test_a_dead_child_is_replaced_by_a_program(server: World) -> None:
+def test_dead_child_is_replaced_by_a_program(server: World) -> None:
     process = server.start(options=FORKS)
     server.expect("all_ready")
     kill(server.pids()["core-0.1"])
@@ -119,12 +119,12 @@ import psutil
 from quintet.deploy.supervisor.prefork import Prefork
 from quintet.wire.ids import Role, WorkerId
 
-nursery = Prefork(Path("."), None, dict.fromkeys(Role, "waits"))
+prefork = Prefork(Path("."), None, dict.fromkeys(Role, "waits"))
 children = psutil.Process().children
-if "beside a thread" in sys.argv:
+if "with a thread" in sys.argv:
     stop = threading.Event()
     threading.Thread(target=stop.wait).start()
-    nursery.fork([Role.CORE])
+    prefork.fork([Role.CORE])
     print(len(children()))
     stop.set()
 else:
@@ -135,18 +135,18 @@ else:
 
         def fork():
             if not forks:
-                raise BlockingIOError(errno.EAGAIN, "no process to be had")
+                raise BlockingIOError(errno.EAGAIN, "no process left")
             return forks.pop()()
 
         os.fork = fork
     descriptors = os.listdir("/proc/self/fd")
-    nursery.fork([Role.CORE, Role.TOKENIZER])
+    prefork.fork([Role.CORE, Role.TOKENIZER])
     print(len(children()))
     if "assigned" in sys.argv:
-        core = nursery.take(WorkerId(Role.CORE, 0, 1))
-        assert nursery.take(WorkerId(Role.CORE, 0, 1)) is None
+        core = prefork.take(WorkerId(Role.CORE, 0, 1))
+        assert prefork.take(WorkerId(Role.CORE, 0, 1)) is None
         print(core.wait())
-    nursery.end()
+    prefork.end()
     print(len(children()))
     assert os.listdir("/proc/self/fd") == descriptors
 """
@@ -175,22 +175,22 @@ def run_program(folder: Path, *words: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_those_who_get_no_seat_are_ended(tmp_path: Path) -> None:
+def test_unassigned_children_are_ended(tmp_path: Path) -> None:
     assert run_program(tmp_path) == ["2", "0"]
 
 
-def test_a_seat_comes_by_standard_input_and_an_exit_status_goes_back(tmp_path: Path) -> None:
+def test_child_reads_its_slot_and_returns_its_exit_status(tmp_path: Path) -> None:
     assert run_program(tmp_path, "assigned") == ["2", "7", "0"]
 
 
-def test_nothing_is_forked_beside_a_thread(tmp_path: Path) -> None:
-    assert run_program(tmp_path, "beside a thread") == ["0"]
+def test_no_fork_with_threads(tmp_path: Path) -> None:
+    assert run_program(tmp_path, "with a thread") == ["0"]
 
 
-def test_those_whom_the_system_reaps_by_itself_are_ended_too(tmp_path: Path) -> None:
-    """Whoever starts the server may ignore SIGCHLD, and what is ignored stays so."""
+def test_children_are_ended_with_sigchld_ignored(tmp_path: Path) -> None:
+    """The parent may ignore SIGCHLD, and an ignored signal is inherited."""
     assert run_program(tmp_path, "SIGCHLD ignored") == ["2", "0"]
 
 
-def test_where_no_process_is_to_be_had_there_are_fewer(tmp_path: Path) -> None:
+def test_failed_fork_gives_fewer_children(tmp_path: Path) -> None:
     assert run_program(tmp_path, "one process") == ["1", "0"]

@@ -1,4 +1,4 @@
-"""The boot story as the terminal gets it."""
+"""Startup log on a terminal."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tests.deploy.supervisor.supervised import make_config
 from quintet.deploy.supervisor.startup_log import PrintedStartupLog
 
 
-class Pieces(io.StringIO):
-    """A terminal that keeps what each write brought."""
+class RecordingTerminal(io.StringIO):
+    """Terminal that records each write."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pieces: list[str] = []
+        self.writes: list[str] = []
 
-    def write(self, piece: str) -> int:
-        """Keep one piece."""
-        self.pieces.append(piece)
-        return len(piece)
+    def write(self, text: str) -> int:
+        """Record one write."""
+        self.writes.append(text)
+        return len(text)
 
 
-def test_a_line_is_written_whole_so_that_no_childs_log_comes_in_between(tmp_path: Path) -> None:
-    terminal = Pieces()
+def test_each_line_is_one_write(tmp_path: Path) -> None:
+    terminal = RecordingTerminal()
     PrintedStartupLog(make_config(tmp_path), ["Quintet", "Model"], terminal).all_ready()
-    assert len(terminal.pieces) == 5
-    assert all(piece.count("\n") == 1 and piece.endswith("\n") for piece in terminal.pieces), terminal.pieces
+    assert len(terminal.writes) == 5
+    assert all(text.count("\n") == 1 and text.endswith("\n") for text in terminal.writes), terminal.writes

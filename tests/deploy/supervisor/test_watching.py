@@ -1,4 +1,4 @@
-"""The small pieces the supervisor is made of: when to restart, what counts as stuck, where to listen, what to print."""
+"""Parts of the supervisor: restart policy, stall detection, listeners, startup messages."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.supervision import Heartbeat, SlotState
 
 
-def test_restarts_come_at_once_then_later_and_later_then_never() -> None:
+def test_restart_backoff_grows_until_it_gives_up() -> None:
     policy = RestartPolicy(max_deaths=4, window_s=60, first_backoff_s=1.0, max_backoff_s=3.0)
     deaths: deque[float] = deque()
     assert [policy.delay_s(deaths, now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.0, 1.0, 2.0, 3.0, None]
 
 
-def test_old_deaths_are_forgiven() -> None:
+def test_old_deaths_expire() -> None:
     policy = RestartPolicy(max_deaths=1, window_s=60)
     deaths: deque[float] = deque()
     assert [policy.delay_s(deaths, now) for now in (0.0, 61.0, 122.0, 150.0)] == [0.0, 0.0, 0.0, None]
@@ -48,8 +48,8 @@ def beat(slot: SlotRecord, progress: int, pending: int, now: float) -> None:
     slot.beat(Heartbeat(slot.worker, progress, pending, 0), now)
 
 
-class Victim:
-    """A child that only notes the signals it gets."""
+class SignalRecorder:
+    """Child that records its signals."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
@@ -61,15 +61,17 @@ class Victim:
         self.signals.append(signal.SIGKILL)
 
 
-def silence(
+def silent_for(
     tmp_path: Path, waited_share: float, until_s: float, stall_s: float = 10.0
 ) -> tuple[SlotRecord, list[int]]:
-    """Look at an executor that was last heard at 0 until then; it waits for a processor for this share of the time."""
+    """Run a watch over an executor with a last heartbeat at 0; it waits for a processor for ``waited_share`` of the
+    time.
+    """
     processes, clock = ProcessesConfig(stall_s=stall_s), [0.0]
     table = SlotTable(tmp_path, processes)
     executor = next(iter(table))
     executor.became_ready({}, now=0.0)
-    victim = Victim()
+    victim = SignalRecorder()
     executor.process = victim  # type: ignore[assignment]  # as much of a process as the watch needs
     watch = Watch(table, processes, lambda _pid: int(clock[0] * waited_share * 1e9))
     while clock[0] < until_s:
@@ -79,24 +81,24 @@ def silence(
 
 
 def test_a_silent_process_is_aborted_continued_and_killed(tmp_path: Path) -> None:
-    slot, signals = silence(tmp_path, waited_share=0.0, until_s=9.0)
+    slot, signals = silent_for(tmp_path, waited_share=0.0, until_s=9.0)
     assert (slot.state, signals) == (SlotState.STALLED, [])
-    slot, signals = silence(tmp_path, waited_share=0.0, until_s=13.0)
+    slot, signals = silent_for(tmp_path, waited_share=0.0, until_s=13.0)
     assert signals == [signal.SIGABRT, signal.SIGCONT]
-    slot, signals = silence(tmp_path, waited_share=0.0, until_s=14.0)
+    slot, signals = silent_for(tmp_path, waited_share=0.0, until_s=14.0)
     assert signals[2] == signal.SIGKILL
 
 
-def test_a_process_that_waits_for_a_processor_is_shown_and_spared_for_long(tmp_path: Path) -> None:
-    slot, signals = silence(tmp_path, waited_share=0.9, until_s=50.0)
+def test_process_waiting_for_cpu_is_logged_with_longer_timeout(tmp_path: Path) -> None:
+    slot, signals = silent_for(tmp_path, waited_share=0.9, until_s=50.0)
     assert (slot.state, signals) == (SlotState.STALLED, [])
-    slot, signals = silence(tmp_path, waited_share=0.9, until_s=62.0)
+    slot, signals = silent_for(tmp_path, waited_share=0.9, until_s=62.0)
     assert signals == [signal.SIGABRT, signal.SIGCONT]
 
 
-def test_who_beats_but_completes_nothing_is_given_three_times_as_long(tmp_path: Path) -> None:
+def test_heartbeats_without_progress_triple_the_timeout(tmp_path: Path) -> None:
     def signals_after(until_s: float) -> list[int]:
-        processes, victim = ProcessesConfig(stall_s=10.0), Victim()
+        processes, victim = ProcessesConfig(stall_s=10.0), SignalRecorder()
         table = SlotTable(tmp_path, processes)
         executor = next(iter(table))
         executor.became_ready({}, now=0.0)
@@ -112,13 +114,13 @@ def test_who_beats_but_completes_nothing_is_given_three_times_as_long(tmp_path: 
     assert signals_after(33.0) == [signal.SIGABRT, signal.SIGCONT]
 
 
-def test_the_system_tells_how_long_a_process_waited() -> None:
+def test_cpu_wait_time_is_read_from_the_system() -> None:
     assert waited_for_processor_ns(os.getpid()) > 0
-    assert waited_for_processor_ns(1 << 22) == 0, "there is no such process"
+    assert waited_for_processor_ns(1 << 22) == 0, "no such process"
 
 
-def test_a_process_has_waited_as_long_as_one_of_its_children(tmp_path: Path) -> None:
-    """Ranks of an executor are children of its first one, which waits for them."""
+def test_cpu_wait_time_includes_children(tmp_path: Path) -> None:
+    """Ranks of an executor are children of its first rank, which waits for them."""
     for pid, task, waited, children in ((1, 1, 5, ""), (1, 2, 7, "3 4 "), (3, 3, 2, ""), (4, 4, 90, "")):
         folder = tmp_path / str(pid) / "task" / str(task)
         folder.mkdir(parents=True)
@@ -127,8 +129,8 @@ def test_a_process_has_waited_as_long_as_one_of_its_children(tmp_path: Path) -> 
     assert [waited_for_processor_ns(pid, tmp_path) for pid in (1, 3)] == [90, 2]
 
 
-def ready_house(tmp_path: Path) -> tuple[Watch, SlotRecord, SlotRecord]:
-    """Return a watch, the executor's slot and the core's; everyone became ready at 0."""
+def ready_watch(tmp_path: Path) -> tuple[Watch, SlotRecord, SlotRecord]:
+    """Return a watch, the executor's slot and the core's; all became ready at 0."""
     processes = ProcessesConfig()
     table = SlotTable(tmp_path, processes)
     for slot in table:
@@ -137,8 +139,8 @@ def ready_house(tmp_path: Path) -> tuple[Watch, SlotRecord, SlotRecord]:
     return Watch(table, processes), executor, core
 
 
-def test_who_is_idle_for_hours_is_well(tmp_path: Path) -> None:
-    watch, executor, core = ready_house(tmp_path)
+def test_idle_process_is_healthy(tmp_path: Path) -> None:
+    watch, executor, core = ready_watch(tmp_path)
     for now in (1.0, 5000.0, 9000.0):
         beat(executor, progress=7, pending=0, now=now)
         beat(core, progress=7, pending=0, now=now)
@@ -146,15 +148,15 @@ def test_who_is_idle_for_hours_is_well(tmp_path: Path) -> None:
         assert not watch.trouble(core, now + 0.4, 1.5, 1.5)
 
 
-def test_silence_is_trouble(tmp_path: Path) -> None:
-    watch, executor, _ = ready_house(tmp_path)
+def test_silence_is_a_stall(tmp_path: Path) -> None:
+    watch, executor, _ = ready_watch(tmp_path)
     beat(executor, progress=7, pending=0, now=10.0)
     assert not watch.trouble(executor, 11.4, 1.5, 1.5)
     assert watch.trouble(executor, 11.6, 1.5, 1.5) == "no heartbeat for 1.6 s"
 
 
-def test_work_without_progress_is_trouble_from_when_it_came(tmp_path: Path) -> None:
-    watch, executor, _ = ready_house(tmp_path)
+def test_stall_time_counts_from_arrival_of_work(tmp_path: Path) -> None:
+    watch, executor, _ = ready_watch(tmp_path)
     beat(executor, progress=7, pending=0, now=100.0)
     for now in (100.4, 100.8, 101.2):
         beat(executor, progress=7, pending=2, now=now)
@@ -165,8 +167,8 @@ def test_work_without_progress_is_trouble_from_when_it_came(tmp_path: Path) -> N
     assert not watch.trouble(executor, 102.0, 1.5, 1.5)
 
 
-def test_a_step_of_minutes_is_nobodys_trouble(tmp_path: Path) -> None:
-    watch, executor, core = ready_house(tmp_path)
+def test_long_step_is_no_stall(tmp_path: Path) -> None:
+    watch, executor, core = ready_watch(tmp_path)
     for tick in range(500):
         now = 0.4 * tick
         beat(executor, progress=1000 + tick, pending=1, now=now)
@@ -175,8 +177,8 @@ def test_a_step_of_minutes_is_nobodys_trouble(tmp_path: Path) -> None:
         assert not watch.trouble(core, now, 1.5, 1.5)
 
 
-def test_a_hung_executor_is_not_the_cores_trouble(tmp_path: Path) -> None:
-    watch, executor, core = ready_house(tmp_path)
+def test_hung_executor_does_not_stall_the_core(tmp_path: Path) -> None:
+    watch, executor, core = ready_watch(tmp_path)
     for tick in range(20):
         beat(executor, progress=1000, pending=1, now=0.4 * tick)
         beat(core, progress=3, pending=5, now=0.4 * tick)
@@ -184,8 +186,8 @@ def test_a_hung_executor_is_not_the_cores_trouble(tmp_path: Path) -> None:
     assert not watch.trouble(core, 7.6, 1.5, 1.5)
 
 
-def test_a_lost_plan_is_the_cores_trouble(tmp_path: Path) -> None:
-    watch, executor, core = ready_house(tmp_path)
+def test_lost_plan_stalls_the_core(tmp_path: Path) -> None:
+    watch, executor, core = ready_watch(tmp_path)
     for tick in range(20):
         beat(executor, progress=1000, pending=0, now=0.4 * tick)
         beat(core, progress=3, pending=5, now=0.4 * tick)
@@ -193,8 +195,8 @@ def test_a_lost_plan_is_the_cores_trouble(tmp_path: Path) -> None:
     assert watch.trouble(core, 7.6, 1.5, 1.5) == "5 pending, none completed for 7.6 s"
 
 
-def test_a_time_in_which_nobody_listened_is_nobodys_silence(tmp_path: Path) -> None:
-    watch, executor, _ = ready_house(tmp_path)
+def test_pause_of_the_supervisor_is_no_silence(tmp_path: Path) -> None:
+    watch, executor, _ = ready_watch(tmp_path)
     executor.process = subprocess.Popen(["true"])
     executor.process.wait()
     beat(executor, progress=7, pending=0, now=9.8)
@@ -207,7 +209,7 @@ def test_a_time_in_which_nobody_listened_is_nobodys_silence(tmp_path: Path) -> N
     assert executor.state is SlotState.STALLED
 
 
-def test_an_executor_may_die_often_while_a_poisonous_request_is_sought() -> None:
+def test_executor_deaths_during_poison_isolation_are_allowed() -> None:
     policy, deaths = policy_of(Role.EXECUTOR), deque[float]()
     delays = [policy.delay_s(deaths, float(now)) for now in range(13)]
     assert delays[-1] is None
@@ -215,20 +217,20 @@ def test_an_executor_may_die_often_while_a_poisonous_request_is_sought() -> None
     assert policy_of(Role.CORE).max_deaths < policy.max_deaths
 
 
-def test_a_seat_that_is_vacant_is_filled_again_under_its_next_epoch(tmp_path: Path) -> None:
+def test_vacant_slot_is_refilled_under_its_next_epoch(tmp_path: Path) -> None:
     table = SlotTable(tmp_path, ProcessesConfig(detokenizers=2))
     first, second = table.active(Role.DETOKENIZER)
     first.is_retiring = True
     assert table.active(Role.DETOKENIZER) == [second]
-    told = {slot.worker: slot for slot in table.topology(draining=False).slots}
-    assert told[first.worker].retired
+    published = {slot.worker: slot for slot in table.topology(draining=False).slots}
+    assert published[first.worker].retired
     assert table.allocate(Role.DETOKENIZER) == [first]
     assert first.worker == WorkerId(Role.DETOKENIZER, 0, 2)
     first.is_retiring = False
     assert table.allocate(Role.DETOKENIZER)[0].worker == WorkerId(Role.DETOKENIZER, 2, 1)
 
 
-def test_what_comes_together_sits_at_one_index(tmp_path: Path) -> None:
+def test_replica_processes_share_one_index(tmp_path: Path) -> None:
     table = SlotTable(tmp_path, ProcessesConfig(engines=2))
     executor = table.active(Role.EXECUTOR)[1]
     executor.is_retiring = True
@@ -239,14 +241,14 @@ def test_what_comes_together_sits_at_one_index(tmp_path: Path) -> None:
     assert workers == [WorkerId(Role.EXECUTOR, 1, 2), WorkerId(Role.CORE, 1, 2)]
 
 
-def test_figures_without_news_are_kept() -> None:
+def test_metrics_without_an_update_are_kept() -> None:
     slot = SlotRecord(Role.CORE, 0)
     slot.beat(Heartbeat(slot.worker, 0, 0, 5, b"figures"), 0.0)
     slot.beat(Heartbeat(slot.worker, 0, 0, 6, b""), 1.0)
     assert (slot.metrics, slot.cpu_ns) == (b"figures", 6)
 
 
-def test_only_the_newest_epoch_speaks_for_a_seat(tmp_path: Path) -> None:
+def test_only_the_newest_epoch_reports_for_a_slot(tmp_path: Path) -> None:
     table = SlotTable(tmp_path, ProcessesConfig(frontends=2, external_frontends=1))
     frontends = [slot.worker for slot in table if slot.role is Role.FRONTEND]
     assert frontends == [WorkerId(Role.FRONTEND, index, 1) for index in range(3)]
@@ -259,11 +261,11 @@ def test_only_the_newest_epoch_speaks_for_a_seat(tmp_path: Path) -> None:
     versions = [table.topology(draining=False).version for _ in range(3)]
     assert versions == [1, 2, 3]
     assert not any(figures.worker == frontends[2] for figures in table.process_metrics(0.0)), (
-        "external slots have none"
+        "external slots have no metrics"
     )
 
 
-def test_a_free_port_is_picked_and_a_taken_one_named() -> None:
+def test_free_port_is_chosen_and_used_one_is_named() -> None:
     with bind_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(PortInUse, match=rf"port {port} on 127\.0\.0\.1 is in use.*--port"):
@@ -273,7 +275,7 @@ def test_a_free_port_is_picked_and_a_taken_one_named() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no host at all"])
-def test_an_address_of_somebody_else_is_named(host: str) -> None:
+def test_foreign_address_is_named(host: str) -> None:
     with pytest.raises(ConfigError, match=host):
         bind_listener(host, 0)
 
@@ -291,11 +293,11 @@ def configured(tmp_path: Path, host: str, **model: str) -> EngineConfig:
     ("host", "url"),
     [("127.0.0.1", "http://127.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")],
 )
-def test_the_url_is_one_that_can_be_opened_here(tmp_path: Path, host: str, url: str) -> None:
+def test_url_can_be_opened_locally(tmp_path: Path, host: str, url: str) -> None:
     assert base_url(configured(tmp_path, host)) == url
 
 
-def test_the_curl_line_can_be_pasted_and_shows_no_key(tmp_path: Path) -> None:
+def test_curl_command_works_and_shows_no_key(tmp_path: Path) -> None:
     for templates, route, field in (
         ({"default": "T"}, "/v1/chat/completions", "messages"),
         ({"rag": "T"}, "/v1/completions", "prompt"),
@@ -317,7 +319,7 @@ def test_the_curl_line_can_be_pasted_and_shows_no_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("templates", "is_offered"), [({"default": "T"}, True), ({"rag": "T"}, False), ({}, False)]
 )
-def test_a_conversation_is_offered_where_the_model_can_hold_one(
+def test_chat_example_is_shown_for_chat_models_only(
     tmp_path: Path, templates: dict[str, str], is_offered: bool
 ) -> None:
     config = configured(tmp_path, "127.0.0.1")
@@ -339,9 +341,7 @@ def test_a_conversation_is_offered_where_the_model_can_hold_one(
         (5, None, "exited with status 5", "--executor mock"),
     ],
 )
-def test_an_ending_is_explained(
-    tmp_path: Path, status: int, words: str | None, cause: str, hint: str
-) -> None:
+def test_exit_is_explained(tmp_path: Path, status: int, words: str | None, cause: str, hint: str) -> None:
     slot = SlotRecord(Role.EXECUTOR, 0)
     if words is not None:
         error_file(tmp_path, slot.worker).write_text(words)
