@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from bench.quantization import layers
 from bench.quantization.layers import Written
-from bench.quantization.loss import layers
 from tests.cuda.kernels.test_linear import HALF_UNIT
 from tests.executor.checkpoints.test_formats import (
     DEPTH,

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from bench.gpu.engine import EngineAlone
+from bench.quantization import layers
 from bench.quantization.layers import Written
-from bench.quantization.loss import layers
 from tests.cuda.test_worker import worker_on
 from tests.cuda.test_worker_bits import ask, bits_of
 from tests.gpu.small import with_blocks, with_executor, with_scheduler

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench.quantization import layers
+from bench.quantization import more_layers as tools
 from bench.quantization.layers import Array, Tensors, Written
-from bench.quantization.loss import layers
-from bench.quantization.loss import more_layers as tools
 
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, linear_library
 from quintet.executor.checkpoints.quant import source

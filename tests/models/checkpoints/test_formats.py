@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
+from bench.quantization import layers
+from bench.quantization import more_layers as tools
 from bench.quantization.layers import Written
-from bench.quantization.loss import layers
-from bench.quantization.loss import more_layers as tools
 from safetensors.torch import load_file, save_file
 from tests.models.checkpoints.quantized import SETTINGS, write
 from tests.models.equality import WAYS, Loaded, alone, in_every_way, load, logits_of, one_torch_thread

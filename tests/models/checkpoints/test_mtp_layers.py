@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from bench.quantization.loss import layers as formats
+from bench.quantization import layers as formats
 from safetensors.torch import load_file, save_file
 from tests.models.checkpoints import quantized
 from tests.models.equality import load, run

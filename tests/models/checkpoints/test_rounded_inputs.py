@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.quantization.loss import layers
+from bench.quantization import layers
 from tests.models.checkpoints.quantized import write
 from tests.models.checkpoints.test_formats import EXPERTS, FORMATS, MORE_FORMATS, PROMPTS, SOME_WAYS
 from tests.models.equality import alone, in_every_way, load, logits_of, one_torch_thread

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import transformers
+from bench.quantization import layers, more_layers
 from bench.quantization.layers import Written
-from bench.quantization.loss import layers, more_layers
 from tests.gguf.random_blocks import in_blocks
 from tests.gguf.test_packed import as_q4_k_m
 from tests.models.checkpoints.quantized import SETTINGS, write
