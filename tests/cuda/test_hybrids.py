@@ -1,4 +1,4 @@
-"""A model of states, a window and full attention on a device: one memory for all, and the tokens of torch's own pass."""
+"""A model of states, a window and full attention on a device: one memory pool, and the tokens of torch's forward pass."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.model_config.registry import FAMILIES
 
 
-def test_a_hybrid_says_what_torch_says(tmp_path: Path, device: Device) -> None:
-    """In chunks that end where a state is kept, beside others, from what was kept, and choices from one prompt."""
+def test_hybrid_tokens_equal_torch(tmp_path: Path, device: Device) -> None:
+    """In chunks that end at state checkpoints, in batches, with prefix cache hits, and with parallel samples of one prompt."""
     (tmp_path / "config.json").write_text(json.dumps(CARD))
     (tmp_path / "tokenizer.json").write_text("{}")
     family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
@@ -44,7 +44,7 @@ def test_a_hybrid_says_what_torch_says(tmp_path: Path, device: Device) -> None:
     assert [house.outputs[100 + 10 * i + 2] for i in range(len(prompts))] == expected
 
 
-def test_a_hybrids_steps_are_cut_where_memory_is_short(
+def test_hybrid_steps_are_split_on_oom(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CARD))

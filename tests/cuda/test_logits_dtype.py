@@ -1,4 +1,4 @@
-"""Logits of a device are the sums of the output layer in float32; see `tests.models.test_logits_dtype`."""
+"""Output-layer sums of a device are float32 logits; see `tests.models.test_logits_dtype`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from quintet.executor.backends.cuda.device import Device
 
 PROMPT = [(5 * i + 3) % VOCAB for i in range(17)]
 SUMS = HIDDEN * 2.0**-22
-"""As a share of the products' magnitudes; see `tests.cuda.kernels.test_linear`."""
+"""Error bound as a share of the products' magnitudes; see `tests.cuda.kernels.test_linear`."""
 
 
 def first_logits(
     device: Device, folder: Path, batch_invariant: bool, captured: bool
 ) -> tuple[torch.Tensor, int]:
-    """Return the logits behind the prompt, and the token drawn from them."""
+    """Return the logits after the prompt, and the token drawn from them."""
     config = changed(load(folder, "bfloat16").config, max_num_seqs=4, max_num_batched_tokens=32)
     worker = worker_on(device, config, captured=captured, batch_invariant=batch_invariant)
     house = House(config, worker)
@@ -49,8 +49,8 @@ def test_logits_are_sums_in_float32(
     assert token == int(expected.argmax())
 
 
-def test_captured_steps_draw_from_them(tmp_path: Path, device: Device) -> None:
-    """Tokens of decode steps, whose graphs leave their logits in memory of their own, are those of eager steps."""
+def test_captured_steps_draw_from_float32_logits(tmp_path: Path, device: Device) -> None:
+    """Decode steps with graphs, which write logits to their own memory, give the tokens of eager steps."""
     write(tmp_path)
     config = changed(load(tmp_path, "bfloat16").config, max_num_seqs=4, max_num_batched_tokens=32)
     params = msgspec.structs.replace(ONE_TOKEN, max_tokens=8)
@@ -63,7 +63,7 @@ def test_captured_steps_draw_from_them(tmp_path: Path, device: Device) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_the_models_own_dtype_is_to_be_had(tmp_path: Path, device: Device) -> None:
+def test_logits_in_the_model_dtype_are_selectable(tmp_path: Path, device: Device) -> None:
     write(tmp_path)
     config = load(tmp_path, "bfloat16", logits_dtype="model").config
     config = changed(config, max_num_seqs=4, max_num_batched_tokens=32)

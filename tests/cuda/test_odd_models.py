@@ -1,4 +1,4 @@
-"""What models may say in a forward pass comes to the same tokens on a device as computed by torch."""
+"""Every operation of a forward pass gives the same tokens on a device as computed by torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quintet.wire.params import SamplingParams
 
 
 class RowMajor:
-    """Weights as a GPU has them, also where the device is emulated."""
+    """Row-major weights as on a GPU, also on an emulated device."""
 
     linear = RowMajorLinear
 
@@ -30,7 +30,7 @@ class RowMajor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_torch(
+def test_tokens_equal_torch(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device
 ) -> None:
     config = engine_config(tmp_path, CARD, 16, 128)

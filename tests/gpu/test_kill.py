@@ -13,12 +13,13 @@ from tests.processes.server import serve, wait_until
 NUM_STREAMS = 64
 KV_BYTES = 2 << 30
 SLACK_BYTES = 256 << 20
-"""Contexts, caches and graphs differ a little from boot to boot; an executor that was not freed would hold a context, weights
-and KV more: about a gigabyte."""
+"""Contexts, caches and graphs differ slightly between boots. A leaked executor would hold a context, weights and KV: about
+1 GB more.
+"""
 FLAGS = ("--batch-invariant", "--max-model-len", "1024", "--max-restarts", "100")
 
 
-def test_a_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, report: Report) -> None:
+def test_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, report: Report) -> None:
     asked = crowd(1, NUM_STREAMS, (60, 160))
     idle_bytes = free_bytes(device_name)
     memory = f"{KV_BYTES >> 20}MiB" if device_name == "cuda" else "8MiB"
@@ -46,5 +47,5 @@ def test_a_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str
 
 
 def free_bytes(device_name: str) -> int:
-    """Return what nobody has of the device's memory; of a CPU, nothing is asked."""
+    """Return the free device memory in bytes; 0 for a CPU."""
     return torch.cuda.mem_get_info()[0] if device_name == "cuda" else 0

@@ -1,6 +1,6 @@
-"""Row ``ranks`` of docs/gpu.md: a model divided over two GPUs, end to end, and a rank that is killed. Skipped where there is one.
+"""Row ``ranks`` of docs/gpu.md: tensor parallelism over two GPUs, end to end, and a killed rank.
 
-`--device cpu` runs it with ranks on processors.
+Skipped with one GPU. `--device cpu` runs the ranks on the CPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_fp32_answers_are_those_of_one_device(device_name: str, flags: tuple[str
 
 
 def test_a_killed_rank_changes_no_byte(device_name: str) -> None:
-    """All ranks begin again, and streams go on."""
+    """All ranks restart, and the streams resume."""
     asked = crowd(1, NUM_STREAMS, (60, 160))
     with serve("--device", device_name, *RANKS, *FLAGS) as server:
         calm = asyncio.run(play(server.url, asked))

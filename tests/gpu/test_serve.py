@@ -1,4 +1,4 @@
-"""Row ``processes`` of docs/gpu.md: the five processes with the executor on the device, as a user starts them."""
+"""Row ``processes`` of docs/gpu.md: the five processes end to end with the executor on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_fp32_answers_are_those_of_the_cpu(device_name: str) -> None:
 @pytest.mark.parametrize(
     "flags", [(), ("--batch-invariant",), ("--enforce-eager",)], ids=["default", "invariant", "eager"]
 )
-def test_bf16_answers_repeat_and_leave_nothing_behind(device_name: str, flags: tuple[str, ...]) -> None:
+def test_bf16_answers_repeat_and_blocks_are_freed(device_name: str, flags: tuple[str, ...]) -> None:
     with serve("--device", device_name, "--dtype", "bfloat16", *flags, *COMMON) as server:
         first = completions(server)
         assert all(first)

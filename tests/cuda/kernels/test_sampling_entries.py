@@ -48,7 +48,7 @@ def test_entries(device: Device, dtype: torch.dtype, vocab_size: int, num_top: i
     np.testing.assert_array_equal(again.ids, found.ids[some])
 
 
-def test_a_wide_vocabulary_with_many_equals(device: Device) -> None:
+def test_wide_vocabulary_with_many_equal_logits(device: Device) -> None:
     logits = (noise(2, 32_000) * 2).round().bfloat16().to(device.torch_device)
     own = torch.tensor([31_999, 4], dtype=torch.int32, device=device.torch_device)
     found = DeviceReport(device)(logits, own, 30)
@@ -71,7 +71,7 @@ def test_entries_of_a_row_without_a_distribution_are_nan(device: Device) -> None
     assert found.ranks[[0, 1, 3]].tolist() == [1, 1, 1]
 
 
-def test_more_than_the_kernel_finds_is_sorted_by_torch(device: Device) -> None:
+def test_more_entries_than_the_kernel_supports_use_torch(device: Device) -> None:
     logits = noise(2, 300).to(device.torch_device)
     own = torch.tensor([5, 6], dtype=torch.int32, device=device.torch_device)
     found, expected = DeviceReport(device)(logits, own, 300), entries(logits, own, 300)
