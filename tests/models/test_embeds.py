@@ -1,4 +1,4 @@
-"""Prompts as vectors over the real core and worker: the embeddings of known tokens say what the tokens do, bit by bit."""
+"""Prompt embeddings over the real core and worker: the embeddings of known tokens give the tokens' results, bit by bit."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def mixed(table: torch.Tensor, prompts: list[list[int]]) -> list[list[int] | Emb
     return [vectors_of(table, ids) if i % 2 else ids for i, ids in enumerate(prompts)]
 
 
-def test_vectors_of_tokens_say_what_the_tokens_do(serve: Callable[..., Any]) -> None:
-    """Beside prompts of ids; whole and in pieces, preempted, swapped, with and without the prefix cache."""
+def test_vectors_of_tokens_give_the_results_of_the_tokens(serve: Callable[..., Any]) -> None:
+    """Next to prompts of ids; whole and in chunks, preempted, swapped, with and without the prefix cache."""
     served = serve(FAMILIES["llama-mqa-tied"](), max_model_len=96)
     prompts = prompts_of()
     expected = served.greedy(prompts, GREEDY.max_tokens)
@@ -74,8 +74,8 @@ def test_models_of_other_kinds(row: Any, tmp_path: Any) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_choices_share_a_prompt_of_vectors_and_nobody_else_does(serve: Callable[..., Any]) -> None:
-    """Ids that stand in for vectors are zeros: neither a prompt of zeros nor other vectors may find their blocks."""
+def test_embeds_are_shared_by_choices_only(serve: Callable[..., Any]) -> None:
+    """Placeholder ids of vectors are zeros: neither a prompt of zeros nor other vectors may hit their blocks."""
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     table = served.reference.get_input_embeddings().weight
     first, second = prompts_of((50, 50))
@@ -100,8 +100,8 @@ def test_choices_share_a_prompt_of_vectors_and_nobody_else_does(serve: Callable[
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
-def test_a_repetition_penalty_finds_no_tokens_in_vectors(serve: Callable[..., Any]) -> None:
-    """As with transformers, which penalises what was generated: ids that stand in for vectors are no tokens."""
+def test_repetition_penalty_ignores_vectors(serve: Callable[..., Any]) -> None:
+    """As in transformers, which penalises generated tokens: placeholder ids of vectors are no tokens."""
     served = serve(FAMILIES["qwen2"](), max_model_len=96)
     table = served.reference.get_input_embeddings().weight
     [ids] = prompts_of((13,))
@@ -123,7 +123,7 @@ def test_a_repetition_penalty_finds_no_tokens_in_vectors(serve: Callable[..., An
     assert house.outputs[1] == expected[0].tolist()
 
 
-def test_numbers_beyond_the_models_become_its_largest(serve: Callable[..., Any]) -> None:
+def test_numbers_beyond_the_dtype_saturate(serve: Callable[..., Any]) -> None:
     served = serve(FAMILIES["llama-mha"](), max_model_len=96)
     width = served.reference.config.hidden_size
     huge = np.full((3, width), 1e300, np.float64)

@@ -13,7 +13,7 @@ STATES = (
     *("granite hybrid", "granite hybrid, experts", "granite hybrid, positions"),
     *("falcon h1", "falcon h1, normed", "falcon h1, normed first"),
     *("qwen3 next", "qwen3 next, biases, some layers without experts"),
-    *("qwen 3.5", "qwen 3.5, as a part of what sees", "qwen-moe 3.5"),
+    *("qwen 3.5", "qwen 3.5, with vision", "qwen-moe 3.5"),
     *("lfm2", "lfm2 moe", "lfm2, biases, width as it is"),
 )
 """Each rank keeps its own: not together."""
@@ -26,7 +26,7 @@ HEADS_AND_EXPERTS = (
     *("glm4 moe, as exaone", "glm4 moe, as ling 2", "glm4 moe, as solar open", "granite hybrid, experts"),
     *("granite moe", "granite moe, as deepseek 1", "granite moe, as ling", "granite moe, shared expert"),
     *("hunyuan moe", "jamba, experts", "lfm2 moe", "qwen3 next", "qwen-moe 3.5"),
-    *("qwen3 next, biases, some layers without experts", "llama4", "llama4, as a part of what sees"),
+    *("qwen3 next, biases, some layers without experts", "llama4", "llama4, with vision"),
     *("minimax m2", "mixtral", "olmoe", "phi moe", "phi moe, stretched", "qwen2 moe"),
     *("qwen3 moe, some layers without experts",),
 )  # fmt: skip

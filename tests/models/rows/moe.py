@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.models.checkpoints.renamed import Stacks, renamed, that_sees
+from tests.models.checkpoints.renamed import Stacks, renamed, with_vision
 from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
 from tests.models.rows.reference import SWIGLU_LIMIT
 
@@ -213,7 +213,7 @@ _ROWS: dict[str, Row] = {
     # Numbers of 4 bits are multiplied with activations of 16, in groups of 256 inputs.
     "gpt-oss, 4 bits": Row(gpt_oss_in_4_bits, close=6e-4),
     "llama4": of_transformers("Llama4TextConfig", **LLAMA4),
-    "llama4, as a part of what sees": that_sees(
+    "llama4, with vision": with_vision(
         of_transformers("Llama4TextConfig", **LLAMA4),
         "Llama4ForConditionalGeneration",
         "language_model.model.",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.models.checkpoints.renamed import that_sees
+from tests.models.checkpoints.renamed import with_vision
 from tests.models.random_checkpoints import Row, of_transformers
 from tests.models.rows.reference import MAMBA2_GROUPS
 
@@ -121,7 +121,7 @@ _ROWS: dict[str, Row] = {
         **QWEN_TWO,
         rope_parameters=MROPE,
     ),
-    "qwen 3.5, as a part of what sees": that_sees(
+    "qwen 3.5, with vision": with_vision(
         of_transformers("Qwen3_5TextConfig", **QWEN_DENSE, **QWEN_TWO),
         "Qwen3_5ForConditionalGeneration",
         "model.language_model.",
