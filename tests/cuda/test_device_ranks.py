@@ -24,7 +24,7 @@ from tests.models.equality import GREEDY, Dtype, few_blocks, load, run, with_blo
 from tests.models.random_checkpoints import Expectation, expectations, write_checkpoint
 from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, moe, states
 from tests.models.test_embeds import mixed
-from tests.models.test_engine import House, changed
+from tests.models.test_engine import CoreAndWorker, changed
 
 from quintet.executor.backends.cuda.device import Kernel, Size
 from quintet.executor.backends.cuda.ops.peers import (
@@ -93,11 +93,11 @@ def test_tokens_equal_those_of_one_device(kind: str, size: int, tmp_path: Path) 
     expected = made(kind, tmp_path)
     config = rank_config(tmp_path, size)
     with leading_worker(config) as worker:
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, each in enumerate(expected):
-            house.admit(i, each.prompt, GREEDY)
-        house.run()
-    assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
+            driver.admit(i, each.prompt, GREEDY)
+        driver.run()
+    assert [driver.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
 
 
 @pytest.mark.whole
@@ -108,12 +108,12 @@ def test_all_ranks_swap_blocks_and_accept_embeds(tmp_path: Path) -> None:
     config = changed(rank_config(tmp_path, swap_space=2**-10), max_num_seqs=8, max_num_batched_tokens=64)
     config = with_blocks(config, few_blocks(config))
     with leading_worker(config, captured=False) as worker:
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, prompt in enumerate(mixed(table, [each.prompt for each in expected])):
-            house.admit(i, prompt, GREEDY)
-        house.run()
-    assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
-    assert house.engine.state is not None and house.engine.state.counters.swap_in_blocks > 0
+            driver.admit(i, prompt, GREEDY)
+        driver.run()
+    assert [driver.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
+    assert driver.engine.state is not None and driver.engine.state.counters.swap_in_blocks > 0
 
 
 @pytest.mark.drawn(1)
@@ -131,11 +131,11 @@ def test_requests_that_recompute_logits(params: SamplingParams, tmp_path: Path) 
     whole = load(tmp_path)
     expected = run(whole, changed(whole.config), prompts, params=params)
     with leading_worker(config, captured=False) as worker:
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i, prompt, params)
-        house.run()
-    assert [house.outputs[i] for i in range(len(prompts))] == expected.outputs
+            driver.admit(i, prompt, params)
+        driver.run()
+    assert [driver.outputs[i] for i in range(len(prompts))] == expected.outputs
 
 
 @pytest.mark.whole
@@ -208,15 +208,15 @@ def test_graph_that_one_rank_cannot_capture_is_dropped_by_all(
         caplog.at_level(logging.WARNING, "quintet"),
         leading_worker(config) as worker,
     ):
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, each in enumerate(expected):
-            house.admit(i, each.prompt, GREEDY)
-        house.run()
+            driver.admit(i, each.prompt, GREEDY)
+        driver.run()
         graphs = worker.steps.graphs
         assert graphs is not None and [size for size in (1, 2, 4) if graphs.of_size(size)] == [4]
         with pytest.raises(RankDesyncError, match="a graph of 2 rows, but this rank has no graph"):
             worker.steps.graph_of_size(2, worker.steps.staging)
-    assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
+    assert [driver.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
     reasons = [
         record.getMessage()
         for record in caplog.records
@@ -250,10 +250,10 @@ def test_wait_limit_starts_after_every_rank_has_loaded_its_kernels(tmp_path: Pat
         loaded = {(rank, kernel.module) for rank, kernel, _ in launches}
         assert of_waits() == {NO_TIMEOUT_NS}
         launches.clear()
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, each in enumerate(expected):
-            house.admit(i, each.prompt, GREEDY)
-        house.run()
+            driver.admit(i, each.prompt, GREEDY)
+        driver.run()
     assert of_waits() == {int(WAIT_TIMEOUT_S * 1e9)}
     assert {(rank, kernel.module) for rank, kernel, _ in launches} <= loaded
 
@@ -300,10 +300,10 @@ def test_step_failure_after_the_broadcast_ends_the_group(tmp_path: Path) -> None
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         worker.runner.compute = compute  # type: ignore[method-assign]
-        house = House(config, worker)
-        house.admit(0, [1, 2, 3], GREEDY)
+        driver = CoreAndWorker(config, worker)
+        driver.admit(0, [1, 2, 3], GREEDY)
         with pytest.raises(RankDesyncError, match="rank 0 did not complete the launches") as error:
-            house.run()
+            driver.run()
         assert worker.is_broken(error.value)
         worker.runner.compute = launch  # type: ignore[method-assign]
 
@@ -315,13 +315,13 @@ def test_step_failure_before_the_broadcast_ends_the_group(tmp_path: Path) -> Non
     config = rank_config(tmp_path)
     shortage = torch.OutOfMemoryError("CUDA out of memory.")
     with leading_worker(config, captured=False) as worker:
-        house = House(config, worker)
-        house.admit(0, mixed(table, [[1, 2, 3]])[0], GREEDY)
+        driver = CoreAndWorker(config, worker)
+        driver.admit(0, mixed(table, [[1, 2, 3]])[0], GREEDY)
         with (
             mock.patch("quintet.executor.backends.cuda.worker.embeds_of", side_effect=shortage),
             pytest.raises(RankDesyncError, match="rank 0 did not complete the launches"),
         ):
-            house.run()
+            driver.run()
 
 
 def test_library_sums_large_messages_unless_batch_invariant() -> None:

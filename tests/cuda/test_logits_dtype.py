@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.cuda.test_worker import worker_on
 from tests.models.equality import load
-from tests.models.test_engine import House, changed
+from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_logits_dtype import HIDDEN, ONE_TOKEN, VOCAB, head_of, with_head, write
 
 from quintet.executor.backends.cuda.device import Device
@@ -26,11 +26,11 @@ def first_logits(
     """Return the logits after the prompt, and the token drawn from them."""
     config = changed(load(folder, "bfloat16").config, max_num_seqs=4, max_num_batched_tokens=32)
     worker = worker_on(device, config, captured=captured, batch_invariant=batch_invariant)
-    house = House(config, worker)
-    house.admit(0, PROMPT, ONE_TOKEN)
-    house.run()
+    engine = CoreAndWorker(config, worker)
+    engine.admit(0, PROMPT, ONE_TOKEN)
+    engine.run()
     logits = worker.logits(np.array([len(PROMPT) - 1]))
-    return logits[0].cpu(), house.outputs[0][0]
+    return logits[0].cpu(), engine.outputs[0][0]
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -56,10 +56,10 @@ def test_captured_steps_draw_from_float32_logits(tmp_path: Path, device: Device)
     params = msgspec.structs.replace(ONE_TOKEN, max_tokens=8)
     outputs = []
     for captured in (False, True):
-        house = House(config, worker_on(device, config, captured=captured))
-        house.admit(0, PROMPT, params)
-        house.run()
-        outputs.append(house.outputs[0])
+        engine = CoreAndWorker(config, worker_on(device, config, captured=captured))
+        engine.admit(0, PROMPT, params)
+        engine.run()
+        outputs.append(engine.outputs[0])
     assert outputs[0] == outputs[1]
 
 
@@ -68,7 +68,7 @@ def test_logits_in_the_model_dtype_are_selectable(tmp_path: Path, device: Device
     config = load(tmp_path, "bfloat16", logits_dtype="model").config
     config = changed(config, max_num_seqs=4, max_num_batched_tokens=32)
     worker = worker_on(device, config, captured=False)
-    house = House(config, worker)
-    house.admit(0, PROMPT, ONE_TOKEN)
-    house.run()
+    engine = CoreAndWorker(config, worker)
+    engine.admit(0, PROMPT, ONE_TOKEN)
+    engine.run()
     assert worker.logits(np.array([len(PROMPT) - 1])).dtype is torch.bfloat16

@@ -21,8 +21,8 @@ from tests.models.rows import falcon, gemma, gpt, latent, moe, states
 from tests.models.rows.remote_code import QWEN_1
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_embeds import mixed
-from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
-from tests.models.test_qwen1_long import Rememberer
+from tests.models.test_engine import GREEDY, CoreAndWorker, changed, small_kv, without_prefix_cache
+from tests.models.test_qwen1_long import Qwen1WithPrompts
 
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Device
@@ -61,7 +61,7 @@ KINDS = {
 """One model of each kind of layer that `FAMILIES` lacks."""
 MORE_KINDS = {
     "queries that grow, a rotation by the prompt": of_module(
-        QWEN_1 | {"seq_length": 16, "max_position_embeddings": 128}, Rememberer
+        QWEN_1 | {"seq_length": 16, "max_position_embeddings": 128}, Qwen1WithPrompts
     ),
     "sinks": moe.ROWS["gpt-oss"],
     "chunks, interleaved, layers without rotation": moe.ROWS["llama4"],
@@ -125,11 +125,11 @@ def test_tokens_equal_transformers(family: str, serve: Callable[..., Any], devic
     prompts = prompts_of((1, 3, 8, 17, 29))
     expected = served.greedy(prompts, 12)
     config = in_groups(changed(served.config, max_num_seqs=8, max_num_batched_tokens=23))
-    house = House(config, worker_on(device, config))
+    driver = CoreAndWorker(config, worker_on(device, config))
     for i, prompt in enumerate(prompts):
-        house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
 @pytest.mark.drawn(4)
@@ -141,11 +141,11 @@ def test_tokens_of_other_kinds_of_layers(family: str, tmp_path: Path, device: De
     row = KINDS.get(family) or MORE_KINDS[family]
     expected = expectations(write_checkpoint(row, tmp_path), (1, 9, 17, 29))
     config = changed(equality.load(tmp_path).config, max_num_seqs=8, max_num_batched_tokens=23)
-    house = House(config, worker_on(device, config))
+    driver = CoreAndWorker(config, worker_on(device, config))
     for i, each in enumerate(expected):
-        house.admit(i + 1, each.prompt, equality.GREEDY)
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
+        driver.admit(i + 1, each.prompt, equality.GREEDY)
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
 
 
 @pytest.mark.whole  # `test_worker_bits.py` compares the bits
@@ -166,13 +166,13 @@ def test_tokens_do_not_depend_on_scheduling_or_graphs(serve: Callable[..., Any],
         "graphs, preemption": (small_kv(base), captured),
     }
     for name, (config, worker) in variants.items():
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=0))
-        house.run()
-        assert [house.outputs[i + 1] for i in range(len(prompts))] == expected, name
-        assert house.engine.state is not None
-        counters = house.engine.state.counters
+            driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=0))
+        driver.run()
+        assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected, name
+        assert driver.engine.state is not None
+        counters = driver.engine.state.counters
         assert (counters.preemptions > 0) == name.endswith("preemption"), (name, counters)
         assert (counters.swap_in_blocks > 0) == name.endswith("preemption"), (name, counters)
 
@@ -193,11 +193,11 @@ def test_sampling_settings_equal_the_host(serve: Callable[..., Any], device: Dev
     config = changed(served.config, max_num_seqs=8)
     drawn = []
     for worker in (served.core.worker, worker_on(device, config)):
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, params in enumerate(settings):
-            house.admit(i + 1, prompts_of()[i], params)
-        house.run()
-        drawn.append([house.outputs[i + 1] for i in range(len(settings))])
+            driver.admit(i + 1, prompts_of()[i], params)
+        driver.run()
+        drawn.append([driver.outputs[i + 1] for i in range(len(settings))])
     assert drawn[0] == drawn[1]
 
 
@@ -208,11 +208,11 @@ def test_prompt_embeds(serve: Callable[..., Any], device: Device) -> None:
     prompts = prompts_of((1, 5, 17, 29))
     expected = served.greedy(prompts, 12)
     config = changed(served.config, max_num_seqs=8, max_num_batched_tokens=7)
-    house = House(config, worker_on(device, config))
+    driver = CoreAndWorker(config, worker_on(device, config))
     for i, prompt in enumerate(mixed(served.reference.get_input_embeddings().weight, prompts)):
-        house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
 @BLOCKS_OF_16
@@ -232,11 +232,11 @@ def test_reasoning_ends_after_its_budget(serve: Callable[..., Any], device: Devi
     ]
     drawn = []
     for worker in (served.core.worker, worker_on(device, config)):
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, params in enumerate([*settings, GREEDY]):
-            house.admit(i + 1, prompts_of()[i], params)
-        house.run()
-        drawn.append(house.outputs)
+            driver.admit(i + 1, prompts_of()[i], params)
+        driver.run()
+        drawn.append(driver.outputs)
     assert drawn[0] == drawn[1]
     budgets = {1: ([7, 8], 5), 2: ([9], 0), 3: ([9], 11)}
     for request_id, (forced, begin) in budgets.items():
@@ -251,11 +251,11 @@ def test_structured_outputs(serve: Callable[..., Any], tmp_path: Path, device: D
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     drawn = []
     for worker in (make_torch_worker(config), worker_on(device, config)):
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for number in (0, 1, 2, 4):
-            house.admit(number + 1, prompts_of()[number], byte_vocabulary.settings(num_tokens=24)[number])
-        house.run()
-        drawn.append(house.outputs)
+            driver.admit(number + 1, prompts_of()[number], byte_vocabulary.settings(num_tokens=24)[number])
+        driver.run()
+        drawn.append(driver.outputs)
     assert drawn[0] == drawn[1]
     byte_vocabulary.check({request_id - 1: tokens for request_id, tokens in drawn[1].items()})
 
@@ -266,9 +266,9 @@ def test_host_never_waits_while_plain_rows_decode(serve: Callable[..., Any], dev
     served = serve(FAMILIES["llama-mha"](), max_model_len=96)
     config = changed(served.config, max_num_seqs=4)
     worker = worker_on(device, config)
-    house = House(config, worker)
-    house.admit(1, prompts_of()[4], GREEDY)
-    plans = [house.engine.plan(0), house.engine.plan(0)]
+    driver = CoreAndWorker(config, worker)
+    driver.admit(1, prompts_of()[4], GREEDY)
+    plans = [driver.engine.plan(0), driver.engine.plan(0)]
     assert all(plan is not None for plan in plans)
     pendings = [worker.begin(plan) for plan in plans if plan is not None]
     tokens = b"".join(pending.result().token_ids for pending in pendings)
@@ -293,12 +293,12 @@ def test_oom_step_is_split(
         return compute(staging, num_rows, num_tokens, *sizes)
 
     monkeypatch.setattr(worker.runner, "compute", scarce)
-    house = House(config, worker)
+    driver = CoreAndWorker(config, worker)
     prompts = prompts_of()
     for i, prompt in enumerate(prompts):
-        house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=6, seed=0))
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == served.greedy(prompts, 6)
+        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=6, seed=0))
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == served.greedy(prompts, 6)
     assert worker.num_split > 0
 
 

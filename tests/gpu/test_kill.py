@@ -35,7 +35,7 @@ def test_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, 
         assert not differences(calm, run, asked)
         assert all(heard.is_done for heard in run.heard)
         report.figure(Figure("longest pause of a stream", run.longest_wait_s, "s"))
-        wait_until(lambda: server.gauge("quintet:live_requests") == 0, "an empty house")
+        wait_until(lambda: server.gauge("quintet:live_requests") == 0, "no live requests")
         used_now = idle_bytes - free_bytes(device_name)
         report.figure(Figure("device memory before the kill", used_bytes / 2**20, "MiB"))
         report.figure(Figure("device memory with its successor", used_now / 2**20, "MiB"))

@@ -25,7 +25,7 @@ from bench.gpu.figures import Figure, Report
 from tests.gpu.small import BLOCK_SIZE, ready_worker, with_blocks, with_scheduler
 from tests.models.conftest import engine_config, serve
 from tests.models.small_models import FAMILIES, prompts_of
-from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed
+from tests.models.test_engine import GREEDY, NUM_TOKENS, CoreAndWorker, changed
 
 from quintet.executor.interface import StepWorker
 from quintet.executor.worker import make_worker
@@ -69,11 +69,11 @@ def test_fp32_tokens_equal_transformers(family: str, serve: Callable[..., Any], 
     config = msgspec.structs.replace(
         config, executor=msgspec.structs.replace(config.executor, device=device_name)
     )
-    house = House(config, make_worker(config))
+    driver = CoreAndWorker(config, make_worker(config))
     for i, prompt in enumerate(prompts):
-        house.admit(i + 1, prompt, GREEDY)
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+        driver.admit(i + 1, prompt, GREEDY)
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
 class Pair:

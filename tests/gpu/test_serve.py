@@ -38,5 +38,7 @@ def test_bf16_answers_repeat_and_blocks_are_freed(device_name: str, flags: tuple
         assert all(first)
         assert completions(server) == first
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "live_requests")
-        wait_until(lambda: all(server.gauge(f"quintet:{name}") == 0 for name in names), "an empty house")
+        wait_until(
+            lambda: all(server.gauge(f"quintet:{name}") == 0 for name in names), "no live requests or blocks"
+        )
         assert server.stop() == 0

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.distributed.ranks import in_ranks
-from tests.models.distributed.test_stages import Heard
+from tests.models.distributed.test_stages import LogprobRecorder
 from tests.models.equality import GREEDY, Dtype, Loaded, Outcome, alone, load
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
 from tests.models.test_engine import changed
@@ -196,13 +196,13 @@ def test_log_probabilities_use_float32_sums(opener: Load, tmp_path: Path) -> Non
     params = msgspec.structs.replace(ONE_TOKEN, logprobs=3, prompt_logprobs=1)
     with opener(tmp_path, "bfloat16") as loaded:
         for i, prompt in enumerate(PROMPTS):
-            house = Heard(changed(loaded.config), loaded.worker)
-            house.admit(0, prompt, params)
-            house.run()
-            [(_, ids, values)] = house.drawn
+            driver = LogprobRecorder(changed(loaded.config), loaded.worker)
+            driver.admit(0, prompt, params)
+            driver.run()
+            [(_, ids, values)] = driver.drawn
             best = expected[i].topk(3)
             assert np.frombuffer(ids, np.int32).tolist() == [tokens[i], *best.indices.tolist()]
             apart = np.abs(np.frombuffer(values, np.float32)[1:] - best.values.numpy())
             assert apart.max() < 1e-5, prompt
             if i:  # the previous position ends before this prompt's last token
-                assert len(house.of_prompts) == len(prompt) - 1
+                assert len(driver.of_prompts) == len(prompt) - 1

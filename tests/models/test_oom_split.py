@@ -12,7 +12,7 @@ from tests.models.equality import load, run
 from tests.models.random_checkpoints import expectations, write_checkpoint
 from tests.models.rows.states import ROWS
 from tests.models.small_models import FAMILIES, prompts_of
-from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed
+from tests.models.test_engine import GREEDY, NUM_TOKENS, CoreAndWorker, changed
 
 from quintet.executor.batch import Rows
 from quintet.executor.sampling.grammar import StepMasks
@@ -49,14 +49,14 @@ def test_tokens_do_not_depend_on_memory(
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     worker = served.core.worker
     limit_tokens(worker, max_tokens, monkeypatch)
-    house = House(changed(served.config), worker)
+    engine = CoreAndWorker(changed(served.config), worker)
     prompts = prompts_of()
     for i, prompt in enumerate(prompts):
-        house.admit(i + 1, prompt, GREEDY)
-    house.run()
+        engine.admit(i + 1, prompt, GREEDY)
+    engine.run()
     assert worker.num_split > 0
     expected = served.greedy(prompts, NUM_TOKENS)
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+    assert [engine.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from tests.models.conftest import engine_config
-from tests.models.test_engine import House, changed, without_prefix_cache
+from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache
 
 from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
@@ -40,7 +40,7 @@ LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 127, 128, 129, 200, 257)
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class Witness:
+class LogitRecorder:
     """A worker that records the logits of every drawn token: (request, position) to bytes."""
 
     def __init__(self, worker: Worker) -> None:
@@ -146,12 +146,12 @@ def run(
     rounds: int = 1,
 ) -> dict[tuple[int, int], bytes]:
     """Compute all prompts together, ``rounds`` times over; return the logits after every token."""
-    witness = Witness(worker)
-    house = House(config, witness)  # type: ignore[arg-type]
+    witness = LogitRecorder(worker)
+    engine = CoreAndWorker(config, witness)  # type: ignore[arg-type]
     for round_ in range(rounds):
         for request_id, prompt in prompts.items():
-            house.admit(request_id + 1000 * round_, prompt, params)
-        house.run()
+            engine.admit(request_id + 1000 * round_, prompt, params)
+        engine.run()
     return witness.release()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.models import byte_vocabulary
 from tests.models.small_models import FAMILIES, prompts_of
-from tests.models.test_engine import House, changed, small_kv, without_prefix_cache
+from tests.models.test_engine import CoreAndWorker, changed, small_kv, without_prefix_cache
 
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
@@ -18,11 +18,11 @@ from quintet.wire.step import Capacity
 
 def run(config: EngineConfig, worker: Any, which: list[int]) -> dict[int, list[int]]:
     """Run these requests together."""
-    house = House(config, worker)
+    driver = CoreAndWorker(config, worker)
     for number in which:
-        house.admit(number + 1, prompts_of()[number % len(prompts_of())], byte_vocabulary.asked()[number])
-    house.run()
-    return {number: house.outputs[number + 1] for number in which}
+        driver.admit(number + 1, prompts_of()[number % len(prompts_of())], byte_vocabulary.asked()[number])
+    driver.run()
+    return {number: driver.outputs[number + 1] for number in which}
 
 
 @pytest.mark.parametrize("serve", [16], indirect=True)
@@ -50,16 +50,16 @@ def test_another_executor_resumes_the_requests(serve: Callable[..., Any], tmp_pa
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     whole = run(config, make_torch_worker(config), [0, 1])
-    house = House(config)
+    driver = CoreAndWorker(config)
     for number in (0, 1):
-        house.admit(number + 1, prompts_of()[number], byte_vocabulary.asked()[number])
+        driver.admit(number + 1, prompts_of()[number], byte_vocabulary.asked()[number])
     for _ in range(4):
-        plan = house.engine.plan(0)
+        plan = driver.engine.plan(0)
         assert plan is not None
-        house._apply(house.engine.commit(house.worker.begin(plan).result(), 0))
-    house.worker = make_torch_worker(config)  # the first executor is gone
+        driver._apply(driver.engine.commit(driver.worker.begin(plan).result(), 0))
+    driver.worker = make_torch_worker(config)  # the first executor is gone
     limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
     num_blocks = config.cache.memory_bytes // config.model.kv.bytes_per_block
-    house._apply(house.engine.capacity(Capacity(2, num_blocks, house.block_size, *limits), 0))
-    house.run()
-    assert {number: house.outputs[number + 1] for number in (0, 1)} == whole
+    driver._apply(driver.engine.capacity(Capacity(2, num_blocks, driver.block_size, *limits), 0))
+    driver.run()
+    assert {number: driver.outputs[number + 1] for number in (0, 1)} == whole

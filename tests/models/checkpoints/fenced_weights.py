@@ -101,7 +101,7 @@ def ending_of(each: Fenced) -> Ending:
         try:
             load(each)
             status = 0
-        except Exception:  # noqa: BLE001 - whatever it is, the parent goes on with the next
+        except Exception:  # noqa: BLE001 - the parent continues with the next for any error
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(status)

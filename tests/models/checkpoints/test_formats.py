@@ -15,7 +15,7 @@ from bench import quantized_tools as tools
 from bench.quantized import Written
 from safetensors.torch import load_file, save_file
 from tests.models.checkpoints.quantized import SETTINGS, write
-from tests.models.equality import WAYS, Loaded, alone, in_every_way, load, logits_of, one_torch_thread
+from tests.models.equality import SCHEDULES, Loaded, alone, load, logits_of, one_torch_thread, run_schedules
 
 from quintet.deploy.cli.main import main
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
@@ -147,7 +147,7 @@ MORE_FORMATS: dict[str, Written] = {
 }
 
 
-SOME_WAYS = {name: WAYS[name] for name in ("together", "chunks, prefix hits")}
+SOME_SCHEDULES = {name: SCHEDULES[name] for name in ("together", "chunks, prefix hits")}
 
 
 def compare(folder: Path, written: Written, config: transformers.PretrainedConfig | None = None) -> Loaded:
@@ -163,9 +163,9 @@ def compare(folder: Path, written: Written, config: transformers.PretrainedConfi
             # Weights are equal; activations of integer weights have 16 bits in each group of inputs: half a step of
             # 1 / 32639 of its largest number, through two layers.
             assert apart < 1e-3, (i, apart)
-        for way, outcome in in_every_way(loaded, PROMPTS, watched=True, ways=SOME_WAYS):
-            assert outcome.outputs == its.outputs, way
-            assert outcome.bits.items() <= its.bits.items(), way
+        for schedule, outcome in run_schedules(loaded, PROMPTS, watched=True, schedules=SOME_SCHEDULES):
+            assert outcome.outputs == its.outputs, schedule
+            assert outcome.bits.items() <= its.bits.items(), schedule
     return loaded
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from bench import quantized
 from tests.models.checkpoints.quantized import write
-from tests.models.checkpoints.test_formats import EXPERTS, FORMATS, MORE_FORMATS, PROMPTS, SOME_WAYS
-from tests.models.equality import alone, in_every_way, load, logits_of, one_torch_thread
+from tests.models.checkpoints.test_formats import EXPERTS, FORMATS, MORE_FORMATS, PROMPTS, SOME_SCHEDULES
+from tests.models.equality import alone, load, logits_of, one_torch_thread, run_schedules
 
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.wire.errors import ConfigError
@@ -35,8 +35,8 @@ def test_8_bit_inputs_change_logits_slightly_and_bits_never(name: str, tmp_path:
             # A step of 1 / 127 of the largest of 32 normal numbers, some 2.1 deviations, over the root of 12: half of a
             # hundredth of each input, with random signs, in each of some ten consecutive layers.
             assert 1e-3 < apart < 0.05, (i, apart)
-        for way, outcome in in_every_way(loaded, PROMPTS, watched=True, ways=SOME_WAYS):
-            assert outcome.bits.items() <= its.bits.items(), way
+        for schedule, outcome in run_schedules(loaded, PROMPTS, watched=True, schedules=SOME_SCHEDULES):
+            assert outcome.bits.items() <= its.bits.items(), schedule
 
 
 @pytest.mark.parametrize("name", ["fp8", "bitsandbytes", "squeezellm"])

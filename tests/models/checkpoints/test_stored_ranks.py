@@ -14,7 +14,7 @@ from tests.models.checkpoints.quantized import SETTINGS, write
 from tests.models.checkpoints.test_formats import BY_ROW, W4
 from tests.models.checkpoints.test_formats import MORE_FORMATS as FORMATS_OF_ONE
 from tests.models.distributed.ranks import config_of, in_ranks
-from tests.models.equality import WAYS, alone, in_every_way, load, logits_of
+from tests.models.equality import SCHEDULES, alone, load, logits_of, run_schedules
 from tests.models.random_checkpoints import of_transformers
 from tests.models.test_equal import made
 
@@ -64,7 +64,7 @@ MORE_FORMATS: dict[str, Written] = {
         *("quark", "quark, uint4", "quark, fp4", "modelopt", "modelopt, nvfp4", "torchao", "auto-round"),
     )
 }  # fmt: skip
-FEW_WAYS = {way: WAYS[way] for way in ("together", "chunks, prefix hits")}
+FEW_SCHEDULES = {schedule: SCHEDULES[schedule] for schedule in ("together", "chunks, prefix hits")}
 OF_FILES = {
     "hidden_size": 512,
     "intermediate_size": 512,
@@ -93,8 +93,8 @@ def check(
     expected = alone(load(ours), PROMPTS)
     with in_ranks(ours, size, experts=experts) as loaded:
         found = alone(loaded, PROMPTS)
-        for way, outcome in in_every_way(loaded, PROMPTS, False, FEW_WAYS):
-            assert outcome.outputs == expected.outputs, way
+        for schedule, outcome in run_schedules(loaded, PROMPTS, False, FEW_SCHEDULES):
+            assert outcome.outputs == expected.outputs, schedule
     for i, prompt in enumerate(PROMPTS):
         own, others = (logits_of(each, i, len(prompt)) for each in (found, expected))
         # Weights are equal; activations of integer weights have 16 bits in each group of inputs. Sums in another order may
@@ -229,8 +229,10 @@ def test_gguf_file_is_divided(name: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     expected = made(in_blocks(family, kind_of, file), tmp_path)
     with in_ranks(file, 2, experts=name == "experts") as loaded:
-        for way, outcome in in_every_way(loaded, [each.prompt for each in expected], False, FEW_WAYS):
-            assert outcome.outputs == [each.outputs for each in expected], way
+        for schedule, outcome in run_schedules(
+            loaded, [each.prompt for each in expected], False, FEW_SCHEDULES
+        ):
+            assert outcome.outputs == [each.outputs for each in expected], schedule
 
 
 def test_partial_blocks_are_rejected_at_load(tmp_path: Path) -> None:
