@@ -14,6 +14,7 @@ FOLDERS = (
     "executor",
     "detokenizer_proc",
     "deploy",
+    "csrc",
     "bench",
     "src",
     ".github",
