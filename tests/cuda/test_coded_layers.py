@@ -155,14 +155,14 @@ def test_inputs_are_rounded_to_fp8_as_the_checkpoint_declares(device: Device) ->
     """By row or for the whole tensor; with blocks, or without a declaration, inputs keep the model's dtype."""
     inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
     by_row = quantized.eight_bit_floats("weight_scale", (1, 0))
-    for asked in (inputs, None):
+    for requested in (inputs, None):
         written = quantized.compressed(
-            FLOATS | {"strategy": "channel"}, "float-quantized", asked, tensors=by_row
+            FLOATS | {"strategy": "channel"}, "float-quantized", requested, tensors=by_row
         )
         layer, numbers = loaded(written, QKV, where=device.torch_device)
         x, y = product(device, layer)
         whole = torch.cat([numbers[part.name] for part in QKV])
-        if asked is None:
+        if requested is None:
             check(y, x, whole)
             continue
         codes, scales = fp8_quantize_reference(x)

@@ -75,11 +75,11 @@ def agree(ours: Path, reference: Loaded, device: Device) -> DeviceWorker:
     worker = worker_on(device, config)
     together = ask(config, worker, NUMBERS)
     for number in NUMBERS:
-        said, should = first_token_logprobs(together, number), first_token_logprobs(expected, number)
-        common = said.keys() & should.keys()
-        assert len(common) >= len(should) - 1, (said, should)
+        actual, exact = first_token_logprobs(together, number), first_token_logprobs(expected, number)
+        common = actual.keys() & exact.keys()
+        assert len(common) >= len(exact) - 1, (actual, exact)
         # A dozen results in a row are rounded to fp16, by 2^-12 of each, and logits are below 8.
-        assert all(abs(said[token] - should[token]) < 0.02 for token in common), (said, should)
+        assert all(abs(actual[token] - exact[token]) < 0.02 for token in common), (actual, exact)
     assert bits_of(ask(config, worker, NUMBERS[:1]))[NUMBERS[0]] == bits_of(together)[NUMBERS[0]], "alone"
     in_chunks = with_scheduler(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
     assert bits_of(ask(in_chunks, worker, NUMBERS)) == bits_of(together), "in chunks"
@@ -126,7 +126,7 @@ def test_fp8_keys_and_values_equal_those_of_the_host(tmp_path: Path, device: Dev
     config = with_scheduler(with_blocks(reference.config, 100), max_num_seqs=8)
     together = ask(config, worker_on(device, config), NUMBERS)
     for number in NUMBERS:
-        said, should = first_token_logprobs(together, number), first_token_logprobs(expected, number)
-        common = said.keys() & should.keys()
-        assert len(common) >= len(should) - 1, (said, should)
-        assert all(abs(said[token] - should[token]) < 1e-3 for token in common), (said, should)
+        actual, exact = first_token_logprobs(together, number), first_token_logprobs(expected, number)
+        common = actual.keys() & exact.keys()
+        assert len(common) >= len(exact) - 1, (actual, exact)
+        assert all(abs(actual[token] - exact[token]) < 1e-3 for token in common), (actual, exact)

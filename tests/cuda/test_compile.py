@@ -45,10 +45,10 @@ class FakeCompiler:
 
     def __init__(self, version: str = "fake 1") -> None:
         self.version = version
-        self.asked: list[tuple[str, int]] = []
+        self.requested: list[tuple[str, int]] = []
 
     def compile(self, module: str, text: str, target: int) -> Output:
-        self.asked.append((module, target))
+        self.requested.append((module, target))
         if "mistake" in text:
             raise CompileError("norm.cu(3): error: a mistake")
         return Output(b"code", b"ptx", NVCC_LOG)
@@ -77,16 +77,16 @@ def test_only_changed_sources_are_recompiled(tmp_path: Path) -> None:
     same, other_text = FakeCompiler(), FakeCompiler()
     compile_all(jobs(tmp_path, same), 1)
     compile_all(jobs(tmp_path, other_text, "other text"), 1)
-    assert (same.asked, len(other_text.asked)) == ([], 2)
+    assert (same.requested, len(other_text.requested)) == ([], 2)
 
 
 def test_kernels_of_another_compiler_version_are_kept_by_default(tmp_path: Path) -> None:
     """Kernels carried to another machine match the version of its packages only by chance."""
     compile_all(jobs(tmp_path, FakeCompiler()), 1)
-    kept, asked = FakeCompiler("fake 2"), FakeCompiler("fake 2")
+    kept, requested = FakeCompiler("fake 2"), FakeCompiler("fake 2")
     compile_all(jobs(tmp_path, kept), 1)
-    compile_all(jobs(tmp_path, asked), 1, again=True)
-    assert (kept.asked, len(asked.asked)) == ([], 2)
+    compile_all(jobs(tmp_path, requested), 1, again=True)
+    assert (kept.requested, len(requested.requested)) == ([], 2)
 
 
 def test_missing_output_is_recompiled(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_missing_output_is_recompiled(tmp_path: Path) -> None:
     (tmp_path / "ptx/norm.ptx").unlink()
     again = FakeCompiler()
     compile_all(jobs(tmp_path, again), 1)
-    assert again.asked == [("norm", 80)]
+    assert again.requested == [("norm", 80)]
 
 
 def test_compile_error_is_reported_and_leaves_no_current_output(
@@ -111,8 +111,8 @@ def test_unknown_module_error_lists_the_known_ones(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as left:
         main(["norm", "nosuch"])
     assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert "unknown module nosuch; allowed are activation, all_reduce," in said
+    error = capsys.readouterr().err
+    assert "unknown module nosuch; allowed are activation, all_reduce," in error
 
 
 def test_outputs_of_removed_modules_are_deleted(tmp_path: Path) -> None:

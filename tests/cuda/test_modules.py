@@ -69,7 +69,7 @@ class Loader:
 
     def __init__(self, *refused: str) -> None:
         self.refused = refused
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.kernels: list[str | None] = []
 
     def load(self, path: Path, kernel: str | None) -> str:
@@ -80,7 +80,7 @@ class Loader:
         return self._take("source")
 
     def _take(self, what: str) -> str:
-        self.asked.append(what)
+        self.requested.append(what)
         if what in self.refused:
             raise RefusedError(f"no {what} today")
         return what
@@ -160,7 +160,7 @@ def test_module_is_loaded_once(sources: SourceTree) -> None:
     loader = Loader()
     store = sources.store(loader)
     assert store.get("norm") == store.get("norm")
-    assert loader.asked == ["source"]
+    assert loader.requested == ["source"]
 
 
 def test_rejected_kernel_is_named_at_load(sources: SourceTree) -> None:

@@ -169,7 +169,7 @@ def test_sampling_settings_reach_the_record_of_the_slot(device: Device) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [ONE_BLOCK_TOKENS, ONE_BLOCK_TOKENS + 1])
-def test_a_long_prompt(device: Device, num_tokens: int) -> None:
+def test_long_prompt(device: Device, num_tokens: int) -> None:
     """At and past the size that needs two launches."""
     world = HostAndDevice(device)
     plan = plan_of(

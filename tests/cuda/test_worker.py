@@ -253,7 +253,7 @@ def test_structured_outputs(serve: Callable[..., Any], tmp_path: Path, device: D
     for worker in (make_torch_worker(config), worker_on(device, config)):
         driver = CoreAndWorker(config, worker)
         for number in (0, 1, 2, 4):
-            driver.admit(number + 1, prompts_of()[number], byte_vocabulary.settings(num_tokens=24)[number])
+            driver.admit(number + 1, prompts_of()[number], byte_vocabulary.requested(num_tokens=24)[number])
         driver.run()
         drawn.append(driver.outputs)
     assert drawn[0] == drawn[1]

@@ -59,8 +59,10 @@ KINDS = {
 
 def ask(config: EngineConfig, worker: DeviceWorker, numbers: tuple[int, ...] = REQUESTS) -> EngineAlone:
     everything = prompts(max(REQUESTS), 200)
-    asked = {number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=5)) for number in numbers}
-    return run_all(config, worker, asked)
+    requested = {
+        number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=5)) for number in numbers
+    }
+    return run_all(config, worker, requested)
 
 
 def bits_of(engine: EngineAlone) -> dict[int, Bits]:

@@ -35,8 +35,10 @@ Bits = list[tuple[int, bytes, bytes]]
 def bits_of(config: EngineConfig, worker: StepWorker, numbers: range | tuple[int, ...]) -> dict[int, Bits]:
     """Compute the requests of these numbers together; return the log-probabilities of each token."""
     everything = prompts(NUM_REQUESTS, VOCAB)
-    asked = {number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=20)) for number in numbers}
-    logprobs = run_all(config, worker, asked).logprobs
+    requested = {
+        number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=20)) for number in numbers
+    }
+    logprobs = run_all(config, worker, requested).logprobs
     return {
         number: [(each.rank, each.token_ids, each.logprobs) for each in positions]
         for number, positions in logprobs.items()
@@ -64,7 +66,7 @@ def test_bits_do_not_depend_on_preemption(tmp_path: Path, device_name: str) -> N
     assert bits_of(small, ready_worker(small), range(1, NUM_REQUESTS + 1)) == calm
 
 
-def test_an_eager_step_has_the_bits_of_a_captured_one(tmp_path: Path, device_name: str) -> None:
+def test_eager_step_has_the_bits_of_a_captured_step(tmp_path: Path, device_name: str) -> None:
     captured = dummy_config(tmp_path, device_name, batch_invariant=True)
     eager = dummy_config(tmp_path, device_name, batch_invariant=True, enforce_eager=True)
     assert bits_of(eager, ready_worker(eager), WATCHED) == bits_of(captured, ready_worker(captured), WATCHED)

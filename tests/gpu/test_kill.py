@@ -20,19 +20,19 @@ FLAGS = ("--batch-invariant", "--max-model-len", "1024", "--max-restarts", "100"
 
 
 def test_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, report: Report) -> None:
-    asked = crowd(1, NUM_STREAMS, (60, 160))
+    requested = crowd(1, NUM_STREAMS, (60, 160))
     idle_bytes = free_bytes(device_name)
     memory = f"{KV_BYTES >> 20}MiB" if device_name == "cuda" else "8MiB"
     with serve("--device", device_name, "--kv-cache-memory", memory, *FLAGS) as server:
-        calm = asyncio.run(play(server.url, asked))
+        calm = asyncio.run(play(server.url, requested))
         assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
         used_bytes = idle_bytes - free_bytes(device_name)
 
         async def disturb() -> None:
             server.children()["quintet-executor-0"].send_signal(signal.SIGKILL)
 
-        run = asyncio.run(play(server.url, asked, disturb))
-        assert not differences(calm, run, asked)
+        run = asyncio.run(play(server.url, requested, disturb))
+        assert not differences(calm, run, requested)
         assert all(heard.is_done for heard in run.heard)
         report.figure(Figure("longest pause of a stream", run.longest_wait_s, "s"))
         wait_until(lambda: server.gauge("quintet:live_requests") == 0, "no live requests")

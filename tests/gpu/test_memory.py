@@ -38,14 +38,14 @@ def test_oom_step_is_split(tmp_path: Path, device_name: str, limit: None) -> Non
     (tmp_path / "config.json").write_text(json.dumps(card))
     config = with_layers(config, 2)
     worker = ready_worker(config)
-    asked = {number: (prompt, params(number, 8)) for number, prompt in enumerate(prompts(60, 200), 1)}
-    enough = run_all(config, worker, asked).outputs
+    requested = {number: (prompt, params(number, 8)) for number, prompt in enumerate(prompts(60, 200), 1)}
+    enough = run_all(config, worker, requested).outputs
     assert worker.num_split == 0
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + LEFT_BYTES) / total)
-    assert run_all(config, worker, asked).outputs == enough
+    assert run_all(config, worker, requested).outputs == enough
     assert worker.num_split > 0
 
 

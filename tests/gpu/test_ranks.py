@@ -46,17 +46,17 @@ def test_fp32_answers_are_those_of_one_device(device_name: str, flags: tuple[str
     assert texts[0] == texts[1]
 
 
-def test_a_killed_rank_changes_no_byte(device_name: str) -> None:
+def test_killed_rank_changes_no_byte(device_name: str) -> None:
     """All ranks restart, and the streams resume."""
-    asked = crowd(1, NUM_STREAMS, (60, 160))
+    requested = crowd(1, NUM_STREAMS, (60, 160))
     with serve("--device", device_name, *RANKS, *FLAGS) as server:
-        calm = asyncio.run(play(server.url, asked))
+        calm = asyncio.run(play(server.url, requested))
 
         async def disturb() -> None:
             executor = psutil.Process(server.children()["quintet-executor-0"].pid)
             [rank] = [each for each in executor.children() if "rank-1" in " ".join(each.cmdline())]
             rank.send_signal(signal.SIGKILL)
 
-        run = asyncio.run(play(server.url, asked, disturb))
-        assert not differences(calm, run, asked)
+        run = asyncio.run(play(server.url, requested, disturb))
+        assert not differences(calm, run, requested)
         assert all(heard.is_done for heard in run.heard)

@@ -35,7 +35,7 @@ def with_vocabulary(config: EngineConfig, folder: Path) -> EngineConfig:
     return msgspec.structs.replace(config, model=model)
 
 
-def asked(num_tokens: int = 40) -> list[SamplingParams]:
+def requested(num_tokens: int = 40) -> list[SamplingParams]:
     """Return structured-output requests, alone and with other sampling settings; every third is plain."""
     more: list[dict[str, float]] = [
         {"temperature": 0.0},

@@ -73,7 +73,7 @@ def load(
     **options: Any,
 ) -> Loaded:
     """Resolve a folder as `quintet serve` does, and load it. compiled: by the recorded program, else by torch."""
-    asked = Options(
+    submitted = Options(
         model=str(folder),
         dtype=dtype,
         quantization=quantization,
@@ -85,7 +85,7 @@ def load(
         kv_cache_memory="64MiB",
         **options,
     )
-    config = with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
+    config = with_blocks(resolve(submitted, RUN_DIR, http=False).config, NUM_BLOCKS)
     if not compiled:
         with mock.patch.object(worker_module, "program_library", lambda: None):
             worker = make_torch_worker(config)

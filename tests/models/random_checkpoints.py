@@ -203,7 +203,7 @@ def expectations(logits: Logits, lengths: tuple[int, ...] = LENGTHS, seed: int =
         f"of 50 prompts none is decided by {DECISIVE} at every step: {found.keys()} of {lengths}"
     )
     kinds = {token for each in found.values() for token in each.outputs}
-    assert len(kinds) > 3, f"the reference says only {kinds}, whatever it is asked: draw other weights"
+    assert len(kinds) > 3, f"the reference generates only {kinds} for every prompt: draw other weights"
     return [found[length] for length in lengths]
 
 

@@ -81,7 +81,7 @@ def test_embeds_are_shared_by_choices_only(serve: Callable[..., Any]) -> None:
     first, second = prompts_of((50, 50))
     params = SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=7)
     driver = CoreAndWorker(changed(served.config), served.core.worker)
-    asked: dict[int, list[int] | EmbedsPrompt] = {
+    requested: dict[int, list[int] | EmbedsPrompt] = {
         10: vectors_of(table, first),
         20: [0] * 50,
         30: vectors_of(table, second),
@@ -89,11 +89,11 @@ def test_embeds_are_shared_by_choices_only(serve: Callable[..., Any]) -> None:
         50: vectors_of(table, [*first[:-1], second[-1]]),
         60: first,
     }
-    for request_id, prompt in asked.items():
+    for request_id, prompt in requested.items():
         driver.admit(request_id, prompt, params)
         driver.run()
     whole = 49 // driver.block_size * driver.block_size
-    assert [driver.cached[request_id] for request_id in asked] == [0, 0, 0, whole, 0, 0]
+    assert [driver.cached[request_id] for request_id in requested] == [0, 0, 0, whole, 0, 0]
     for choice in range(3):
         assert driver.outputs[10 + choice] == driver.outputs[40 + choice] == driver.outputs[60 + choice]
     assert driver.outputs[10] != driver.outputs[30]

@@ -219,8 +219,8 @@ def test_remote_code_runs_only_if_trusted(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "ours"
     write_code(folder)
-    said = refusal(folder, load_format="dummy")
-    assert "modeling_ours.py" in said and "allow it with --trust-remote-code" in said
+    error = refusal(folder, load_format="dummy")
+    assert "modeling_ours.py" in error and "allow it with --trust-remote-code" in error
     with caplog.at_level(logging.WARNING, "quintet"):
         load(folder, model_impl="transformers", load_format="dummy", trust_remote_code=True)
     assert "--trust-remote-code: executing modeling_ours.py of" in caplog.text
@@ -235,8 +235,8 @@ def test_model_with_state_outside_the_kv_cache_is_rejected(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "ours"
     write_code(folder, shifts=True)
-    said = refusal(folder, load_format="dummy", trust_remote_code=True)
-    assert "the self-check failed: logits differ by" in said
+    error = refusal(folder, load_format="dummy", trust_remote_code=True)
+    assert "the self-check failed: logits differ by" in error
 
 
 Index = torch.Tensor

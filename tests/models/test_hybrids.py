@@ -95,15 +95,15 @@ def test_hybrid_is_equal_in_every_schedule(loaded: Loaded) -> None:
 
 def test_preempted_requests_give_the_same_tokens(loaded: Loaded) -> None:
     """Two requests fit with their prompts, and barely or not with their outputs. The blocks of one are swapped to the host."""
-    asked = msgspec.structs.replace(greedy(), max_tokens=30)
-    by_itself = alone(loaded, PROMPTS[3:], asked)
+    requested = msgspec.structs.replace(greedy(), max_tokens=30)
+    by_itself = alone(loaded, PROMPTS[3:], requested)
     num_preemptions = num_back = 0
     for num_blocks in (14, 15, 16):
         driver = CoreAndWorker(
             with_blocks(changed(loaded.config, max_num_batched_tokens=37), num_blocks), loaded.worker
         )
         for i, prompt in enumerate(PROMPTS[3:]):
-            driver.admit(i + 1, prompt, asked)
+            driver.admit(i + 1, prompt, requested)
         driver.run()
         assert [driver.outputs[1], driver.outputs[2]] == by_itself.outputs, num_blocks
         assert driver.engine.state is not None
@@ -114,11 +114,11 @@ def test_preempted_requests_give_the_same_tokens(loaded: Loaded) -> None:
 
 def test_swapped_blocks_are_restored(loaded: Loaded) -> None:
     """Keys, values and kept states are copied out, their blocks are overwritten, and they are copied back."""
-    asked = msgspec.structs.replace(greedy(), max_tokens=30)
-    by_itself = alone(loaded, PROMPTS[2:], asked)
+    requested = msgspec.structs.replace(greedy(), max_tokens=30)
+    by_itself = alone(loaded, PROMPTS[2:], requested)
     driver = CoreAndWorker(with_blocks(changed(loaded.config, max_num_batched_tokens=37), 60), loaded.worker)
     for i, prompt in enumerate(PROMPTS[2:]):
-        driver.admit(i + 1, prompt, asked)
+        driver.admit(i + 1, prompt, requested)
     run_evicting(driver, 1)
     assert [driver.outputs[i + 1] for i in range(3)] == by_itself.outputs
     assert driver.engine.state is not None

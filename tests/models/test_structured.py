@@ -20,7 +20,9 @@ def run(config: EngineConfig, worker: Any, which: list[int]) -> dict[int, list[i
     """Run these requests together."""
     driver = CoreAndWorker(config, worker)
     for number in which:
-        driver.admit(number + 1, prompts_of()[number % len(prompts_of())], byte_vocabulary.asked()[number])
+        driver.admit(
+            number + 1, prompts_of()[number % len(prompts_of())], byte_vocabulary.requested()[number]
+        )
     driver.run()
     return {number: driver.outputs[number + 1] for number in which}
 
@@ -30,7 +32,7 @@ def test_outputs_match_their_format_in_every_schedule(serve: Callable[..., Any],
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     worker = make_torch_worker(config)
-    everyone = list(range(len(byte_vocabulary.asked())))
+    everyone = list(range(len(byte_vocabulary.requested())))
     together = run(config, worker, everyone)
     byte_vocabulary.check(together)
     for number in everyone:
@@ -52,7 +54,7 @@ def test_another_executor_resumes_the_requests(serve: Callable[..., Any], tmp_pa
     whole = run(config, make_torch_worker(config), [0, 1])
     driver = CoreAndWorker(config)
     for number in (0, 1):
-        driver.admit(number + 1, prompts_of()[number], byte_vocabulary.asked()[number])
+        driver.admit(number + 1, prompts_of()[number], byte_vocabulary.requested()[number])
     for _ in range(4):
         plan = driver.engine.plan(0)
         assert plan is not None

@@ -114,5 +114,5 @@ def ending_of(each: Fenced) -> Ending:
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()  # prints the stack of the read
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Fenced])
-    print(msgspec.json.encode([ending_of(each) for each in asked]).decode())
+    requested = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Fenced])
+    print(msgspec.json.encode([ending_of(each) for each in requested]).decode())

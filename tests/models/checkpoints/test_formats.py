@@ -158,8 +158,8 @@ def compare(folder: Path, written: Written, config: transformers.PretrainedConfi
     with one_torch_thread():
         its, expected = alone(loaded, PROMPTS), alone(load(plain), PROMPTS)
         for i, prompt in enumerate(PROMPTS):
-            said, should = (logits_of(each, i, len(prompt))[0] for each in (its, expected))
-            apart = float((said - should).abs().max() / should.std())
+            actual, exact = (logits_of(each, i, len(prompt))[0] for each in (its, expected))
+            apart = float((actual - exact).abs().max() / exact.std())
             # Weights are equal; activations of integer weights have 16 bits in each group of inputs: half a step of
             # 1 / 32639 of its largest number, through two layers.
             assert apart < 1e-3, (i, apart)

@@ -105,11 +105,13 @@ def fuzz_checkpoints(folder: Path, seeds: range) -> tuple[int, int]:
                 )
             )
         try:
-            said = try_out(folder, draw.choice([4, 16]), quantization=draw.choice(["none", "none", "int8"]))
+            refusal = try_out(
+                folder, draw.choice([4, 16]), quantization=draw.choice(["none", "none", "int8"])
+            )
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-        refused, computed = refused + (said is not None), computed + (said is None)
+        refused, computed = refused + (refusal is not None), computed + (refusal is None)
     return refused, computed
 
 

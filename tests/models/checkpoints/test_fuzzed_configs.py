@@ -164,11 +164,11 @@ def fuzz_cards(
         draw = random.Random(seed)
         (folder / "config.json").write_text(json.dumps(make(draw)))
         try:
-            said = try_out(folder, draw.choice([4, 16]), load_format="dummy")
+            refusal = try_out(folder, draw.choice([4, 16]), load_format="dummy")
         except Exception as error:
             error.add_note(f"seed {seed}: {(folder / 'config.json').read_text()}")
             raise
-        refused, computed = refused + (said is not None), computed + (said is None)
+        refused, computed = refused + (refusal is not None), computed + (refusal is None)
     return refused, computed
 
 
@@ -235,16 +235,16 @@ def test_previously_found_cards(
     for key, value in changes.items():
         card[key] = card[key] | value if key in card and isinstance(value, dict) else value
     (folder / "config.json").write_text(json.dumps(card))
-    said = try_out(folder, block_size, load_format="dummy")
-    assert said is None if words is None else said is not None and words in said
+    refusal = try_out(folder, block_size, load_format="dummy")
+    assert refusal is None if words is None else refusal is not None and words in refusal
 
 
 def test_card_unsupported_by_transformers_is_rejected(folder: Path, working: Cards) -> None:
     """It builds the model, and fails in the middle of a forward pass."""
     card = working["DeepseekV2ForCausalLM"][0] | {"architectures": ["Unknown"], "num_key_value_heads": 5}
     (folder / "config.json").write_text(json.dumps(card))
-    said = try_out(folder, 16, load_format="dummy")
-    assert said is not None and "a test pass failed: RuntimeError" in said
+    refusal = try_out(folder, 16, load_format="dummy")
+    assert refusal is not None and "a test pass failed: RuntimeError" in refusal
 
 
 @pytest.mark.parametrize("name", ["", "x" * 500])
@@ -252,8 +252,8 @@ def test_invalid_name_is_rejected(folder: Path, working: Cards, name: str) -> No
     (folder / "config.json").write_text(
         json.dumps(working["FalconForCausalLM"][0] | {"architectures": [name]})
     )
-    said = try_out(folder, 16, load_format="dummy")
-    assert said is not None and "has neither `architectures` nor `model_type`" in said
+    refusal = try_out(folder, 16, load_format="dummy")
+    assert refusal is not None and "has neither `architectures` nor `model_type`" in refusal
 
 
 @pytest.mark.whole
@@ -271,8 +271,8 @@ def test_heads_of_one_number_compute(folder: Path) -> None:
 def test_long_value_is_shortened_in_the_error(folder: Path) -> None:
     card = {**SMALL, "architectures": ["LlamaForCausalLM"], "dtype": "x" * 5000}
     (folder / "config.json").write_text(json.dumps(card))
-    said = try_out(folder, 4, load_format="dummy")
-    assert said is not None and "x" * 20 in said
+    refusal = try_out(folder, 4, load_format="dummy")
+    assert refusal is not None and "x" * 20 in refusal
 
 
 @pytest.mark.whole

@@ -280,7 +280,7 @@ def test_qwen_3_next_without_listed_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "change", "said"),
+    ("architecture", "change", "error"),
     [
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention is True; it must be false"),
         (
@@ -298,11 +298,11 @@ def test_qwen_3_next_without_listed_layers() -> None:
         ("GPTJForCausalLM", {"rotary_dim": 3}, "rotary_dim is 3; it must be"),
     ],
 )
-def test_invalid_values_are_named(architecture: str, change: Card, said: str) -> None:
+def test_invalid_values_are_named(architecture: str, change: Card, error: str) -> None:
     card = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
     with pytest.raises(ConfigError) as caught:
         read(architecture, card | {"intermediate_size": 64} | change)
-    assert said in str(caught.value)
+    assert error in str(caught.value)
 
 
 _SIZES: Card = {

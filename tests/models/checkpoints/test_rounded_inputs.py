@@ -30,8 +30,8 @@ def test_8_bit_inputs_change_logits_slightly_and_bits_never(name: str, tmp_path:
     with one_torch_thread():
         its, expected = alone(loaded, PROMPTS), alone(load(plain), PROMPTS)
         for i, prompt in enumerate(PROMPTS):
-            said, should = (logits_of(each, i, len(prompt))[0] for each in (its, expected))
-            apart = float((said - should).square().mean().sqrt() / should.std())
+            actual, exact = (logits_of(each, i, len(prompt))[0] for each in (its, expected))
+            apart = float((actual - exact).square().mean().sqrt() / exact.std())
             # A step of 1 / 127 of the largest of 32 normal numbers, some 2.1 deviations, over the root of 12: half of a
             # hundredth of each input, with random signs, in each of some ten consecutive layers.
             assert 1e-3 < apart < 0.05, (i, apart)

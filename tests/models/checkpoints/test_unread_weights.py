@@ -119,16 +119,16 @@ def fenced(folder: Path, case: Case, rank: int) -> Fenced:
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[Ending]]:
     """Return, for each case, the exits of its two ranks, and of a process that loads the whole model with the same fences."""
-    asked = []
+    requested = []
     for name, case in CASES.items():
         folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
         write_checkpoint(case.row, folder)
         first, second = (fenced(folder, case, rank) for rank in range(2))
         alone = fenced(folder, Case(case.row, case.unkept, quantization=case.quantization), 0)
-        asked += [first, second, alone]
+        requested += [first, second, alone]
     run = subprocess.run(
         [sys.executable, "-m", "tests.models.checkpoints.fenced_weights"],
-        input=msgspec.json.encode(asked), capture_output=True, check=True, cwd=ROOT,
+        input=msgspec.json.encode(requested), capture_output=True, check=True, cwd=ROOT,
     )  # fmt: skip
     sys.stderr.write(run.stderr.decode())  # stacks of forbidden reads
     found = msgspec.json.decode(run.stdout, type=list[Ending])

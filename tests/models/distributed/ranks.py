@@ -41,7 +41,7 @@ def config_of(
     max_model_len: int = MAX_MODEL_LEN,
 ) -> EngineConfig:
     """Resolve as `quintet serve` does."""
-    asked = Options(
+    requested = Options(
         model=str(folder),
         dtype=dtype,
         quantization=quantization,
@@ -62,7 +62,7 @@ def config_of(
         layout_invariant=invariant,
         pipeline_parallel_size=stages,
     )
-    return with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
+    return with_blocks(resolve(requested, RUN_DIR, http=False).config, NUM_BLOCKS)
 
 
 @contextmanager
@@ -83,8 +83,8 @@ def in_ranks(
     Each has one thread. switches: more of `config_of`. change: a function applied to the configuration first.
     """
     gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
-    asked = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
-    config = change(config_of(*asked, experts=experts, **switches))
+    requested = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
+    config = change(config_of(*requested, experts=experts, **switches))
     memories = [range(stages * (size > 1)), range(stages * (stages > 1)), range(config.cache.leaves)]
     groups, links, crossings = ([os.memfd_create("ranks") for _ in each] for each in memories)
     platform = open_platform(config.executor)

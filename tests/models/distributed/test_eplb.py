@@ -23,7 +23,7 @@ def num_copied(loaded: Loaded) -> int:
     return counts.copied()[0]
 
 
-def said(loaded: Loaded, prompts: Sequence[list[int]]) -> Outcome:
+def outcome_alone(loaded: Loaded, prompts: Sequence[list[int]]) -> Outcome:
     """Compute each prompt alone; keep the logits if the worker's runner exposes them."""
     if not isinstance(loaded.worker, PipelineWorker):
         return alone(loaded, prompts)
@@ -38,12 +38,12 @@ def check(folder: Path, name: str, dtype: Dtype, size: int, quantization: Quanti
     """
     prompts = [each.prompt for each in made(ROWS[name], folder)]
     with in_ranks(folder, size, dtype, quantization, experts=True, stages=stages) as loaded:
-        still = said(loaded, prompts)
+        still = outcome_alone(loaded, prompts)
     config = OFTEN.format(size)
     with in_ranks(folder, size, dtype, quantization, experts=True, stages=stages, eplb=config) as loaded:
         before = num_copied(loaded)
-        moving = said(loaded, prompts)
-        again = said(loaded, prompts)
+        moving = outcome_alone(loaded, prompts)
+        again = outcome_alone(loaded, prompts)
         assert before == 0 < num_copied(loaded), "nothing was copied"
         watched, schedules = bool(still.bits), {"together": SCHEDULES["together"]}
         for schedule, outcome in run_schedules(loaded, prompts, watched, schedules):

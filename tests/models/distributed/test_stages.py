@@ -190,7 +190,7 @@ def test_structured_outputs_with_mixed_steps_in_flight(stages: int, tmp_path: Pa
 
     def answers(loaded: Loaded) -> dict[int, list[int]]:
         driver = CoreAndWorker(changed(loaded.config), loaded.worker)
-        for i, params in enumerate(byte_vocabulary.asked()):
+        for i, params in enumerate(byte_vocabulary.requested()):
             driver.admit(i, prompts[i % len(prompts)][:8], params)
         driver.run()
         return driver.outputs

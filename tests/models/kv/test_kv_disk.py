@@ -65,8 +65,8 @@ def test_new_worker_hits_the_stored_prefix(
     content = bytearray(blocks.read_bytes())
     content[config.model.kv.bytes_per_block + 5] ^= 1
     blocks.write_bytes(content)
-    assert answer(config) == (without, config.model.kv.block_size), "behind the block that is still whole"
-    assert answer(config) == (without, whole_blocks(config)), "it was stored anew"
+    assert answer(config) == (without, config.model.kv.block_size), "only the intact block is a hit"
+    assert answer(config) == (without, whole_blocks(config)), "it was stored again"
 
 
 def test_blocks_of_another_version_are_ignored(

@@ -70,24 +70,24 @@ def test_new_ranks_hit_the_stored_prefix(layout: Layout, tmp_path: Path) -> None
     model, disk = tmp_path / "model", tmp_path / "disk"
     model.mkdir()
     made(ROWS["llama"], model)
-    results: list[EngineConfig] = []
+    configs: list[EngineConfig] = []
 
     def kept(config: EngineConfig) -> EngineConfig:
-        results.append(with_disk(config, disk, NUM_PLACES))
-        return results[-1]
+        configs.append(with_disk(config, disk, NUM_PLACES))
+        return configs[-1]
 
     without, _ = answer(model, layout)
     assert answer(model, layout, kept) == (without, 0)
-    config = results[0]
+    config = configs[0]
     assert answer(model, layout, kept) == (without, in_blocks(config))
     block_bytes = whole_bytes(config)
     content = bytearray((disk / "blocks.kv").read_bytes())
     content[2 * block_bytes - 5] ^= 1  # of the last part
     (disk / "blocks.kv").write_bytes(content)
     assert answer(model, layout, kept) == (without, config.model.kv.block_size), (
-        "behind the block that is whole"
+        "only the intact block is a hit"
     )
-    assert answer(model, layout, kept) == (without, in_blocks(config)), "it was stored anew"
+    assert answer(model, layout, kept) == (without, in_blocks(config)), "it was stored again"
 
 
 @pytest.mark.whole
@@ -142,11 +142,11 @@ def test_ranks_share_a_store(layout: Layout, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_fetch_offered_blocks(layout: Layout, tmp_path: Path) -> None:
     made(ROWS["llama"], tmp_path)
-    (size, stages, context), results = layout, list[EngineConfig]()
+    (size, stages, context), configs = layout, list[EngineConfig]()
 
     def offering(config: EngineConfig) -> EngineConfig:
-        results.append(with_peers(config))
-        return results[-1]
+        configs.append(with_peers(config))
+        return configs[-1]
 
     with ExitStack() as closed:
         houses: list[CoreAndWorker] = []
@@ -161,11 +161,11 @@ def test_ranks_fetch_offered_blocks(layout: Layout, tmp_path: Path) -> None:
         gives.admit(1, PROMPT, GREEDY, handover=KvTransfer(offers=True))
         gives.run()
         gives.run_disk_operations()
-        assert results[0].cache.peers is not None
-        peer = results[0].cache.peers.listen
+        assert configs[0].cache.peers is not None
+        peer = configs[0].cache.peers.listen
         takes.admit(1, PROMPT, GREEDY, handover=KvTransfer(peer=peer, num_blocks=1 << 20))
         takes.run()
-    assert takes.outputs == gives.outputs and takes.cached[1] == in_blocks(results[0])
+    assert takes.outputs == gives.outputs and takes.cached[1] == in_blocks(configs[0])
 
 
 def test_one_process_reads_the_blocks_of_stages(tmp_path: Path) -> None:
@@ -173,15 +173,15 @@ def test_one_process_reads_the_blocks_of_stages(tmp_path: Path) -> None:
     model, disk = tmp_path / "model", tmp_path / "disk"
     model.mkdir()
     made(ROWS["llama"], model)
-    results: list[EngineConfig] = []
+    configs: list[EngineConfig] = []
 
     def kept(config: EngineConfig) -> EngineConfig:
-        results.append(with_disk(changed(config), disk, NUM_PLACES))
-        return results[-1]
+        configs.append(with_disk(changed(config), disk, NUM_PLACES))
+        return configs[-1]
 
     tokens, _ = answer(model, (1, 2, 1), kept)
-    executor = msgspec.structs.replace(results[0].executor, pipeline_parallel_size=1)
-    one_process = msgspec.structs.replace(results[0], executor=executor)
+    executor = msgspec.structs.replace(configs[0].executor, pipeline_parallel_size=1)
+    one_process = msgspec.structs.replace(configs[0], executor=executor)
     assert answer_of_one(one_process) == (tokens, in_blocks(one_process))
     assert answer(model, (2, 1, 1), kept)[1] == 0
 

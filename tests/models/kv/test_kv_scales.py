@@ -226,9 +226,9 @@ def test_checkpoint_determines_the_kv_dtype(
     found = resolve(Options(**options), tmp_path / "run", http=False)  # type: ignore[arg-type]
     assert found.config.cache.dtype == stored
     assert len(found.notes) == (message is not None) and (message is None or message in found.notes[0])
-    asked = resolve(Options(**options, kv_cache_dtype="model"), tmp_path / "run", http=False)  # type: ignore[arg-type]
-    assert asked.config.cache.dtype == "model" and not asked.notes
-    once, twice = (each.config.model.kv.bytes_per_token for each in (found, asked))
+    requested = resolve(Options(**options, kv_cache_dtype="model"), tmp_path / "run", http=False)  # type: ignore[arg-type]
+    assert requested.config.cache.dtype == "model" and not requested.notes
+    once, twice = (each.config.model.kv.bytes_per_token for each in (found, requested))
     assert once * 64 == twice * head_bytes  # of 16 numbers in fp32
 
 

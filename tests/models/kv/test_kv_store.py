@@ -72,8 +72,8 @@ def test_prefix_of_another_worker_is_a_cache_hit(
             content[-5] ^= 1
             path.write_bytes(content)
     tokens, num_cached = answer(config)
-    assert tokens == without and num_cached < RUN, "no more than the blocks that are whole"
-    assert answer(config) == (without, IN_RUNS), "it was put anew"
+    assert tokens == without and num_cached < RUN, "only intact blocks are hits"
+    assert answer(config) == (without, IN_RUNS), "it was stored again"
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
