@@ -160,16 +160,16 @@ def attention(device: Device) -> Error:
 
 def rotation(device: Device) -> Error:
     """Rotation of queries and keys, and the write of keys and values into blocks."""
-    from tests.cuda.kernels.test_rope_kv import make_world
+    from tests.cuda.kernels.test_rope_kv import make_inputs
 
     errors = []
     for turn in (HeadTransform(), HeadTransform(interleaved=True)):  # the second by the plain kernel
-        world = make_world(device, BF16, 128, 128)
-        kv = world.kv.clone()
-        q, k, v = world.heads
-        expected = rope_kv_reference(q, k, v, world.cos, world.sin, kv, world.rows, turn)
-        queries = rope_kv(device, q, k, v, world.cos, world.sin, world.kv, world.rows, turn)
-        errors += [worst(queries, expected, 1e-12), worst(world.kv, kv, 1e-12)]
+        inputs = make_inputs(device, BF16, 128, 128)
+        kv = inputs.kv.clone()
+        q, k, v = inputs.heads
+        expected = rope_kv_reference(q, k, v, inputs.cos, inputs.sin, kv, inputs.rows, turn)
+        queries = rope_kv(device, q, k, v, inputs.cos, inputs.sin, inputs.kv, inputs.rows, turn)
+        errors += [worst(queries, expected, 1e-12), worst(inputs.kv, kv, 1e-12)]
     return largest(errors)
 
 

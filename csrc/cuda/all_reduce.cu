@@ -82,9 +82,9 @@ using namespace quintet;
 // numbers of a block's exchange, whole packs, at most HALF_BYTES. Every block has one.
 #define QT_ALL_REDUCE(n, variant, format, T, V)                                                                            \
   QT_KERNEL_OCCUPANCY(THREADS, 1, all_reduce_##n##variant##format,                                                                      \
-            (const long long* mailboxes, int rank, unsigned* counts, unsigned* alarm, long long patience_ns, const T* x,   \
+            (const long long* mailboxes, int rank, unsigned* counts, unsigned* alarm, long long timeout_ns, const T* x,    \
              const T* bias, T* y, long long count, int width, int piece)) {                                                \
-    all_reduce<n, T, V>(Channel<n>(mailboxes, rank, counts, alarm, patience_ns), x, bias, y, count, width, piece);         \
+    all_reduce<n, T, V>(Channel<n>(mailboxes, rank, counts, alarm, timeout_ns), x, bias, y, count, width, piece);          \
   }
 
 #define QT_ALL_REDUCES(n, format, T)                       \

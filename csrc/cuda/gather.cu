@@ -60,9 +60,9 @@ using namespace quintet;
 // each rank's columns begin, in units. piece: units of a block's exchange, at most HALF_BYTES. Every block has one.
 #define QT_GATHER(n, bytes, Unit)                                                                                              \
   QT_KERNEL_OCCUPANCY(THREADS, 1, gather_##n##_##bytes,                                                                                     \
-            (const long long* mailboxes, int rank, unsigned* counts, unsigned* alarm, long long patience_ns, const Unit* x,    \
+            (const long long* mailboxes, int rank, unsigned* counts, unsigned* alarm, long long timeout_ns, const Unit* x,     \
              Unit* y, const int* begins, int rows, int piece)) {                                                               \
-    gather<n, Unit>(Channel<n>(mailboxes, rank, counts, alarm, patience_ns), rank, x, y, begins, rows, piece);                 \
+    gather<n, Unit>(Channel<n>(mailboxes, rank, counts, alarm, timeout_ns), rank, x, y, begins, rows, piece);                  \
   }
 
 #define QT_GATHERS(n)          \

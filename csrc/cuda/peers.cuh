@@ -34,8 +34,8 @@ class Channel {
   // mailboxes: [N] addresses, in the order of the ranks; counts: [1 + CHANNELS], whether a wait was too long, then exchanges so
   // far; alarm: the first of these again, for the host.
   __device__ __forceinline__ Channel(const long long* mailboxes, int rank, unsigned* counts, unsigned* alarm,
-                                     long long patience_ns)
-      : table_(mailboxes), rank_(rank), counts_(counts), alarm_(alarm), patience_ns_(patience_ns), count_(counts[1 + blockIdx.x]) {
+                                     long long timeout_ns)
+      : table_(mailboxes), rank_(rank), counts_(counts), alarm_(alarm), timeout_ns_(timeout_ns), count_(counts[1 + blockIdx.x]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) mailboxes_[i] = reinterpret_cast<unsigned char*>(mailboxes[i]);
   }
@@ -84,7 +84,7 @@ class Channel {
     const long long begun = device_time_ns();
     while (!is_there(flag)) {
       if (load_acquire_system(counts_) != 0u) return;
-      if (device_time_ns() - begun > patience_ns_) {
+      if (device_time_ns() - begun > timeout_ns_) {
         store_release_system(counts_, 1u);
         store_release_system(alarm_, 1u);
         return;
@@ -98,7 +98,7 @@ class Channel {
   const int rank_;
   unsigned* counts_;
   unsigned* alarm_;
-  const long long patience_ns_;
+  const long long timeout_ns_;
   unsigned count_;
 };
 

@@ -24,6 +24,7 @@ FOLDERS = (
     "executor",
     "detokenizer_proc",
     "deploy",
+    "csrc",
     "bench",
     "src",
     ".github",

@@ -43,7 +43,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("frontend/resume/token_relay.py", "told"): "a comment of resumable streams that other versions read",
     ("deploy/router/events.py", "told"): "the same comment",
     ("deploy/supervisor/startup_log.py", "who"): "a prompt to try: Who are you?",
-    ("executor/distributed/parallel/library.py", "told"): "a symbol of the compiled library",
+    ("csrc/cuda/codes.cuh", "who"): "the title of a paper",
     ("bench/chaos/overload.py", "told"): "a variant in recorded results",
     ("bench/chaos/overload.py", "untold"): "a variant in recorded results",
     ("tests/deploy/router/test_failover.py", "told"): "the comment of resumable streams",

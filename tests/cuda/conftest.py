@@ -11,7 +11,7 @@ from tests.cuda.emulated import EmulatedDevice
 from quintet.executor.backends.cuda.device import Device
 
 MANY = 100
-"""Tests of kernels in a session, from which on all files are compiled at once rather than each when it is needed."""
+"""Number of kernel tests in a session from which all files are compiled in advance instead of on first use."""
 
 
 @pytest.fixture(scope="session")

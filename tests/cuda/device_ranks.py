@@ -1,4 +1,4 @@
-"""A model divided over emulated devices: ranks that are threads of the test, over what processes of a server share."""
+"""Tensor parallelism over emulated devices: ranks are threads of the test and communicate as server processes do."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from quintet.wire.config import EngineConfig
 
 @contextmanager
 def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[DeviceWorker]:
-    """Yield rank 0's worker, with all graphs captured, or none; end all ranks behind it. config: resolved for so many ranks."""
+    """Yield rank 0's worker, with all graphs captured or none; end all ranks on exit. config: resolved for the number
+    of ranks.
+    """
     executor = msgspec.structs.replace(config.executor, enforce_eager=not captured)
     config = msgspec.structs.replace(config, executor=executor)
     descriptor, devices = os.memfd_create("ranks"), devices_of(executor.tensor_parallel_size)
     is_over = threading.Event()
 
-    def be_a_rank(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         ranks = open_device_ranks(config, descriptor, rank)
         model = model_on(devices[rank], config, ranks.share)
         for _ in follow(devices[rank], model, config, ranks):
@@ -37,7 +39,7 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
                 return
 
     threads = [
-        threading.Thread(target=be_a_rank, args=(rank,), daemon=True) for rank in range(1, len(devices))
+        threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(1, len(devices))
     ]
     for thread in threads:
         thread.start()

@@ -1,8 +1,8 @@
-"""A `Device` without a GPU: kernels of csrc/cuda compiled with g++ and run on CPU tensors, a thread at a time.
+"""A `Device` without a GPU: kernels of csrc/cuda compiled with g++ and run on CPU tensors, one thread at a time.
 
-Each file is compiled when one of its kernels is first launched, into a folder named after the content of everything it
-may include. What a GPU would refuse or silently get wrong is a `LaunchError` or a `KernelError` here. Nothing is said
-about speed: a launch is done when `launch` returns. What runs the threads is csrc/cuda/emulation.
+Each file is compiled at the first launch of one of its kernels. The output folder is named after a digest of all its
+sources. Errors of a GPU, reported or silent, raise `LaunchError` or `KernelError` here. Timings mean nothing: `launch`
+returns after the kernel has ended. csrc/cuda/emulation runs the threads.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from quintet.executor.backends.cuda.device import Argument, Event, Kernel, Launc
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
-"""In words, as make has it: a launcher such as ccache may stand first."""
+"""A list of words as in make: a launcher such as ccache may come first."""
 COMPILE = [
     *COMPILER,
-    # -O1: what -O2 takes longer to compile, half as much again, the kernels of the tests do not make up for.
+    # -O1: -O2 compiles half as much again longer, more than the tests' kernels save.
     *("-std=c++17", "-O1", "-march=native", "-fPIC", "-fvisibility=hidden", "-w", "-DQT_EMULATED"),
-    # No template's static variable is shared with another file's; integers wrap and types are punned as on a GPU.
+    # Static variables of templates are not shared between files; integers wrap and types are punned as on a GPU.
     *("-fno-gnu-unique", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-math-errno"),
-    # Vector loads from odd addresses, and indices beyond an array: the emulator has its own handlers for both.
+    # Vector loads from odd addresses and indices beyond an array: the emulator checks both itself.
     *("-fsanitize=alignment,bounds",),
 ]
-# Larger storages are not copied at each launch, so that nothing guards their ends.
+# Larger storages are not copied at each launch, so their ends are not guarded.
 MAX_GUARDED_BYTES = 4 << 20
 
 _C_TYPES: dict[str, Callable[[float], ctypes._SimpleCData[int] | ctypes._SimpleCData[float]]] = {
@@ -58,12 +58,12 @@ WAITING = {
     *(aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.bincount, aten.lift_fresh),
     *(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.nonzero_static),
 }
-"""``item``, comparisons by the host, sizes that depend on numbers, and ``torch.tensor`` of what the host has."""
+"""``item``, comparisons by the host, sizes that depend on values, and ``torch.tensor`` of host data."""
 BY_INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 
 
 class KernelError(Exception):
-    """A kernel did what no kernel may: the message names it, the block, the thread and the seed of the order."""
+    """A kernel performed an invalid operation: the message names it, the block, the thread and the seed of the order."""
 
 
 class _Launch(ctypes.Structure):
@@ -103,7 +103,7 @@ class _Buffer(ctypes.Structure):
 
 @dataclass(slots=True)
 class EmulatedEvent:
-    """A mark that is passed at once, unless the device holds it back."""
+    """An event that completes immediately, unless the device delays it."""
 
     made_at: float
     passed: threading.Event = field(default_factory=threading.Event)
@@ -119,8 +119,8 @@ class EmulatedEvent:
         return (self.made_at - since.made_at) * 1e3
 
 
-class NothingWaits(TorchDispatchMode):
-    """Refuses operations of torch that a GPU cannot capture: their result, or its size, would have to be known to the host."""
+class NoHostSync(TorchDispatchMode):
+    """Reject torch operations that a GPU cannot capture: the host would have to know their result or its size."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,10 +135,10 @@ class NothingWaits(TorchDispatchMode):
 
 @cache
 def _name_operations() -> None:
-    """Have torch make its objects of all operations, before several threads are in a mode.
+    """Have torch create its objects of all operations, before several threads enter a mode.
 
-    What two threads first dispatch at once torch 2.13 makes twice: its dispatcher keeps a pointer to one object, its table
-    the other, so that the first is freed and then called.
+    torch 2.13 creates an operation twice when two threads dispatch it first at the same time. Its dispatcher keeps a
+    pointer to one object, its table the other, so the first is freed and then called.
     """
     for name in torch._C._dispatch_get_all_op_names():
         packet, _, overload = name.removeprefix("aten::").partition(".")
@@ -149,9 +149,9 @@ def _name_operations() -> None:
 class EmulatedDevice:
     """A small device of compute capability 9.0, on the CPU.
 
-    ``seed`` settles the order in which threads run between barriers: a kernel that is right gives the same bits for
-    every seed. `hold` keeps the events recorded from then on from passing until `let_go`, as if the device were busy,
-    so that what happens meanwhile can be tested; the work itself is done at once all the same.
+    ``seed`` determines the order of threads between barriers: a correct kernel gives the same bits for every seed.
+    `hold` keeps later events incomplete until `release_events`, to simulate a busy device. The work itself is still
+    done immediately.
     """
 
     torch_device = torch.device("cpu")
@@ -161,13 +161,13 @@ class EmulatedDevice:
     errors: tuple[type[Exception], ...] = (KernelError,)
 
     def __init__(self, sources: Path = SOURCES, seed: int = 1, rank: int | None = None) -> None:
-        """rank: of one of several devices whose kernels wait for each other, each launched by a thread of its own."""
+        """rank: of several devices with kernels that wait for each other, each launched by its own thread."""
         self.seed = seed
         self.sources = sources
         self.num_launches = 0
         self.num_free_bytes = 1 << 30
         self.matrix_loads = (0, 0)
-        """Of the last launch: matrices loaded by ``load_matrix_x4``, and accesses more for rows in the same banks."""
+        """Of the last launch: matrices loaded by ``load_matrix_x4``, and additional accesses caused by bank conflicts."""
         self._shared: list[torch.Tensor] = []
         if rank is not None:
             _name_operations()
@@ -204,22 +204,22 @@ class EmulatedDevice:
         return event
 
     def compile_all(self) -> None:
-        """Have every file compiled, beside whatever goes on: for who will want most of them."""
+        """Compile every file in the background, for sessions that use most of them."""
         self._modules.compile_all()
 
     def hold(self) -> None:
-        """From now on, events are not done until `let_go`."""
+        """Keep later events incomplete until `release_events`."""
         self._held = [] if self._held is None else self._held
 
-    def let_go(self) -> None:
-        """All events recorded since `hold` are done, and later ones at once again."""
+    def release_events(self) -> None:
+        """Complete all events recorded since `hold`; later events complete immediately."""
         held, self._held = self._held or [], None
         for event in held:
             event.passed.set()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         def replay() -> None:
-            with NothingWaits():  # type: ignore[no-untyped-call]
+            with NoHostSync():  # type: ignore[no-untyped-call]
                 run()
 
         return replay
@@ -235,11 +235,11 @@ class EmulatedDevice:
         return 2 << 30
 
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: every launch has already ended."""
 
 
 class _Modules:
-    """The compiled files, opened as they are needed."""
+    """The compiled files, opened on first use."""
 
     def __init__(self, sources: Path, rank: int) -> None:
         self._sources = sources
@@ -267,10 +267,12 @@ class _Modules:
 
 
 class _Module:
-    """One compiled file: its kernels, and where its static shared memory is."""
+    """One compiled file: its kernels and its static shared memory."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        """rank: 0, or one of several from 1 on, which each have a copy: a library is loaded once, and runs a block at a time."""
+        """rank: 0, or from 1 on for one of several, each with its own copy: a library is loaded once and runs one
+        block at a time.
+        """
         self._rank = rank
         with tempfile.TemporaryDirectory() as folder:
             loaded = Path(shutil.copy(path, folder)) if rank else path
@@ -291,7 +293,7 @@ class _Module:
         values = [
             ctypes.c_void_p(None if value is None else value.data_ptr())
             if kind == "p" and (value is None or isinstance(value, torch.Tensor))
-            else _C_TYPES[kind](value)  # type: ignore[arg-type]  # check_launch saw to it
+            else _C_TYPES[kind](value)  # type: ignore[arg-type]  # check_launch has checked it
             for kind, value in zip(kernel.kinds, args, strict=True)
         ]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -327,7 +329,7 @@ class _Module:
 
 
 def _guarded(args: Sequence[Argument]) -> ctypes.Array[_Buffer]:
-    """Return the storages that arguments point into, each once."""
+    """Return the storages that arguments point into, without duplicates."""
     buffers: dict[int, _Buffer] = {}
     for index, value in enumerate(args):
         if not isinstance(value, torch.Tensor):
@@ -340,7 +342,7 @@ def _guarded(args: Sequence[Argument]) -> ctypes.Array[_Buffer]:
 
 
 def _static_shared(path: Path, library: ctypes.CDLL) -> ctypes.Array[_Range]:
-    """Return where the file's ``__shared__`` variables are: static variables inside functions, in the symbol table."""
+    """Return the addresses of the file's ``__shared__`` variables: static variables of functions, from the symbol table."""
     symbols: dict[str, tuple[int, int]] = {}
     table = subprocess.run(["nm", "-S", str(path)], check=True, capture_output=True, text=True).stdout
     for line in table.splitlines():
@@ -355,7 +357,7 @@ def _static_shared(path: Path, library: ctypes.CDLL) -> ctypes.Array[_Range]:
 
 
 def _compiled(sources: Path, module: str) -> Path:
-    """Return the shared library of ``module``, compiled unless one of the same content lies there."""
+    """Return the shared library of ``module``, compiled unless the folder has one of the same content."""
     source = sources / f"{module}.cu"
     if not source.exists():
         raise LaunchError(f"there is no kernel file {source}")
@@ -375,7 +377,7 @@ def _compiled(sources: Path, module: str) -> Path:
         include = [f"-I{sources}", f"-I{SOURCES}"]
         _run([*COMPILE, *include, "-x", "c++", "-c", str(source), "-o", str(compiled)])
         _run([*COMPILER, "-shared", str(compiled), "-o", str(linked)])
-        linked.replace(target)  # whole or not at all
+        linked.replace(target)  # atomic: complete or absent
     return target
 
 

@@ -1,4 +1,4 @@
-"""Attention backends for tests of the choice: one that is right, and several that are wrong in ways libraries are."""
+"""Attention backends for tests of the choice: a correct one, and several with typical errors of libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.rows import StepRows
 
 
-class Right:
+class Correct:
     """Computes with the reference."""
 
     def __init__(self, device: Device, plan: AttentionPlan, needs: AttentionNeeds) -> None:
@@ -40,15 +40,15 @@ class Right:
         return window
 
 
-class WindowOffByOne(Right):
-    """Lets a token see one position too many."""
+class WindowOffByOne(Correct):
+    """Adds one position before the window."""
 
     def window(self, window: int | None) -> int | None:
         return None if window is None else window + 1
 
 
-class SeesTheFuture(Right):
-    """Lets every token see the next one."""
+class SeesNextToken(Correct):
+    """Adds the next position for every token."""
 
     def attend(
         self,
@@ -62,8 +62,8 @@ class SeesTheFuture(Right):
         return right.roll(-1, 0)
 
 
-class ReadsEverything(Right):
-    """Multiplies what no row may read by 0."""
+class ReadsMaskedPositions(Correct):
+    """Multiplies masked positions by 0."""
 
     def attend(
         self,
@@ -76,15 +76,15 @@ class ReadsEverything(Right):
         return paged_attention_reference(q, kv * 0.0, rows, self.needs.scale) + kv.sum().to(q.dtype) * 0.0
 
 
-class Raises(Right):
-    """Fails as a library does that was built for another GPU."""
+class Raises(Correct):
+    """Fails as a library built for another GPU does."""
 
     def prepare(self, rows: StepRows, host: HostRows) -> None:
         raise RuntimeError("no kernel image is available\nCompile with ...")
 
 
-class Declines(Right):
-    """Says that it cannot."""
+class Declines(Correct):
+    """Declines the plan."""
 
     def __init__(self, device: Device, plan: AttentionPlan, needs: AttentionNeeds) -> None:
         super().__init__(device, plan, needs)

@@ -1,4 +1,4 @@
-"""Several emulated devices that compute at once, each launched by a thread of its own: what ranks' kernels wait for is real."""
+"""Several emulated devices that run concurrently, each launched by its own thread, so that ranks' kernels really wait."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ResultT = TypeVar("ResultT")
 
 @cache
 def devices_of(size: int) -> tuple[EmulatedDevice, ...]:
-    """Return the devices of so many ranks: all blocks run in one order, as they would wait for ever in several."""
+    """Return the devices of ``size`` ranks: all blocks run in one order, since different orders would deadlock."""
     seed = int(os.environ.get("QUINTET_EMULATION_SEED", "1"))
     return tuple(EmulatedDevice(seed=seed, rank=rank) for rank in range(size))
 
 
 def peers_of(devices: Sequence[EmulatedDevice], timeout_s: float = 60.0) -> list[Peers]:
-    """Return each rank's view of mailboxes that nobody has used."""
+    """Return each rank's view of unused mailboxes."""
     handles = [device.share_memory(MAILBOX_BYTES)[1] for device in devices]
     peers = [
         Peers(device, rank, [device.open_memory(handle) for handle in handles])
@@ -34,7 +34,7 @@ def peers_of(devices: Sequence[EmulatedDevice], timeout_s: float = 60.0) -> list
     return peers
 
 
-def at_once(works: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
-    """Return what each returns, each called in a thread of its own; raise what the first one raised."""
+def run_concurrently(works: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
+    """Call each function in its own thread; return their results; raise the first error."""
     with ThreadPoolExecutor(len(works)) as threads:
         return [each.result() for each in [threads.submit(work) for work in works]]

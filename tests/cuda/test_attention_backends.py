@@ -1,4 +1,4 @@
-"""Who computes the attention of prompts: what is tried, what is refused and why."""
+"""Choice of the attention backend for prompts: candidates, rejected backends, and the reasons."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def choose(
     needs: AttentionNeeds = NEEDS,
     **fakes: str,
 ) -> BackendChoice:
-    """Choose among fakes; ``times_ms`` says how long those that are timed take, in the order they are."""
+    """Choose among fakes; ``times_ms`` are the durations of the timed backends, in order."""
     times = iter((times_ms or {}).values())
 
     def stopwatch(run: Callable[[], None]) -> float:
@@ -58,10 +58,14 @@ def choose(
     return choose_attention(wanted, device, make_plan(device, needs), needs, stopwatch, backends)
 
 
-def test_a_faster_library_is_taken(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+def test_faster_library_is_used(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "quintet"):
         choice = choose(
-            device, "auto", {"flashinfer": 1.0, "torch": 0.8, "ours": 2.0}, flashinfer="Right", torch="Right"
+            device,
+            "auto",
+            {"flashinfer": 1.0, "torch": 0.8, "ours": 2.0},
+            flashinfer="Correct",
+            torch="Correct",
         )
     assert choice.name == "torch"
     assert caplog.messages == [
@@ -69,29 +73,29 @@ def test_a_faster_library_is_taken(device: Device, caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_ours_are_taken_unless_a_library_is_clearly_faster(device: Device) -> None:
-    choice = choose(device, "auto", {"flashinfer": 0.97, "ours": 1.0}, flashinfer="Right", torch="Raises")
+def test_own_kernels_are_used_unless_a_library_is_clearly_faster(device: Device) -> None:
+    choice = choose(device, "auto", {"flashinfer": 0.97, "ours": 1.0}, flashinfer="Correct", torch="Raises")
     assert choice.name == "quintet"
     assert choice.reason == (
         "measured: quintet 1.000 ms, flashinfer 0.970 ms; torch failed: RuntimeError: no kernel image is available"
     )
 
 
-@pytest.mark.parametrize("wrong", ["WindowOffByOne", "SeesTheFuture", "ReadsEverything"])
-def test_a_library_that_differs_is_not_taken(device: Device, wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["WindowOffByOne", "SeesNextToken", "ReadsMaskedPositions"])
+def test_library_with_wrong_results_is_not_used(device: Device, wrong: str) -> None:
     needs = replace(NEEDS, windows=(None, 200))
     choice = choose(device, "mine", needs=needs, mine=wrong)
     assert choice.name == "quintet"
     assert "differs from our kernels by up to" in choice.reason
 
 
-def test_one_that_is_asked_for_is_taken_if_it_agrees(device: Device) -> None:
-    assert choose(device, "mine", mine="Right", needs=replace(NEEDS, windows=(None, 200))).name == "mine"
+def test_requested_library_is_used_if_its_results_agree(device: Device) -> None:
+    assert choose(device, "mine", mine="Correct", needs=replace(NEEDS, windows=(None, 200))).name == "mine"
     choice = choose(device, "mine", mine="Declines")
     assert (choice.name, choice.reason) == ("quintet", "mine: heads of 64, it takes 1000")
 
 
-def test_one_that_is_not_installed_is_not_taken(device: Device) -> None:
+def test_missing_library_is_not_used(device: Device) -> None:
     choice = choose_attention(
         "mine",
         device,
@@ -104,8 +108,8 @@ def test_one_that_is_not_installed_is_not_taken(device: Device) -> None:
     assert choice.reason.startswith("mine is not installed: No module named")
 
 
-def test_ours_where_bits_must_not_depend_on_the_batch(device: Device) -> None:
-    choice = choose(device, "mine", needs=replace(NEEDS, batch_invariant=True), mine="Right")
+def test_batch_invariant_uses_own_kernels(device: Device) -> None:
+    choice = choose(device, "mine", needs=replace(NEEDS, batch_invariant=True), mine="Correct")
     assert choice.name == "quintet"
     assert "--batch-invariant" in choice.reason
     assert choose(device, "quintet").reason == "set by --attention-backend"
@@ -114,26 +118,26 @@ def test_ours_where_bits_must_not_depend_on_the_batch(device: Device) -> None:
 @pytest.mark.parametrize(
     ("own", "expected"),
     [
-        ({1: "Right", 2: "Right"}, "torch"),
-        ({1: "Right", 2: "Raises"}, "quintet"),
+        ({1: "Correct", 2: "Correct"}, "torch"),
+        ({1: "Correct", 2: "Raises"}, "quintet"),
     ],
-    ids=["everybody has it", "one cannot"],
+    ids=["every_rank has it", "one cannot"],
 )
 def test_rank_0_chooses_for_all(device: Device, own: dict[int, str], expected: str) -> None:
-    """Whatever others would have measured; where one cannot have it, nobody has."""
+    """Rank 0's times decide for all ranks; a backend missing on one rank is not used on any."""
 
     def choose_at(ranks: Ranks) -> str:
         rank = ranks.share.rank
         times = {"flashinfer": 1.0, "torch": 0.8, "ours": 2.0 if rank == 0 else 0.1}
-        fake = own.get(rank, "Right")
+        fake = own.get(rank, "Correct")
         return choose_for_ranks(
-            "auto", ranks, lambda name: choose(device, name, times, flashinfer="Right", torch=fake)
+            "auto", ranks, lambda name: choose(device, name, times, flashinfer="Correct", torch=fake)
         ).name
 
     assert chosen_by(3, choose_at) == [expected] * 3
 
 
-def test_an_unknown_name_is_the_users_mistake(device: Device) -> None:
+def test_unknown_backend_name_is_a_user_error(device: Device) -> None:
     with pytest.raises(ConfigError, match="--attention-backend is 'speedy'; allowed are auto, quintet"):
         choose(device, "speedy")
 
@@ -153,7 +157,7 @@ def test_every_backend_of_the_registry_can_be_imported() -> None:
         (FlashInferAttention, {"alibi": torch.ones(4)}, "ALiBi"),
     ],
 )
-def test_libraries_say_what_they_do_not_take(
+def test_libraries_give_the_reason_of_a_rejection(
     device: Device,
     backend: type[TorchAttention | FlashInferAttention],
     changed: dict[str, object],
@@ -163,10 +167,10 @@ def test_libraries_say_what_they_do_not_take(
         backend(device, make_plan(device, NEEDS), replace(NEEDS, **changed))  # type: ignore[arg-type]
 
 
-def test_flashinfer_is_given_the_rows_as_it_wants_them(
+def test_flashinfer_receives_the_documented_arguments(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its arguments as documented, by a stand-in that computes from them with our kernels' reference."""
+    """Its arguments as documented, by a stub that computes from them with our kernels' reference."""
     planned: list[tuple[object, ...]] = []
 
     class Wrapper:
@@ -201,7 +205,7 @@ def test_flashinfer_is_given_the_rows_as_it_wants_them(
         assert (len(mine) - 1) * 16 + int(last[row]) == length
 
 
-def test_the_probe_is_what_our_kernels_compute(device: Device) -> None:
+def test_probe_equals_own_kernels(device: Device) -> None:
     needs = replace(NEEDS, windows=(None, 100))
     plan = make_plan(device, needs)
     step = random_step(device, plan, needs, probe_rows(needs))

@@ -1,4 +1,4 @@
-"""Boot of a device worker: what is computed before KV memory is sized, and what a device checks afterwards."""
+"""Boot of a device worker: the computation before KV memory is sized, and argument checks afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quintet.executor.backends.cuda.runner import DeviceRunner
 def test_kv_is_sized_while_the_largest_step_holds_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captures of the measurements empty torch's cache, so the step is computed again behind them."""
+    """Captures of the measurements empty torch's cache, so the step is computed again after them."""
     done: list[str] = []
     step, sized = DeviceRunner.run_largest_step, boot.num_kv_blocks
 

@@ -1,4 +1,4 @@
-"""Layers of quantized checkpoints on a device: the numbers of their tensors, kept in codes, and multiplied as such."""
+"""Layers of quantized checkpoints on a device: exact numbers of their tensors, kept as codes, and multiplied as codes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRa
 from quintet.wire.errors import ConfigError
 
 IN_TABLES = {name: written for name, (written, kept, _) in KEPT.items() if kept is WeightFormat.TABLES}
-"""What only the host's kernels multiply as it is stored."""
+"""Formats that only the host's kernels multiply as stored."""
 
 QKV = [RowRange("q", 96), RowRange("k", 32), RowRange("v", 32)]
 """Layers that are computed as one."""
 
 
 def held(layer: Linear) -> torch.Tensor:
-    """Return the numbers of a layer, each part's in the checkpoint's order of inputs, as far as they are in codes."""
+    """Return the numbers of a layer's coded parts, in the checkpoint's order of inputs."""
     assert isinstance(layer.method, CodedLinear)
     found = []
     for part in layer.method.parts:
@@ -53,13 +53,13 @@ def held(layer: Linear) -> torch.Tensor:
 
 
 def product(device: Device, layer: Linear) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x and what the device makes of it."""
+    """Return x and the device's product."""
     x = torch.from_numpy(noise(3, seed=4)).bfloat16()
     return x, DeviceLinears(device, batch_invariant=True).apply(layer, x.to(device.torch_device)).cpu()
 
 
 def check(y: torch.Tensor, x: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Within half a unit of bf16, and what a matrix instruction cuts off (`tests.cuda.kernels.test_linear`)."""
+    """Compare within half a unit of bf16, and the truncation of a matrix instruction (`tests.cuda.kernels.test_linear`)."""
     exact = x.double() @ numbers.double().t()
     slack = (DEPTH + 8) * 2.0**-22 * (x.double().abs() @ numbers.double().abs().t())
     bound = 1.01 * (slack + HALF_UNIT[torch.bfloat16] * (exact.abs() + slack))
@@ -68,7 +68,7 @@ def check(y: torch.Tensor, x: torch.Tensor, numbers: torch.Tensor) -> None:
 
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", [name for name in KEPT if name not in IN_TABLES])
-def test_a_layer_is_the_checkpoints_numbers(name: str, device: Device) -> None:
+def test_layer_has_the_numbers_of_the_checkpoint(name: str, device: Device) -> None:
     layer, numbers = loaded(KEPT[name][0], QKV, where=device.torch_device)
     whole = torch.cat([numbers[part.name] for part in QKV])
     assert torch.equal(held(layer), whole)
@@ -82,8 +82,8 @@ def test_a_layer_is_the_checkpoints_numbers(name: str, device: Device) -> None:
     torch.testing.assert_close(y, reference, rtol=2 * HALF_UNIT[torch.bfloat16], atol=1e-3)
 
 
-def test_parts_that_are_kept_otherwise_write_their_own_columns(device: Device) -> None:
-    """8 bits beside 4; an order of inputs; and what is in no codes at all."""
+def test_parts_in_other_formats_write_their_own_columns(device: Device) -> None:
+    """8 bits next to 4; an order of inputs; and parts without codes."""
     for other in ({"bits": 8}, {"sym": False}, {"desc_act": True}):
         layer, numbers = loaded(with_another_k(other), QKV, where=device.torch_device)
         assert isinstance(layer.method, CodedLinear) and layer.method.widths == [96, 32, 32]
@@ -101,7 +101,7 @@ def test_parts_that_are_kept_otherwise_write_their_own_columns(device: Device) -
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_rows_of_one_tensor_in_any_places(groups: int, device: Device) -> None:
+def test_rows_of_one_tensor_at_any_positions(groups: int, device: Device) -> None:
     parts = [RowRange("qkv", 72, 120, 0, groups), RowRange("qkv", 24, 120, 72 // groups, groups)]
     layer, numbers = loaded(KEPT["awq"][0], parts, where=device.torch_device)
     pieces = numbers["qkv"].reshape(groups, -1, DEPTH)
@@ -127,7 +127,7 @@ def test_gates_and_ups_are_halves_of_the_result(device: Device) -> None:
 
 
 @pytest.mark.parametrize("name", ROUNDED | IN_TABLES)
-def test_what_no_kernel_multiplies_is_rounded_once(name: str, device: Device) -> None:
+def test_unsupported_format_is_rounded_once(name: str, device: Device) -> None:
     layer, numbers = loaded(
         (ROUNDED | IN_TABLES)[name], [RowRange("q", 96), RowRange("k", 32)], where=device.torch_device
     )
@@ -135,34 +135,34 @@ def test_what_no_kernel_multiplies_is_rounded_once(name: str, device: Device) ->
     assert torch.equal(layer.method.table.cpu(), torch.cat([numbers["q"], numbers["k"]]).bfloat16())
 
 
-def test_a_weight_of_no_number_is_refused(device: Device) -> None:
+def test_weight_with_nan_is_rejected(device: Device) -> None:
     written = layers.compressed(
         FLOATS | {"strategy": "channel"},
         "float-quantized",
         tensors=layers.eight_bit_floats("weight_scale", (1, 0)),
     )
 
-    def spoilt(name: str, weight: layers.Array) -> tuple[layers.Tensors, layers.Array]:
+    def with_nan(name: str, weight: layers.Array) -> tuple[layers.Tensors, layers.Array]:
         tensors, numbers = written.tensors(name, weight)
         tensors["weight"].view(torch.uint8)[3, 5] = 0x7F
         return tensors, numbers
 
     with pytest.raises(ConfigError, match="layer 'q': some fp8 codes are NaN"):
-        loaded(Written(written.section, spoilt), [RowRange("q", 96)], where=device.torch_device)
+        loaded(Written(written.section, with_nan), [RowRange("q", 96)], where=device.torch_device)
 
 
-def test_inputs_are_rounded_to_fp8_where_the_checkpoint_says_so(device: Device) -> None:
-    """By row or for the whole tensor; with blocks, or where it says nothing, they keep the model's format."""
+def test_inputs_are_rounded_to_fp8_as_the_checkpoint_declares(device: Device) -> None:
+    """By row or for the whole tensor; with blocks, or without a declaration, inputs keep the model's dtype."""
     inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
     by_row = layers.eight_bit_floats("weight_scale", (1, 0))
-    for asked in (inputs, None):
+    for requested in (inputs, None):
         written = layers.compressed(
-            FLOATS | {"strategy": "channel"}, "float-quantized", asked, tensors=by_row
+            FLOATS | {"strategy": "channel"}, "float-quantized", requested, tensors=by_row
         )
         layer, numbers = loaded(written, QKV, where=device.torch_device)
         x, y = product(device, layer)
         whole = torch.cat([numbers[part.name] for part in QKV])
-        if asked is None:
+        if requested is None:
             check(y, x, whole)
             continue
         codes, scales = fp8_quantize_reference(x)
@@ -170,7 +170,7 @@ def test_inputs_are_rounded_to_fp8_where_the_checkpoint_says_so(device: Device) 
         torch.testing.assert_close(y.double(), exact, rtol=2 * HALF_UNIT[torch.bfloat16], atol=1e-3)
 
 
-def test_codes_take_the_bytes_that_they_have(device: Device) -> None:
+def test_codes_take_their_number_of_bytes(device: Device) -> None:
     layer, _ = loaded(KEPT["gptq, 4 bits"][0], QKV, where=device.torch_device)
     assert isinstance(layer.method, CodedLinear)
     (part,) = layer.method.parts

@@ -1,4 +1,6 @@
-"""Quantized checkpoints on a device, weights in codes: what the model of their numbers says; the same bits in any company."""
+"""Quantized checkpoints on a device, with coded weights: the tokens of the dequantized model, and the same bits in any
+batch.
+"""
 
 from __future__ import annotations
 
@@ -58,26 +60,26 @@ NUMBERS = (4, 5)
 """Prompts of 16 and 17 tokens."""
 
 
-def likely(engine: EngineAlone, number: int) -> dict[int, float]:
-    """Return the most likely first tokens with their log-probabilities."""
+def first_token_logprobs(engine: EngineAlone, number: int) -> dict[int, float]:
+    """Return the most first_token_logprobs first tokens with their log-probabilities."""
     first = engine.logprobs[number][0]
     tokens, logprobs = np.frombuffer(first.token_ids, np.int32), np.frombuffer(first.logprobs, np.float32)
     return dict(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
 
 def agree(ours: Path, reference: Loaded, device: Device) -> DeviceWorker:
-    """Return the worker of a quantized checkpoint, after its tokens were compared with those of its numbers in fp32."""
+    """Compare the tokens of a quantized checkpoint with those of its dequantized numbers in fp32; return the worker."""
     expected = ask(reference.config, reference.worker, NUMBERS)
     config = with_scheduler(with_blocks(load(ours, "float16").config, 100), max_num_seqs=8)
     config = with_executor(config, batch_invariant=True)
     worker = worker_on(device, config)
     together = ask(config, worker, NUMBERS)
     for number in NUMBERS:
-        said, should = likely(together, number), likely(expected, number)
-        common = said.keys() & should.keys()
-        assert len(common) >= len(should) - 1, (said, should)
+        actual, exact = first_token_logprobs(together, number), first_token_logprobs(expected, number)
+        common = actual.keys() & exact.keys()
+        assert len(common) >= len(exact) - 1, (actual, exact)
         # A dozen results in a row are rounded to fp16, by 2^-12 of each, and logits are below 8.
-        assert all(abs(said[token] - should[token]) < 0.02 for token in common), (said, should)
+        assert all(abs(actual[token] - exact[token]) < 0.02 for token in common), (actual, exact)
     assert bits_of(ask(config, worker, NUMBERS[:1]))[NUMBERS[0]] == bits_of(together)[NUMBERS[0]], "alone"
     in_chunks = with_scheduler(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
     assert bits_of(ask(in_chunks, worker, NUMBERS)) == bits_of(together), "in chunks"
@@ -87,7 +89,9 @@ def agree(ours: Path, reference: Loaded, device: Device) -> DeviceWorker:
 @pytest.mark.parametrize(
     "name", [*MODELS, *(pytest.param(each, marks=pytest.mark.whole) for each in MORE_MODELS)]
 )
-def test_coded_weights_are_the_model_of_their_numbers(name: str, tmp_path: Path, device: Device) -> None:
+def test_coded_weights_give_the_tokens_of_the_dequantized_model(
+    name: str, tmp_path: Path, device: Device
+) -> None:
     written, of = (MODELS | MORE_MODELS)[name]
     ours, plain = write(tmp_path, written, of)
     worker = agree(ours, load(plain), device)
@@ -97,10 +101,10 @@ def test_coded_weights_are_the_model_of_their_numbers(name: str, tmp_path: Path,
 
 
 @pytest.mark.whole
-def test_experts_that_a_model_has_in_codes_itself(
+def test_experts_stored_as_codes_by_the_model(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpt-oss: MXFP4 in a layout of its own, rows of gates and ups in turn, biases."""
+    """gpt-oss: MXFP4 in its own layout, with interleaved rows of gates and ups, and biases."""
     multiplied = []
 
     def counting(*operands: Any) -> torch.Tensor:
@@ -114,7 +118,7 @@ def test_experts_that_a_model_has_in_codes_itself(
 
 
 @pytest.mark.whole
-def test_keys_and_values_in_fp8_are_those_of_the_host(tmp_path: Path, device: Device) -> None:
+def test_fp8_keys_and_values_equal_those_of_the_host(tmp_path: Path, device: Device) -> None:
     """By the checkpoint's scales, in fp32, where only sums in another order may put a number on the other side of a tie."""
     write_checkpoint(with_scales(of_transformers("LlamaConfig", num_hidden_layers=2)), tmp_path)
     reference = load(tmp_path)
@@ -122,7 +126,7 @@ def test_keys_and_values_in_fp8_are_those_of_the_host(tmp_path: Path, device: De
     config = with_scheduler(with_blocks(reference.config, 100), max_num_seqs=8)
     together = ask(config, worker_on(device, config), NUMBERS)
     for number in NUMBERS:
-        said, should = likely(together, number), likely(expected, number)
-        common = said.keys() & should.keys()
-        assert len(common) >= len(should) - 1, (said, should)
-        assert all(abs(said[token] - should[token]) < 1e-3 for token in common), (said, should)
+        actual, exact = first_token_logprobs(together, number), first_token_logprobs(expected, number)
+        common = actual.keys() & exact.keys()
+        assert len(common) >= len(exact) - 1, (actual, exact)
+        assert all(abs(actual[token] - exact[token]) < 1e-3 for token in common), (actual, exact)

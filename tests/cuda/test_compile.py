@@ -1,4 +1,4 @@
-"""``make cubins``: what is compiled, what is left alone, what is said. Most of it with a compiler of the test's own."""
+"""``make cubins``: compiled targets, skipped targets, and messages. Most tests use a fake compiler."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ ptxas info    : Used 15 registers
 
 
 class FakeCompiler:
-    """Says what it was asked to compile; a text with ``mistake`` in it does not compile."""
+    """Records its calls; a text with ``mistake`` in it does not compile."""
 
     def __init__(self, version: str = "fake 1") -> None:
         self.version = version
-        self.asked: list[tuple[str, int]] = []
+        self.requested: list[tuple[str, int]] = []
 
     def compile(self, module: str, text: str, target: int) -> Output:
-        self.asked.append((module, target))
+        self.requested.append((module, target))
         if "mistake" in text:
             raise CompileError("norm.cu(3): error: a mistake")
         return Output(b"code", b"ptx", NVCC_LOG)
@@ -58,7 +58,7 @@ def jobs(folder: Path, compiler: FakeCompiler, text: str = "text", keeps: bool =
     return [Compilation("norm", text, target, compiler, folder, keeps) for target in (80, 90)]
 
 
-def test_output_is_kept_with_a_record_of_what_it_was_compiled_from(tmp_path: Path) -> None:
+def test_output_is_kept_with_a_record_of_its_sources(tmp_path: Path) -> None:
     assert compile_all(jobs(tmp_path, FakeCompiler()), 2) == []
     assert (tmp_path / "sm_90/norm.cubin").read_bytes() == b"code"
     assert (tmp_path / "ptx/norm.ptx").read_bytes() == b"ptx"
@@ -66,38 +66,38 @@ def test_output_is_kept_with_a_record_of_what_it_was_compiled_from(tmp_path: Pat
         assert (tmp_path / name).read_text().startswith(f"{digest('text')}\nfake 1\n")
 
 
-def test_of_the_second_compiler_only_the_record_is_kept(tmp_path: Path) -> None:
+def test_only_the_record_of_the_second_compiler_is_kept(tmp_path: Path) -> None:
     compile_all(jobs(tmp_path, FakeCompiler(), keeps=False), 1)
     assert sorted(path.name for path in tmp_path.rglob("norm.*")) == ["norm.txt", "norm.txt"]
     assert all(is_current(job) for job in jobs(tmp_path, FakeCompiler(), keeps=False))
 
 
-def test_only_changed_sources_are_compiled_again(tmp_path: Path) -> None:
+def test_only_changed_sources_are_recompiled(tmp_path: Path) -> None:
     compile_all(jobs(tmp_path, FakeCompiler()), 1)
     same, other_text = FakeCompiler(), FakeCompiler()
     compile_all(jobs(tmp_path, same), 1)
     compile_all(jobs(tmp_path, other_text, "other text"), 1)
-    assert (same.asked, len(other_text.asked)) == ([], 2)
+    assert (same.requested, len(other_text.requested)) == ([], 2)
 
 
-def test_kernels_of_another_version_of_the_compiler_are_kept_unless_asked(tmp_path: Path) -> None:
-    """Those that were carried to a machine are of its packages' version only by chance."""
+def test_kernels_of_another_compiler_version_are_kept_by_default(tmp_path: Path) -> None:
+    """Kernels carried to another machine match the version of its packages only by chance."""
     compile_all(jobs(tmp_path, FakeCompiler()), 1)
-    kept, asked = FakeCompiler("fake 2"), FakeCompiler("fake 2")
+    kept, requested = FakeCompiler("fake 2"), FakeCompiler("fake 2")
     compile_all(jobs(tmp_path, kept), 1)
-    compile_all(jobs(tmp_path, asked), 1, again=True)
-    assert (kept.asked, len(asked.asked)) == ([], 2)
+    compile_all(jobs(tmp_path, requested), 1, again=True)
+    assert (kept.requested, len(requested.requested)) == ([], 2)
 
 
-def test_a_missing_output_is_compiled_again(tmp_path: Path) -> None:
+def test_missing_output_is_recompiled(tmp_path: Path) -> None:
     compile_all(jobs(tmp_path, FakeCompiler()), 1)
     (tmp_path / "ptx/norm.ptx").unlink()
     again = FakeCompiler()
     compile_all(jobs(tmp_path, again), 1)
-    assert again.asked == [("norm", 80)]
+    assert again.requested == [("norm", 80)]
 
 
-def test_a_mistake_is_told_in_the_compilers_words_and_leaves_nothing_that_looks_current(
+def test_compile_error_is_reported_and_leaves_no_current_output(
     tmp_path: Path,
 ) -> None:
     compile_all(jobs(tmp_path, FakeCompiler()), 1)
@@ -107,15 +107,15 @@ def test_a_mistake_is_told_in_the_compilers_words_and_leaves_nothing_that_looks_
     assert not any(is_current(job) for job in wrong)
 
 
-def test_an_unknown_module_is_named_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_module_error_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["norm", "nosuch"])
     assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert "unknown module nosuch; allowed are activation, all_reduce," in said
+    error = capsys.readouterr().err
+    assert "unknown module nosuch; allowed are activation, all_reduce," in error
 
 
-def test_what_is_no_module_any_more_is_removed(tmp_path: Path) -> None:
+def test_outputs_of_removed_modules_are_deleted(tmp_path: Path) -> None:
     compile_all(jobs(tmp_path, FakeCompiler()), 1)
     prune(tmp_path, ["norm"])
     assert (tmp_path / "sm_90/norm.cubin").exists()
@@ -123,7 +123,7 @@ def test_what_is_no_module_any_more_is_removed(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_the_assemblers_account_is_read() -> None:
+def test_assembler_report_is_parsed() -> None:
     assert list(usages(NVCC_LOG)) == [Usage("norm_fp16", 255, 12, 32), Usage("norm_bf16", 15, 0, 0)]
     lines = list(table({("norm", 90): NVCC_LOG}))
     assert [line.split() for line in lines[1:]] == [
@@ -149,7 +149,7 @@ def nvrtc(*, quick: bool = False) -> Nvrtc:
         pytest.skip("no NVRTC: `make cubins` installs it")
 
 
-def test_nvrtc_compiles_and_gives_its_account() -> None:
+def test_nvrtc_compiles_and_reports() -> None:
     output = nvrtc().compile("scale", KERNEL.replace("WRONG", ""), 90)
     assert output.cubin.startswith(b"\x7fELF")
     assert output.ptx is not None and b".entry scale(" in output.ptx
@@ -157,13 +157,13 @@ def test_nvrtc_compiles_and_gives_its_account() -> None:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_nvrtcs_words_name_the_line(quick: bool) -> None:
+def test_nvrtc_errors_name_the_line(quick: bool) -> None:
     with pytest.raises(CompileError, match=r"scale\.cuh\(7\): error"):
         nvrtc(quick=quick).compile("scale", KERNEL, 90)
 
 
-def test_what_is_compiled_quickly_is_not_taken_for_what_is_kept(tmp_path: Path) -> None:
-    """It is checked in a folder of its own, and its output is not kept."""
+def test_quick_output_does_not_replace_kept_output(tmp_path: Path) -> None:
+    """The check compiles into its own folder, and its output is not kept."""
     text = KERNEL.replace("WRONG", "")
     run(Compilation("scale", text, 90, nvrtc(quick=True), tmp_path / "checked", False))
     assert not is_current(Compilation("scale", text, 90, nvrtc(), tmp_path, True))

@@ -1,4 +1,4 @@
-"""A model divided over devices gives the tokens of one that is not: the whole worker, every kernel emulated, ranks at once."""
+"""Tensor parallelism over devices gives the tokens of one device: the whole worker, all kernels emulated, concurrent ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import pytest
 import torch
 import transformers
 from tests.cuda.device_ranks import leading_worker
-from tests.cuda.rank_devices import at_once, devices_of, peers_of
+from tests.cuda.rank_devices import devices_of, peers_of, run_concurrently
 from tests.cuda.test_worker_bits import Bits, ask, bits_of
 from tests.models.distributed.ranks import config_of
 from tests.models.equality import GREEDY, Dtype, few_blocks, load, run, with_blocks
 from tests.models.random_checkpoints import Expectation, expectations, write_checkpoint
 from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, moe, states
 from tests.models.test_embeds import mixed
-from tests.models.test_engine import House, changed
+from tests.models.test_engine import CoreAndWorker, changed
 
 from quintet.executor.backends.cuda.device import Kernel, Size
 from quintet.executor.backends.cuda.ops.peers import (
@@ -90,34 +90,34 @@ def made(kind: str, folder: Path, lengths: tuple[int, ...] = (1, 9, 17, 29)) -> 
 @pytest.mark.parametrize(
     "kind", [*KINDS, *(pytest.param(name, marks=pytest.mark.whole) for name in MORE_KINDS)]
 )
-def test_tokens_are_those_of_one_device(kind: str, size: int, tmp_path: Path) -> None:
-    """Prompts in chunks beside rows that decode in graphs; what a step draws the next one finds at every rank."""
+def test_tokens_equal_those_of_one_device(kind: str, size: int, tmp_path: Path) -> None:
+    """Prompts in chunks next to rows that decode in graphs; every rank finds the tokens drawn in the previous step."""
     if (kind, size) == ("experts of groups, latents", 4):
         pytest.skip("parts have rows of 10 numbers, which are refused before anything is loaded")
     expected = made(kind, tmp_path)
     config = rank_config(tmp_path, size)
     with leading_worker(config) as worker:
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, each in enumerate(expected):
-            house.admit(i, each.prompt, GREEDY)
-        house.run()
-    assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
+            driver.admit(i, each.prompt, GREEDY)
+        driver.run()
+    assert [driver.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
 
 
 @pytest.mark.whole
-def test_blocks_are_swapped_and_vectors_taken_by_all_ranks(tmp_path: Path) -> None:
-    """Every other prompt comes as vectors; KV memory is too little for all, and what goes to the host comes back."""
+def test_all_ranks_swap_blocks_and_accept_embeds(tmp_path: Path) -> None:
+    """Every other prompt is given as embeddings; KV memory is too small for all, so blocks are swapped out and in."""
     expected = made("llama", tmp_path, (1, 3, 9, 13, 14, 15, 17, 29))
     table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
     config = changed(rank_config(tmp_path, swap_space=2**-10), max_num_seqs=8, max_num_batched_tokens=64)
     config = with_blocks(config, few_blocks(config))
     with leading_worker(config, captured=False) as worker:
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, prompt in enumerate(mixed(table, [each.prompt for each in expected])):
-            house.admit(i, prompt, GREEDY)
-        house.run()
-    assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
-    assert house.engine.state is not None and house.engine.state.counters.swap_in_blocks > 0
+            driver.admit(i, prompt, GREEDY)
+        driver.run()
+    assert [driver.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
+    assert driver.engine.state is not None and driver.engine.state.counters.swap_in_blocks > 0
 
 
 @pytest.mark.drawn(1)
@@ -129,38 +129,38 @@ def test_blocks_are_swapped_and_vectors_taken_by_all_ranks(tmp_path: Path) -> No
     ],
     ids=["log-probabilities", "penalties"],
 )
-def test_what_asks_for_logits_again_is_followed(params: SamplingParams, tmp_path: Path) -> None:
+def test_requests_that_recompute_logits(params: SamplingParams, tmp_path: Path) -> None:
     prompts = [each.prompt for each in made("llama", tmp_path)]
     config = rank_config(tmp_path)
     whole = load(tmp_path)
     expected = run(whole, changed(whole.config), prompts, params=params)
     with leading_worker(config, captured=False) as worker:
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i, prompt, params)
-        house.run()
-    assert [house.outputs[i] for i in range(len(prompts))] == expected.outputs
+            driver.admit(i, prompt, params)
+        driver.run()
+    assert [driver.outputs[i] for i in range(len(prompts))] == expected.outputs
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_bits_do_not_depend_on_the_batch(dtype: Dtype, tmp_path: Path) -> None:
-    """With ``--batch-invariant``: sums of ranks are added in one order, whatever a message's size is."""
+    """With ``--batch-invariant``: sums of ranks are added in one order, for every message size."""
     made("llama", tmp_path)
     config = rank_config(tmp_path, dtype=dtype, batch_invariant=True)
     config = changed(config, max_num_seqs=4, max_num_batched_tokens=128)
-    told: dict[str, dict[int, Bits]] = {}
+    bits: dict[str, dict[int, Bits]] = {}
     with leading_worker(config) as worker:
-        told["together"] = bits_of(ask(config, worker, (4, 5, 6)))
-        told["alone"] = bits_of(ask(config, worker, (5,)))
+        bits["together"] = bits_of(ask(config, worker, (4, 5, 6)))
+        bits["alone"] = bits_of(ask(config, worker, (5,)))
         in_chunks = changed(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
-        told["in chunks"] = bits_of(ask(in_chunks, worker, (4, 5, 6)))
-    assert told["alone"][5] == told["together"][5]
-    assert told["in chunks"] == told["together"]
+        bits["in chunks"] = bits_of(ask(in_chunks, worker, (4, 5, 6)))
+    assert bits["alone"][5] == bits["together"][5]
+    assert bits["in chunks"] == bits["together"]
 
 
-def test_what_rank_0_tells_is_what_others_hear(tmp_path: Path) -> None:
-    """Also of words that take several parts, more than there is room for at once."""
+def test_broadcast_of_rank_0_reaches_all_ranks(tmp_path: Path) -> None:
+    """Also messages of several parts that exceed the mailbox."""
     write_checkpoint(KINDS["llama"], tmp_path)
     config = rank_config(tmp_path)
     with (tmp_path / "memory").open("w+b") as memory:
@@ -169,14 +169,14 @@ def test_what_rank_0_tells_is_what_others_hear(tmp_path: Path) -> None:
         packed = PackedPlan(3, 9, 4, 2, len(words), slice(10, 14), slice(14, 14), slice(14, 20))
         embeds = StepEmbeds(torch.tensor([1, 4]), torch.randn(2, 8).bfloat16())
 
-        def tell() -> None:
+        def send_all() -> None:
             second_is_there.wait()
             broadcaster = RankBroadcaster(first)
             broadcaster.step(words, packed, embeds, 4)
             broadcaster.logits(np.array([5, 6], np.int64))
 
         second_is_there = threading.Event()
-        telling = threading.Thread(target=tell, daemon=True)
+        telling = threading.Thread(target=send_all, daemon=True)
         telling.start()
         second.done()
         second_is_there.set()
@@ -192,10 +192,10 @@ def test_what_rank_0_tells_is_what_others_hear(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_graph_that_one_rank_cannot_capture_nobody_has(
+def test_graph_that_one_rank_cannot_capture_is_dropped_by_all(
     rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else one would replay what another launches, or a larger graph: they would not meet."""
+    """Otherwise one rank would replay a graph while another launches kernels or a larger graph, and the exchange would hang."""
     expected = made("llama", tmp_path)
     config, device = rank_config(tmp_path), devices_of(2)[rank]
     capture, captured = device.capture, 0
@@ -212,15 +212,15 @@ def test_a_graph_that_one_rank_cannot_capture_nobody_has(
         caplog.at_level(logging.WARNING, "quintet"),
         leading_worker(config) as worker,
     ):
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, each in enumerate(expected):
-            house.admit(i, each.prompt, GREEDY)
-        house.run()
+            driver.admit(i, each.prompt, GREEDY)
+        driver.run()
         graphs = worker.steps.graphs
         assert graphs is not None and [size for size in (1, 2, 4) if graphs.of_size(size)] == [4]
         with pytest.raises(RankDesyncError, match="a graph of 2 rows, but this rank has no graph"):
             worker.steps.graph_of_size(2, worker.steps.staging)
-    assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
+    assert [driver.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
     reasons = [
         record.getMessage()
         for record in caplog.records
@@ -230,8 +230,8 @@ def test_a_graph_that_one_rank_cannot_capture_nobody_has(
     assert {"another rank" in reason for reason in reasons} == {True, False}
 
 
-def test_waits_are_limited_once_every_rank_has_loaded_what_steps_launch(tmp_path: Path) -> None:
-    """Compiling takes minutes, at one rank perhaps and not at another: at boot a rank waits for as long as it takes."""
+def test_wait_limit_starts_after_every_rank_has_loaded_its_kernels(tmp_path: Path) -> None:
+    """Compiling takes minutes, perhaps at one rank only: at boot a rank waits without a limit."""
     expected = made("llama", tmp_path)
     config = rank_config(tmp_path)
     launches: list[tuple[int, Kernel, int | None]] = []
@@ -254,24 +254,24 @@ def test_waits_are_limited_once_every_rank_has_loaded_what_steps_launch(tmp_path
         loaded = {(rank, kernel.module) for rank, kernel, _ in launches}
         assert of_waits() == {NO_TIMEOUT_NS}
         launches.clear()
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, each in enumerate(expected):
-            house.admit(i, each.prompt, GREEDY)
-        house.run()
+            driver.admit(i, each.prompt, GREEDY)
+        driver.run()
     assert of_waits() == {int(WAIT_TIMEOUT_S * 1e9)}
     assert {(rank, kernel.module) for rank, kernel, _ in launches} <= loaded
 
 
-def test_a_rank_waits_at_boot_for_one_that_compiles(tmp_path: Path) -> None:
+def test_boot_waits_for_a_compiling_rank(tmp_path: Path) -> None:
     write_checkpoint(KINDS["llama"], tmp_path)
     config, devices = rank_config(tmp_path), devices_of(2)
     compiled, waited = threading.Event(), threading.Event()
 
-    def be_a_rank(rank: int, descriptor: int) -> torch.Tensor:
+    def run_rank(rank: int, descriptor: int) -> torch.Tensor:
         ranks = open_device_ranks(config, descriptor, rank)
         group = group_of(devices[rank], ranks, config)
         if rank == 1:
-            assert not compiled.wait(0.2), "nobody says so: a compiler's time goes by"
+            assert not compiled.wait(0.2), "no message is sent: compile time passes"
         total = group.add(torch.ones(1, 8))
         group.check()
         group.limit_waits()
@@ -287,13 +287,13 @@ def test_a_rank_waits_at_boot_for_one_that_compiles(tmp_path: Path) -> None:
         (tmp_path / "memory").open("w+b") as memory,
         mock.patch.object(Peers, "limit_waits", partialmethod(Peers.limit_waits, 0.05)),
     ):
-        works = [partial(be_a_rank, rank, memory.fileno()) for rank in range(2)]
-        for total in at_once(works):
+        works = [partial(run_rank, rank, memory.fileno()) for rank in range(2)]
+        for total in run_concurrently(works):
             assert torch.equal(total, torch.full((1, 8), 2.0))
 
 
-def test_a_rank_whose_step_fails_midway_ends_the_group(tmp_path: Path) -> None:
-    """The others were told the whole of it, and wait for the rest: neither a smaller step nor the next one would meet them."""
+def test_step_failure_after_the_broadcast_ends_the_group(tmp_path: Path) -> None:
+    """The other ranks received the whole step and wait for the rest: a split step or the next one would not match."""
     made("llama", tmp_path)
     config = rank_config(tmp_path)
     with leading_worker(config, captured=False) as worker:
@@ -304,32 +304,32 @@ def test_a_rank_whose_step_fails_midway_ends_the_group(tmp_path: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         worker.runner.compute = compute  # type: ignore[method-assign]
-        house = House(config, worker)
-        house.admit(0, [1, 2, 3], GREEDY)
+        driver = CoreAndWorker(config, worker)
+        driver.admit(0, [1, 2, 3], GREEDY)
         with pytest.raises(RankDesyncError, match="rank 0 did not complete the launches") as error:
-            house.run()
+            driver.run()
         assert worker.is_broken(error.value)
         worker.runner.compute = launch  # type: ignore[method-assign]
 
 
-def test_a_step_that_fails_before_it_was_told_ends_the_group(tmp_path: Path) -> None:
-    """Rank 0 has moved the step's blocks by then, and parts of the step would not tell the others to move theirs."""
+def test_step_failure_before_the_broadcast_ends_the_group(tmp_path: Path) -> None:
+    """Rank 0 has already moved the step's blocks; parts of the step would not make the others move theirs."""
     made("llama", tmp_path)
     table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
     config = rank_config(tmp_path)
     shortage = torch.OutOfMemoryError("CUDA out of memory.")
     with leading_worker(config, captured=False) as worker:
-        house = House(config, worker)
-        house.admit(0, mixed(table, [[1, 2, 3]])[0], GREEDY)
+        driver = CoreAndWorker(config, worker)
+        driver.admit(0, mixed(table, [[1, 2, 3]])[0], GREEDY)
         with (
             mock.patch("quintet.executor.backends.cuda.worker.embeds_of", side_effect=shortage),
             pytest.raises(RankDesyncError, match="rank 0 did not complete the launches"),
         ):
-            house.run()
+            driver.run()
 
 
-def test_large_messages_are_a_librarys_unless_bits_must_not_depend_on_them() -> None:
-    """The library here adds in place, as NCCL does; with and without a bias."""
+def test_library_sums_large_messages_unless_batch_invariant() -> None:
+    """The fake library adds in place, as NCCL does; with and without a bias."""
     rows, width = ONE_SHOT_BYTES[2] // (64 * 4) + 1, 64
     barrier, added = threading.Barrier(2), [torch.empty(0)] * 2
 
@@ -354,6 +354,6 @@ def test_large_messages_are_a_librarys_unless_bits_must_not_depend_on_them() -> 
     libraries = [Library(rank) for rank in range(2)]
     for each in (libraries, [None, None]):
         works = [partial(work, *pair) for pair in zip(peers_of(devices), each, strict=True)]
-        for sums in at_once(works):
+        for sums in run_concurrently(works):
             assert [bool((total == 3.5).all()) for total in sums] == [True, True]
     assert [library.calls for library in libraries] == [1, 1]

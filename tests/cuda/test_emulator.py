@@ -1,4 +1,4 @@
-"""The primitives kernels are written in, and that the emulator finds what a GPU would not tell."""
+"""Primitives of the kernels, and the errors that only the emulator detects."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_matrix_multiplication_through_shared_memory(device: Device, suffix: str
     a, b = torch.randn(16, 16).to(dtype), torch.randn(16, 16).to(dtype)
     d = on(device, torch.empty(16, 8))
     device.launch(kernel(f"multiply_{suffix}", "ppp"), ONE, (32, 1, 1), [on(device, a), on(device, b), d])
-    # 16 products of numbers of size 1 to 10, summed in float in an order of the device's own.
+    # 16 products of numbers of size 1 to 10, summed in float32 in the device's order.
     torch.testing.assert_close(d.cpu(), (a.double() @ b[:8].double().T).float(), rtol=0, atol=2e-5)
 
 
-def test_matrices_are_loaded_as_they_lie_and_transposed(device: Device) -> None:
+def test_matrices_are_loaded_plain_and_transposed(device: Device) -> None:
     matrices = torch.arange(4 * 64, dtype=torch.int16).view(4, 8, 8)
     plain, transposed = on(device, torch.empty_like(matrices)), on(device, torch.empty_like(matrices))
     args = [on(device, matrices), plain, transposed]
@@ -62,11 +62,11 @@ def test_reductions_have_one_order(device: Device) -> None:
     assert torch.equal(maxima.cpu(), (values.amax(1, keepdim=True) + 127).expand(3, 128))
     assert torch.equal(sums.cpu(), sums[:, :1].cpu().expand(3, 128))
     assert torch.equal(sums[0], sums[2])
-    # 128 numbers of size one: the error of a sum in float.
+    # 128 numbers of size one: the error of a float32 sum.
     torch.testing.assert_close(sums[:, 0].cpu(), values.sum(1) + 128, rtol=1e-6, atol=0)
 
 
-def test_every_number_is_widened_as_torch_does(device: Device) -> None:
+def test_widening_equals_torch(device: Device) -> None:
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     eight = bits.to(torch.uint8)
     outs = [on(device, torch.empty(65536)) for _ in range(3)]
@@ -76,20 +76,20 @@ def test_every_number_is_widened_as_torch_does(device: Device) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     for source, dtype, out in zip((bits, bits, eight), dtypes, outs, strict=True):
         assert torch.equal(bits_of(out.cpu()), bits_of(source.view(dtype).float())), dtype
-    neighbour = eight.view(-1, 2).flip(1).reshape(-1)
-    both = torch.stack([eight, neighbour], 1).view(torch.float8_e4m3fn).float()
+    next_number = eight.view(-1, 2).flip(1).reshape(-1)
+    both = torch.stack([eight, next_number], 1).view(torch.float8_e4m3fn).float()
     for pair in pairs:
         assert torch.equal(bits_of(pair.cpu().float()), bits_of(both))
 
 
-def test_every_number_is_rounded_as_torch_does(device: Device) -> None:
+def test_rounding_equals_torch(device: Device) -> None:
     generator = torch.Generator().manual_seed(1)
     patterns = (
         torch.randint(-(2**31), 2**31, (40000,), generator=generator).to(torch.int32).view(torch.float32)
     )
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = numbers[~numbers.isnan()]
-    halfway = (numbers[:-1] + numbers[1:]) / 2  # ties of fp8, and what is next to them
+    halfway = (numbers[:-1] + numbers[1:]) / 2  # ties of fp8, and the numbers next to them
     near = torch.cat([halfway, torch.nextafter(halfway, numbers[1:]), torch.nextafter(halfway, numbers[:-1])])
     values = torch.cat([patterns, torch.randn(20000, generator=generator) * 100, numbers, near])
     values = torch.cat(
@@ -105,7 +105,7 @@ def test_every_number_is_rounded_as_torch_does(device: Device) -> None:
     device.launch(kernel("narrow", "pppppi"), (-(-count // 128), 1, 1), (128, 1, 1), args)
     assert torch.equal(bits_of(a.cpu().float()), bits_of(values.bfloat16().float()))
     assert torch.equal(bits_of(b.cpu().float()), bits_of(values.half().float()))
-    # torch turns what is too large into NaN; ours saturates.
+    # torch turns overflow into NaN; our conversion saturates
     saturated = values.clamp(-448, 448).to(torch.float8_e4m3fn).float()
     assert torch.equal(bits_of(c.cpu().float()), bits_of(saturated))
     assert torch.equal(
@@ -114,7 +114,7 @@ def test_every_number_is_rounded_as_torch_does(device: Device) -> None:
 
 
 def bits_of(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the bits, the sign and payload of NaN left out: those are any device's own."""
+    """Return the bits without sign and payload of NaN, which differ between devices."""
     return torch.where(numbers.isnan(), torch.full_like(numbers, torch.nan), numbers).view(torch.int32)
 
 
@@ -127,7 +127,7 @@ def test_packs_hold_sixteen_bytes_of_each_format(device: Device) -> None:
         assert torch.equal(out.float(), 2 * tensor.float())
 
 
-def test_copies_arrive_group_by_group(device: Device) -> None:
+def test_async_copies_complete_by_group(device: Device) -> None:
     numbers = torch.arange(256, dtype=INT)
     first, second = on(device, torch.empty(128, dtype=INT)), on(device, torch.empty(128, dtype=INT))
     args = [on(device, numbers), first, second]
@@ -148,7 +148,7 @@ def test_atomics_and_indices(device: Device) -> None:
     assert torch.equal(out.view(12, 30, 6)[..., 3:].cpu().long(), blocks.view(12, 1, 3).expand(12, 30, 3))
 
 
-def test_rows_of_matrices_in_the_same_banks_are_counted() -> None:
+def test_bank_conflicts_of_matrix_loads_are_counted() -> None:
     emulated, matrices = EmulatedDevice(), torch.zeros(4, 8, 8, dtype=torch.int16)
     args = [matrices, torch.empty_like(matrices), torch.empty_like(matrices)]
     emulated.launch(kernel("matrices", "ppp"), ONE, (32, 1, 1), args, shared_bytes=512)
@@ -164,16 +164,16 @@ def test_events_can_be_held_back() -> None:
     emulated.hold()
     event = emulated.record()
     assert before.is_done() and not event.is_done()
-    emulated.let_go()
+    emulated.release_events()
     event.wait()
     assert event.is_done() and emulated.record().is_done()
     assert event.elapsed_ms(before) >= 0
 
 
-# From here on: kernels that are wrong, which only an emulator may be asked to run.
+# From here on: wrong kernels, which only an emulator may run.
 
 
-def test_a_copy_read_before_it_arrived_is_garbage() -> None:
+def test_async_copy_read_too_early_is_garbage() -> None:
     numbers = torch.arange(256, dtype=INT)
     expected = numbers.roll(-4)
     copies = kernel("copies", "ppii")
@@ -188,7 +188,7 @@ def test_a_copy_read_before_it_arrived_is_garbage() -> None:
         assert (out == -1).any()
 
 
-def test_a_race_gives_different_results_under_different_seeds() -> None:
+def test_race_gives_different_results_under_different_seeds() -> None:
     outcomes = set()
     for seed in range(4):
         out = torch.zeros(64, dtype=INT)
@@ -212,7 +212,7 @@ def test_a_race_gives_different_results_under_different_seeds() -> None:
         (10, "divides an integer by zero"),
     ],
 )
-def test_what_no_kernel_may_do_is_reported(way: int, message: str) -> None:
+def test_invalid_kernel_operations_are_reported(way: int, message: str) -> None:
     out = torch.zeros(64, dtype=INT)
     with pytest.raises(
         KernelError, match=rf"selftest.cu: selftest_wrong: block \(0, 0, 0\), thread .*{message}"
@@ -220,12 +220,12 @@ def test_what_no_kernel_may_do_is_reported(way: int, message: str) -> None:
         EmulatedDevice().launch(kernel("wrong", "pi"), ONE, (64, 1, 1), [out, way], shared_bytes=1024)
 
 
-def test_writing_between_a_tensor_and_the_next_sixteen_bytes_is_reported() -> None:
+def test_writes_into_the_padding_of_a_tensor_are_reported() -> None:
     with pytest.raises(KernelError, match="wrote past argument 0"):
         EmulatedDevice().launch(kernel("race", "p"), ONE, (64, 1, 1), [torch.zeros(63, dtype=INT)])
 
 
-def test_warps_may_go_ways_of_their_own() -> None:
+def test_warps_may_diverge() -> None:
     out = torch.zeros(64, dtype=INT)
     EmulatedDevice().launch(kernel("wrong", "pi"), ONE, (64, 1, 1), [out, 1], shared_bytes=1024)
 
@@ -241,14 +241,12 @@ def test_warps_may_go_ways_of_their_own() -> None:
         ("wrong", "pi", [None, 1.5], "expected an int"),
     ],
 )
-def test_launches_that_do_not_fit_are_refused(
-    name: str, kinds: str, args: list[Argument], message: str
-) -> None:
+def test_invalid_launches_are_rejected(name: str, kinds: str, args: list[Argument], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         EmulatedDevice().launch(kernel(name, kinds), ONE, (64, 1, 1), args)
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_invalid_sizes_are_rejected() -> None:
     emulated, out = EmulatedDevice(), torch.zeros(64, dtype=INT)
     for grid, block, shared_bytes, message in [
         ((1, 65536, 1), (64, 1, 1), 0, "grid"),
@@ -260,8 +258,8 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
             emulated.launch(kernel("race", "p"), grid, block, [out], shared_bytes)
 
 
-def test_ranks_that_replay_at_once_find_operations_that_torch_has_named() -> None:
-    """Two threads in a mode that first dispatch one at once would name it twice, and call an object that is gone."""
+def test_concurrent_replays_find_named_operations() -> None:
+    """Two threads that first dispatch concurrently would name an operation twice, and call a freed object."""
     alone = """
 import torch
 from tests.cuda.emulated import EmulatedDevice

@@ -1,4 +1,4 @@
-"""Who multiplies: chosen by a clock that the test holds, and right whoever it is."""
+"""Choice of the GEMM backend, by a fake clock, and correct products of every backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUBLAS, MATMUL, MATVEC = GemmBackend.CUBLAS, GemmBackend.MATMUL, GemmBackend.MAT
 def layer(
     device: Device, columns: int, depth: int, seed: int = 0, result_dtype: torch.dtype | None = None
 ) -> Linear:
-    """What of a layer is looked at."""
+    """The inspected attributes of a layer."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(columns, depth, generator=generator).to(torch.bfloat16).to(device.torch_device)
     bias = torch.randn(columns, generator=generator).to(torch.bfloat16).to(device.torch_device)
@@ -33,7 +33,7 @@ def layer(
 
 
 def clock(times: list[float]) -> Callable[[Callable[[], None]], float]:
-    """Say these, one after the other, without running what is timed."""
+    """Return these times, one after the other, without running the timed function."""
     left: Iterator[float] = iter(times)
     return lambda run: next(left)
 
@@ -42,7 +42,7 @@ def rows_to_backends(linears: DeviceLinears, weight: torch.Tensor) -> dict[int, 
     return {rows: linears.backend_for(weight, rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65, 4096)}
 
 
-def test_the_faster_one_multiplies_up_to_its_number_of_rows(
+def test_faster_backend_is_used_up_to_its_number_of_rows(
     device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     linears, one = DeviceLinears(device, batch_invariant=False), layer(device, 24, 64)
@@ -50,12 +50,12 @@ def test_the_faster_one_multiplies_up_to_its_number_of_rows(
     assert weight is not None
     assert set(rows_to_backends(linears, weight).values()) == {CUBLAS}
     with caplog.at_level(logging.INFO, "quintet"):
-        # For each of 1, 2 and 4 rows cuBLAS, matmul, matvec; for 8, 16, 32 and 64 cuBLAS, matmul.
+        # For each of 1, 2 and 4 rows: cuBLAS, matmul, matvec; for 8, 16, 32 and 64: cuBLAS, matmul.
         linears.measure([one], clock([5, 6, 4, 5, 4, 6, 5, 4.95, 6, 5, 4, 5, 6, 5, 6, 5, 4]))
     assert rows_to_backends(linears, weight) == {
         1: MATVEC,
         2: MATMUL,
-        3: CUBLAS,  # as 4 rows, where ours is faster by less than the noise
+        3: CUBLAS,  # as 4 rows, where our kernel is faster by less than the noise
         4: CUBLAS,
         5: MATMUL,
         8: MATMUL,
@@ -73,7 +73,7 @@ def test_the_faster_one_multiplies_up_to_its_number_of_rows(
     assert linears.backend_for(weight[:16], 1) is CUBLAS, "a shape that was not measured"
 
 
-def test_batch_invariant_is_always_ours_in_one_order(device: Device) -> None:
+def test_batch_invariant_uses_own_kernels_in_one_order(device: Device) -> None:
     linears, one = DeviceLinears(device, batch_invariant=True), layer(device, 24, 64)
     weight = one.method.table
     assert weight is not None
@@ -82,8 +82,7 @@ def test_batch_invariant_is_always_ours_in_one_order(device: Device) -> None:
 
 
 def test_rank_0_chooses_for_all(device: Device) -> None:
-    """Whatever others would have measured: what every rank computes has one way of rounding. A shape that rank 0 does not
-    have is a rank's own affair."""
+    """Rank 0's times decide, so every rank rounds alike. A shape that rank 0 lacks is chosen by each rank itself."""
     layers = [[layer(device, 24, 64), layer(device, 33 - rank, 64)] for rank in range(3)]
     clocks = ([5, 6, 4] * 3 + [5, 4] * 4) * 2, [6, 5, 7] * 3 + [5, 6] * 4
 
@@ -103,15 +102,15 @@ def test_rank_0_chooses_for_all(device: Device) -> None:
     assert [each[1][1] for each in others] == [MATMUL] * 2
 
 
-def test_a_weight_that_our_kernels_cannot_read_is_not_tried(device: Device) -> None:
+def test_weight_unsupported_by_own_kernels_is_not_timed(device: Device) -> None:
     linears, one = DeviceLinears(device, batch_invariant=False), layer(device, 24, 60)
     linears.measure([one], clock([5] * 7))
     assert one.method.table is not None
     assert linears.backend_for(one.method.table, 1) is CUBLAS
 
 
-def test_layers_of_one_shape_are_timed_together_and_each_in_turn(device: Device) -> None:
-    """So that a weight is read from memory as in a step, not from a cache that the run before it filled."""
+def test_layers_of_one_shape_are_timed_round_robin(device: Device) -> None:
+    """Then a weight is read from memory as in a step, not from a cache filled by the previous run."""
     layers = [layer(device, 16, 64, seed) for seed in range(3)]
     linears = DeviceLinears(device, batch_invariant=False)
     multiplied: list[int] = []
@@ -138,8 +137,8 @@ def test_layers_of_one_shape_are_timed_together_and_each_in_turn(device: Device)
 
 
 @pytest.mark.parametrize("backend", list(GemmBackend))
-def test_whoever_multiplies(device: Device, backend: GemmBackend) -> None:
-    """cuBLAS against itself; ours against the kernels, which have tests of their own."""
+def test_products_of_every_backend(device: Device, backend: GemmBackend) -> None:
+    """cuBLAS against itself; our kernels against those with tests of their own."""
     one = layer(device, 24, 64)
     weight, bias = one.method.table, one.method.bias
     assert weight is not None and bias is not None
@@ -156,7 +155,7 @@ def test_whoever_multiplies(device: Device, backend: GemmBackend) -> None:
     assert torch.equal(linears.apply(one, x), expected)
     out = torch.empty_like(expected)
     assert linears.apply(one, x, out) is out
-    if backend is CUBLAS:  # which may add the bias in another kernel where there is a place for the result
+    if backend is CUBLAS:  # which may add the bias in another kernel when the output is preallocated
         torch.testing.assert_close(out, expected)  # two roundings to bf16 at most: 2^-7, of the default 2^-6
     else:
         assert torch.equal(out, expected)
@@ -166,7 +165,7 @@ def test_whoever_multiplies(device: Device, backend: GemmBackend) -> None:
 
 
 @pytest.mark.parametrize("backend", list(GemmBackend))
-def test_an_output_layer_gives_float32_whoever_multiplies(device: Device, backend: GemmBackend) -> None:
+def test_output_layer_gives_float32_with_every_backend(device: Device, backend: GemmBackend) -> None:
     one = layer(device, 24, 64, result_dtype=torch.float32)
     weight, bias = one.method.table, one.method.bias
     assert weight is not None and bias is not None

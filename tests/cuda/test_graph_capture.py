@@ -24,7 +24,7 @@ class FakeStream:
 
 
 class FakeCuda:
-    """As much of ``torch.cuda`` as captures use. Raises what torch 2.11 raises for a pool that nothing uses any more."""
+    """The part of ``torch.cuda`` that captures use. Raises the error of torch 2.11 for a pool without users."""
 
     def __init__(self) -> None:
         self.default = FakeStream()
@@ -86,7 +86,7 @@ class FakeCuda:
                 self.pool_now = None
 
     def product(self) -> None:
-        """What ``torch.mm`` does: allocates the stream's workspace where there is none."""
+        """Allocate the stream's workspace where there is none, as ``torch.mm`` does."""
         if self.stream_now.workspace is None:
             self.stream_now.workspace = self.pool_now or "outside of all pools"
 
@@ -109,7 +109,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_step_graphs_can_be_captured_after_others_were_dropped(cuda: FakeCuda) -> None:
+def test_step_graphs_are_captured_after_others_were_dropped(cuda: FakeCuda) -> None:
     graphs = GraphCapture()
     for _ in range(3):
         replay = graphs.step_graph(cuda.product)
@@ -118,7 +118,7 @@ def test_step_graphs_can_be_captured_after_others_were_dropped(cuda: FakeCuda) -
         gc.collect()
 
 
-def test_timing_graphs_leave_step_graphs_their_workspace(cuda: FakeCuda) -> None:
+def test_timing_graphs_keep_the_workspace_of_step_graphs(cuda: FakeCuda) -> None:
     graphs = GraphCapture()
     replay = graphs.step_graph(cuda.product)
     for _ in range(3):
@@ -127,13 +127,13 @@ def test_timing_graphs_leave_step_graphs_their_workspace(cuda: FakeCuda) -> None
         replay()
 
 
-def test_a_timing_graph_allocates_its_workspace_outside_of_its_pool(cuda: FakeCuda) -> None:
+def test_timing_graph_allocates_its_workspace_outside_its_pool(cuda: FakeCuda) -> None:
     replay = GraphCapture().timing_graph(cuda.product)
     graph = replay.__self__  # type: ignore[attr-defined]
     assert graph.stream.workspace == "outside of all pools"
 
 
-def test_a_failed_capture_leaves_step_graphs_their_workspace(cuda: FakeCuda) -> None:
+def test_failed_capture_keeps_the_workspace_of_step_graphs(cuda: FakeCuda) -> None:
     graphs = GraphCapture()
     replay = graphs.step_graph(cuda.product)
 

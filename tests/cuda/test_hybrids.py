@@ -1,4 +1,4 @@
-"""A model of states, a window and full attention on a device: one memory for all, and the tokens of torch's own pass."""
+"""A model of states, a window and full attention on a device: one memory pool, and the tokens of torch's forward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.cuda.test_worker import worker_on
 from tests.models.equality import alone, load
-from tests.models.test_engine import House, changed
+from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_hybrids import CARD, PROMPTS, greedy, hybrid
 
 from quintet.core import recurrent_state
@@ -20,8 +20,8 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.model_config.registry import FAMILIES
 
 
-def test_a_hybrid_says_what_torch_says(tmp_path: Path, device: Device) -> None:
-    """In chunks that end where a state is kept, beside others, from what was kept, and choices from one prompt."""
+def test_hybrid_tokens_equal_torch(tmp_path: Path, device: Device) -> None:
+    """In chunks that end at state checkpoints, in batches, with prefix cache hits, and with parallel samples of one prompt."""
     (tmp_path / "config.json").write_text(json.dumps(CARD))
     (tmp_path / "tokenizer.json").write_text("{}")
     family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
@@ -33,18 +33,18 @@ def test_a_hybrid_says_what_torch_says(tmp_path: Path, device: Device) -> None:
         prompts = [PROMPTS[1], *PROMPTS[3:]]
         expected = alone(loaded, prompts, greedy()).outputs
         config = changed(loaded.config, max_num_seqs=8, max_num_batched_tokens=45)
-        house = House(config, worker_on(device, config))
+        engine = CoreAndWorker(config, worker_on(device, config))
         for round_ in (0, 100):
             for i, prompt in enumerate(prompts):
-                house.admit(round_ + 10 * i + 1, prompt, greedy(n=1 + round_ // 100))
-            house.run()
+                engine.admit(round_ + 10 * i + 1, prompt, greedy(n=1 + round_ // 100))
+            engine.run()
             for i, outputs in enumerate(expected):
-                assert house.outputs[round_ + 10 * i + 1] == outputs, (round_, i)
-    assert sum(house.cached.values()) > 0
-    assert [house.outputs[100 + 10 * i + 2] for i in range(len(prompts))] == expected
+                assert engine.outputs[round_ + 10 * i + 1] == outputs, (round_, i)
+    assert sum(engine.cached.values()) > 0
+    assert [engine.outputs[100 + 10 * i + 2] for i in range(len(prompts))] == expected
 
 
-def test_a_hybrids_steps_are_cut_where_memory_is_short(
+def test_hybrid_steps_are_split_on_oom(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CARD))
@@ -64,9 +64,9 @@ def test_a_hybrids_steps_are_cut_where_memory_is_short(
             return drawn
 
         monkeypatch.setattr(worker.runner, "compute", scarce)
-        house = House(config, worker)
+        engine = CoreAndWorker(config, worker)
         for i, prompt in enumerate(PROMPTS[3:]):
-            house.admit(i, prompt, greedy())
-        house.run()
-    assert [house.outputs[i] for i in range(2)] == expected
+            engine.admit(i, prompt, greedy())
+        engine.run()
+    assert [engine.outputs[i] for i in range(2)] == expected
     assert worker.num_split > 1

@@ -1,4 +1,4 @@
-"""Logits of a device are the sums of the output layer in float32; see `tests.models.test_logits_dtype`."""
+"""Output-layer sums of a device are float32 logits; see `tests.models.test_logits_dtype`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import pytest
 import torch
 from tests.cuda.test_worker import worker_on
 from tests.models.equality import load
-from tests.models.test_engine import House, changed
+from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_logits_dtype import HIDDEN, ONE_TOKEN, VOCAB, head_of, with_head, write
 
 from quintet.executor.backends.cuda.device import Device
 
 PROMPT = [(5 * i + 3) % VOCAB for i in range(17)]
 SUMS = HIDDEN * 2.0**-22
-"""As a share of the products' magnitudes; see `tests.cuda.kernels.test_linear`."""
+"""Error bound as a share of the products' magnitudes; see `tests.cuda.kernels.test_linear`."""
 
 
 def first_logits(
     device: Device, folder: Path, batch_invariant: bool, captured: bool
 ) -> tuple[torch.Tensor, int]:
-    """Return the logits behind the prompt, and the token drawn from them."""
+    """Return the logits after the prompt, and the token drawn from them."""
     config = changed(load(folder, "bfloat16").config, max_num_seqs=4, max_num_batched_tokens=32)
     worker = worker_on(device, config, captured=captured, batch_invariant=batch_invariant)
-    house = House(config, worker)
-    house.admit(0, PROMPT, ONE_TOKEN)
-    house.run()
+    engine = CoreAndWorker(config, worker)
+    engine.admit(0, PROMPT, ONE_TOKEN)
+    engine.run()
     logits = worker.logits(np.array([len(PROMPT) - 1]))
-    return logits[0].cpu(), house.outputs[0][0]
+    return logits[0].cpu(), engine.outputs[0][0]
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -49,26 +49,26 @@ def test_logits_are_sums_in_float32(
     assert token == int(expected.argmax())
 
 
-def test_captured_steps_draw_from_them(tmp_path: Path, device: Device) -> None:
-    """Tokens of decode steps, whose graphs leave their logits in memory of their own, are those of eager steps."""
+def test_captured_steps_draw_from_float32_logits(tmp_path: Path, device: Device) -> None:
+    """Decode steps with graphs, which write logits to their own memory, give the tokens of eager steps."""
     write(tmp_path)
     config = changed(load(tmp_path, "bfloat16").config, max_num_seqs=4, max_num_batched_tokens=32)
     params = msgspec.structs.replace(ONE_TOKEN, max_tokens=8)
     outputs = []
     for captured in (False, True):
-        house = House(config, worker_on(device, config, captured=captured))
-        house.admit(0, PROMPT, params)
-        house.run()
-        outputs.append(house.outputs[0])
+        engine = CoreAndWorker(config, worker_on(device, config, captured=captured))
+        engine.admit(0, PROMPT, params)
+        engine.run()
+        outputs.append(engine.outputs[0])
     assert outputs[0] == outputs[1]
 
 
-def test_the_models_own_dtype_is_to_be_had(tmp_path: Path, device: Device) -> None:
+def test_logits_in_the_model_dtype_are_selectable(tmp_path: Path, device: Device) -> None:
     write(tmp_path)
     config = load(tmp_path, "bfloat16", logits_dtype="model").config
     config = changed(config, max_num_seqs=4, max_num_batched_tokens=32)
     worker = worker_on(device, config, captured=False)
-    house = House(config, worker)
-    house.admit(0, PROMPT, ONE_TOKEN)
-    house.run()
+    engine = CoreAndWorker(config, worker)
+    engine.admit(0, PROMPT, ONE_TOKEN)
+    engine.run()
     assert worker.logits(np.array([len(PROMPT) - 1])).dtype is torch.bfloat16

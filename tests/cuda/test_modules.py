@@ -1,4 +1,4 @@
-"""Which form of a kernel a device gets, and how a launch's arguments are packed: all that needs no device."""
+"""The choice of a kernel's compiled form for a device, and the packing of launch arguments; no device is needed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from quintet.wire.errors import ConfigError
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path)
+def sources(tmp_path: Path) -> SourceTree:
+    return SourceTree(tmp_path)
 
 
-class House:
-    """A folder of sources with one module, and what was compiled of it."""
+class SourceTree:
+    """A folder of sources with one module, and its compiled outputs."""
 
     def __init__(self, root: Path) -> None:
         self.sources, self.built = root / "sources", root / "built"
@@ -67,11 +67,11 @@ class House:
 
 
 class Loader:
-    """Loads whatever is not refused, and remembers what it was asked for."""
+    """A loader that accepts forms unless the test rejects them, and records its calls."""
 
     def __init__(self, *refused: str) -> None:
         self.refused = refused
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.kernels: list[str | None] = []
 
     def load(self, path: Path, kernel: str | None) -> str:
@@ -82,15 +82,15 @@ class Loader:
         return self._take("source")
 
     def _take(self, what: str) -> str:
-        self.asked.append(what)
+        self.requested.append(what)
         if what in self.refused:
             raise RefusedError(f"no {what} today")
         return what
 
 
-def test_a_modules_text_has_each_header_once_and_says_which_line_is_whose(house: House) -> None:
-    house.write("norm.cu", '#include "device.cuh"\n#include "numbers.cuh"\nnorm')
-    assert house.text().splitlines() == [
+def test_module_text_has_each_header_once_with_line_directives(sources: SourceTree) -> None:
+    sources.write("norm.cu", '#include "device.cuh"\n#include "numbers.cuh"\nnorm')
+    assert sources.text().splitlines() == [
         '#line 1 "norm.cu"',
         '#line 1 "device.cuh"',
         "",
@@ -109,10 +109,10 @@ def test_a_modules_text_has_each_header_once_and_says_which_line_is_whose(house:
     ]
 
 
-def test_a_changed_header_changes_the_digest(house: House) -> None:
-    before = digest(house.text())
-    house.write("numbers.cuh", "#pragma once\nother numbers\n")
-    assert digest(house.text()) != before
+def test_changed_header_changes_the_digest(sources: SourceTree) -> None:
+    before = digest(sources.text())
+    sources.write("numbers.cuh", "#pragma once\nother numbers\n")
+    assert digest(sources.text()) != before
 
 
 def test_every_module_of_the_checkout_has_a_text() -> None:
@@ -120,69 +120,69 @@ def test_every_module_of_the_checkout_has_a_text() -> None:
     assert all("QT_KERNEL" in source_text(module) for module in modules())
 
 
-def test_machine_code_runs_on_its_major_capability_from_its_minor_on(house: House) -> None:
-    house.compile(
+def test_machine_code_runs_on_its_major_capability_from_its_minor(sources: SourceTree) -> None:
+    sources.compile(
         "sm_80/norm.cubin", "sm_89/norm.cubin", "sm_90/norm.cubin", "sm_100/norm.cubin", "ptx/norm.ptx"
     )
-    assert house.forms(9, 0) == ["sm_90", "ptx", "sources"]
-    assert house.forms(8, 6) == ["sm_80", "ptx", "sources"]
-    assert house.forms(8, 9) == ["sm_89", "sm_80", "ptx", "sources"]
-    assert house.forms(10, 3) == ["sm_100", "ptx", "sources"]
-    assert house.forms(12, 0) == ["ptx", "sources"]
+    assert sources.forms(9, 0) == ["sm_90", "ptx", "sources"]
+    assert sources.forms(8, 6) == ["sm_80", "ptx", "sources"]
+    assert sources.forms(8, 9) == ["sm_89", "sm_80", "ptx", "sources"]
+    assert sources.forms(10, 3) == ["sm_100", "ptx", "sources"]
+    assert sources.forms(12, 0) == ["ptx", "sources"]
 
 
-def test_what_was_compiled_of_other_sources_is_left_alone(house: House) -> None:
-    house.compile("sm_90/norm.cubin", "ptx/norm.ptx")
-    house.write("numbers.cuh", "other numbers")
-    house.compile("ptx/norm.ptx")
-    found, missing = forms("norm", (9, 0), house.built, house.sources)
+def test_output_of_other_sources_is_ignored(sources: SourceTree) -> None:
+    sources.compile("sm_90/norm.cubin", "ptx/norm.ptx")
+    sources.write("numbers.cuh", "other numbers")
+    sources.compile("ptx/norm.ptx")
+    found, missing = forms("norm", (9, 0), sources.built, sources.sources)
     assert [form.kind for form in found] == ["ptx", "source"]
     assert missing == ["sm_90/norm.cubin was compiled from other sources"]
 
 
-def test_what_does_not_say_of_what_it_was_compiled_is_left_alone(house: House) -> None:
-    house.compile("sm_90/norm.cubin")
-    record_path(house.built / "sm_90/norm.cubin").unlink()
-    assert house.forms(9, 0) == ["sources"]
+def test_output_without_a_record_is_ignored(sources: SourceTree) -> None:
+    sources.compile("sm_90/norm.cubin")
+    record_path(sources.built / "sm_90/norm.cubin").unlink()
+    assert sources.forms(9, 0) == ["sources"]
 
 
-def test_without_sources_what_was_compiled_is_believed(house: House) -> None:
-    house.compile("sm_90/norm.cubin")
-    (house.sources / "norm.cu").unlink()
-    assert house.forms(9, 0) == ["sm_90"]
+def test_output_is_trusted_without_sources(sources: SourceTree) -> None:
+    sources.compile("sm_90/norm.cubin")
+    (sources.sources / "norm.cu").unlink()
+    assert sources.forms(9, 0) == ["sm_90"]
 
 
-def test_the_next_form_is_tried_when_the_driver_refuses_one(house: House) -> None:
-    house.compile("sm_90/norm.cubin", "ptx/norm.ptx")
+def test_next_form_is_tried_when_the_driver_rejects_one(sources: SourceTree) -> None:
+    sources.compile("sm_90/norm.cubin", "ptx/norm.ptx")
     for refused, taken in (((), "sm_90"), (("sm_90",), "ptx"), (("sm_90", "ptx"), "source")):
-        assert house.store(Loader(*refused)).get("norm") == taken
+        assert sources.store(Loader(*refused)).get("norm") == taken
 
 
-def test_a_module_is_loaded_once(house: House) -> None:
+def test_module_is_loaded_once(sources: SourceTree) -> None:
     loader = Loader()
-    store = house.store(loader)
+    store = sources.store(loader)
     assert store.get("norm") == store.get("norm")
-    assert loader.asked == ["source"]
+    assert loader.requested == ["source"]
 
 
-def test_a_kernel_is_named_so_that_a_refusal_is_noticed_at_once(house: House) -> None:
-    house.compile("sm_90/norm.cubin", "ptx/norm.ptx")
-    record = record_path(house.built / "ptx/norm.ptx")
+def test_rejected_kernel_is_named_at_load(sources: SourceTree) -> None:
+    sources.compile("sm_90/norm.cubin", "ptx/norm.ptx")
+    record = record_path(sources.built / "ptx/norm.ptx")
     record.write_text(record.read_text().partition("ptxas")[0])
     loader = Loader("sm_90")
-    house.store(loader).get("norm")
+    sources.store(loader).get("norm")
     assert loader.kernels == ["k", None]
 
 
-def test_only_forms_of_the_given_kinds_are_used(house: House) -> None:
-    house.compile("sm_90/norm.cubin", "ptx/norm.ptx")
-    assert house.store(Loader(), ("ptx",)).get("norm") == "ptx"
+def test_only_forms_of_the_given_kinds_are_used(sources: SourceTree) -> None:
+    sources.compile("sm_90/norm.cubin", "ptx/norm.ptx")
+    assert sources.store(Loader(), ("ptx",)).get("norm") == "ptx"
 
 
-def test_when_no_form_can_be_used_the_error_says_why_of_each(house: House) -> None:
-    house.compile("ptx/norm.ptx")
+def test_error_gives_the_reason_of_each_unusable_form(sources: SourceTree) -> None:
+    sources.compile("ptx/norm.ptx")
     with pytest.raises(ConfigError) as caught:
-        house.store(Loader("ptx", "source")).get("norm")
+        sources.store(Loader("ptx", "source")).get("norm")
     for words in (
         "norm.cu",
         "sm_90/norm.cubin does not exist",
@@ -193,14 +193,14 @@ def test_when_no_form_can_be_used_the_error_says_why_of_each(house: House) -> No
         assert words in str(caught.value)
 
 
-def test_the_way_taken_is_said_once_and_with_its_reason(
-    house: House, caplog: pytest.LogCaptureFixture
+def test_chosen_form_is_logged_once_with_its_reason(
+    sources: SourceTree, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house.write("rope.cu", "rope")
-    house.compile("ptx/norm.ptx")
-    (house.built / "ptx/rope.ptx").write_bytes(b"code")
-    record_path(house.built / "ptx/rope.ptx").write_text(digest(source_text("rope", house.sources)))
-    store = house.store(Loader())
+    sources.write("rope.cu", "rope")
+    sources.compile("ptx/norm.ptx")
+    (sources.built / "ptx/rope.ptx").write_bytes(b"code")
+    record_path(sources.built / "ptx/rope.ptx").write_text(digest(source_text("rope", sources.sources)))
+    store = sources.store(Loader())
     with caplog.at_level(logging.INFO, "quintet"):
         store.get("norm")
         store.get("rope")
@@ -208,26 +208,26 @@ def test_the_way_taken_is_said_once_and_with_its_reason(
     assert "PTX" in line and "9.0" in line and "sm_90/norm.cubin does not exist" in line
 
 
-def as_the_driver_reads(arguments: ArgumentBuffer, kinds: str) -> list[int | float]:
-    """Follow the addresses, and read of each parameter what the kernel's signature says."""
+def read_as_driver(arguments: ArgumentBuffer, kinds: str) -> list[int | float]:
+    """Follow the addresses, and read of each parameter the bytes of the kernel's signature."""
     types = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
     addresses = (ctypes.c_uint64 * len(kinds)).from_address(arguments.address)
     return [types[kind].from_address(address).value for kind, address in zip(kinds, addresses, strict=True)]
 
 
-def test_arguments_are_where_the_driver_reads_them() -> None:
+def test_arguments_are_packed_as_the_driver_reads_them() -> None:
     kinds = "ppifllip"
     arguments = ArgumentBuffer(Kernel("norm", "norm", kinds))
     tensor = torch.zeros(4)
     parameter = torch.nn.Parameter(tensor)
     arguments.fill([None] * 2 + [0] * 5 + [None])
-    assert as_the_driver_reads(arguments, kinds) == [0] * 8
+    assert read_as_driver(arguments, kinds) == [0] * 8
     arguments.fill([tensor, None, -7, 0.5, -(2**40), 2**62, 2**31 - 1, parameter])
     address = tensor.data_ptr()
-    assert as_the_driver_reads(arguments, kinds) == [address, 0, -7, 0.5, -(2**40), 2**62, 2**31 - 1, address]
+    assert read_as_driver(arguments, kinds) == [address, 0, -7, 0.5, -(2**40), 2**62, 2**31 - 1, address]
 
 
-def test_a_kernel_may_take_nothing() -> None:
+def test_kernel_without_parameters() -> None:
     ArgumentBuffer(Kernel("norm", "norm", "")).fill([])
 
 
@@ -242,13 +242,11 @@ def test_a_kernel_may_take_nothing() -> None:
         ("i", [torch.zeros(1)], TypeError),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(
-    kinds: str, values: list[Argument], error: type[Exception]
-) -> None:
+def test_invalid_arguments_are_rejected(kinds: str, values: list[Argument], error: type[Exception]) -> None:
     with pytest.raises(error):
         ArgumentBuffer(Kernel("norm", "norm", kinds)).fill(values)
 
 
-def test_a_kind_nobody_knows_is_refused() -> None:
+def test_unknown_parameter_kind_is_rejected() -> None:
     with pytest.raises(LaunchError, match="kinds 'x'"):
         ArgumentBuffer(Kernel("norm", "norm", "x"))

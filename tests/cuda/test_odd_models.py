@@ -1,4 +1,4 @@
-"""What models may say in a forward pass comes to the same tokens on a device as computed by torch."""
+"""Every operation of a forward pass gives the same tokens on a device as computed by torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.models.conftest import engine_config
 from tests.models.odd_models import CARD, KINDS, OddModel
-from tests.models.test_engine import House
+from tests.models.test_engine import CoreAndWorker
 from tests.models.test_odd_models import PROMPTS, by_torch
 
 from quintet.executor.backends.cuda.boot import make_device_worker
@@ -21,7 +21,7 @@ from quintet.wire.params import SamplingParams
 
 
 class RowMajor:
-    """Weights as a GPU has them, also where the device is emulated."""
+    """Row-major weights as on a GPU, also on an emulated device."""
 
     linear = RowMajorLinear
 
@@ -30,7 +30,7 @@ class RowMajor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_torch(
+def test_tokens_equal_torch(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device
 ) -> None:
     config = engine_config(tmp_path, CARD, 16, 128)
@@ -38,9 +38,9 @@ def test_tokens_are_those_of_torch(
     with torch.inference_mode():
         model = OddModel(kind, setting)
     worker = make_device_worker(device, model, config, torch.float32, {})
-    house = House(config, worker)
+    engine = CoreAndWorker(config, worker)
     for i, prompt in enumerate(PROMPTS):
-        house.admit(i, prompt, SamplingParams(temperature=0.0, max_tokens=8, seed=0))
-    house.run()
+        engine.admit(i, prompt, SamplingParams(temperature=0.0, max_tokens=8, seed=0))
+    engine.run()
     expected = [outputs[:8] for outputs in by_torch(kind, tmp_path, monkeypatch)]
-    assert [house.outputs[i] for i in range(len(PROMPTS))] == expected
+    assert [engine.outputs[i] for i in range(len(PROMPTS))] == expected

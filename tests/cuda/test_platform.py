@@ -1,4 +1,4 @@
-"""What is said where a GPU, or our kernels on one, cannot be used; no GPU is needed to fail."""
+"""Messages where a GPU, or our kernels on one, cannot be used; no GPU is needed to fail."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CONFIG = ExecutorConfig(device="cuda")
 ALLOWED = ExecutorConfig(device="cuda", allow_torch_kernels=True)
 
 
-def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"was built without CUDA.*--device cpu"):
         open_platform(CONFIG)
 
 
-def test_a_driver_that_does_not_do_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_error_is_reported_verbatim(monkeypatch: pytest.MonkeyPatch) -> None:
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old\nand more")
 
@@ -34,7 +34,7 @@ def test_a_driver_that_does_not_do_is_told_in_its_own_words(monkeypatch: pytest.
 
 @pytest.fixture
 def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of torch's words, and no CuPy."""
+    """A GPU according to torch, and no CuPy."""
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -58,13 +58,13 @@ def test_without_cupy_torch_computes_where_that_is_allowed(caplog: pytest.LogCap
 
 
 @pytest.mark.usefixtures("without_cupy")
-def test_batch_invariance_is_not_promised_without_our_kernels() -> None:
+def test_batch_invariant_is_rejected_without_own_kernels() -> None:
     with pytest.raises(ConfigError, match=r"--batch-invariant.*CuPy"):
         open_cuda_device(ExecutorConfig(device="cuda", batch_invariant=True))
 
 
 @pytest.mark.usefixtures("without_cupy")
-def test_a_gpu_too_old_for_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_old_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     with pytest.raises(ConfigError, match=r"NVIDIA H200 has compute capability 7\.5; the kernels need 8\.0"):
         open_cuda_device(CONFIG)
@@ -74,5 +74,5 @@ def test_a_gpu_too_old_for_them_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     ("cuda", "extra"),
     [("12.8", "quintet[cuda12]"), ("13.0", "quintet[cuda13]"), (None, "quintet[cuda12] or quintet[cuda13]")],
 )
-def test_the_extra_is_of_the_cuda_that_torch_was_built_for(cuda: str | None, extra: str) -> None:
+def test_extra_matches_the_cuda_version_of_torch(cuda: str | None, extra: str) -> None:
     assert extra_for(cuda) == extra

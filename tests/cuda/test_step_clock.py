@@ -1,4 +1,4 @@
-"""Waiting for a step: sleep, poll around the predicted end, then block. Time is the test's."""
+"""`StepClock`: sleep, poll around the predicted end, then block. The test controls the clock."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from quintet.executor.backends.cuda.step_clock import SPIN_S, StepClock, wait_until_done
 
 
-class Time:
-    """A clock that sleeping advances, and looking at it by a microsecond."""
+class FakeClock:
+    """A fake clock: sleeping advances it, and each reading advances it by a microsecond."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -23,10 +23,10 @@ class Time:
         self.now += seconds
 
 
-def test_the_end_of_a_queued_step_follows_that_of_the_step_before() -> None:
-    time = Time()
+def test_queued_step_is_predicted_from_the_end_of_the_previous_step() -> None:
+    time = FakeClock()
     clock = StepClock(lambda: time.now)
-    assert clock.launched(8) is None, "nothing is known of the first step of a graph"
+    assert clock.launched(8) is None, "no prediction for the first step of a graph"
     clock.ended(8, 5.0)
     assert clock.launched(8) == pytest.approx(100.005)
     assert clock.launched(8) == pytest.approx(100.010)
@@ -34,14 +34,14 @@ def test_the_end_of_a_queued_step_follows_that_of_the_step_before() -> None:
     assert clock.launched(8) == pytest.approx(200.005)
 
 
-def test_a_step_without_a_graph_is_not_predicted() -> None:
+def test_step_without_a_graph_is_not_predicted() -> None:
     clock = StepClock()
     clock.ended(None, 5.0)
     assert clock.launched(None) is None
 
 
-def test_a_predicted_end_is_polled_without_blocking() -> None:
-    time = Time()
+def test_predicted_end_is_polled_without_blocking() -> None:
+    time = FakeClock()
     end = 100.005
 
     def block() -> None:
@@ -52,13 +52,13 @@ def test_a_predicted_end_is_polled_without_blocking() -> None:
     assert end <= time.now < end + 1e-5
 
 
-def test_a_step_that_takes_longer_than_predicted_blocks() -> None:
-    time, blocked = Time(), []
+def test_step_longer_than_predicted_blocks() -> None:
+    time, blocked = FakeClock(), []
     wait_until_done(lambda: False, lambda: blocked.append(time.now), 100.001, time.clock, time.sleep)
     assert blocked and blocked[0] == pytest.approx(100.001 + SPIN_S, abs=1e-5)
 
 
-def test_an_unpredicted_step_blocks_at_once() -> None:
-    time, blocked = Time(), []
+def test_unpredicted_step_blocks_immediately() -> None:
+    time, blocked = FakeClock(), []
     wait_until_done(lambda: False, lambda: blocked.append(True), None, time.clock, time.sleep)
     assert blocked == [True] and not time.slept

@@ -1,4 +1,4 @@
-"""Plans on the device against the host's tables and batches, over traces of steps as the core makes them."""
+"""Plans on the device against the host's tables and batches, over traces of steps as the core creates them."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def new_row(slot: int, tokens: list[int], num_prompt: int, seed: int = 7) -> New
 
 
 @dataclass
-class World:
-    """The host's tables and the device's, fed the same plans."""
+class HostAndDevice:
+    """The host's tables and the device's, with the same plans applied."""
 
     device: Device
     host: SlotTables = field(init=False)
@@ -136,7 +136,7 @@ class World:
 
 
 def blocks_for(slot: int, num_tokens: int) -> list[int]:
-    """Entries that cover so many tokens of a slot."""
+    """Block-table entries that cover this number of tokens of a slot."""
     return [
         value
         for at in range(-(-num_tokens // BLOCK_SIZE))
@@ -144,8 +144,8 @@ def blocks_for(slot: int, num_tokens: int) -> list[int]:
     ]
 
 
-def test_a_request_from_prompt_to_decode_beside_others(device: Device) -> None:
-    world = World(device)
+def test_request_from_prompt_to_decode_among_others(device: Device) -> None:
+    world = HostAndDevice(device)
     prompts = {3: 40, 7: 17, 0: 1}
     plan = plan_of(
         rows=[(3, 0, 30), (7, 0, 17), (0, 0, 1)],
@@ -158,8 +158,8 @@ def test_a_request_from_prompt_to_decode_beside_others(device: Device) -> None:
     world.run(plan_of(rows=[(7, 18, 1), (0, 2, 1), (3, 40, 1)], blocks=[3, 0, 2, 999]), 8, 8)
 
 
-def test_draw_settings_reach_the_slots_own_record(device: Device) -> None:
-    world = World(device)
+def test_sampling_settings_reach_the_record_of_the_slot(device: Device) -> None:
+    world = HostAndDevice(device)
     rows = [new_row(slot, [1, 2, 3], 2, seed) for slot, seed in ((5, 2**64 - 1), (2, 9), (5, 4))]
     world.run(plan_of([(2, 0, 3), (5, 0, 3)], rows))
     expected = settings_table(NUM_SLOTS)
@@ -169,9 +169,9 @@ def test_draw_settings_reach_the_slots_own_record(device: Device) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [ONE_BLOCK_TOKENS, ONE_BLOCK_TOKENS + 1])
-def test_a_long_prompt(device: Device, num_tokens: int) -> None:
-    """At and past the size at which two launches do it."""
-    world = World(device)
+def test_long_prompt(device: Device, num_tokens: int) -> None:
+    """At and past the size that needs two launches."""
+    world = HostAndDevice(device)
     plan = plan_of(
         rows=[(4, 0, num_tokens - 5), (9, 0, 5)],
         new_rows=[new_row(4, list(range(num_tokens)), num_tokens), new_row(9, [6] * 5, 5)],
@@ -180,16 +180,16 @@ def test_a_long_prompt(device: Device, num_tokens: int) -> None:
     world.run(plan, padded_rows=6, padded_tokens=num_tokens + 3)
 
 
-def test_the_last_entry_of_a_place_counts(device: Device) -> None:
-    world = World(device)
+def test_last_entry_of_a_position_wins(device: Device) -> None:
+    world = HostAndDevice(device)
     entries = [1, 0, 0, 11, 2, 0, 0, 20, 1, 0, 0, 12, 1, 0, 1, 13, 2, 0, 0, 21, 1, 0, 0, 14]
     world.run(plan_of([(1, 0, 1), (2, 0, 1)], blocks=entries))
     assert world.tables.block_table[0, 1, :2].tolist() == [14, 13]
     assert world.tables.block_table[0, 2, 0].item() == 21
 
 
-def test_drawn_tokens_are_there_for_the_next_plan(device: Device) -> None:
-    world = World(device)
+def test_drawn_tokens_are_available_to_the_next_plan(device: Device) -> None:
+    world = HostAndDevice(device)
     _, _, sampled = world.run(
         plan_of(
             [(8, 0, 2), (1, 0, 3), (6, 0, 1)], [new_row(8, [4, 5], 2), new_row(6, [9], 1)], samples=[1, 0, 1]
@@ -203,8 +203,8 @@ def test_drawn_tokens_are_there_for_the_next_plan(device: Device) -> None:
     assert rows.token_ids.tolist() == [71, 70, 0, 0]
 
 
-def test_swaps_and_copies_ride_along() -> None:
-    """As pairs of where from and where to; the wire names the device's block first whatever the direction."""
+def test_swaps_and_copies_are_packed() -> None:
+    """As pairs of source and destination; the message names the device block first for either direction."""
     plan = plan_of(
         [(0, 0, 1)], [new_row(0, [1, 2], 2)], copies=[5, 6, 7, 8], swaps=([100, 1, 101, 2], [200, 3])
     )
@@ -217,15 +217,15 @@ def test_swaps_and_copies_ride_along() -> None:
     assert packed.copies.stop == packed.num_words
 
 
-def test_only_deltas(device: Device) -> None:
-    """A plan without rows still brings the tables up to date; every row is padding."""
-    world = World(device)
+def test_plan_without_rows_updates_tables(device: Device) -> None:
+    """A plan without rows still updates the tables; every row is padding."""
+    world = HostAndDevice(device)
     world.run(plan_of([], blocks=[2, 0, 3, 4]), padded_rows=2, padded_tokens=2)
 
 
 def test_random_traces(device: Device) -> None:
     random = np.random.default_rng(0)
-    world = World(device)
+    world = HostAndDevice(device)
     for _ in range(12):
         slots = random.permutation(NUM_SLOTS)[: random.integers(1, NUM_SLOTS + 1)].tolist()
         starts = random.integers(0, 200, len(slots)).tolist()
@@ -270,18 +270,18 @@ def test_random_traces(device: Device) -> None:
         (plan_of([(0, 0, 1)], [new_row(0, [1] * (MAX_LEN + 2), 1)]), "length of a new row"),
     ],
 )
-def test_a_plan_outside_the_tables_is_refused(plan: StepPlan, message: str) -> None:
+def test_plan_outside_the_tables_is_rejected(plan: StepPlan, message: str) -> None:
     layout = StagingLayout(NUM_SLOTS, MAX_LEN + 1, 94, NUM_BLOCKS, num_groups=2)
     with pytest.raises(PlanRangeError, match=message):
         pack_staging(plan, layout, np.zeros(layout.num_words(plan), np.int32))
 
 
-def test_a_buffer_too_small_is_refused() -> None:
+def test_too_small_buffer_is_rejected() -> None:
     plan, layout = plan_of([(0, 0, 1)]), StagingLayout(NUM_SLOTS, MAX_LEN + 1, 94, NUM_BLOCKS)
     with pytest.raises(ValueError, match="the buffer has 20"):
         pack_staging(plan, layout, np.zeros(20, np.int32))
 
 
-def test_more_rows_than_there_is_memory_for(device: Device) -> None:
+def test_more_rows_than_the_memory_holds(device: Device) -> None:
     with pytest.raises(ValueError, match="a step has 13 rows and 13 tokens"):
-        World(device).memory.rows(13, 13, 1)
+        HostAndDevice(device).memory.rows(13, 13, 1)

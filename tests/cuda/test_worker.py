@@ -21,8 +21,8 @@ from tests.models.rows import falcon, gemma, gpt, latent, moe, states
 from tests.models.rows.remote_code import QWEN_1
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_embeds import mixed
-from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
-from tests.models.test_qwen1_long import Rememberer
+from tests.models.test_engine import GREEDY, CoreAndWorker, changed, small_kv, without_prefix_cache
+from tests.models.test_qwen1_long import Qwen1WithPrompts
 
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Device
@@ -56,26 +56,26 @@ KINDS = {
     "states, and no attention": states.ROWS["mamba"],
     "states beside attention, experts": states.ROWS["qwen3 next"],
 }
-"""One model of each kind of layer that the families do not have."""
+"""One model of each kind of layer that `FAMILIES` lacks."""
 MORE_KINDS = {
     "queries that grow, a rotation by the prompt": of_module(
-        QWEN_1 | {"seq_length": 16, "max_position_embeddings": 128}, Rememberer
+        QWEN_1 | {"seq_length": 16, "max_position_embeddings": 128}, Qwen1WithPrompts
     ),
     "sinks": moe.ROWS["gpt-oss"],
-    "chunks, neighbours, layers without rotation": moe.ROWS["llama4"],
-    "neighbours, side by side": gpt.ROWS["gptj"],
+    "chunks, interleaved, layers without rotation": moe.ROWS["llama4"],
+    "interleaved, fused": gpt.ROWS["gptj"],
     "latent, experts of groups": latent.ROWS["deepseek v3"],
     "states of heads": states.ROWS["mamba2"],
     "states of heads and attention in one layer": states.ROWS["falcon h1"],
     "states, attention and experts": states.ROWS["jamba, experts"],
     "short convolutions": states.ROWS["lfm2"],
 }
-"""Their relations, of what has been shown once."""
+"""Variants of kinds that the fast suite covers once."""
 BLOCKS_OF_16 = pytest.mark.parametrize("serve", [16], indirect=True)
 
 
 def model_on(device: Device, config: EngineConfig, share: Share = WHOLE) -> CausalModel:
-    """Return the configured model, or a rank's share, with weights on the device, in codes where the checkpoint has them so."""
+    """Return the configured model, or a rank's share, on the device; weights stay coded where the checkpoint has codes."""
     path, stored, dtype = (
         Path(config.model.path),
         recognise(card_of(config.model)),
@@ -106,7 +106,7 @@ def model_on(device: Device, config: EngineConfig, share: Share = WHOLE) -> Caus
 def worker_on(
     device: Device, config: EngineConfig, *, captured: bool = True, **executor: Any
 ) -> DeviceWorker:
-    """Return a worker, all its graphs captured if ``captured``, else none."""
+    """Return a worker with all its graphs captured if ``captured``, else with none."""
     settings = msgspec.structs.replace(config.executor, enforce_eager=not captured, **executor)
     config = msgspec.structs.replace(config, executor=settings)
     worker = make_device_worker(device, model_on(device, config), config, DTYPES[config.model.dtype], {})
@@ -118,16 +118,16 @@ def worker_on(
 @BLOCKS_OF_16
 @pytest.mark.drawn(4)  # switches of one shape; `KINDS` has the others
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_transformers(family: str, serve: Callable[..., Any], device: Device) -> None:
+def test_tokens_equal_transformers(family: str, serve: Callable[..., Any], device: Device) -> None:
     served = serve(FAMILIES[family](), max_model_len=96)
     prompts = prompts_of((1, 3, 8, 17, 29))
     expected = served.greedy(prompts, 12)
     config = in_groups(changed(served.config, max_num_seqs=8, max_num_batched_tokens=23))
-    house = House(config, worker_on(device, config))
+    driver = CoreAndWorker(config, worker_on(device, config))
     for i, prompt in enumerate(prompts):
-        house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
 @pytest.mark.drawn(4)
@@ -135,21 +135,20 @@ def test_tokens_are_transformers(family: str, serve: Callable[..., Any], device:
     "family", [*KINDS, *(pytest.param(name, marks=pytest.mark.whole) for name in MORE_KINDS)]
 )
 def test_tokens_of_other_kinds_of_layers(family: str, tmp_path: Path, device: Device) -> None:
-    """What has no kernel of ours computes with torch inside the captured step. Tokens that choose fewer experts than there are,
-    and tokens that choose more."""
+    """Layers without our kernels are computed by torch inside the captured step. Some tokens choose all experts, some fewer."""
     row = KINDS.get(family) or MORE_KINDS[family]
     expected = expectations(write_checkpoint(row, tmp_path), (1, 9, 17, 29))
     config = changed(equality.load(tmp_path).config, max_num_seqs=8, max_num_batched_tokens=23)
-    house = House(config, worker_on(device, config))
+    driver = CoreAndWorker(config, worker_on(device, config))
     for i, each in enumerate(expected):
-        house.admit(i + 1, each.prompt, equality.GREEDY)
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
+        driver.admit(i + 1, each.prompt, equality.GREEDY)
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
 
 
-@pytest.mark.whole  # `test_worker_bits.py` shows it of bits
+@pytest.mark.whole  # `test_worker_bits.py` compares the bits
 @BLOCKS_OF_16
-def test_tokens_do_not_depend_on_scheduling_nor_on_graphs(serve: Callable[..., Any], device: Device) -> None:
+def test_tokens_do_not_depend_on_scheduling_or_graphs(serve: Callable[..., Any], device: Device) -> None:
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     prompts = prompts_of()
     num_tokens = 20
@@ -165,22 +164,22 @@ def test_tokens_do_not_depend_on_scheduling_nor_on_graphs(serve: Callable[..., A
         "graphs, preemption": (small_kv(base), captured),
     }
     for name, (config, worker) in variants.items():
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=0))
-        house.run()
-        assert [house.outputs[i + 1] for i in range(len(prompts))] == expected, name
-        assert house.engine.state is not None
-        counters = house.engine.state.counters
+            driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=0))
+        driver.run()
+        assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected, name
+        assert driver.engine.state is not None
+        counters = driver.engine.state.counters
         assert (counters.preemptions > 0) == name.endswith("preemption"), (name, counters)
         assert (counters.swap_in_blocks > 0) == name.endswith("preemption"), (name, counters)
 
 
 @BLOCKS_OF_16
-def test_what_a_request_asks_of_its_draws(serve: Callable[..., Any], device: Device) -> None:
-    """Seeds, filters, penalties and log-probabilities beside plain rows: as the host's kernels draw them."""
+def test_sampling_settings_equal_the_host(serve: Callable[..., Any], device: Device) -> None:
+    """Seeds, filters, penalties and log-probabilities next to plain rows equal the draws of the host's kernels."""
     served = serve(FAMILIES["qwen2"](), max_model_len=96)
-    asked = [
+    settings = [
         SamplingParams(temperature=0.0, max_tokens=10, seed=0),
         SamplingParams(temperature=0.9, max_tokens=10, seed=7),
         SamplingParams(temperature=1.3, top_k=20, top_p=0.9, max_tokens=10, seed=8),
@@ -192,35 +191,35 @@ def test_what_a_request_asks_of_its_draws(serve: Callable[..., Any], device: Dev
     config = changed(served.config, max_num_seqs=8)
     drawn = []
     for worker in (served.core.worker, worker_on(device, config)):
-        house = House(config, worker)
-        for i, params in enumerate(asked):
-            house.admit(i + 1, prompts_of()[i], params)
-        house.run()
-        drawn.append([house.outputs[i + 1] for i in range(len(asked))])
+        driver = CoreAndWorker(config, worker)
+        for i, params in enumerate(settings):
+            driver.admit(i + 1, prompts_of()[i], params)
+        driver.run()
+        drawn.append([driver.outputs[i + 1] for i in range(len(settings))])
     assert drawn[0] == drawn[1]
 
 
 @BLOCKS_OF_16
-def test_prompts_as_vectors(serve: Callable[..., Any], device: Device) -> None:
-    """In pieces, beside rows that decode in graphs; the last piece of a prompt is a step of one token that has no graph."""
+def test_prompt_embeds(serve: Callable[..., Any], device: Device) -> None:
+    """In chunks, next to rows that decode in graphs; the last chunk is a one-token step without a graph."""
     served = serve(FAMILIES["llama-mqa-tied"](), max_model_len=96)
     prompts = prompts_of((1, 5, 17, 29))
     expected = served.greedy(prompts, 12)
     config = changed(served.config, max_num_seqs=8, max_num_batched_tokens=7)
-    house = House(config, worker_on(device, config))
+    driver = CoreAndWorker(config, worker_on(device, config))
     for i, prompt in enumerate(mixed(served.reference.get_input_embeddings().weight, prompts)):
-        house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=12, seed=0))
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
 @BLOCKS_OF_16
-def test_reasoning_ends_behind_its_budget(serve: Callable[..., Any], device: Device) -> None:
-    """Two plans in flight, beside a plain row: as on the host, where the marks are drawn when the budget is spent."""
+def test_reasoning_ends_after_its_budget(serve: Callable[..., Any], device: Device) -> None:
+    """Two plans in flight, next to a plain row: as on the host, the end marks are drawn when the budget is spent."""
     served = serve(FAMILIES["qwen2"](), max_model_len=96)
     config = changed(served.config, max_num_seqs=8)
     ways, closes = [Thinking([3], [7, 8]), Thinking([5, 6], [9])], [[7], [9]]
-    asked = [
+    settings = [
         SamplingParams(temperature=0.9, seed=4, max_tokens=24, thinking_bound=ThinkingBound(*each))
         for each in (
             (5, ways, closes, 0),
@@ -231,11 +230,11 @@ def test_reasoning_ends_behind_its_budget(serve: Callable[..., Any], device: Dev
     ]
     drawn = []
     for worker in (served.core.worker, worker_on(device, config)):
-        house = House(config, worker)
-        for i, params in enumerate([*asked, GREEDY]):
-            house.admit(i + 1, prompts_of()[i], params)
-        house.run()
-        drawn.append(house.outputs)
+        driver = CoreAndWorker(config, worker)
+        for i, params in enumerate([*settings, GREEDY]):
+            driver.admit(i + 1, prompts_of()[i], params)
+        driver.run()
+        drawn.append(driver.outputs)
     assert drawn[0] == drawn[1]
     budgets = {1: ([7, 8], 5), 2: ([9], 0), 3: ([9], 11)}
     for request_id, (forced, begin) in budgets.items():
@@ -244,32 +243,30 @@ def test_reasoning_ends_behind_its_budget(serve: Callable[..., Any], device: Dev
 
 
 @BLOCKS_OF_16
-def test_answers_with_a_form(serve: Callable[..., Any], tmp_path: Path, device: Device) -> None:
-    """Beside plain rows, two plans in flight: as the host's kernels draw them."""
+def test_structured_outputs(serve: Callable[..., Any], tmp_path: Path, device: Device) -> None:
+    """Next to plain rows, with two plans in flight: the draws equal those of the host's kernels."""
     served = serve(FAMILIES["qwen2"](), max_model_len=96)
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     drawn = []
     for worker in (make_torch_worker(config), worker_on(device, config)):
-        house = House(config, worker)
+        driver = CoreAndWorker(config, worker)
         for number in (0, 1, 2, 4):
-            house.admit(number + 1, prompts_of()[number], byte_vocabulary.asked(num_tokens=24)[number])
-        house.run()
-        drawn.append(house.outputs)
+            driver.admit(number + 1, prompts_of()[number], byte_vocabulary.requested(num_tokens=24)[number])
+        driver.run()
+        drawn.append(driver.outputs)
     assert drawn[0] == drawn[1]
     byte_vocabulary.check({request_id - 1: tokens for request_id, tokens in drawn[1].items()})
 
 
 @BLOCKS_OF_16
-def test_the_host_waits_for_nothing_while_plain_rows_decode(
-    serve: Callable[..., Any], device: Device
-) -> None:
-    """Two plans are in flight before the first one's tokens are there, and the second reads them on the device."""
+def test_host_never_waits_while_plain_rows_decode(serve: Callable[..., Any], device: Device) -> None:
+    """Two plans are in flight before the first one's tokens arrive; the second reads them on the device."""
     served = serve(FAMILIES["llama-mha"](), max_model_len=96)
     config = changed(served.config, max_num_seqs=4)
     worker = worker_on(device, config)
-    house = House(config, worker)
-    house.admit(1, prompts_of()[4], GREEDY)
-    plans = [house.engine.plan(0), house.engine.plan(0)]
+    driver = CoreAndWorker(config, worker)
+    driver.admit(1, prompts_of()[4], GREEDY)
+    plans = [driver.engine.plan(0), driver.engine.plan(0)]
     assert all(plan is not None for plan in plans)
     pendings = [worker.begin(plan) for plan in plans if plan is not None]
     tokens = b"".join(pending.result().token_ids for pending in pendings)
@@ -280,7 +277,7 @@ def test_the_host_waits_for_nothing_while_plain_rows_decode(
 
 
 @BLOCKS_OF_16
-def test_a_step_without_memory_is_computed_in_parts(
+def test_oom_step_is_split(
     serve: Callable[..., Any], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve(FAMILIES["llama-mha"](), max_model_len=96)
@@ -294,23 +291,23 @@ def test_a_step_without_memory_is_computed_in_parts(
         return compute(staging, num_rows, num_tokens, *sizes)
 
     monkeypatch.setattr(worker.runner, "compute", scarce)
-    house = House(config, worker)
+    driver = CoreAndWorker(config, worker)
     prompts = prompts_of()
     for i, prompt in enumerate(prompts):
-        house.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=6, seed=0))
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == served.greedy(prompts, 6)
+        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=6, seed=0))
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == served.greedy(prompts, 6)
     assert worker.num_split > 0
 
 
-def test_a_cache_of_fp8_says_nearly_the_same(tmp_path: Path, device: Device) -> None:
-    """e4m3 keeps three bits of a number's fraction, so keys and values are off by up to 1/16: scores move, a little."""
+def test_fp8_cache_changes_logprobs_slightly(tmp_path: Path, device: Device) -> None:
+    """e4m3 keeps three fraction bits, so keys and values are off by up to 1/16, and scores change slightly."""
     card = CARD | SMALLER | {"head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(card))
     config = engine_config(tmp_path, card, 16, 128, "bfloat16", load_format="dummy", seed=3)
     config = changed(config, max_num_seqs=4)
-    asked = SamplingParams(temperature=0.0, max_tokens=1, seed=0, logprobs=5)
-    told = {}
+    settings = SamplingParams(temperature=0.0, max_tokens=1, seed=0, logprobs=5)
+    logprobs_by_dtype = {}
     for dtype in ("auto", "fp8"):
         kv = config.model.kv
         if dtype == "fp8":
@@ -322,9 +319,11 @@ def test_a_cache_of_fp8_says_nearly_the_same(tmp_path: Path, device: Device) -> 
         )
         worker = worker_on(device, chosen)
         assert worker.runner.kv.dtype == (torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16)
-        told[dtype] = run_all(chosen, worker, {1: (prompts_of((50,))[0], asked)}).logprobs[1][0]
-    values = {dtype: np.frombuffer(each.logprobs, np.float32) for dtype, each in told.items()}
-    assert told["auto"].token_ids[:4] == told["fp8"].token_ids[:4]
+        logprobs_by_dtype[dtype] = run_all(chosen, worker, {1: (prompts_of((50,))[0], settings)}).logprobs[1][
+            0
+        ]
+    values = {dtype: np.frombuffer(each.logprobs, np.float32) for dtype, each in logprobs_by_dtype.items()}
+    assert logprobs_by_dtype["auto"].token_ids[:4] == logprobs_by_dtype["fp8"].token_ids[:4]
     assert values["auto"].tobytes() != values["fp8"].tobytes(), "fp8 was not used"
-    # measured: 0.008; a key that is read from a wrong place moves them by tenths
+    # measured: 0.008; a key read from a wrong address changes them by tenths
     assert abs(values["auto"] - values["fp8"]).max() < 0.05

@@ -1,7 +1,7 @@
-"""``--batch-invariant``: a request's bits alone, in company, in chunks and after preemption, with kernels for bf16.
+"""``--batch-invariant``: bits of a request alone, in a batch, in chunks and after preemption, with kernels for bf16.
 
-Compared are the log-probabilities of the most likely tokens: whatever moves a logit by one unit in the last place moves
-them, as all of them share one normaliser.
+The tests compare the log-probabilities of the most likely tokens. All of them share one normaliser, so a change of any
+logit by one unit in the last place changes them.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ KINDS = {
     "norms of heads with weights of their own": dense.ROWS["cohere, normed queries"],
     "states of heads and attention in one layer": states.ROWS["falcon h1, normed"],
 }
-"""What computes by other kernels than a Llama."""
+"""Layer kinds with other kernels than a Llama."""
 
 
 def ask(config: EngineConfig, worker: DeviceWorker, numbers: tuple[int, ...] = REQUESTS) -> EngineAlone:
     everything = prompts(max(REQUESTS), 200)
-    asked = {number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=5)) for number in numbers}
-    return run_all(config, worker, asked)
+    requested = {
+        number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=5)) for number in numbers
+    }
+    return run_all(config, worker, requested)
 
 
 def bits_of(engine: EngineAlone) -> dict[int, Bits]:
@@ -78,7 +80,7 @@ def config(tmp_path: Path) -> EngineConfig:
 def test_bits_do_not_depend_on_the_batch(config: EngineConfig, device: Device) -> None:
     worker = worker_on(device, config)
     together = bits_of(ask(config, worker))
-    assert all(len(told) == NUM_TOKENS for told in together.values())
+    assert all(len(positions) == NUM_TOKENS for positions in together.values())
     for number in WATCHED:
         assert bits_of(ask(config, worker, (number,)))[number] == together[number], f"request {number} alone"
     in_chunks = with_scheduler(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
@@ -88,20 +90,20 @@ def test_bits_do_not_depend_on_the_batch(config: EngineConfig, device: Device) -
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_of_other_kinds_of_layers(kind: str, tmp_path: Path, device: Device) -> None:
-    """The same, with chunks in which nothing is kept of a state, and all in one worker."""
+    """Also with chunks that store no state, and all in one worker."""
     write_checkpoint(KINDS[kind], tmp_path)
     loaded = load(tmp_path, "bfloat16")
     invariant = with_executor(loaded.config, batch_invariant=True)
     config = with_scheduler(invariant, max_num_seqs=8, max_num_batched_tokens=128)
     worker = worker_on(device, config)
     together = bits_of(ask(config, worker, (5, 6)))
-    assert all(len(told) == NUM_TOKENS for told in together.values())
+    assert all(len(positions) == NUM_TOKENS for positions in together.values())
     assert bits_of(ask(config, worker, (5,)))[5] == together[5], "alone"
     in_chunks = with_scheduler(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
     assert bits_of(ask(in_chunks, worker, (5, 6))) == together, "in chunks"
 
 
-def test_bits_do_not_depend_on_preemption_nor_on_graphs(config: EngineConfig, device: Device) -> None:
+def test_bits_do_not_depend_on_preemption_or_graphs(config: EngineConfig, device: Device) -> None:
     calm = ask(config, worker_on(device, config))
     small = with_blocks(config, 11)
     crowded = ask(small, worker_on(device, small, captured=False))

@@ -18,7 +18,7 @@ from quintet.executor.checkpoints.gguf.types import BY_NAME
 from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from tests.gguf.files import names_of_ids
-from tests.models.random_checkpoints import Logits, Row, side_by_side
+from tests.models.random_checkpoints import Logits, Row, batched_logits
 
 Array = np.ndarray[Any, Any]
 SCALES: dict[str, tuple[int, int | None, float]] = {
@@ -97,7 +97,7 @@ def in_blocks(row: Row, kind_of: Callable[[str], str], target: Path) -> Row:
         plan = replace(plan, tensors=tuple(blocks.get(each.laid.sources, each) for each in plan.tensors))
         write_gguf(plan, target, names_of_ids(folder))
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-        return side_by_side(model.float().eval())
+        return batched_logits(model.float().eval())
 
     return Row(make)
 
@@ -131,6 +131,6 @@ def of_gpt_oss(row: Row, target: Path) -> Row:
         plan = replace(plan, tensors=tuple(blocks.get(each.laid.name, each) for each in plan.tensors))
         write_gguf(plan, target, names_of_ids(folder))
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-        return side_by_side(model.float().eval())
+        return batched_logits(model.float().eval())
 
     return Row(make)

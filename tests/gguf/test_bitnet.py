@@ -16,7 +16,7 @@ from quintet.deploy.cli.main import main
 from tests.gguf.test_tokens import said_by_llama_cpp
 from tests.gguf.vocabularies import LLAMA_CPP
 from tests.models.equality import alone, load
-from tests.models.random_checkpoints import Expectation, Logits, Row, of_transformers, side_by_side
+from tests.models.random_checkpoints import Expectation, Logits, Row, batched_logits, of_transformers
 from tests.models.test_equal import made
 
 SETTINGS: dict[str, Any] = {
@@ -39,7 +39,7 @@ NAMES = {
     "self_attn.o_proj": "attn_output",
     **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
 }
-WAYS = ("numbers", "scales", "TQ1_0", "TQ2_0")
+SCHEDULES = ("numbers", "scales", "TQ1_0", "TQ2_0")
 """Of writing matrices: whole numbers; three values and a scale beside them; blocks of three values."""
 
 
@@ -52,7 +52,7 @@ def named(name: str) -> str:
     return f"blk.{layer}.{NAMES[leaf]}"
 
 
-def of_three_values(way: str, target: Path, theta: float = THETA) -> Row:
+def of_three_values(schedule: str, target: Path, theta: float = THETA) -> Row:
     """Return a model whose layers have three values; whoever makes it has the file at ``target``."""
     activation = "relu2" if theta == THETA_OF_2B4T else "silu"
     rope = {"rope_type": "default", "rope_theta": theta}
@@ -69,14 +69,14 @@ def of_three_values(way: str, target: Path, theta: float = THETA) -> Row:
             scale = float(np.float16(tensor.shape[1] ** -0.5 * (1 + number / 64)))
             values = torch.randint(-1, 2, tensor.shape, generator=draw).float()
             tensors[name] = values * scale
-            add(writer, named(name), values.numpy(), scale, way)
+            add(writer, named(name), values.numpy(), scale, schedule)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-        return side_by_side(model.float().eval())
+        return batched_logits(model.float().eval())
 
     return Row(make)
 
@@ -104,17 +104,19 @@ def writer_of(target: Path, num_tokens: int, theta: float) -> gguf.GGUFWriter:
     return writer
 
 
-def add(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], scale: float, way: str) -> None:
+def add(
+    writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], scale: float, schedule: str
+) -> None:
     """Write a matrix of three values, times a scale."""
-    if way == "scales":
+    if schedule == "scales":
         writer.add_tensor(f"{name}.scale", np.array([scale], np.float32))
         writer.add_tensor(f"{name}.weight", values.astype(np.float16))
         return
     numbers = values * np.float32(scale)
-    if way == "numbers":
+    if schedule == "numbers":
         writer.add_tensor(f"{name}.weight", numbers)
         return
-    kind = gguf.GGMLQuantizationType[way]
+    kind = gguf.GGMLQuantizationType[schedule]
     writer.add_tensor(f"{name}.weight", gguf.quantize(numbers, kind), raw_dtype=kind)
 
 
@@ -123,9 +125,9 @@ def _outputs(expected: list[Expectation]) -> list[list[int]]:
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_files_of_three_values_say_what_the_model_says(way: str, tmp_path: Path) -> None:
-    expected = made(of_three_values(way, tmp_path / "model.gguf"), tmp_path)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_files_of_three_values_say_what_the_model_says(schedule: str, tmp_path: Path) -> None:
+    expected = made(of_three_values(schedule, tmp_path / "model.gguf"), tmp_path)
     loaded = load(tmp_path / "model.gguf")
     assert alone(loaded, [each.prompt for each in expected]).outputs == _outputs(expected)
 
@@ -138,10 +140,10 @@ def test_what_rotates_as_2b4t_has_its_activation(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 @pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed beside")
-@pytest.mark.parametrize("way", ["numbers", "scales"])
-def test_llama_cpp_says_the_same(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["numbers", "scales"])
+def test_llama_cpp_says_the_same(schedule: str, tmp_path: Path) -> None:
     """Its products with blocks of three values round what they multiply."""
-    expected = made(of_three_values(way, tmp_path / "model.gguf"), tmp_path)
+    expected = made(of_three_values(schedule, tmp_path / "model.gguf"), tmp_path)
     assert said_by_llama_cpp(tmp_path / "model.gguf", expected) == _outputs(expected)
 
 

@@ -19,7 +19,7 @@ from tests.gguf.files import write_model
 from tests.gguf.random_blocks import in_blocks, of_gpt_oss
 from tests.gguf.test_packed import WIDE, as_q4_k_m
 from tests.models.equality import alone, load, logits_of
-from tests.models.random_checkpoints import Expectation, of_transformers, side_by_side
+from tests.models.random_checkpoints import Expectation, batched_logits, of_transformers
 from tests.models.rows import moe
 from tests.models.test_equal import made
 
@@ -65,7 +65,7 @@ def test_a_folder_says_what_its_file_says(tmp_path: Path, capsys: pytest.Capture
     model = transformers.Qwen2ForCausalLM.from_pretrained(
         out, dtype=torch.float32, attn_implementation="eager"
     )
-    logits = side_by_side(model.eval())
+    logits = batched_logits(model.eval())
     with torch.inference_mode():
         for each in expected:
             (rows,) = logits([each.prompt])

@@ -19,7 +19,7 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.wire.errors import ConfigError
 from tests.gguf.files import write_model
 from tests.gguf.random_blocks import SCALES, WIDENED, in_blocks, of_gpt_oss
-from tests.models.equality import WAYS, alone, furthest, load
+from tests.models.equality import SCHEDULES, alone, load, max_difference
 from tests.models.random_checkpoints import of_transformers
 from tests.models.rows import moe
 from tests.models.test_equal import check_bits, check_quantized, made
@@ -37,7 +37,7 @@ def test_packed_blocks_are_the_numbers_they_stand_for(kind: str, tmp_path: Path)
     loaded = load(tmp_path / "model.gguf")
     assert loaded.config.executor.quantization == "gguf"
     outcome = alone(loaded, [each.prompt for each in expected])
-    assert furthest(outcome, expected) < CLOSE
+    assert max_difference(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
 
 
@@ -79,9 +79,9 @@ def test_layers_of_mixed_types_have_the_same_bits_in_every_batch(tied: bool, tmp
     expected = made(in_blocks(family, as_q4_k_m, tmp_path / "model.gguf"), tmp_path)
     loaded = load(tmp_path / "model.gguf")
     outcome = alone(loaded, [each.prompt for each in expected])
-    assert furthest(outcome, expected) < CLOSE
+    assert max_difference(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
-    check_bits(load(tmp_path / "model.gguf", "bfloat16"), [each.prompt for each in expected], WAYS)
+    check_bits(load(tmp_path / "model.gguf", "bfloat16"), [each.prompt for each in expected], SCHEDULES)
 
 
 def _stacks(name: str) -> str:
@@ -109,15 +109,15 @@ def test_each_type_of_a_stacked_layer_is_packed_for_itself(
     loaded = load(file, packed_cache=cache)
     assert {WeightFormat.Q5_0, WeightFormat.Q6_K} <= {each for each, _ in filled}
     outcome = alone(loaded, prompts)
-    assert furthest(outcome, expected) < CLOSE
+    assert max_difference(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
     by_torch = alone(load(file, compiled=False), prompts)
-    assert furthest(by_torch, expected) < CLOSE
+    assert max_difference(by_torch, expected) < CLOSE
     assert by_torch.outputs == outcome.outputs
     filled.clear()
     assert alone(load(file, packed_cache=cache), prompts).bits == outcome.bits
     assert not filled, "what is packed is not packed again"
-    check_bits(load(file, "bfloat16"), prompts, WAYS)
+    check_bits(load(file, "bfloat16"), prompts, SCHEDULES)
 
 
 def _gates(name: str) -> str:
@@ -145,9 +145,9 @@ def test_gates_and_ups_of_different_types_are_packed_each(
         filled.clear()
         outcome = alone(load(tmp_path / "model.gguf", compiled=compiled), prompts)
         assert {WeightFormat.Q6_K, WeightFormat.Q5_K} <= set(filled)
-        assert furthest(outcome, expected) < CLOSE
+        assert max_difference(outcome, expected) < CLOSE
         assert outcome.outputs == [each.outputs for each in expected]
-    check_bits(load(tmp_path / "model.gguf", "bfloat16"), prompts, WAYS)
+    check_bits(load(tmp_path / "model.gguf", "bfloat16"), prompts, SCHEDULES)
 
 
 def test_experts_are_packed_too(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_experts_of_gpt_oss_stay_mxfp4(tmp_path: Path, monkeypatch: pytest.Monke
     expected = made(of_gpt_oss(family, tmp_path / "model.gguf"), tmp_path)
     outcome = alone(load(tmp_path / "model.gguf"), [each.prompt for each in expected])
     assert set(filled) == {WeightFormat.MXFP4}
-    assert furthest(outcome, expected) < CLOSE
+    assert max_difference(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
 
 

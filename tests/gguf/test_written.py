@@ -24,8 +24,8 @@ from quintet.wire.errors import ConfigError
 from tests.gguf.files import names_of_ids, write_model
 from tests.gguf.test_tokenizer import made as tokenizer_made
 from tests.gguf.vocabularies import KINDS, LLAMA_CPP, strings
-from tests.models.equality import alone, furthest, load
-from tests.models.random_checkpoints import Expectation, Logits, Row, of_transformers, side_by_side
+from tests.models.equality import alone, load, max_difference
+from tests.models.random_checkpoints import Expectation, Logits, Row, batched_logits, of_transformers
 from tests.models.test_equal import made
 
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
@@ -49,7 +49,7 @@ def rounded(row: Row, mix: str, target: Path) -> Row:
             tensors[source] = numbers.view(tensors[source].shape)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-        return side_by_side(model.float().eval())
+        return batched_logits(model.float().eval())
 
     return Row(make)
 
@@ -59,7 +59,7 @@ def rounded(row: Row, mix: str, target: Path) -> Row:
 def test_a_files_tokens_are_those_of_its_numbers(mix: str, tmp_path: Path) -> None:
     expected = made(rounded(of_transformers("Qwen2Config", **_WIDE), mix, tmp_path / "model.gguf"), tmp_path)
     outcome = alone(load(tmp_path / "model.gguf", "float32"), [each.prompt for each in expected])
-    assert furthest(outcome, expected) < CLOSE
+    assert max_difference(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
 
 

@@ -1,7 +1,7 @@
-"""What the tests of a GPU share: the real device, what they tell the checklist, and the kernels' own tests once more.
+"""Fixtures of the GPU tests: the real device, the report for the checklist, and the kernel tests of tests/cuda.
 
-`pytest tests/gpu` needs a GPU. `pytest tests/gpu --device cpu` runs the same tests on the processor, and kernels on the
-emulator: that debugs the tests, and says nothing of a GPU.
+`pytest tests/gpu` needs a GPU. `pytest tests/gpu --device cpu` runs the same tests on the CPU with emulated kernels: it
+debugs the tests only.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ COLLECTOR = "test_kernels.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare what `bench.gpu.check` gives every row."""
+    """Declare the options that `bench.gpu.check` passes to every row."""
     parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: debug these tests")
     parser.addoption("--only-id", default=None, help="run the test of this id alone; of tests/cuda too")
     parser.addoption("--figures", type=Path, default=None, help="append figures here, as JSON lines")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """End at once without a GPU: tests that were all skipped would look as if they had passed."""
+    """Exit without a GPU, since a session with all tests skipped would look like a success."""
     if session.config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         pytest.exit("torch sees no CUDA device; `--device cpu` debugs these tests without one", returncode=2)
 
 
 class KernelTests(pytest.File):
-    """The tests of tests/cuda, collected beneath this folder: so it is this file's `device` that they get."""
+    """The tests of tests/cuda, collected under this folder, so that they use the `device` fixture of this file."""
 
     def collect(self) -> Iterable[pytest.Collector]:
         """Return their modules."""
@@ -46,7 +46,7 @@ class KernelTests(pytest.File):
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Collect them where the file stands that says so."""
+    """Collect the kernel tests for the file that stands in for them."""
     if file_path.name != COLLECTOR:
         return None
     collector: pytest.Collector = KernelTests.from_parent(parent, path=file_path)
@@ -54,7 +54,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out those that launch nothing, or provoke what only the emulator survives."""
+    """Deselect tests that launch nothing, or that provoke errors only the emulator survives."""
     left_out = [item for item in items if KERNEL_TESTS in item.path.parents and not takes_any_device(item)]
     config.hook.pytest_deselected(items=left_out)
     only = config.getoption("--only-id")
@@ -62,23 +62,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def takes_any_device(item: pytest.Item) -> bool:
-    """Return whether a test of tests/cuda asks for a `Device` of whatever kind."""
+    """Return whether a test of tests/cuda uses the `device` fixture."""
     assert isinstance(item, pytest.Function)
     return "device" in item.fixturenames and item.function.__annotations__.get("device") == "Device"
 
 
-class Told:
-    """Keeps names and reasons of failures for the checklist."""
+class FailureRecorder:
+    """Record names and reasons of failures for the checklist."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note the test that begins: the last one noted is the one that ends the process."""
+        """Record the test that starts: the last recorded one is the one that ended the process."""
         self._report.note_current(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Tell of a test that failed."""
+        """Record a failed test."""
         if report.failed:
             lines = report.longreprtext.strip().splitlines()
             self._report.remark(f"{report.nodeid}: {report.when} failed: {lines[-1] if lines else ''}")
@@ -90,12 +90,12 @@ REPORT = pytest.StashKey[Report]()
 def pytest_configure(config: pytest.Config) -> None:
     """Open the report."""
     config.stash[REPORT] = Report(config.getoption("--figures"))
-    config.pluginmanager.register(Told(config.stash[REPORT]))
+    config.pluginmanager.register(FailureRecorder(config.stash[REPORT]))
 
 
 @pytest.fixture(scope="session")
 def report(request: pytest.FixtureRequest) -> Report:
-    """Where a test tells its figures."""
+    """Return the file to which a test writes its figures."""
     return request.config.stash[REPORT]
 
 
@@ -108,7 +108,7 @@ def device_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def device(device_name: str) -> Device:
-    """The GPU, through CuPy; it is our kernels that are tested, so that none can be had is a failure."""
+    """Open the GPU through CuPy; missing kernels fail the tests, since the kernels are the subject."""
     if device_name == "cpu":
         from tests.cuda.emulated import EmulatedDevice
 
@@ -124,14 +124,14 @@ def device(device_name: str) -> Device:
 
 @pytest.fixture(autouse=True)
 def checked_arguments(request: pytest.FixtureRequest) -> None:
-    """Check arguments in each test: a worker that was booted by a test before has turned it off."""
+    """Check kernel arguments in each test: a worker booted by an earlier test has disabled the check."""
     if "device" in request.fixturenames:
         request.getfixturevalue("device").checks_arguments = True
 
 
 @pytest.fixture(autouse=True)
 def exact_fp32() -> Iterator[None]:
-    """No TF32 in torch's own products: fp32 means fp32."""
+    """Disable TF32 in torch's products."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

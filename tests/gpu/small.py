@@ -1,6 +1,6 @@
-"""Small models for tests of a GPU: shapes our kernels take, random weights, and the engine over them.
+"""Small models for GPU tests: shapes that our kernels take, random weights, and an engine.
 
-Cards and prompts are the same on every device; the CPU's are smaller, as it only debugs the tests.
+Cards and prompts are the same on every device. The CPU uses smaller ones, to debug the tests only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def with_executor(config: EngineConfig, **changes: Any) -> EngineConfig:
 
 
 def with_blocks(config: EngineConfig, num_blocks: int, **changes: Any) -> EngineConfig:
-    """Return the configuration with room for so many blocks, without prefix caching: every token shall be computed."""
+    """Return the configuration with this number of KV blocks and no prefix cache: every token is computed."""
     changes = {
         "memory_bytes": num_blocks * config.model.kv.bytes_per_block,
         "enable_prefix_caching": False,
@@ -83,7 +83,7 @@ def with_blocks(config: EngineConfig, num_blocks: int, **changes: Any) -> Engine
 
 
 def prompts(num: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Return prompts whose lengths go round `LENGTHS`."""
+    """Return prompts of lengths that cycle through `LENGTHS`."""
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(LENGTHS[i % len(LENGTHS)])] for i in range(num)]
 
@@ -104,18 +104,18 @@ def params(number: int, max_tokens: int, logprobs: int | None = None) -> Samplin
 
 
 def ready_worker(config: EngineConfig) -> StepWorker:
-    """Return a worker that has done everything a server does later, such as capturing graphs."""
+    """Return a worker after its whole boot, including graph capture."""
     worker: StepWorker = make_worker(config)
     finish_chores(worker)
     return worker
 
 
 def run_all(
-    config: EngineConfig, worker: StepWorker, asked: dict[int, tuple[list[int], SamplingParams]]
+    config: EngineConfig, worker: StepWorker, requests: dict[int, tuple[list[int], SamplingParams]]
 ) -> EngineAlone:
-    """Ask everything at once, and return the engine when it is done."""
+    """Submit all requests at once; return the engine after the last one has ended."""
     engine = EngineAlone(config, worker)
-    for number, (prompt, settings) in asked.items():
+    for number, (prompt, settings) in requests.items():
         engine.admit(number, prompt, settings)
     engine.run()
     return engine

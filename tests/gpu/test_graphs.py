@@ -16,7 +16,7 @@ Capture = Callable[[Device], Callable[[Callable[[], None]], Callable[[], None]]]
 @pytest.mark.parametrize(
     "capture", [lambda device: device.capture, lambda device: device.capture_timing], ids=["step", "timing"]
 )
-def test_a_product_is_captured_dropped_and_captured_again(device: Device, capture: Capture) -> None:
+def test_product_is_captured_again_after_a_drop(device: Device, capture: Capture) -> None:
     x = torch.randn(8, 64, device=device.torch_device)
     out = torch.empty(8, 8, device=device.torch_device)
 
@@ -36,7 +36,7 @@ def test_a_product_is_captured_dropped_and_captured_again(device: Device, captur
         gc.collect()
 
 
-def test_a_step_graph_replays_after_timing_graphs_were_dropped(device: Device) -> None:
+def test_step_graph_replays_after_timing_graphs_were_dropped(device: Device) -> None:
     x = torch.randn(8, 64, device=device.torch_device)
     out, scratch = (torch.empty(8, 8, device=device.torch_device) for _ in range(2))
 

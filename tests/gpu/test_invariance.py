@@ -1,7 +1,7 @@
-"""Row ``invariance`` of docs/gpu.md: with ``--batch-invariant``, a request's bits do not depend on anything around it.
+"""Row ``invariance`` of docs/gpu.md: with ``--batch-invariant``, the bits of a request do not depend on the batch.
 
-Compared are the log-probabilities of the 20 most likely tokens at every position of the output, bit for bit: whatever
-moves a logit by one unit in the last place moves them, as all of them share one normaliser.
+The test compares the log-probabilities of the 20 most likely tokens at every output position, bit for bit. All of them
+share one normaliser, so a change of any logit by one unit in the last place changes them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ Bits = list[tuple[int, bytes, bytes]]
 
 
 def bits_of(config: EngineConfig, worker: StepWorker, numbers: range | tuple[int, ...]) -> dict[int, Bits]:
-    """Compute the requests of these numbers together, and return what was told of each token."""
+    """Compute the requests of these numbers together; return the log-probabilities of each token."""
     everything = prompts(NUM_REQUESTS, VOCAB)
-    asked = {number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=20)) for number in numbers}
-    told = run_all(config, worker, asked).logprobs
+    requested = {
+        number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=20)) for number in numbers
+    }
+    logprobs = run_all(config, worker, requested).logprobs
     return {
         number: [(each.rank, each.token_ids, each.logprobs) for each in positions]
-        for number, positions in told.items()
+        for number, positions in logprobs.items()
     }
 
 
@@ -48,7 +50,7 @@ def test_bits_do_not_depend_on_the_batch(dtype: Dtype, tmp_path: Path, device_na
     config = dummy_config(tmp_path, device_name, dtype=dtype, batch_invariant=True)
     worker = ready_worker(config)
     together = bits_of(config, worker, range(1, NUM_REQUESTS + 1))
-    assert all(len(told) == NUM_TOKENS for told in together.values())
+    assert all(len(logprobs) == NUM_TOKENS for logprobs in together.values())
     for number in WATCHED:
         assert bits_of(config, worker, (number,))[number] == together[number], f"request {number} alone"
     in_chunks = with_scheduler(config, max_num_batched_tokens=93, long_prefill_token_threshold=37)
@@ -64,7 +66,7 @@ def test_bits_do_not_depend_on_preemption(tmp_path: Path, device_name: str) -> N
     assert bits_of(small, ready_worker(small), range(1, NUM_REQUESTS + 1)) == calm
 
 
-def test_an_eager_step_has_the_bits_of_a_captured_one(tmp_path: Path, device_name: str) -> None:
+def test_eager_step_has_the_bits_of_a_captured_step(tmp_path: Path, device_name: str) -> None:
     captured = dummy_config(tmp_path, device_name, batch_invariant=True)
     eager = dummy_config(tmp_path, device_name, batch_invariant=True, enforce_eager=True)
     assert bits_of(eager, ready_worker(eager), WATCHED) == bits_of(captured, ready_worker(captured), WATCHED)

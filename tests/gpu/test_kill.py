@@ -13,28 +13,29 @@ from tests.processes.server import serve, wait_until
 NUM_STREAMS = 64
 KV_BYTES = 2 << 30
 SLACK_BYTES = 256 << 20
-"""Contexts, caches and graphs differ a little from boot to boot; an executor that was not freed would hold a context, weights
-and KV more: about a gigabyte."""
+"""Contexts, caches and graphs differ slightly between boots. A leaked executor would hold a context, weights and KV: about
+1 GB more.
+"""
 FLAGS = ("--batch-invariant", "--max-model-len", "1024", "--max-restarts", "100")
 
 
-def test_a_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, report: Report) -> None:
-    asked = crowd(1, NUM_STREAMS, (60, 160))
+def test_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, report: Report) -> None:
+    requested = crowd(1, NUM_STREAMS, (60, 160))
     idle_bytes = free_bytes(device_name)
     memory = f"{KV_BYTES >> 20}MiB" if device_name == "cuda" else "8MiB"
     with serve("--device", device_name, "--kv-cache-memory", memory, *FLAGS) as server:
-        calm = asyncio.run(play(server.url, asked))
+        calm = asyncio.run(play(server.url, requested))
         assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
         used_bytes = idle_bytes - free_bytes(device_name)
 
         async def disturb() -> None:
             server.children()["quintet-executor-0"].send_signal(signal.SIGKILL)
 
-        run = asyncio.run(play(server.url, asked, disturb))
-        assert not differences(calm, run, asked)
+        run = asyncio.run(play(server.url, requested, disturb))
+        assert not differences(calm, run, requested)
         assert all(heard.is_done for heard in run.heard)
         report.figure(Figure("longest pause of a stream", run.longest_wait_s, "s"))
-        wait_until(lambda: server.gauge("quintet:live_requests") == 0, "an empty house")
+        wait_until(lambda: server.gauge("quintet:live_requests") == 0, "no live requests")
         used_now = idle_bytes - free_bytes(device_name)
         report.figure(Figure("device memory before the kill", used_bytes / 2**20, "MiB"))
         report.figure(Figure("device memory with its successor", used_now / 2**20, "MiB"))
@@ -46,5 +47,5 @@ def test_a_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str
 
 
 def free_bytes(device_name: str) -> int:
-    """Return what nobody has of the device's memory; of a CPU, nothing is asked."""
+    """Return the free device memory in bytes; 0 for a CPU."""
     return torch.cuda.mem_get_info()[0] if device_name == "cuda" else 0

@@ -15,7 +15,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.kv_spec import KvGroup
 
 WIDE = {"hidden_size": 512, "intermediate_size": 16384, "num_hidden_layers": 2}
-"""Working memory of 64 KiB a token in each half of the widest layer, so that a step of 4,096 tokens needs 256 MiB of it."""
+"""Working memory is 64 KiB a token in each half of the widest layer: a step of 4,096 tokens needs 256 MiB."""
 LEFT_BYTES = 96 << 20
 BUDGET = 4096
 
@@ -29,8 +29,8 @@ def limit(device_name: str) -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_step_that_does_not_fit_is_computed_in_parts(tmp_path: Path, device_name: str, limit: None) -> None:
-    # Its own products do not depend on how many tokens a step has; cuBLAS's might.
+def test_oom_step_is_split(tmp_path: Path, device_name: str, limit: None) -> None:
+    # The products of our kernels do not depend on the number of tokens in a step; those of cuBLAS may.
     config = with_scheduler(
         dummy_config(tmp_path, device_name, batch_invariant=True), max_num_batched_tokens=BUDGET
     )
@@ -38,19 +38,19 @@ def test_a_step_that_does_not_fit_is_computed_in_parts(tmp_path: Path, device_na
     (tmp_path / "config.json").write_text(json.dumps(card))
     config = with_layers(config, 2)
     worker = ready_worker(config)
-    asked = {number: (prompt, params(number, 8)) for number, prompt in enumerate(prompts(60, 200), 1)}
-    enough = run_all(config, worker, asked).outputs
+    requested = {number: (prompt, params(number, 8)) for number, prompt in enumerate(prompts(60, 200), 1)}
+    enough = run_all(config, worker, requested).outputs
     assert worker.num_split == 0
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + LEFT_BYTES) / total)
-    assert run_all(config, worker, asked).outputs == enough
+    assert run_all(config, worker, requested).outputs == enough
     assert worker.num_split > 0
 
 
 def with_layers(config: EngineConfig, num_layers: int) -> EngineConfig:
-    """Return the configuration for a model of so many layers."""
+    """Return the configuration with the model reduced to this number of layers."""
     group = KvGroup("full", list(range(num_layers)))
     kv = msgspec.structs.replace(config.model.kv, groups=[group], layers_per_block=num_layers)
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, kv=kv))

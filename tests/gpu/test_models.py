@@ -1,9 +1,9 @@
-"""Rows ``models-fp32`` and ``models-bf16`` of docs/gpu.md: what the engine says is what transformers says.
+"""Rows ``models-fp32`` and ``models-bf16`` of docs/gpu.md: tokens of the engine against transformers.
 
-fp32: greedy tokens are equal. bf16: two implementations round differently, so tokens match at most positions. Counted is the
-share of positions where both take the same token after the same text, once for prompts (transformers' own continuations, fed
-to the engine whole) and once for decoding (the engine's continuation, up to and including its first other token: after that
-the texts differ).
+fp32: greedy tokens are equal. bf16: two implementations round differently, so tokens match at most positions. The measure
+is the share of positions with the same token after the same text. It is taken once for prompts (transformers'
+continuations, given to the engine whole). It is taken once for decoding (the engine's continuation up to its first
+different token).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.gpu.figures import Figure, Report
 from tests.gpu.small import BLOCK_SIZE, ready_worker, with_blocks, with_scheduler
 from tests.models.conftest import engine_config, serve
 from tests.models.small_models import FAMILIES, prompts_of
-from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed
+from tests.models.test_engine import GREEDY, NUM_TOKENS, CoreAndWorker, changed
 
 from quintet.executor.interface import StepWorker
 from quintet.executor.worker import make_worker
@@ -69,11 +69,11 @@ def test_fp32_tokens_equal_transformers(family: str, serve: Callable[..., Any], 
     config = msgspec.structs.replace(
         config, executor=msgspec.structs.replace(config.executor, device=device_name)
     )
-    house = House(config, make_worker(config))
+    driver = CoreAndWorker(config, make_worker(config))
     for i, prompt in enumerate(prompts):
-        house.admit(i + 1, prompt, GREEDY)
-    house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
+        driver.admit(i + 1, prompt, GREEDY)
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
 class Pair:
@@ -98,7 +98,7 @@ class Pair:
         self.worker: StepWorker = ready_worker(self.config)
 
     def continuations(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return what transformers draws greedily; prompts of one length at a time, so that nothing is padded."""
+        """Return the greedy continuations of transformers; prompts of one length form a batch, without padding."""
         drawn: dict[int, list[int]] = {}
         for length in {len(prompt) for prompt in prompts}:
             which = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
@@ -116,7 +116,7 @@ class Pair:
         return [drawn[i] for i in range(len(prompts))]
 
     def ask(self, prompts: list[list[int]], params: SamplingParams) -> EngineAlone:
-        """Return the engine after it has answered all prompts, numbered from 1."""
+        """Run all prompts, numbered from 1; return the engine."""
         engine = EngineAlone(self.config, self.worker)
         for number, prompt in enumerate(prompts, 1):
             engine.admit(number, prompt, params)
@@ -137,9 +137,9 @@ def test_bf16_tokens_match_transformers(
     ]
     expected = pair.continuations(prompts)
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_DRAWN, ignore_eos=True)
-    told = pair.ask(prompts, greedy).outputs
+    generated = pair.ask(prompts, greedy).outputs
     shares = [
-        share_in_decode([told[i] for i in range(1, len(prompts) + 1)], expected),
+        share_in_decode([generated[i] for i in range(1, len(prompts) + 1)], expected),
         share_in_prompts(pair, prompts, expected),
     ]
     for what, share in zip(("decoding", "prompts"), shares, strict=True):
@@ -147,15 +147,15 @@ def test_bf16_tokens_match_transformers(
     report.figure(
         Figure(f"{family}, bf16: mean KL from transformers", divergence(pair, prompts, expected), "nats")
     )
-    own = share_of_itself(pair, prompts, expected)
+    own = bf16_self_agreement(pair, prompts, expected)
     report.figure(Figure(f"{family}: same token, transformers in bf16 and in fp32, prompts", own, "%"))
     assert min(shares) >= LEAST_MATCH
 
 
-def share_in_decode(told: list[list[int]], expected: list[list[int]]) -> float:
+def share_in_decode(generated: list[list[int]], expected: list[list[int]]) -> float:
     """Return the percentage of compared positions with the same token."""
     same = compared = 0
-    for ours, theirs in zip(told, expected, strict=True):
+    for ours, theirs in zip(generated, expected, strict=True):
         assert len(ours) == len(theirs) == NUM_DRAWN
         first_other = next((i for i in range(NUM_DRAWN) if ours[i] != theirs[i]), NUM_DRAWN)
         same += first_other
@@ -174,8 +174,8 @@ def share_in_prompts(pair: Pair, prompts: list[list[int]], expected: list[list[i
     return 100 * float(np.mean([(rank[-NUM_DRAWN:] == 1).mean() for rank in ranks]))
 
 
-def share_of_itself(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> float:
-    """Return how often transformers' bf16 tokens are its own fp32 ones: what bf16 costs whoever computes."""
+def bf16_self_agreement(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> float:
+    """Return the share of transformers' bf16 tokens that equal its fp32 tokens: the cost of bf16 itself."""
     wide = copy.deepcopy(pair.reference).float()
     same = []
     for prompt, drawn in zip(prompts, expected, strict=True):
@@ -187,7 +187,10 @@ def share_of_itself(pair: Pair, prompts: list[list[int]], expected: list[list[in
 
 
 def divergence(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> float:
-    """Return the mean over positions of KL(transformers || engine), over the whole vocabulary, for four texts."""
+    """Return the mean over positions of KL(transformers
+
+    engine), over the whole vocabulary, for four texts.
+    """
     which = range(0, len(prompts), max(1, len(prompts) // 4))
     whole = [prompts[i] + expected[i] for i in which]
     engine = pair.ask(whole, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=VOCAB))

@@ -1,6 +1,6 @@
-"""Row ``ranks`` of docs/gpu.md: a model divided over two GPUs, end to end, and a rank that is killed. Skipped where there is one.
+"""Row ``ranks`` of docs/gpu.md: tensor parallelism over two GPUs, end to end, and a killed rank.
 
-`--device cpu` runs it with ranks on processors.
+Skipped with one GPU. `--device cpu` runs the ranks on the CPU.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def test_fp32_answers_are_those_of_one_device(device_name: str, flags: tuple[str
     assert texts[0] == texts[1]
 
 
-def test_a_killed_rank_changes_no_byte(device_name: str) -> None:
-    """All ranks begin again, and streams go on."""
-    asked = crowd(1, NUM_STREAMS, (60, 160))
+def test_killed_rank_changes_no_byte(device_name: str) -> None:
+    """All ranks restart, and the streams resume."""
+    requested = crowd(1, NUM_STREAMS, (60, 160))
     with serve("--device", device_name, *RANKS, *FLAGS) as server:
-        calm = asyncio.run(play(server.url, asked))
+        calm = asyncio.run(play(server.url, requested))
 
         async def disturb() -> None:
             executor = psutil.Process(server.children()["quintet-executor-0"].pid)
             [rank] = [each for each in executor.children() if "rank-1" in " ".join(each.cmdline())]
             rank.send_signal(signal.SIGKILL)
 
-        run = asyncio.run(play(server.url, asked, disturb))
-        assert not differences(calm, run, asked)
+        run = asyncio.run(play(server.url, requested, disturb))
+        assert not differences(calm, run, requested)
         assert all(heard.is_done for heard in run.heard)

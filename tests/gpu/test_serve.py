@@ -1,4 +1,4 @@
-"""Row ``processes`` of docs/gpu.md: the five processes with the executor on the device, as a user starts them."""
+"""Row ``processes`` of docs/gpu.md: the five processes end to end with the executor on the device."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def test_fp32_answers_are_those_of_the_cpu(device_name: str) -> None:
 @pytest.mark.parametrize(
     "flags", [(), ("--batch-invariant",), ("--enforce-eager",)], ids=["default", "invariant", "eager"]
 )
-def test_bf16_answers_repeat_and_leave_nothing_behind(device_name: str, flags: tuple[str, ...]) -> None:
+def test_bf16_answers_repeat_and_blocks_are_freed(device_name: str, flags: tuple[str, ...]) -> None:
     with serve("--device", device_name, "--dtype", "bfloat16", *flags, *COMMON) as server:
         first = completions(server)
         assert all(first)
         assert completions(server) == first
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "live_requests")
-        wait_until(lambda: all(server.gauge(f"quintet:{name}") == 0 for name in names), "an empty house")
+        wait_until(
+            lambda: all(server.gauge(f"quintet:{name}") == 0 for name in names), "no live requests or blocks"
+        )
         assert server.stop() == 0

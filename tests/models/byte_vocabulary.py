@@ -1,4 +1,4 @@
-"""A vocabulary of bytes for models that have none, and requests with forms beside plain ones."""
+"""A byte vocabulary for models without a tokenizer, and structured-output requests among plain ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATTERNS = ("[a-f]{2,9}(-[0-9]{3}){1,3}", "(yes|no|perhaps)!", "x( [A-Z][a-z]+){
 
 
 def with_vocabulary(config: EngineConfig, folder: Path) -> EngineConfig:
-    """Write a tokenizer of bytes, of which the printable ones of ASCII come first, and have the model use it."""
+    """Write a byte tokenizer, with the printable ASCII characters first, and configure the model with it."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     printable = [chr(code) for code in range(33, 127)]
     vocab = {char: at for at, char in enumerate(printable)}
@@ -35,8 +35,8 @@ def with_vocabulary(config: EngineConfig, folder: Path) -> EngineConfig:
     return msgspec.structs.replace(config, model=model)
 
 
-def asked(num_tokens: int = 40) -> list[SamplingParams]:
-    """Requests with a form, alone and with all else that a draw may be asked; every third has none."""
+def requested(num_tokens: int = 40) -> list[SamplingParams]:
+    """Return structured-output requests, alone and with other sampling settings; every third is plain."""
     more: list[dict[str, float]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -59,17 +59,17 @@ def asked(num_tokens: int = 40) -> list[SamplingParams]:
 
 
 def pattern_of(number: int) -> str:
-    """Return what the answer of this request matches, where it has a form."""
+    """Return the pattern of this request's output, or None."""
     return PATTERNS[number % len(PATTERNS)]
 
 
 def form(pattern: str) -> StructuredOutputsParams:
-    """Return it as the tokenizer process passes it on."""
+    """Return the pattern as the tokenizer process sends it."""
     return StructuredOutputsParams(compiled=LLMatcher.grammar_from_regex(pattern))
 
 
 def check(outputs: Mapping[int, list[int]]) -> None:
-    """Raise unless every request with a form, by its number, has it, and ends where it is whole."""
+    """Raise unless the output of every structured request, by its number, matches and ends when complete."""
     for number, tokens in outputs.items():
         if number % 3 != 2:
             text = "".join(chr(33 + token) if token < 94 else " " for token in tokens[:-1])

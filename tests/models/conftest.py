@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 import transformers
-from tests.models.random_checkpoints import greedy, side_by_side
+from tests.models.random_checkpoints import batched_logits, greedy
 
 from quintet.deploy.config import rules
 from quintet.deploy.config.flags import Options
@@ -36,12 +36,12 @@ from quintet.wire.step import NewRow, StepPlan, StepResult
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 MAX_SEQS = 16
 MAX_TOKENS = 256
-"""In a step: all prompts of most tests together. A device worker computes a step of so many when it boots."""
+"""Per step: all prompts of most tests together. A device worker computes such a step at boot."""
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Leave the other core to whoever runs beside the tests."""
+    """Leave the other core to concurrent tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,7 +50,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Request:
-    """What the small core knows of one request."""
+    """The small core's state of one request."""
 
     slot: int
     tokens: list[int]
@@ -75,7 +75,7 @@ class Request:
 
 
 class SmallCore:
-    """Plans steps by hand: first come, first served, with a token budget; keeps every result."""
+    """Plans steps by hand: FCFS, with a token budget; keeps every result."""
 
     def __init__(self, worker: Worker, block_size: int) -> None:
         self.worker = worker
@@ -96,7 +96,7 @@ class SmallCore:
         num_prompt: int | None = None,
         **row: Any,
     ) -> Request:
-        """Admit a request; ``prompt`` may end with outputs it already has (``num_prompt`` says where they begin)."""
+        """Admit a request; ``prompt`` may end with existing outputs (``num_prompt`` is their start)."""
         request = Request(
             self.free_slots.pop(), list(prompt), num_prompt or len(prompt), max_tokens, params, seed, **row
         )
@@ -187,15 +187,15 @@ class SmallCore:
 
 @dataclass
 class Served:
-    """A checkpoint, the transformers model it came from, and a core over a worker that loaded it."""
+    """A checkpoint, its transformers model, and a core over a worker that loaded it."""
 
     reference: Any
     core: SmallCore
     config: EngineConfig
 
     def greedy(self, prompts: Sequence[list[int]], num_tokens: int = 32) -> list[list[int]]:
-        """Return what transformers says to each."""
-        return greedy(side_by_side(self.reference), prompts, num_tokens)
+        """Return the greedy tokens of transformers for each prompt."""
+        return greedy(batched_logits(self.reference), prompts, num_tokens)
 
 
 def engine_config(
@@ -206,7 +206,7 @@ def engine_config(
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     **executor: Any,
 ) -> EngineConfig:
-    """Resolve a configuration for a tiny model, as ``deploy`` would if none of its layers had a window."""
+    """Resolve a configuration for a tiny model, as ``deploy`` would for layers without a window."""
     heads = card["num_attention_heads"]
     kv = full_layers(
         num_layers=card["num_hidden_layers"],
@@ -248,9 +248,9 @@ def in_groups(config: EngineConfig) -> EngineConfig:
 
 @pytest.fixture(params=[4, 16], ids=["eager", "compiled"])
 def serve(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Served]:
-    """Return a function that makes a tiny random model of a transformers configuration, saves it and loads it here.
+    """Return a function that saves and loads a tiny random model of a transformers configuration.
 
-    Blocks of 4 tokens are computed by torch; for blocks of 16 the compiled step is there.
+    Blocks of 4 tokens are computed by torch; blocks of 16 by the compiled step.
     """
     block_size: int = request.param
 

@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 16,
     "max_position_embeddings": 4096,
 }
-"""What a card cannot leave out; all else is the family's own default."""
+"""Required keys of a card; all others have the family's defaults."""
 MORE: dict[str, dict[str, Any]] = {
     "BaichuanForCausalLM": {"max_position_embeddings": None, "model_max_length": 4096},
     "GPTNeoForCausalLM": {"attention_layers": ["global", "local"] * 6},
@@ -39,16 +39,16 @@ MORE: dict[str, dict[str, Any]] = {
     "Qwen3_5MoeForConditionalGeneration": {"text_config": SIZES},
     "Llama4ForConditionalGeneration": {"text_config": SIZES},
 }
-"""By architecture: what its card cannot leave out either."""
+"""Additional required keys, by architecture."""
 
 
 def card_of(architecture: str) -> ModelCard:
-    """Return the least that a card of it says."""
+    """Return a minimal card of the architecture."""
     return ModelCard(SIZES | MORE.get(architecture, {}), "config.json")
 
 
 def table() -> str:
-    """Return it in Markdown: architectures that differ in nothing share a row."""
+    """Return the table in Markdown: architectures without differences share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     columns: list[str] = []
     for architecture, family in FAMILIES.items():

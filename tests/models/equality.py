@@ -1,8 +1,8 @@
-"""The ways in which a family must be equal: to its reference in fp32, to itself in the bits of every other number format.
+"""Schedules of a family's equality tests: equal to its reference in fp32, and to itself bit by bit in other dtypes.
 
-`Loaded` is a checkpoint in our worker; `run` puts prompts through the real core over it. The ways: each prompt alone and
-whole; all together; in chunks; twice, so that the second time hits the prefix cache; with so little KV memory that requests
-are preempted and resumed.
+`Loaded` is a checkpoint in our worker; `run` sends prompts through the real core over it. Schedules: each prompt alone and
+whole; all together; in chunks; twice, with prefix cache hits; with little KV memory, so that requests are preempted and
+resumed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import torch
 from tests.models.random_checkpoints import NUM_TOKENS, Expectation
-from tests.models.test_engine import House, changed, without_prefix_cache
-from tests.models.test_same_bits import Witness
+from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache
+from tests.models.test_same_bits import LogitRecorder
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
@@ -34,13 +34,13 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 96
 NUM_BLOCKS = 512
 RUN_DIR = Path(tempfile.gettempdir()) / "quintet-equal"
-"""Of a configuration that nobody runs processes with: a test's own folder may be too deep for their sockets."""
+"""For configurations that start no processes: the path of a test's folder may be too long for their sockets."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0, ignore_eos=True)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Bits = dict[tuple[int, int], bytes]
-"""By request and position: the logits that the token there was drawn from."""
+"""By request and position: the logits of the token drawn there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run gave."""
+    """The results of a run."""
 
     outputs: list[list[int]]
-    """Of each prompt; of the last round, where there were several."""
+    """Tokens of each prompt, of the last round."""
     preemptions: int
     num_cached: int
-    """Tokens that came from the prefix cache, all requests together."""
+    """Prefix cache hits in tokens, of all requests."""
     bits: Bits
-    """Empty where nobody asked."""
+    """Empty unless requested."""
 
 
 def load(
@@ -73,7 +73,7 @@ def load(
     **options: Any,
 ) -> Loaded:
     """Resolve a folder as `quintet serve` does, and load it. compiled: by the recorded program, else by torch."""
-    asked = Options(
+    submitted = Options(
         model=str(folder),
         dtype=dtype,
         quantization=quantization,
@@ -85,7 +85,7 @@ def load(
         kv_cache_memory="64MiB",
         **options,
     )
-    config = with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
+    config = with_blocks(resolve(submitted, RUN_DIR, http=False).config, NUM_BLOCKS)
     if not compiled:
         with mock.patch.object(worker_module, "program_library", lambda: None):
             worker = make_torch_worker(config)
@@ -98,13 +98,13 @@ def load(
 
 
 def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
-    """Return the configuration with KV memory for so many blocks."""
+    """Return the configuration with this number of KV blocks."""
     cache = msgspec.structs.replace(config.cache, memory_bytes=num_blocks * config.model.kv.bytes_per_block)
     return msgspec.structs.replace(config, cache=cache)
 
 
 def few_blocks(config: EngineConfig) -> int:
-    """Return how many blocks hold one request of the longest kind, and little more."""
+    """Return the number of blocks of one request of the longest kind, and a few more."""
     return (
         config.model.kv.most_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens) + 2
     )
@@ -118,25 +118,25 @@ def run(
     watched: bool = False,
     params: SamplingParams = GREEDY,
 ) -> Outcome:
-    """Compute all prompts together, ``rounds`` times over. watched: keep the logits behind every token."""
-    witness = Witness(loaded.worker) if watched else None
-    house = House(config, loaded.worker if witness is None else witness)  # type: ignore[arg-type]
+    """Compute all prompts together, ``rounds`` times over. watched: keep the logits after every token."""
+    witness = LogitRecorder(loaded.worker) if watched else None
+    driver = CoreAndWorker(config, loaded.worker if witness is None else witness)  # type: ignore[arg-type]
     for round_ in range(rounds):
         for i, prompt in enumerate(prompts):
-            house.admit(1000 * round_ + i, prompt, params)
-        house.run()
+            driver.admit(1000 * round_ + i, prompt, params)
+        driver.run()
     first = 1000 * (rounds - 1)
-    assert house.engine.state is not None
+    assert driver.engine.state is not None
     return Outcome(
-        [house.outputs[first + i] for i in range(len(prompts))],
-        house.engine.state.counters.preemptions,
-        sum(house.cached.values()),
+        [driver.outputs[first + i] for i in range(len(prompts))],
+        driver.engine.state.counters.preemptions,
+        sum(driver.cached.values()),
         {} if witness is None else {(k % 1000, at): bits for (k, at), bits in witness.release().items()},
     )
 
 
 def alone(loaded: Loaded, prompts: Sequence[list[int]], params: SamplingParams = GREEDY) -> Outcome:
-    """Compute each prompt by itself, in one piece, with nothing cached; keep the logits."""
+    """Compute each prompt alone, in one chunk, without cached tokens; keep the logits."""
     outputs, bits = [], {}
     config = without_prefix_cache(changed(loaded.config))
     for i, prompt in enumerate(prompts):
@@ -146,28 +146,28 @@ def alone(loaded: Loaded, prompts: Sequence[list[int]], params: SamplingParams =
     return Outcome(outputs, 0, 0, bits)
 
 
-WAYS: dict[str, dict[str, int]] = {
+SCHEDULES: dict[str, dict[str, int]] = {
     "together": {},
     "chunks, prefix hits": {"max_num_batched_tokens": 23, "long_prefill_token_threshold": 7},
     "preemption": {"max_num_batched_tokens": 37},
 }
-MORE_WAYS: dict[str, dict[str, int]] = WAYS | {
+MORE_SCHEDULES: dict[str, dict[str, int]] = SCHEDULES | {
     "synchronous": {"max_steps_in_flight": 1},
     "two at a time": {"max_num_seqs": 2},
     "one token at a time, prefix hits": {"long_prefill_token_threshold": 1},
     "preemption in chunks": {"max_num_batched_tokens": 13, "long_prefill_token_threshold": 5},
 }
-"""By name, what the core is told. Who hits the prefix cache comes twice; who is preempted has few blocks."""
+"""Settings of the core by name. Prefix cache hits need two rounds; preemption needs few blocks."""
 
 
-def in_every_way(
+def run_schedules(
     loaded: Loaded,
     prompts: Sequence[list[int]],
     watched: bool,
-    ways: dict[str, dict[str, int]] = WAYS,
+    schedules: dict[str, dict[str, int]] = SCHEDULES,
 ) -> Iterator[tuple[str, Outcome]]:
-    """Run the prompts in each way, and see that it was that way."""
-    for name, settings in ways.items():
+    """Run the prompts in each schedule, and check that it happened."""
+    for name, settings in schedules.items():
         config = changed(loaded.config, **settings)
         if "preemption" in name:
             config = with_blocks(config, few_blocks(config))
@@ -180,12 +180,12 @@ def in_every_way(
 
 
 def logits_of(outcome: Outcome, request: int, num_prompt: int) -> torch.Tensor:
-    """Return ``[NUM_TOKENS, vocabulary]``, fp32 bits that a run kept."""
+    """Return the fp32 ``[NUM_TOKENS, vocabulary]`` bits that a run kept."""
     rows = [outcome.bits[request, num_prompt + i] for i in range(NUM_TOKENS)]
     return torch.stack([torch.from_numpy(np.frombuffer(row, np.float32).copy()) for row in rows])
 
 
-def furthest(outcome: Outcome, expected: Sequence[Expectation]) -> float:
+def max_difference(outcome: Outcome, expected: Sequence[Expectation]) -> float:
     """Return the largest difference of any logit from the reference's, in deviations of its row."""
     most = 0.0
     for i, each in enumerate(expected):
@@ -196,7 +196,7 @@ def furthest(outcome: Outcome, expected: Sequence[Expectation]) -> float:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Leave the other core to whoever runs beside the tests."""
+    """Leave the other core to concurrent tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

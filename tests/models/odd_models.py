@@ -1,4 +1,4 @@
-"""Models of no family: what a forward pass lets a model say, in every order that the passes treat specially."""
+"""Models of no family: every combination of operations that the forward passes treat specially."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CARD = {
 
 
 class OddModel:
-    """A `quintet.executor.models.model.CausalModel` whose layers are told by ``kind``; random weights, the same everywhere."""
+    """A `quintet.executor.models.model.CausalModel` with layers of ``kind``; random weights, the same everywhere."""
 
     def __init__(self, kind: str, setting: Setting) -> None:
         self.vocab_size = VOCAB
@@ -48,7 +48,7 @@ class OddModel:
         for number, expected in enumerate(self.weights.expected.values()):
             random = torch.Generator().manual_seed(number)
             tensor = torch.randn(expected.shape, generator=random) * expected.shape[-1] ** -0.5
-            if expected.scale == 0:  # a norm's
+            if expected.scale == 0:  # of a norm
                 tensor = tensor + 1
             for sink in (*expected.sinks, *expected.packers):
                 sink(tensor.to(setting.dtype))
@@ -66,7 +66,7 @@ class OddModel:
         offset: float = 0.0,
         rounds_once: bool = False,
     ) -> Norm:
-        """weights: how many, None for none."""
+        """weights: their number; None for none."""
         return Norm(
             kind=kind,
             width=width,
@@ -85,7 +85,7 @@ class OddModel:
         wider: int = 1,
         norms_after_rope: bool = False,
     ) -> AttentionLayer:
-        """wider: heads are so many times as wide, and so many times fewer."""
+        """wider: heads are this factor wider, and this factor fewer."""
         layer = AttentionLayer(
             index=index,
             num_heads=HEADS // wider,
@@ -117,13 +117,13 @@ class OddModel:
 
 
 class _Layer:
-    """How a layer is computed."""
+    """The computation of a layer."""
 
     def __init__(self, model: OddModel, index: int) -> None:
         raise NotImplementedError
 
     def forward(self, ops: ForwardPass[ValueT], x: ValueT, first: ValueT) -> ValueT:
-        """first: what the first layer was given."""
+        """first: the first layer's input."""
         raise NotImplementedError
 
 
@@ -141,13 +141,15 @@ class Parallel(_Layer):
 
     def forward(self, ops: ForwardPass[ValueT], x: ValueT, first: ValueT) -> ValueT:
         normed = ops.norm(x, self._norm)
-        attended = ops.linear(self._output, of_one(ops, self._attention, ops.linear(self._qkv, normed)))
+        attended = ops.linear(
+            self._output, fused_attention(ops, self._attention, ops.linear(self._qkv, normed))
+        )
         wide = ops.activation(ops.linear(self._up, normed), self._kind)
         return ops.add(ops.add(x, attended), ops.linear(self._down, wide))
 
 
 class Sandwich(_Layer):
-    """Norms before and behind, with an offset; gates of a kind that only some passes have kernels for."""
+    """Norms before and after, with an offset; gates of a kind that only some passes have kernels for."""
 
     def __init__(self, model: OddModel, index: int) -> None:
         self._norms = [model._norm(f"{index}.norm{i}", offset=1.0) for i in range(4)]
@@ -161,15 +163,16 @@ class Sandwich(_Layer):
 
     def forward(self, ops: ForwardPass[ValueT], x: ValueT, first: ValueT) -> ValueT:
         qkv = ops.linear(self._qkv, ops.norm(x, self._norms[0]))
-        attended = ops.linear(self._output, of_one(ops, self._attention, qkv))
+        attended = ops.linear(self._output, fused_attention(ops, self._attention, qkv))
         x = ops.add(x, ops.norm(attended, self._norms[1]))
         gated = ops.linear(self._gate_up, ops.norm(x, self._norms[2]))
         return ops.add(x, ops.norm(ops.linear(self._down, gated), self._norms[3]))
 
 
-class Behind(_Layer):
-    """Norms of the sums; three layers for queries, keys and values, clipped, the queries normed each head by its own weights; and
-    gates of what was attended to, of numbers and of rows."""
+class NormsAfter(_Layer):
+    """Norms of the sums; separate clipped layers for queries, keys and values; queries normed per head with own
+    weights; and gates of the attention output, by number and by row.
+    """
 
     def __init__(self, model: OddModel, index: int) -> None:
         self._norms = [model._norm(f"{index}.norm{i}", kind=NormKind.LAYER, weights=None) for i in range(2)]
@@ -192,8 +195,9 @@ class Behind(_Layer):
 
 
 class ReadLater(_Layer):
-    """The first layer's input is added to every layer's, and a layer's result is both added and multiplied; norms behind a
-    rotation, a norm that rounds once, an activation whose shape is learned."""
+    """The first layer's input is added to every layer's. A layer's result is both added and multiplied. Norms follow
+    the rotation; one norm rounds once; the activation has learned parameters.
+    """
 
     def __init__(self, model: OddModel, index: int) -> None:
         self._norm = model._norm(f"{index}.norm", rounds_once=True)
@@ -206,7 +210,7 @@ class ReadLater(_Layer):
 
     def forward(self, ops: ForwardPass[ValueT], x: ValueT, first: ValueT) -> ValueT:
         qkv = ops.linear(self._qkv, ops.norm(x, self._norm))
-        attended = ops.linear(self._output, of_one(ops, self._attention, qkv))
+        attended = ops.linear(self._output, fused_attention(ops, self._attention, qkv))
         x = ops.add(ops.add(first, ops.linear(self._mix, attended)), attended)
         half = ops.xielu(ops.columns(x, 0, HIDDEN), self._numbers)
         return ops.add(ops.activation(half, Activation.SILU), ops.norm(ops.add(x, first), self._norm))
@@ -223,21 +227,21 @@ class Unlike(_Layer):
 
     def forward(self, ops: ForwardPass[ValueT], x: ValueT, first: ValueT) -> ValueT:
         qkv = ops.linear(self._qkv, ops.norm(x, self._norm))
-        attended = ops.scale(of_one(ops, self._attention, qkv), 9.0)
+        attended = ops.scale(fused_attention(ops, self._attention, qkv), 9.0)
         return ops.add(x, ops.linear(self._output, attended))
 
 
 KINDS: dict[str, type[_Layer]] = {
     "parallel": Parallel,
     "sandwich": Sandwich,
-    "behind": Behind,
+    "behind": NormsAfter,
     "read later": ReadLater,
     "unlike": Unlike,
 }
 
 
-def of_one(ops: ForwardPass[ValueT], layer: AttentionLayer, qkv: ValueT) -> ValueT:
-    """Attend with queries, keys and values that lie side by side."""
+def fused_attention(ops: ForwardPass[ValueT], layer: AttentionLayer, qkv: ValueT) -> ValueT:
+    """Attend with fused queries, keys and values."""
     k = ops.columns(qkv, Q_WIDTH, KV_WIDTH)
     return ops.attention(
         layer, ops.columns(qkv, 0, Q_WIDTH), k, ops.columns(qkv, Q_WIDTH + KV_WIDTH, KV_WIDTH)

@@ -1,12 +1,12 @@
-"""A family's tiny random checkpoint, and what greedy decoding of it is to give, by somebody else's arithmetic.
+"""Tiny random checkpoints of a family, and expected greedy tokens by an independent implementation.
 
-A family is one `Row`: who writes a checkpoint into a folder and returns its reference, a function from tokens to logits.
-`of_transformers` makes one of a configuration class and its settings; a family that transformers has no class for brings a
-plain torch module of ``tests/models/references`` (`of_module`).
+A family is one `Row`: a function that writes a checkpoint into a folder and returns its reference, a function from tokens
+to logits. `of_transformers` builds one from a configuration class and its settings. A family without a class in
+transformers supplies a plain torch module of ``tests/models/references`` (`of_module`).
 
-Greedy decoding compares logits, so a near tie may fall either way by rounding alone. No comparison here tolerates that:
-`expectations` draws prompts until each has a reference continuation whose every choice leads by `DECISIVE`, which is a
-property of the reference alone, and then the tokens must be equal.
+Greedy decoding compares logits, so rounding alone may decide a near tie. No comparison here tolerates that. `expectations`
+draws prompts until each has a reference continuation with a lead of `DECISIVE` at every choice. That depends on the
+reference only; then the tokens must be equal.
 """
 
 from __future__ import annotations
@@ -34,21 +34,26 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-"""Settings of every row that does not say otherwise, as far as its configuration class has them."""
+"""Default settings of the rows, as far as their configuration class has them."""
 
 LENGTHS = (1, 8, 15, 16, 17, 31, 50)
-"""Of prompts: the least, around the border of a block of 16 tokens, over several; windows of the rows are 9 to 20."""
+"""Prompt lengths: the minimum, around the border of a block of 16 tokens, over several; windows of the rows are 9 to 20."""
 
 NUM_TOKENS = 12
 """Drawn after each prompt."""
 
 DECISIVE = 1e-3
-"""By how much the reference's best token leads at each choice, in deviations of that choice's logits. What fp32 sums of
-another order differ by is below `CLOSE`; with some 200 tokens one choice in 150 or so is closer than this."""
+"""The least lead of the reference's best token at each choice, in deviations of that choice's logits.
+
+fp32 sums in another order differ by less than `CLOSE`; with some 200 tokens about one choice in 150 is closer than this.
+"""
 
 CLOSE = 2e-4
-"""How far our fp32 logits may be from the reference's, in the same unit: sums of some hundred fp32 products in another order
-through a few layers differ by 1e-5 or less, an epsilon or a scale that is wrong by a part in a thousand by more than this."""
+"""The largest difference of our fp32 logits from the reference's, in the same unit.
+
+Sums of some hundred fp32 products in another order through a few layers differ by 1e-5 or less. An epsilon or a scale wrong
+by a thousandth differs by more than this.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +61,28 @@ class Row:
     """A family of the table."""
 
     make: Callable[[Path], Logits]
-    """Writes ``config.json`` and ``model.safetensors`` (or what the family's checkpoints are) into a folder."""
+    """Writes ``config.json`` and ``model.safetensors`` (or the family's other files) into a folder."""
     card: Mapping[str, Any] = field(default_factory=dict)
-    """What the card says besides, or instead: checkpoints of the wild spell it so."""
+    """Additional or replaced keys of the card, as in published checkpoints."""
     close: float = CLOSE
-    """In place of `CLOSE`, where the row says why."""
+    """Replaces `CLOSE`, where the row gives the reason."""
     quantized: tuple[float, float] = (0.99, 0.7)
-    """How alike, at least, the first logits of int8 and of int4 weights are to the reference's: less, where rounding may choose
-    other experts, which are as unlike as any two of a random checkpoint."""
+    """Least similarity of the first logits of int8 and int4 weights with the reference's.
+
+    Lower where rounding may choose other experts, which differ as much as any two of a random checkpoint.
+    """
     recorded: bool = True
-    """Whether the compiled kernels take it; False only for a shape that they refuse with a line in the log."""
+    """The compiled kernels support it; False only for a shape that they reject with a log line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One prompt, with what follows it."""
+    """One prompt with its continuation."""
 
     prompt: list[int]
     outputs: list[int]
     logits: torch.Tensor
-    """fp32 ``[NUM_TOKENS, vocabulary]``: what each output was chosen from."""
+    """fp32 ``[NUM_TOKENS, vocabulary]``: the logits of each output token."""
 
 
 class ReferenceModule(Protocol):
@@ -85,10 +92,10 @@ class ReferenceModule(Protocol):
         """Compute the logits of one sequence."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the tensors under the names that the family's checkpoints have."""
+        """Return the tensors under the names of the family's checkpoints."""
 
     def parameters(self) -> Any:
-        """Return the tensors that are to be drawn."""
+        """Return the tensors to randomise."""
 
 
 def of_transformers(
@@ -100,7 +107,7 @@ def of_transformers(
 ) -> Row:
     """Return the row of a configuration class of transformers (``"BloomConfig"``) with `SMALL` and ``settings``.
 
-    ``attention``: which of transformers' computes, where its eager one is wrong.
+    ``attention``: transformers' implementation to use, where its eager one is wrong.
     """
 
     def make(folder: Path) -> Logits:
@@ -113,16 +120,16 @@ def of_transformers(
         ).eval()
         randomise(model)
         model.save_pretrained(folder)
-        return side_by_side(model)
+        return batched_logits(model)
 
     return Row(make, card or {})
 
 
-def side_by_side(model: Any) -> Logits:
-    """Return the logits of a model of transformers, which computes sequences together.
+def batched_logits(model: Any) -> Logits:
+    """Return the logits of a model of transformers, which computes sequences as a batch.
 
-    Shorter ones are filled up behind, where no token sees it. That would not hold for a rotation by the longest sequence of a
-    batch: of those that transformers has, none is stretched before a length that no test reaches.
+    Shorter sequences are padded at the end, where no token sees the padding. A RoPE scaled by the longest sequence of a
+    batch would break that; none is scaled below the lengths of the tests.
     """
 
     def logits(sequences: Sequence[list[int]]) -> list[torch.Tensor]:
@@ -137,7 +144,7 @@ def side_by_side(model: Any) -> Logits:
 def of_module(
     card: Mapping[str, Any], module: Callable[[Mapping[str, Any]], ReferenceModule], seed: int = 1
 ) -> Row:
-    """Return the row of a plain torch module that is made of the card it is saved with."""
+    """Return the row of a plain torch module, built from the card that is saved with it."""
 
     def make(folder: Path) -> Logits:
         torch.manual_seed(seed)
@@ -157,7 +164,7 @@ def of_module(
 def randomise(model: Any) -> None:
     """Draw weights that spread the logits over some deviations: biases, norms and saved buffers too.
 
-    An embedding that is the output layer as well is smaller, or every token is followed by itself.
+    A tied embedding is smaller, or every token would be followed by itself.
     """
     for parameter in model.parameters():
         if parameter.dim() <= 1:
@@ -183,7 +190,7 @@ def write_checkpoint(row: Row, folder: Path) -> Logits:
 
 @torch.inference_mode()
 def expectations(logits: Logits, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[Expectation]:
-    """Return a decisive continuation for a prompt of each length; see the head of the file."""
+    """Return a decisive continuation for a prompt of each length; see the module docstring."""
     draw, vocab_size = random.Random(seed), logits([[1]])[0].shape[-1]
     found: dict[int, Expectation] = {}
     for _ in range(50):
@@ -196,7 +203,7 @@ def expectations(logits: Logits, lengths: tuple[int, ...] = LENGTHS, seed: int =
         f"of 50 prompts none is decided by {DECISIVE} at every step: {found.keys()} of {lengths}"
     )
     kinds = {token for each in found.values() for token in each.outputs}
-    assert len(kinds) > 3, f"the reference says only {kinds}, whatever it is asked: draw other weights"
+    assert len(kinds) > 3, f"the reference generates only {kinds} for every prompt: draw other weights"
     return [found[length] for length in lengths]
 
 
@@ -216,7 +223,7 @@ def _continued(logits: Logits, prompts: list[list[int]]) -> list[Expectation | N
 
 
 def _is_decided(rows: Sequence[torch.Tensor]) -> bool:
-    """Whether each choice leads by `DECISIVE`."""
+    """Return whether each choice leads by `DECISIVE`."""
     logits = torch.stack([*rows])
     best, second = logits.topk(2).values.unbind(-1)
     return bool((best - second >= DECISIVE * logits.std(-1)).all())

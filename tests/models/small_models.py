@@ -1,4 +1,4 @@
-"""Small configurations of Llama and what is shaped like it, and prompts: for tests that care little for the family."""
+"""Small configurations of Llama and similar families, and prompts: for tests that do not depend on the family."""
 
 from __future__ import annotations
 

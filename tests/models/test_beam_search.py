@@ -1,4 +1,4 @@
-"""Beam search against transformers' own: the same sequences with the same scores, over the logits of the same model."""
+"""Beam search against transformers: the same sequences with the same scores, over the logits of the same model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [[7, 8, 9], [1], [30, 2, 30, 2, 30, 2]]
 
 @cache
 def model() -> LlamaForCausalLM:
-    """One whose ends are likely enough to be met on the way."""
+    """A model with likely ends, so that beams end during the search."""
     torch.manual_seed(4)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -43,7 +43,7 @@ def model() -> LlamaForCausalLM:
 
 
 async def ask(prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[PositionLogprobs]:
-    """The engine's part, by transformers."""
+    """The engine's part, computed by transformers."""
     return [likely(tuple(unpack_i32(prompt.token_ids)), params.logprobs or 0) for prompt in prompts]
 
 
@@ -94,7 +94,9 @@ def expected(prompt: list[int], options: BeamOptions) -> list[tuple[list[int], f
 @pytest.mark.parametrize("penalty", [1.0, 0.0, -0.5, 2.0])
 @pytest.mark.parametrize("width", [1, 2, 5])
 @pytest.mark.parametrize("num_ends", [0, 1, 2])
-def test_as_transformers_searches(early: EarlyStopping, penalty: float, width: int, num_ends: int) -> None:
+def test_sequences_and_scores_equal_transformers(
+    early: EarlyStopping, penalty: float, width: int, num_ends: int
+) -> None:
     """Also several prompts at once, which end in different rounds."""
     ends = frozenset(EOS[:num_ends])
     options = [BeamOptions(width, length, penalty, early, ends) for length in (9, 4, 1)]
@@ -105,15 +107,15 @@ def test_as_transformers_searches(early: EarlyStopping, penalty: float, width: i
         assert [beam.score for beam in beams] == pytest.approx([score for _, score in wanted], abs=1e-4)
 
 
-def test_ends_are_met_on_the_way() -> None:
-    """Or the comparison would say little."""
+def test_beams_end_during_the_search() -> None:
+    """Otherwise the comparison would not cover ended beams."""
     options = BeamOptions(5, 9, ends=frozenset(EOS))
     found = found_by(PROMPTS, [options] * 3)
     lengths = {len(beam.token_ids) for beams in found for beam in beams}
     assert len(lengths) > 2 and max(lengths) == 9
 
 
-def test_log_probabilities_are_of_the_answers_own_tokens() -> None:
+def test_log_probabilities_are_of_the_output_tokens() -> None:
     (best, *_), *_ = found_by(PROMPTS[:1], [BeamOptions(3, 5, num_shown=2)])
     assert [position.chosen.token_id for position in best.positions] == best.token_ids
     assert sum(position.chosen.logprob for position in best.positions) == pytest.approx(best.logprob)
@@ -134,12 +136,12 @@ def test_log_probabilities_are_of_the_answers_own_tokens() -> None:
         ({"width": 32, "ends": frozenset(range(9))}, "stop_token_ids has so many"),
     ],
 )
-def test_what_cannot_be_is_named(options: dict[str, object], words: str) -> None:
+def test_invalid_options_are_named(options: dict[str, object], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         BeamOptions(**{"width": 2, "max_tokens": 3, **options})  # type: ignore[arg-type]
 
 
-def test_an_answer_must_fit_behind_its_prompt() -> None:
+def test_output_must_fit_after_the_prompt() -> None:
     assert (output_limit(10, 5, 15, "prompt"), output_limit(10, None, 15, "prompt")) == (5, 5)
     for num_prompt, max_tokens, param in ((10, 6, "max_tokens"), (15, None, "prompt"), (16, 1, "prompt")):
         with pytest.raises(RequestError) as raised:

@@ -5,6 +5,6 @@ from tests.models.documented_families import BEGIN, DOCUMENT, END, table
 WAY = "python -m tests.models.documented_families writes it"
 
 
-def test_the_table_of_families_is_the_registry() -> None:
+def test_family_table_equals_the_registry() -> None:
     _, _, rest = DOCUMENT.read_text().partition(BEGIN)
     assert rest.partition(END)[0] == table(), WAY

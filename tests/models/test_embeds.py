@@ -1,4 +1,4 @@
-"""Prompts as vectors over the real core and worker: the embeddings of known tokens say what the tokens do, bit by bit."""
+"""Prompt embeddings over the real core and worker: the embeddings of known tokens give the tokens' results, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.kv.test_swapping import with_host_memory
 from tests.models.random_checkpoints import write_checkpoint
 from tests.models.rows import gpt, states
 from tests.models.small_models import FAMILIES, prompts_of
-from tests.models.test_engine import GREEDY, House, changed, small_kv, without_prefix_cache
+from tests.models.test_engine import GREEDY, CoreAndWorker, changed, small_kv, without_prefix_cache
 
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.embeds import EmbedsPrompt
@@ -33,8 +33,8 @@ def mixed(table: torch.Tensor, prompts: list[list[int]]) -> list[list[int] | Emb
     return [vectors_of(table, ids) if i % 2 else ids for i, ids in enumerate(prompts)]
 
 
-def test_vectors_of_tokens_say_what_the_tokens_do(serve: Callable[..., Any]) -> None:
-    """Beside prompts of ids; whole and in pieces, preempted, swapped, with and without the prefix cache."""
+def test_vectors_of_tokens_give_the_results_of_the_tokens(serve: Callable[..., Any]) -> None:
+    """Next to prompts of ids; whole and in chunks, preempted, swapped, with and without the prefix cache."""
     served = serve(FAMILIES["llama-mqa-tied"](), max_model_len=96)
     prompts = prompts_of()
     expected = served.greedy(prompts, GREEDY.max_tokens)
@@ -48,12 +48,12 @@ def test_vectors_of_tokens_say_what_the_tokens_do(serve: Callable[..., Any]) -> 
         "swapped": (swapping, make_torch_worker(swapping)),
     }
     for name, (variant, executes) in variants.items():
-        house = House(variant, executes)
+        driver = CoreAndWorker(variant, executes)
         for i, prompt in enumerate(given):
-            house.admit(i + 1, prompt, GREEDY)
-        house.run()
-        assert [house.outputs[i + 1] for i in range(len(prompts))] == expected, name
-        state = house.engine.state
+            driver.admit(i + 1, prompt, GREEDY)
+        driver.run()
+        assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected, name
+        state = driver.engine.state
         assert state is not None and state.num_embedded == 0
         assert (state.counters.preemptions > 0) == (name in {"preemption", "swapped"}), name
 
@@ -66,22 +66,22 @@ def test_models_of_other_kinds(row: Any, tmp_path: Any) -> None:
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
     outputs = []
     for given in (list(prompts), [vectors_of(table, ids, torch.float64) for ids in prompts]):
-        house = House(changed(loaded.config, max_num_batched_tokens=5, max_num_seqs=4))
+        driver = CoreAndWorker(changed(loaded.config, max_num_batched_tokens=5, max_num_seqs=4))
         for i, prompt in enumerate(given):
-            house.admit(i + 1, prompt, GREEDY)
-        house.run()
-        outputs.append(house.outputs)
+            driver.admit(i + 1, prompt, GREEDY)
+        driver.run()
+        outputs.append(driver.outputs)
     assert outputs[0] == outputs[1]
 
 
-def test_choices_share_a_prompt_of_vectors_and_nobody_else_does(serve: Callable[..., Any]) -> None:
-    """Ids that stand in for vectors are zeros: neither a prompt of zeros nor other vectors may find their blocks."""
+def test_embeds_are_shared_by_choices_only(serve: Callable[..., Any]) -> None:
+    """Placeholder ids of vectors are zeros: neither a prompt of zeros nor other vectors may hit their blocks."""
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     table = served.reference.get_input_embeddings().weight
     first, second = prompts_of((50, 50))
     params = SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=7)
-    house = House(changed(served.config), served.core.worker)
-    asked: dict[int, list[int] | EmbedsPrompt] = {
+    driver = CoreAndWorker(changed(served.config), served.core.worker)
+    requested: dict[int, list[int] | EmbedsPrompt] = {
         10: vectors_of(table, first),
         20: [0] * 50,
         30: vectors_of(table, second),
@@ -89,19 +89,19 @@ def test_choices_share_a_prompt_of_vectors_and_nobody_else_does(serve: Callable[
         50: vectors_of(table, [*first[:-1], second[-1]]),
         60: first,
     }
-    for request_id, prompt in asked.items():
-        house.admit(request_id, prompt, params)
-        house.run()
-    whole = 49 // house.block_size * house.block_size
-    assert [house.cached[request_id] for request_id in asked] == [0, 0, 0, whole, 0, 0]
+    for request_id, prompt in requested.items():
+        driver.admit(request_id, prompt, params)
+        driver.run()
+    whole = 49 // driver.block_size * driver.block_size
+    assert [driver.cached[request_id] for request_id in requested] == [0, 0, 0, whole, 0, 0]
     for choice in range(3):
-        assert house.outputs[10 + choice] == house.outputs[40 + choice] == house.outputs[60 + choice]
-    assert house.outputs[10] != house.outputs[30]
+        assert driver.outputs[10 + choice] == driver.outputs[40 + choice] == driver.outputs[60 + choice]
+    assert driver.outputs[10] != driver.outputs[30]
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
-def test_a_repetition_penalty_finds_no_tokens_in_vectors(serve: Callable[..., Any]) -> None:
-    """As with transformers, which penalises what was generated: ids that stand in for vectors are no tokens."""
+def test_repetition_penalty_ignores_vectors(serve: Callable[..., Any]) -> None:
+    """As in transformers, which penalises generated tokens: placeholder ids of vectors are no tokens."""
     served = serve(FAMILIES["qwen2"](), max_model_len=96)
     table = served.reference.get_input_embeddings().weight
     [ids] = prompts_of((13,))
@@ -113,21 +113,21 @@ def test_a_repetition_penalty_finds_no_tokens_in_vectors(serve: Callable[..., An
         eos_token_id=-1,
         pad_token_id=0,
     )
-    house = House(changed(served.config), served.core.worker)
-    house.admit(
+    driver = CoreAndWorker(changed(served.config), served.core.worker)
+    driver.admit(
         1,
         vectors_of(table, ids),
         SamplingParams(temperature=0.0, max_tokens=20, seed=0, repetition_penalty=1.5),
     )
-    house.run()
-    assert house.outputs[1] == expected[0].tolist()
+    driver.run()
+    assert driver.outputs[1] == expected[0].tolist()
 
 
-def test_numbers_beyond_the_models_become_its_largest(serve: Callable[..., Any]) -> None:
+def test_numbers_beyond_the_dtype_saturate(serve: Callable[..., Any]) -> None:
     served = serve(FAMILIES["llama-mha"](), max_model_len=96)
     width = served.reference.config.hidden_size
     huge = np.full((3, width), 1e300, np.float64)
-    house = House(changed(served.config), served.core.worker)
-    house.admit(1, EmbedsPrompt("F64", width, huge.tobytes()), GREEDY)
-    house.run()
-    assert len(house.outputs[1]) == GREEDY.max_tokens
+    driver = CoreAndWorker(changed(served.config), served.core.worker)
+    driver.admit(1, EmbedsPrompt("F64", width, huge.tobytes()), GREEDY)
+    driver.run()
+    assert len(driver.outputs[1]) == GREEDY.max_tokens

@@ -1,4 +1,4 @@
-"""The real core over the real worker, in one process: whatever the scheduling, the tokens are transformers'."""
+"""The real core over the real worker, in one process: transformers' tokens in every schedule."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from quintet.wire.step import Capacity, StepPlan
 
 NUM_TOKENS = 32
 TINY_KV = {4: 34, 16: 9}
-"""By block size, how many blocks make eight requests take turns: the longest one needs 21 or 6 of them."""
+"""Blocks by block size that force eight requests to be preempted: the longest one needs 21 or 6 of them."""
 
 
-class House:
+class CoreAndWorker:
     """A core and a worker, with the queue of plans between them."""
 
     def __init__(self, config: EngineConfig, worker: StepWorker | None = None) -> None:
@@ -66,7 +66,7 @@ class House:
         self._apply(self.engine.admit(admit, 0))
 
     def run(self) -> None:
-        """Work until nobody is left, planning ahead as far as the depth allows."""
+        """Run until all requests are done, planning ahead up to the configured depth."""
         plans: list[StepPlan] = []
         while self.engine.num_live:
             self._order(plans)
@@ -75,9 +75,9 @@ class House:
                 self._order(plans)
             self._order(plans)
             if self._places() and not (plans or self._pending):
-                self.hear_disk()
+                self.receive_disk_answer()
                 continue
-            assert plans or self._pending, "requests are left and nothing is planned"
+            assert plans or self._pending, "requests are unfinished and no plan was made"
             self._begin(plans)
             self._apply(self.engine.commit(self._pending.popleft().result(), 0))
         self._begin(plans)
@@ -101,7 +101,7 @@ class House:
         self.engine.tier_client.add_stored(StoredBlocks(1, 0, places, [key for _, key in kept]))
 
     def _order(self, plans: list[StepPlan]) -> None:
-        """Have the worker's disk do what it is to do, behind the plans before."""
+        """Send the worker the disk operations that follow the previous plans."""
         orders = self.engine.kv_orders(0)
         if orders is None:
             return
@@ -109,13 +109,13 @@ class House:
         for place in self._places():
             place.order(orders)
 
-    def order_all(self) -> None:
-        """Have done what is to be done behind the last plan."""
+    def run_disk_operations(self) -> None:
+        """Run the disk operations that follow the last plan."""
         self._order([])
 
-    def hear_disk(self) -> None:
+    def receive_disk_answer(self) -> None:
         """Wait for an answer of the disk."""
-        assert self._rung.wait(60.0), "nobody answers"
+        assert self._rung.wait(60.0), "no answer"
         self._rung.clear()
         for place in self._places():
             answers = place.take_results()
@@ -128,7 +128,7 @@ class House:
         return [place for place in places if place is not None]
 
     def _begin(self, plans: list[StepPlan]) -> None:
-        """Begin all of them: a worker that does not compute at once has them in flight together."""
+        """Begin all plans: a worker with overlap has them in flight together."""
         self._pending.extend(self.worker.begin(plan) for plan in plans)
         plans.clear()
 
@@ -147,7 +147,7 @@ class House:
             )
             for request_id, first, count, finish in rows:
                 known = self.outputs.setdefault(request_id, [])
-                assert first == len(known), "a token went missing or came twice"
+                assert first == len(known), "a token is missing or duplicated"
                 known += ids[:count]
                 del ids[:count]
                 if finish:
@@ -197,43 +197,43 @@ def test_tokens_do_not_depend_on_scheduling(family: str, serve: Callable[..., An
         "preemption in chunks": small_kv(changed(config, max_num_batched_tokens=13)),
     }
     for name, variant in variants.items():
-        house = House(variant, worker)
+        driver = CoreAndWorker(variant, worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i + 1, prompt, GREEDY)
-        house.run()
-        assert [house.outputs[i + 1] for i in range(len(prompts))] == expected, name
-        assert house.engine.state is not None
-        preempted = house.engine.state.counters.preemptions
+            driver.admit(i + 1, prompt, GREEDY)
+        driver.run()
+        assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected, name
+        assert driver.engine.state is not None
+        preempted = driver.engine.state.counters.preemptions
         assert (preempted > 0) == name.startswith("preemption"), (name, preempted)
 
 
-def test_a_second_round_hits_the_prefix_cache_and_says_the_same(serve: Callable[..., Any]) -> None:
+def test_second_round_hits_the_prefix_cache_with_the_same_tokens(serve: Callable[..., Any]) -> None:
     served = serve(FAMILIES["qwen3"](), max_model_len=96)
-    house = House(changed(served.config), served.core.worker)
+    driver = CoreAndWorker(changed(served.config), served.core.worker)
     prompts = prompts_of()
     for round_ in (0, 100):
         for i, prompt in enumerate(prompts):
-            house.admit(round_ + i + 1, prompt, GREEDY)
-        house.run()
+            driver.admit(round_ + i + 1, prompt, GREEDY)
+        driver.run()
     expected = served.greedy(prompts, NUM_TOKENS)
     for i, (prompt, outputs) in enumerate(zip(prompts, expected, strict=True)):
-        assert house.outputs[i + 1] == house.outputs[100 + i + 1] == outputs
-        assert house.cached[100 + i + 1] == (len(prompt) - 1) // house.block_size * house.block_size
+        assert driver.outputs[i + 1] == driver.outputs[100 + i + 1] == outputs
+        assert driver.cached[100 + i + 1] == (len(prompt) - 1) // driver.block_size * driver.block_size
 
 
-def test_four_choices_are_four_requests_with_their_seeds(serve: Callable[..., Any]) -> None:
-    """Choices that share a prompt's blocks draw what requests of their own would draw."""
+def test_four_choices_equal_four_requests_with_their_seeds(serve: Callable[..., Any]) -> None:
+    """Choices that share a prompt's blocks draw the tokens of separate requests."""
     from quintet.wire.params import seed_of_choice
 
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
-    house = House(changed(served.config), served.core.worker)
+    driver = CoreAndWorker(changed(served.config), served.core.worker)
     prompts = prompts_of((5, 29))
     for i, prompt in enumerate(prompts):
-        house.admit(
+        driver.admit(
             10 * i + 10, prompt, SamplingParams(n=4, temperature=0.9, top_p=0.95, max_tokens=24, seed=7)
         )
-    house.run()
-    alone = House(without_prefix_cache(changed(served.config)), served.core.worker)
+    driver.run()
+    alone = CoreAndWorker(without_prefix_cache(changed(served.config)), served.core.worker)
     for i, prompt in enumerate(prompts):
         for choice in range(4):
             params = SamplingParams(
@@ -241,8 +241,8 @@ def test_four_choices_are_four_requests_with_their_seeds(serve: Callable[..., An
             )
             alone.admit(10 * i + 10 + choice, prompt, params)
             alone.run()
-    assert house.outputs == alone.outputs
-    assert len({tuple(output) for output in house.outputs.values()}) == 8
+    assert driver.outputs == alone.outputs
+    assert len({tuple(output) for output in driver.outputs.values()}) == 8
 
 
 def test_preempted_choices_draw_the_same(serve: Callable[..., Any]) -> None:
@@ -252,9 +252,9 @@ def test_preempted_choices_draw_the_same(serve: Callable[..., Any]) -> None:
     )
     outputs = []
     for config in (changed(served.config), small_kv(changed(served.config))):
-        house = House(config, served.core.worker)
+        driver = CoreAndWorker(config, served.core.worker)
         for i, prompt in enumerate(prompts_of((13, 29, 20))):
-            house.admit(10 * i + 10, prompt, params)
-        house.run()
-        outputs.append(house.outputs)
+            driver.admit(10 * i + 10, prompt, params)
+        driver.run()
+        outputs.append(driver.outputs)
     assert outputs[0] == outputs[1]

@@ -1,4 +1,4 @@
-"""Models of transformers over our KV memory: its tokens whatever the scheduling, and a reason where they cannot run."""
+"""Models of transformers over our KV memory: its tokens in every schedule, and the reason of each unsupported model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.models.equality import MORE_WAYS, WAYS, Dtype, alone, load, logits_of
+from tests.models.equality import MORE_SCHEDULES, SCHEDULES, Dtype, alone, load, logits_of
 from tests.models.random_checkpoints import LENGTHS, expectations, of_transformers, write_checkpoint
 from tests.models.rows import fallback
 from tests.models.test_equal import check_once, check_tokens
@@ -34,24 +34,24 @@ def refusal(folder: Path, **options: Any) -> str:
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("family", fallback.ROWS)
-def test_a_model_of_transformers_is_equal(family: str, tmp_path: Path) -> None:
+def test_transformers_model_is_equal(family: str, tmp_path: Path) -> None:
     row = fallback.ROWS[family]
     expected = expectations(write_checkpoint(row, tmp_path), LENGTHS)
-    check_tokens(load(tmp_path, model_impl="transformers"), row, expected, WAYS)
+    check_tokens(load(tmp_path, model_impl="transformers"), row, expected, SCHEDULES)
     check_once(load(tmp_path, compiled=False, model_impl="transformers"), row, expected)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("family", fallback.ROWS)
-def test_a_model_of_transformers_is_equal_in_more_ways(family: str, tmp_path: Path) -> None:
+def test_transformers_model_is_equal_in_more_schedules(family: str, tmp_path: Path) -> None:
     row = fallback.ROWS[family]
     expected = expectations(write_checkpoint(row, tmp_path), LENGTHS, seed=7)
-    check_tokens(load(tmp_path, model_impl="transformers"), row, expected, MORE_WAYS)
-    check_tokens(load(tmp_path, compiled=False, model_impl="transformers"), row, expected, MORE_WAYS)
+    check_tokens(load(tmp_path, model_impl="transformers"), row, expected, MORE_SCHEDULES)
+    check_tokens(load(tmp_path, compiled=False, model_impl="transformers"), row, expected, MORE_SCHEDULES)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_model_of_transformers_runs_in_half_precision(dtype: Dtype, tmp_path: Path) -> None:
+def test_transformers_model_runs_in_half_precision(dtype: Dtype, tmp_path: Path) -> None:
     expected = expectations(write_checkpoint(of_transformers("ApertusConfig"), tmp_path), LENGTHS)
     outcome = alone(load(tmp_path, dtype, model_impl="transformers"), [each.prompt for each in expected])
     for i, each in enumerate(expected):
@@ -74,7 +74,7 @@ def test_a_model_of_transformers_runs_in_half_precision(dtype: Dtype, tmp_path: 
         ),
     ],
 )
-def test_what_cannot_run_says_why_before_anything_is_loaded(
+def test_unsupported_model_is_rejected_before_the_load(
     config: str, settings: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     made = getattr(transformers, config)
@@ -89,9 +89,7 @@ def test_what_cannot_run_says_why_before_anything_is_loaded(
     assert words in refusal(tmp_path)
 
 
-def test_plan_says_who_computes_and_whether_it_can(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_names_the_implementation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "cpu", "--model-impl", "transformers"]
     write(tmp_path / "good", "ApertusConfig")
     assert main(["plan", str(tmp_path / "good"), *flags]) == 0
@@ -101,13 +99,13 @@ def test_plan_says_who_computes_and_whether_it_can(
     assert "its own code uses the attention mask" in capsys.readouterr().err
 
 
-def test_a_rotation_by_the_longest_of_a_step_is_refused_beyond_its_first_length(tmp_path: Path) -> None:
+def test_rotation_by_the_longest_request_is_rejected_beyond_the_original_context(tmp_path: Path) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     write(tmp_path, "ApertusConfig", rope_parameters=scaling, max_position_embeddings=64)
     assert "--max-model-len to 64 or less" in refusal(tmp_path)
 
 
-def test_a_kind_that_nobody_knows_is_told_the_nearest(tmp_path: Path) -> None:
+def test_unknown_model_type_error_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path, "Qwen3Config")
     card = json.loads((tmp_path / "config.json").read_bytes())
     changes = {"architectures": ["Qwen5ForCausalLM"], "model_type": "qwen5"}
@@ -119,7 +117,7 @@ def test_a_kind_that_nobody_knows_is_told_the_nearest(tmp_path: Path) -> None:
     )
 
 
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     write(tmp_path, "ApertusConfig")
     card = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(card | {"num_hidden_layers": 4}))
@@ -195,7 +193,7 @@ class OursForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def write_code(folder: Path, repository: str = "", **settings: Any) -> None:
-    """Write a checkpoint whose model is a Python file of its own."""
+    """Write a checkpoint with its own Python model file."""
     folder.mkdir(exist_ok=True)
     (folder / "modeling_ours.py").write_text(MODULE)
     (folder / "tokenizer.json").write_text("{}")
@@ -215,30 +213,30 @@ def write_code(folder: Path, repository: str = "", **settings: Any) -> None:
     (folder / "config.json").write_text(json.dumps(card | settings))
 
 
-def test_code_of_a_checkpoint_is_executed_only_if_it_is_trusted(
+def test_remote_code_runs_only_if_trusted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "ours"
     write_code(folder)
-    said = refusal(folder, load_format="dummy")
-    assert "modeling_ours.py" in said and "allow it with --trust-remote-code" in said
+    error = refusal(folder, load_format="dummy")
+    assert "modeling_ours.py" in error and "allow it with --trust-remote-code" in error
     with caplog.at_level(logging.WARNING, "quintet"):
         load(folder, model_impl="transformers", load_format="dummy", trust_remote_code=True)
     assert "--trust-remote-code: executing modeling_ours.py of" in caplog.text
-    write_code(folder, "somebody/else--")
+    write_code(folder, "owner/repository--")
     assert "code of another repository" in refusal(folder, load_format="dummy", trust_remote_code=True)
 
 
-def test_a_model_that_keeps_more_than_keys_and_values_is_found_out(
+def test_model_with_state_outside_the_kv_cache_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks at the token before, past the attention: nothing that is asked tells so, only its logits do."""
+    """It reads the previous token outside of attention: only the logits reveal it."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "ours"
     write_code(folder, shifts=True)
-    said = refusal(folder, load_format="dummy", trust_remote_code=True)
-    assert "the self-check failed: logits differ by" in said
+    error = refusal(folder, load_format="dummy", trust_remote_code=True)
+    assert "the self-check failed: logits differ by" in error
 
 
 Index = torch.Tensor
@@ -254,7 +252,7 @@ Index = torch.Tensor
         (lambda q, k: (k <= q) & (k > q - 400), AttentionWindow()),
     ],
 )
-def test_a_mask_function_tells_what_a_token_sees(sees: Any, sight: AttentionWindow) -> None:
+def test_mask_function_is_recognised(sees: Any, sight: AttentionWindow) -> None:
     def function(batch: Index, head: Index, q: Index, k: Index) -> Index:
         seen: Index = sees(q, k)
         return seen
@@ -270,7 +268,7 @@ def test_a_mask_function_tells_what_a_token_sees(sees: Any, sight: AttentionWind
         (lambda q, k: (k <= q) & ((k > q - 7) | (k < 4)), "neither"),
     ],
 )
-def test_another_mask_is_not_served(sees: Any, words: str) -> None:
+def test_unknown_mask_is_rejected(sees: Any, words: str) -> None:
     def function(batch: Index, head: Index, q: Index, k: Index) -> Index:
         seen: Index = sees(q, k)
         return seen

@@ -1,7 +1,7 @@
-"""Layers with states beside layers with keys and values, end to end: the same bits whatever becomes of a request's blocks.
+"""Layers with states next to attention layers, end to end: the same bits under every block operation.
 
-The model has a short convolution, a scan, attention to everything and attention to a window, and random weights. What it says
-is compared with transformers where its families are (`tests/models/test_equal.py`); here with itself.
+The model has a short convolution, a scan, full attention and sliding-window attention, and random weights. The tests
+compare it with itself; `tests/models/test_equal.py` compares its families with transformers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from unittest import mock
 import msgspec
 import pytest
 from tests.models import equality
-from tests.models.equality import MORE_WAYS, Loaded, alone, in_every_way, load, run
+from tests.models.equality import MORE_SCHEDULES, Loaded, alone, load, run, run_schedules
 from tests.models.kv.test_groups import lose_executor, run_evicting, with_blocks
-from tests.models.test_engine import House, changed, without_prefix_cache
+from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache
 
 from quintet.core import recurrent_state
 from quintet.executor.model_config.card import ModelCard
@@ -45,7 +45,7 @@ PROMPTS[4][:48] = PROMPTS[3][:48]
 
 
 def hybrid(card: ModelCard) -> DecoderSpec:
-    """Mistral, three layers of which are others."""
+    """Mistral with three other layers."""
     spec = FAMILIES["MistralForCausalLM"].read(card)
     assert isinstance(spec, DecoderSpec)
     mamba = MambaSpec(channels=128, state_size=16, dt_rank=4, taps=4, conv_bias=True, projection_bias=False)
@@ -62,7 +62,7 @@ def hybrid(card: ModelCard) -> DecoderSpec:
 
 @contextmanager
 def of_tests(folder: Path) -> Iterator[None]:
-    """Write a folder of the model, which is known meanwhile."""
+    """Write a folder of the model, which is registered during the test."""
     (folder / "config.json").write_text(json.dumps(CARD))
     (folder / "tokenizer.json").write_text("{}")
     family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
@@ -72,7 +72,7 @@ def of_tests(folder: Path) -> Iterator[None]:
 
 @pytest.fixture(params=[False, True], ids=["eager", "compiled"])
 def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Loaded]:
-    """The model, with a state kept every 32 tokens."""
+    """The model, with a state checkpoint every 32 tokens."""
     with of_tests(tmp_path), mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
         loaded = load(tmp_path, compiled=request.param, load_format="dummy", swap_space=0.05)
         kinds = {group.kind for group in loaded.config.model.kv.groups}
@@ -84,61 +84,63 @@ def greedy(n: int = 1) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, seed=0, ignore_eos=True, n=n)
 
 
-def test_a_hybrid_is_the_same_in_every_way(loaded: Loaded) -> None:
+def test_hybrid_is_equal_in_every_schedule(loaded: Loaded) -> None:
     by_itself = alone(loaded, PROMPTS, greedy())
-    ways = {way: settings for way, settings in MORE_WAYS.items() if "preemption" not in way}
-    for way, outcome in in_every_way(loaded, PROMPTS, False, ways):
-        assert [tokens[:NUM_TOKENS] for tokens in outcome.outputs] == by_itself.outputs, way
+    schedules = {
+        schedule: settings for schedule, settings in MORE_SCHEDULES.items() if "preemption" not in schedule
+    }
+    for schedule, outcome in run_schedules(loaded, PROMPTS, False, schedules):
+        assert [tokens[:NUM_TOKENS] for tokens in outcome.outputs] == by_itself.outputs, schedule
 
 
-def test_who_is_preempted_says_the_same(loaded: Loaded) -> None:
-    """Two requests fit to their prompts' ends, and hardly, or not, to their own. What one has computed waits on the host."""
-    asked = msgspec.structs.replace(greedy(), max_tokens=30)
-    by_itself = alone(loaded, PROMPTS[3:], asked)
+def test_preempted_requests_give_the_same_tokens(loaded: Loaded) -> None:
+    """Two requests fit with their prompts, and barely or not with their outputs. The blocks of one are swapped to the host."""
+    requested = msgspec.structs.replace(greedy(), max_tokens=30)
+    by_itself = alone(loaded, PROMPTS[3:], requested)
     num_preemptions = num_back = 0
     for num_blocks in (14, 15, 16):
-        house = House(
+        driver = CoreAndWorker(
             with_blocks(changed(loaded.config, max_num_batched_tokens=37), num_blocks), loaded.worker
         )
         for i, prompt in enumerate(PROMPTS[3:]):
-            house.admit(i + 1, prompt, asked)
-        house.run()
-        assert [house.outputs[1], house.outputs[2]] == by_itself.outputs, num_blocks
-        assert house.engine.state is not None
-        num_preemptions += house.engine.state.counters.preemptions
-        num_back += house.engine.state.counters.swap_in_blocks
+            driver.admit(i + 1, prompt, requested)
+        driver.run()
+        assert [driver.outputs[1], driver.outputs[2]] == by_itself.outputs, num_blocks
+        assert driver.engine.state is not None
+        num_preemptions += driver.engine.state.counters.preemptions
+        num_back += driver.engine.state.counters.swap_in_blocks
     assert num_preemptions > 0 and num_back > 0
 
 
-def test_what_went_to_the_host_comes_back(loaded: Loaded) -> None:
+def test_swapped_blocks_are_restored(loaded: Loaded) -> None:
     """Keys, values and kept states are copied out, their blocks are overwritten, and they are copied back."""
-    asked = msgspec.structs.replace(greedy(), max_tokens=30)
-    by_itself = alone(loaded, PROMPTS[2:], asked)
-    house = House(with_blocks(changed(loaded.config, max_num_batched_tokens=37), 60), loaded.worker)
+    requested = msgspec.structs.replace(greedy(), max_tokens=30)
+    by_itself = alone(loaded, PROMPTS[2:], requested)
+    driver = CoreAndWorker(with_blocks(changed(loaded.config, max_num_batched_tokens=37), 60), loaded.worker)
     for i, prompt in enumerate(PROMPTS[2:]):
-        house.admit(i + 1, prompt, asked)
-    run_evicting(house, 1)
-    assert [house.outputs[i + 1] for i in range(3)] == by_itself.outputs
-    assert house.engine.state is not None
-    counters = house.engine.state.counters
+        driver.admit(i + 1, prompt, requested)
+    run_evicting(driver, 1)
+    assert [driver.outputs[i + 1] for i in range(3)] == by_itself.outputs
+    assert driver.engine.state is not None
+    counters = driver.engine.state.counters
     assert counters.preemptions > 0 and counters.swap_in_blocks > 0
 
 
-def test_a_chat_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """Of a turn what is new is computed, though a block is larger than the chat, and says what it says when all is computed."""
+def test_chat_turn_hits_the_prefix_cache(tmp_path: Path) -> None:
+    """Only a turn's new tokens are computed, though a block exceeds the chat; the results equal a full computation."""
     with mock.patch.object(equality, "BLOCK_SIZE", 80), of_tests(tmp_path):
         loaded = load(tmp_path, load_format="dummy")
-        house = House(changed(loaded.config), loaded.worker)
+        driver = CoreAndWorker(changed(loaded.config), loaded.worker)
         history = PROMPTS[1]
         for turn in range(3):
-            house.admit(turn, history, greedy())
-            house.run()
-            assert [house.outputs[turn]] == alone(loaded, [history], greedy()).outputs
-            assert house.cached[turn] == (0 if turn == 0 else len(history) - len(PROMPTS[1]) - 1)
-            history = history + house.outputs[turn] + PROMPTS[1]
+            driver.admit(turn, history, greedy())
+            driver.run()
+            assert [driver.outputs[turn]] == alone(loaded, [history], greedy()).outputs
+            assert driver.cached[turn] == (0 if turn == 0 else len(history) - len(PROMPTS[1]) - 1)
+            history = history + driver.outputs[turn] + PROMPTS[1]
 
 
-def test_a_beginning_is_found_where_a_state_was_kept(loaded: Loaded) -> None:
+def test_prefix_hits_end_at_state_checkpoints(loaded: Loaded) -> None:
     by_itself = alone(loaded, PROMPTS, greedy())
     outcome = run(loaded, changed(loaded.config), PROMPTS, rounds=2, params=greedy())
     assert outcome.outputs == by_itself.outputs
@@ -149,14 +151,14 @@ def test_a_beginning_is_found_where_a_state_was_kept(loaded: Loaded) -> None:
 def test_choices_and_a_lost_executor(loaded: Loaded, caching: bool) -> None:
     by_itself = alone(loaded, PROMPTS[2:], greedy())
     config = with_blocks(changed(loaded.config, max_num_batched_tokens=29), 100)
-    house = House(config if caching else without_prefix_cache(config), loaded.worker)
+    driver = CoreAndWorker(config if caching else without_prefix_cache(config), loaded.worker)
     for i, prompt in enumerate(PROMPTS[2:]):
-        house.admit(10 * i + 1, prompt, greedy(n=3))
+        driver.admit(10 * i + 1, prompt, greedy(n=3))
     for _ in range(8):
-        while (plan := house.engine.plan(0)) is not None:
-            house._begin([plan])
-        house._apply(house.engine.commit(house._pending.popleft().result(), 0))
-    lose_executor(house)
-    house.run()
+        while (plan := driver.engine.plan(0)) is not None:
+            driver._begin([plan])
+        driver._apply(driver.engine.commit(driver._pending.popleft().result(), 0))
+    lose_executor(driver)
+    driver.run()
     for i, outputs in enumerate(by_itself.outputs):
-        assert [house.outputs[10 * i + 1 + choice] for choice in range(3)] == [outputs] * 3
+        assert [driver.outputs[10 * i + 1 + choice] for choice in range(3)] == [outputs] * 3

@@ -1,6 +1,6 @@
-"""Logits are the sums of the output layer in float32: of hidden states and weights of 16 bits, never rounded to 16 bits.
+"""Logits are float32 sums of the output layer: of 16-bit hidden states and weights, without rounding to 16 bits.
 
-Hidden states are seen through a second checkpoint whose output layer is an identity matrix: its logits are they.
+A second checkpoint with an identity matrix as output layer exposes the hidden states as its logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.distributed.ranks import in_ranks
-from tests.models.distributed.test_stages import Heard
+from tests.models.distributed.test_stages import LogprobRecorder
 from tests.models.equality import GREEDY, Dtype, Loaded, Outcome, alone, load
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
 from tests.models.test_engine import changed
@@ -25,12 +25,12 @@ HIDDEN, VOCAB = 64, 96
 PROMPTS = [[(5 * i + n) % VOCAB for i in range(n)] for n in (1, 2, 7, 17, 33)]
 ONE_TOKEN = msgspec.structs.replace(GREEDY, max_tokens=1)
 SUMS = 2e-6
-"""How far sums of `HIDDEN` products in float32 may be from those in float64, as a share of the products' magnitudes."""
+"""Largest difference between sums of `HIDDEN` products in float32 and in float64, as a share of the products' magnitudes."""
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {"tie_word_embeddings": False},
-    "PhiConfig": {},  # whose output layer has a bias
+    "PhiConfig": {},  # with a bias in the output layer
 }
 
 Load = Callable[[Path, Dtype], Any]
@@ -42,7 +42,7 @@ def write(folder: Path, family: str = "LlamaConfig", **settings: Any) -> None:
 
 
 def with_head(folder: Path, head: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Give a checkpoint another output layer; without a bias where none is given."""
+    """Replace a checkpoint's output layer; without a bias by default."""
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = head.contiguous()
     if "lm_head.bias" in tensors:
@@ -51,7 +51,7 @@ def with_head(folder: Path, head: torch.Tensor, bias: torch.Tensor | None = None
 
 
 def head_of(folder: Path, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight and bias of the output layer as they are multiplied, in float64."""
+    """Return weight and bias of the output layer as multiplied, in float64."""
     tensors = load_file(folder / "model.safetensors")
     bias = tensors.get("lm_head.bias", torch.zeros(VOCAB))
     return tensors["lm_head.weight"].to(dtype).double(), bias.to(dtype).double()
@@ -84,21 +84,21 @@ def by_ranks(folder: Path, dtype: Dtype) -> Iterator[Loaded]:
 
 
 def first_logits(outcome: Outcome) -> torch.Tensor:
-    """Return float32 ``[prompts, VOCAB]``: what the first token behind each prompt was drawn from."""
+    """Return float32 ``[prompts, VOCAB]``: the logits of the first token after each prompt."""
     rows = [outcome.bits[i, len(prompt)] for i, prompt in enumerate(PROMPTS)]
     assert {len(row) for row in rows} == {4 * VOCAB}, "not float32"
     return torch.stack([torch.from_numpy(np.frombuffer(row, np.float32).copy()) for row in rows])
 
 
 def logits_of(opened: Any) -> tuple[torch.Tensor, list[int]]:
-    """Return the first logits behind each prompt, and the tokens drawn from them."""
+    """Return the first logits after each prompt, and the tokens drawn from them."""
     with opened as loaded:
         outcome = alone(loaded, PROMPTS, ONE_TOKEN)
     return first_logits(outcome), [tokens[0] for tokens in outcome.outputs]
 
 
 def hidden_states(opener: Load, folder: Path, dtype: Dtype) -> torch.Tensor:
-    """Return float64 ``[prompts, HIDDEN]``: what the output layer multiplies."""
+    """Return float64 ``[prompts, HIDDEN]``: the inputs of the output layer."""
     tensors = (folder / "model.safetensors").read_bytes()
     with_head(folder, torch.eye(VOCAB, HIDDEN))
     try:
@@ -124,7 +124,7 @@ def test_logits_are_sums_in_float32(opener: Load, family: str, dtype: Dtype, tmp
 
 
 @pytest.mark.parametrize("opener", [by_program, by_torch])
-def test_a_tie_in_bf16_is_none(opener: Load, tmp_path: Path) -> None:
+def test_tie_in_bf16_is_decided_in_float32(opener: Load, tmp_path: Path) -> None:
     write(tmp_path)
     common = 4 * hidden_states(opener, tmp_path, "bfloat16")[0]
     apart = 0.05 * torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(3))
@@ -139,8 +139,8 @@ def test_a_tie_in_bf16_is_none(opener: Load, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("impl", ["quintet", "transformers"])
-def test_the_models_own_dtype_is_to_be_had(impl: str, compiled: bool, tmp_path: Path) -> None:
-    """They are the sums, rounded; greedy takes the lower of two that rounding made equal."""
+def test_logits_in_the_model_dtype_are_selectable(impl: str, compiled: bool, tmp_path: Path) -> None:
+    """They are the rounded sums; greedy takes the lower of two ids with equal rounded logits."""
     write(tmp_path)
 
     def outcome(**options: Any) -> Outcome:
@@ -153,7 +153,7 @@ def test_the_models_own_dtype_is_to_be_had(impl: str, compiled: bool, tmp_path: 
         row = torch.frombuffer(bytearray(rounded.bits[i, len(prompt)]), dtype=torch.bfloat16)
         if impl == "quintet" and compiled:
             assert torch.equal(row, sums[i].to(torch.bfloat16))
-        else:  # torch's sums in two formats are of two orders
+        else:  # torch's sums in the two formats have two orders
             assert torch.allclose(row.float(), sums[i], rtol=2**-8, atol=1e-4)
         assert rounded.outputs[i] == [int(row.float().argmax())]
 
@@ -172,7 +172,7 @@ def test_the_models_own_dtype_is_to_be_had(impl: str, compiled: bool, tmp_path: 
     ids=["soft cap", "scale"],
 )
 @pytest.mark.parametrize("opener", [by_program, by_torch, by_transformers, by_ranks])
-def test_what_is_behind_the_output_layer_is_in_float32(
+def test_operations_after_the_output_layer_are_in_float32(
     opener: Load,
     family: str,
     off: dict[str, Any],
@@ -189,20 +189,20 @@ def test_what_is_behind_the_output_layer_is_in_float32(
 
 
 @pytest.mark.parametrize("opener", [by_program, by_torch])
-def test_log_probabilities_are_of_these_sums(opener: Load, tmp_path: Path) -> None:
+def test_log_probabilities_use_float32_sums(opener: Load, tmp_path: Path) -> None:
     write(tmp_path)
     logits, tokens = logits_of(opener(tmp_path, "bfloat16"))
     expected = logits.double().log_softmax(1)
     params = msgspec.structs.replace(ONE_TOKEN, logprobs=3, prompt_logprobs=1)
     with opener(tmp_path, "bfloat16") as loaded:
         for i, prompt in enumerate(PROMPTS):
-            house = Heard(changed(loaded.config), loaded.worker)
-            house.admit(0, prompt, params)
-            house.run()
-            [(_, ids, values)] = house.drawn
+            driver = LogprobRecorder(changed(loaded.config), loaded.worker)
+            driver.admit(0, prompt, params)
+            driver.run()
+            [(_, ids, values)] = driver.drawn
             best = expected[i].topk(3)
             assert np.frombuffer(ids, np.int32).tolist() == [tokens[i], *best.indices.tolist()]
             apart = np.abs(np.frombuffer(values, np.float32)[1:] - best.values.numpy())
             assert apart.max() < 1e-5, prompt
-            if i:  # the one before ends where this prompt's last token is told of
-                assert len(house.of_prompts) == len(prompt) - 1
+            if i:  # the previous position ends before this prompt's last token
+                assert len(driver.of_prompts) == len(prompt) - 1

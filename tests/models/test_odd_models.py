@@ -1,4 +1,4 @@
-"""What models may say in a forward pass comes to the same tokens, computed by torch or by a recorded program."""
+"""Every operation of a forward pass gives the same tokens by torch and by a recorded program."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ OPERATIONS = {
     "sandwich": f"rms_norm, {WRITE}, rms_norm, add, rms_norm, linear 64 to 96,"
     " linear 96 to 64, rms_norm, add",
 }
-"""Of a layer, where all is a part of another operation that can be."""
+"""Of a layer with all possible fusions."""
 
 
 def worker_of(kind: str, folder: Path, block_size: int, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    """Return a worker on the CPU; in blocks of 4 torch computes."""
+    """Return a worker on the CPU; torch computes blocks of 4."""
     setting = Setting(torch.device("cpu"), torch.float32, open_quantization("none"))
     monkeypatch.setattr(workers, "load_model", lambda *_, **__: OddModel(kind, setting))
     return workers.make_torch_worker(engine_config(folder, CARD, block_size, 128))
 
 
 def tokens_of(worker: Worker, block_size: int, chunk: int) -> list[list[int]]:
-    """Return what each prompt is continued with, all in one batch."""
+    """Return the continuation of each prompt, all in one batch."""
     worker.reset()
     core = SmallCore(worker, block_size)
     requests = [core.add(prompt, max_tokens=24) for prompt in PROMPTS]
@@ -55,7 +55,7 @@ def test_tokens_are_the_same_in_both_passes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = by_torch(kind, tmp_path, monkeypatch)
-    assert all(len(set(tokens)) > 3 for tokens in expected), "too dull to tell anything"
+    assert all(len(set(tokens)) > 3 for tokens in expected), "too few different tokens"
     worker = worker_of(kind, tmp_path, 16, monkeypatch)
     assert isinstance(worker.runner, ProgramRunner)
     for chunk in (100, 5):

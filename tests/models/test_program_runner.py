@@ -1,4 +1,4 @@
-"""The runner of a recorded program: what it leaves behind when a call is cut short."""
+"""The runner of a recorded program: its state after an interrupted call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quintet.executor.backends.cpu.program.runner import ProgramRunner
 
 
 @pytest.mark.parametrize("serve", [16], ids=["compiled"], indirect=True)
-def test_a_layer_is_eight_operations(serve: Callable[..., Any]) -> None:
-    """Sums are made by the linear layers whose results they add, norms of heads by the rotation."""
+def test_layer_is_eight_operations(serve: Callable[..., Any]) -> None:
+    """The linear layers fuse residual sums; the rotation fuses the norms of heads."""
     runner = serve(FAMILIES["qwen3"](), max_model_len=96).core.worker.runner
     assert isinstance(runner, ProgramRunner)
     layer = ["rms_norm", "linear 64 to 256", "rotate and write KV", "attention", "linear 128 to 64"]
@@ -24,7 +24,7 @@ def test_a_layer_is_eight_operations(serve: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("serve", [16], ids=["compiled"], indirect=True)
-def test_the_steps_own_arrays_outlive_a_call_that_a_signal_ends(
+def test_step_arrays_outlive_an_interrupted_call(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)

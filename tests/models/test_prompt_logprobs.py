@@ -1,4 +1,4 @@
-"""Prompt log-probabilities equal a plain forward pass of transformers, however the prompt was cut."""
+"""Prompt log-probabilities equal a plain forward pass of transformers, with any chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_prompt_logprobs_join_across_chunks(chunk: int, serve: Callable[..., Any
     core = served.core
     params = SamplingParams(temperature=0.0, prompt_logprobs=WIDTH - 1, logprobs=1, max_tokens=None)
     requests = [core.add(prompt, max_tokens=3, params=params) for prompt in PROMPTS]
-    core.add(PROMPTS[2], max_tokens=3)  # one that asks for nothing
+    core.add(PROMPTS[2], max_tokens=3)  # a request without log-probabilities
     core.run(chunk=chunk)
 
     for request, prompt in zip(requests, PROMPTS, strict=True):

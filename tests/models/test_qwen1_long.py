@@ -1,4 +1,4 @@
-"""Qwen 1 beyond the length of its training: a rotation by the prompt's length, queries that grow with their position."""
+"""Qwen 1 beyond its training length: dynamic NTK by the prompt's length, and logn-scaled queries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.equality import Loaded, alone, furthest, in_every_way, load, one_torch_thread
+from tests.models.equality import Loaded, alone, load, max_difference, one_torch_thread, run_schedules
 from tests.models.random_checkpoints import CLOSE, Expectation, expectations, of_module, write_checkpoint
 from tests.models.references.qwen1 import Qwen1
 from tests.models.rows.remote_code import QWEN_1
@@ -17,9 +17,9 @@ from quintet.deploy.config.model.card import read_facts
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 
 LENGTHS = (8, 15, 16, 17, 32, 33, 70)
-"""Of prompts, trained length 16: steps of the rotation are at 16, 32 and 64, and answers of 12 tokens go across them."""
+"""Of prompts, trained length 16: steps of the rotation are at 16, 32 and 64, and outputs of 12 tokens cross them."""
 
-WAYS = {
+SCHEDULES = {
     "together": {},
     "chunks": {"max_num_batched_tokens": 23, "long_prefill_token_threshold": 7},
     "preemption": {"max_num_batched_tokens": 37},
@@ -32,8 +32,8 @@ def threads() -> Iterator[None]:
         yield
 
 
-class Rememberer:
-    """Qwen 1 that knows which sequences are continuations, and how long the prompts of these were."""
+class Qwen1WithPrompts:
+    """Qwen 1 that records the prompt length of each continued sequence."""
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         self.model = Qwen1(card)
@@ -50,29 +50,29 @@ class Rememberer:
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Expectation]]:
     folder = tmp_path_factory.mktemp("qwen1")
     card = QWEN_1 | {"seq_length": 16, "max_position_embeddings": 128}
-    return folder, expectations(write_checkpoint(of_module(card, Rememberer), folder), LENGTHS)
+    return folder, expectations(write_checkpoint(of_module(card, Qwen1WithPrompts), folder), LENGTHS)
 
 
 def check(loaded: Loaded, expected: list[Expectation]) -> None:
     prompts, outputs = [each.prompt for each in expected], [each.outputs for each in expected]
     assert not loaded.config.cache.enable_prefix_caching
     by_itself = alone(loaded, prompts)
-    assert furthest(by_itself, expected) < CLOSE
+    assert max_difference(by_itself, expected) < CLOSE
     assert by_itself.outputs == outputs
-    for way, outcome in in_every_way(loaded, prompts, True, WAYS):
-        assert outcome.outputs == outputs, way
+    for schedule, outcome in run_schedules(loaded, prompts, True, SCHEDULES):
+        assert outcome.outputs == outputs, schedule
         if isinstance(loaded.worker.runner, ProgramRunner):
-            assert outcome.bits == by_itself.bits, way
+            assert outcome.bits == by_itself.bits, schedule
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
-def test_what_its_own_rules_say(compiled: bool, made: tuple[Path, list[Expectation]]) -> None:
+def test_tokens_beyond_the_training_length(compiled: bool, made: tuple[Path, list[Expectation]]) -> None:
     folder, expected = made
     loaded = load(folder, compiled=compiled)
     assert loaded.config.model.max_model_len == 96
     check(loaded, expected)
 
 
-def test_within_its_training_all_rotate_alike(made: tuple[Path, list[Expectation]]) -> None:
+def test_rotation_within_the_training_length(made: tuple[Path, list[Expectation]]) -> None:
     facts = read_facts(made[0])
     assert (facts.max_model_len, facts.fixed_rope_len) == (128, 16)

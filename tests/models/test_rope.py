@@ -1,4 +1,4 @@
-"""Every RoPE scaling kind, within and beyond the original context, as transformers computes it."""
+"""Every RoPE scaling kind, within and beyond the original context, against transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def config_of(kind: str) -> transformers.LlamaConfig:
-    """A tiny Llama whose context is the original one where the kind counts from it, else four times that."""
+    """A tiny Llama with the original context length where the kind counts from it, else four times that."""
     parameters = {"rope_theta": 10000.0, **KINDS[kind]}
     return transformers.LlamaConfig(
         vocab_size=211,
@@ -92,7 +92,7 @@ def test_frequencies_equal_transformers(kind: str) -> None:
 
 @torch.inference_mode()
 def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return the greedy continuation of one prompt by transformers' own loop, which keeps keys as they were rotated."""
+    """Return the greedy continuation of one prompt by transformers' own loop, which caches rotated keys."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -110,10 +110,10 @@ def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
 def test_greedy_tokens_equal_transformers_across_the_original_context(
     kind: str, serve: Callable[..., Any]
 ) -> None:
-    """Prompts shorter than, crossing during output, and longer than the original context, chunked and not.
+    """Prompts shorter than, crossing during output, and longer than the original context, in chunks and whole.
 
-    For transformers one at a time, because it rotates a batch by its longest member, and the longest first, because
-    its dynamic kind remembers the longest length until a prompt fits the original context.
+    transformers runs one prompt at a time, because it rotates a batch by its longest member. The longest comes first,
+    because its dynamic kind keeps the longest length until a prompt fits the original context.
     """
     served = serve(config_of(kind))
     prompts = [[(7 * i + 3 * n) % 211 for i in range(n)] for n in (ORIGINAL + 17, ORIGINAL - 9, 5)]
@@ -124,7 +124,7 @@ def test_greedy_tokens_equal_transformers_across_the_original_context(
         assert [request.outputs for request in requests] == expected
 
 
-def test_older_cards_are_read_alike() -> None:
+def test_legacy_rope_keys_are_read() -> None:
     old = {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}}
     ours = [rope_spec(ModelCard(card, "config.json"), HEAD_DIM, 64) for card in (old, new)]
@@ -144,6 +144,6 @@ def test_partial_rotation_covers_the_first_dimensions() -> None:
     ("parameters", "words"),
     [({"rope_type": "spiral"}, "spiral"), ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor")],
 )
-def test_unknown_or_incomplete_settings_are_named(parameters: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_named(parameters: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         rope_spec(ModelCard({"rope_parameters": parameters}, "config.json"), HEAD_DIM, 64)

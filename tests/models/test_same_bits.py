@@ -1,7 +1,7 @@
-"""The same request gives the same bits: its logits, whatever else is in the batch and however it is scheduled.
+"""The logits of a request have the same bits in any batch and schedule.
 
-The real core plans, the compiled step computes, and every row of logits that draws a token is compared bit by bit with
-the request computed alone, in one piece, on one thread.
+The real core plans and the compiled step computes. Every row of logits that draws a token is compared bit by bit. The
+reference is the request alone, in one chunk, on one thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from tests.models.conftest import engine_config
-from tests.models.test_engine import House, changed, without_prefix_cache
+from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache
 
 from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
@@ -40,8 +40,8 @@ LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 127, 128, 129, 200, 257)
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class Witness:
-    """A worker that remembers the logits of every token drawn: (request, position) to bytes."""
+class LogitRecorder:
+    """A worker that records the logits of every drawn token: (request, position) to bytes."""
 
     def __init__(self, worker: Worker) -> None:
         self.inner = worker
@@ -74,7 +74,7 @@ class Witness:
             self._rows = rows
             self.logits(
                 (rows.offsets + rows.counts - 1)[rows.sampling]
-            )  # once more: the same, or it was not the same bits
+            )  # computed a second time, to compare the bits
         return tokens
 
     def logits(self, tokens: Int) -> torch.Tensor:
@@ -126,7 +126,7 @@ MODELS: dict[str, transformers.PretrainedConfig] = {
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Give the pool its one thread back."""
+    """Reset the thread pool to one thread."""
     yield
     library = open_library()
     assert library is not None
@@ -145,13 +145,13 @@ def run(
     params: SamplingParams,
     rounds: int = 1,
 ) -> dict[tuple[int, int], bytes]:
-    """Compute all prompts together, ``rounds`` times over; return the logits behind every token."""
-    witness = Witness(worker)
-    house = House(config, witness)  # type: ignore[arg-type]
+    """Compute all prompts together, ``rounds`` times over; return the logits after every token."""
+    witness = LogitRecorder(worker)
+    engine = CoreAndWorker(config, witness)  # type: ignore[arg-type]
     for round_ in range(rounds):
         for request_id, prompt in prompts.items():
-            house.admit(request_id + 1000 * round_, prompt, params)
-        house.run()
+            engine.admit(request_id + 1000 * round_, prompt, params)
+        engine.run()
     return witness.release()
 
 
@@ -176,7 +176,7 @@ def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
 )
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_logits_do_not_depend_on_company_or_schedule(
+def test_logits_do_not_depend_on_batch_or_schedule(
     model: str, dtype: Dtype, kv: KvFormat, params: SamplingParams, tmp_path: Path, threads: None
 ) -> None:
     card = card_of(MODELS[model], tmp_path)

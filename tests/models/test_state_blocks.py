@@ -1,7 +1,7 @@
-"""Mixers with a state, by themselves: against transformers' own modules, and the same bits however a request is cut.
+"""State mixers alone: against transformers' own modules, and the same bits in any chunks.
 
-Plans are made by hand: two requests, one behind the other in each step, go from block to block of a state group. Tolerance:
-fp32, sums of up to some hundred terms in another order.
+Plans are made by hand: two adjacent requests of each step move from block to block of a state group. Tolerance: fp32, sums
+of up to some hundred terms in another order.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ BARE = NormSpec(kind=NormKind.RMS, eps=1e-6, weighted=False)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A module of transformers and the spec that says the same."""
+    """A module of transformers and the equivalent spec."""
 
     module: Callable[[], torch.nn.Module]
     spec: StateSpec
 
 
 def _of(kind: Any, config: Any, **settings: Any) -> Callable[[], torch.nn.Module]:
-    """Without the values that transformers begins with: FalconMamba sets those of norms that it has not made yet."""
+    """Drop transformers' initial values: FalconMamba sets those of norms that it has not created yet."""
     bare = {"initialize_mixer_weights": False} if kind is FalconMambaMixer else {}
     return lambda: kind(config(hidden_size=HIDDEN, num_hidden_layers=1, **settings), layer_idx=0, **bare)
 
@@ -184,7 +184,7 @@ def block_of(case: Case, module: torch.nn.Module, dtype: torch.dtype) -> Block:
         assert tuple(tensor.shape) == expected.shape, name
         for sink in (*expected.sinks, *expected.packers):
             sink(tensor.detach())
-    assert all("norm" in name for name in tensors), f"nobody takes {list(tensors)}"  # weightless ones
+    assert all("norm" in name for name in tensors), f"unread tensors: {list(tensors)}"  # without weights
     return block
 
 
@@ -194,17 +194,17 @@ def spec_of(case: Case, dtype: torch.dtype) -> KvSpec:
 
 
 Cut = tuple[int, int, int]
-"""A request's slot, the first of its tokens in a step, and how many."""
+"""A request's slot, its first token in a step, and the number of tokens."""
 
 
 class Served:
-    """Steps of a block with plans that are made by hand."""
+    """Steps of a block with plans made by hand."""
 
     def __init__(self, case: Case, block: Block, dtype: torch.dtype, recorded: bool) -> None:
         self._spec, self._dtype, self._block = spec_of(case, dtype), dtype, block
         self._tables = SlotTables(4, NUM_TOKENS, self._spec, CPU)
         shape = (NUM_BLOCKS, self._spec.layer_bytes)
-        # What a former tenant left: NaN in every format.
+        # NaN in every format, as left by a previous request.
         self.places = [torch.full(shape, 0xFF, dtype=torch.uint8) for _ in range(LAYER + 1)]
         self._recorded = recorded
         if recorded:
@@ -221,7 +221,7 @@ class Served:
             self._step = Step(library, 2 * NUM_TOKENS, 4)
 
     def step(self, cuts: list[Cut], blocks: list[tuple[int, int]], x: torch.Tensor) -> torch.Tensor:
-        """Compute a step of some rows; blocks: which one each reads, and which one it writes; x: of all rows."""
+        """Compute a step of some rows; blocks: read and written block of each; x: of all rows."""
         entries = [
             (slot, 0, position, named)
             for (slot, _, _), both in zip(cuts, blocks, strict=True)
@@ -280,7 +280,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_computes_what_transformers_does(name: str, recorded: bool) -> None:
+def test_results_equal_transformers(name: str, recorded: bool) -> None:
     case, dtype = CASES[name], torch.float32
     module = reference(case)
     block = block_of(case, module, dtype)
@@ -294,7 +294,7 @@ def test_computes_what_transformers_does(name: str, recorded: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_the_same_bits_however_it_is_cut(name: str, dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_chunks(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     block = block_of(case, reference(case), dtype)
     x, others = inputs(dtype)

@@ -1,4 +1,4 @@
-"""What a core may do with the executor: fork, mix, preempt, reuse slots, copy blocks, plan ahead of the tokens."""
+"""Operations of the core on the executor: fork, mix, preempt, reuse slots, copy blocks, plan ahead of the tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_decode_rows_and_prompt_chunks_share_steps(served: Any) -> None:
 
 
 def test_forks_continue_from_shared_and_copied_blocks(served: Any) -> None:
-    core, prompt = served.core, PROMPTS[3]  # 30 tokens: full blocks, and a part
+    core, prompt = served.core, PROMPTS[3]  # 30 tokens: full blocks, and a partial one
     parent = core.add(prompt, max_tokens=12)
     core.advance()
     forks = [core.fork(parent, max_tokens=12) for _ in range(3)]
@@ -56,7 +56,7 @@ def test_forks_continue_from_shared_and_copied_blocks(served: Any) -> None:
     assert parent.outputs == served.greedy([prompt], 12)[0]
 
 
-def test_random_forks_draw_as_if_alone(served: Any) -> None:
+def test_random_forks_draw_the_tokens_of_separate_requests(served: Any) -> None:
     core, prompt = served.core, PROMPTS[2]
     alone = []
     for seed in (1, 2, 3):
@@ -70,7 +70,7 @@ def test_random_forks_draw_as_if_alone(served: Any) -> None:
     assert [parent.outputs, *(fork.outputs for fork in forks)] == alone
 
 
-def test_slots_are_reused_without_a_trace(served: Any) -> None:
+def test_reused_slots_keep_no_state(served: Any) -> None:
     core = served.core
     demanding = SamplingParams(
         temperature=1.5, top_k=3, presence_penalty=2.0, logit_bias={5: 90.0}, logprobs=2
@@ -85,7 +85,7 @@ def test_slots_are_reused_without_a_trace(served: Any) -> None:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), RANDOM], ids=["greedy", "random"])
-def test_a_preempted_request_continues_with_the_same_tokens(served: Any, params: SamplingParams) -> None:
+def test_preempted_request_continues_with_the_same_tokens(served: Any, params: SamplingParams) -> None:
     core = served.core
     whole = core.add(PROMPTS[3], max_tokens=20, params=params, seed=7)
     core.run(chunk=8)
@@ -96,7 +96,7 @@ def test_a_preempted_request_continues_with_the_same_tokens(served: Any, params:
     assert resumed.outputs == whole.outputs
 
 
-def test_reset_forgets_every_tenant(served: Any) -> None:
+def test_reset_clears_every_slot(served: Any) -> None:
     core = served.core
     core.add(PROMPTS[3], max_tokens=100)
     core.advance()
@@ -107,7 +107,7 @@ def test_reset_forgets_every_tenant(served: Any) -> None:
     assert request.outputs == served.greedy(PROMPTS[:1], 8)[0]
 
 
-def test_a_plan_may_precede_the_tokens_it_computes(served: Any) -> None:
+def test_plan_may_precede_its_input_tokens(served: Any) -> None:
     """Overlap: plan 2 is complete before plan 1 has run; its input token comes from the executor's own table."""
     prompt = PROMPTS[1]
     row = NewRow(
@@ -140,8 +140,8 @@ def test_a_plan_may_precede_the_tokens_it_computes(served: Any) -> None:
 
 
 @pytest.mark.parametrize("num_own", [1, 5, 11])
-def test_a_row_reads_blocks_that_the_row_before_it_fills(served: Any, num_own: int) -> None:
-    """Requests that arrive together share a beginning before any step has computed it."""
+def test_row_reads_blocks_filled_by_the_previous_row(served: Any, num_own: int) -> None:
+    """Requests of one batch share a prefix before any step has computed it."""
     start = 3 * served.core.block_size
     shared = [(5 * 3 + n) % 97 for n in range(start)]
     prompts = [shared + [7] * 3, shared + [9] * num_own]
@@ -170,7 +170,7 @@ def test_a_row_reads_blocks_that_the_row_before_it_fills(served: Any, num_own: i
     assert tokens == [token for (token,) in served.greedy(prompts, 1)]
 
 
-def test_a_plan_without_rows_only_changes_tables(served: Any) -> None:
+def test_plan_without_rows_only_changes_tables(served: Any) -> None:
     plan = StepPlan(1, 0, pack_i32([3]), [], b"", b"", b"", b"", b"", b"")
     result = served.core.worker.execute(plan)
     assert (result.step, result.token_ids) == (1, b"")

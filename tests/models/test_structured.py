@@ -1,4 +1,4 @@
-"""Answers of a form by a model: the same alone, together, in chunks, preempted, begun in another executor."""
+"""Structured outputs of a model: the same alone, together, in chunks, preempted, and resumed in another executor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.models import byte_vocabulary
 from tests.models.small_models import FAMILIES, prompts_of
-from tests.models.test_engine import House, changed, small_kv, without_prefix_cache
+from tests.models.test_engine import CoreAndWorker, changed, small_kv, without_prefix_cache
 
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
@@ -17,20 +17,22 @@ from quintet.wire.step import Capacity
 
 
 def run(config: EngineConfig, worker: Any, which: list[int]) -> dict[int, list[int]]:
-    """Ask some of the requests, all at once."""
-    house = House(config, worker)
+    """Run these requests together."""
+    driver = CoreAndWorker(config, worker)
     for number in which:
-        house.admit(number + 1, prompts_of()[number % len(prompts_of())], byte_vocabulary.asked()[number])
-    house.run()
-    return {number: house.outputs[number + 1] for number in which}
+        driver.admit(
+            number + 1, prompts_of()[number % len(prompts_of())], byte_vocabulary.requested()[number]
+        )
+    driver.run()
+    return {number: driver.outputs[number + 1] for number in which}
 
 
 @pytest.mark.parametrize("serve", [16], indirect=True)
-def test_forms_hold_and_depend_on_no_schedule(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_outputs_match_their_format_in_every_schedule(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     worker = make_torch_worker(config)
-    everyone = list(range(len(byte_vocabulary.asked())))
+    everyone = list(range(len(byte_vocabulary.requested())))
     together = run(config, worker, everyone)
     byte_vocabulary.check(together)
     for number in everyone:
@@ -45,21 +47,21 @@ def test_forms_hold_and_depend_on_no_schedule(serve: Callable[..., Any], tmp_pat
 
 
 @pytest.mark.parametrize("serve", [16], indirect=True)
-def test_another_executor_goes_on_where_the_first_one_was(serve: Callable[..., Any], tmp_path: Path) -> None:
-    """The outputs come back with the request."""
+def test_another_executor_resumes_the_requests(serve: Callable[..., Any], tmp_path: Path) -> None:
+    """The outputs return with the request."""
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     whole = run(config, make_torch_worker(config), [0, 1])
-    house = House(config)
+    driver = CoreAndWorker(config)
     for number in (0, 1):
-        house.admit(number + 1, prompts_of()[number], byte_vocabulary.asked()[number])
+        driver.admit(number + 1, prompts_of()[number], byte_vocabulary.requested()[number])
     for _ in range(4):
-        plan = house.engine.plan(0)
+        plan = driver.engine.plan(0)
         assert plan is not None
-        house._apply(house.engine.commit(house.worker.begin(plan).result(), 0))
-    house.worker = make_torch_worker(config)  # and the first one is gone
+        driver._apply(driver.engine.commit(driver.worker.begin(plan).result(), 0))
+    driver.worker = make_torch_worker(config)  # the first executor is gone
     limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
     num_blocks = config.cache.memory_bytes // config.model.kv.bytes_per_block
-    house._apply(house.engine.capacity(Capacity(2, num_blocks, house.block_size, *limits), 0))
-    house.run()
-    assert {number: house.outputs[number + 1] for number in (0, 1)} == whole
+    driver._apply(driver.engine.capacity(Capacity(2, num_blocks, driver.block_size, *limits), 0))
+    driver.run()
+    assert {number: driver.outputs[number + 1] for number in (0, 1)} == whole

@@ -89,7 +89,7 @@ void Turn::wait_for(std::uint32_t turn, int spins) {
 }
 
 struct Ranks::Head {
-  Turn told;
+  Turn sent;
 };
 
 // What one rank writes.
@@ -137,7 +137,7 @@ Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : s
 }
 
 void Ranks::wait_for_all() {
-  for (index_t other = 1; other < shape_.ranks; ++other) lines_[other].done.wait_for(told_, spins_);
+  for (index_t other = 1; other < shape_.ranks; ++other) lines_[other].done.wait_for(sent_, spins_);
 }
 
 Step Ranks::step_at(index_t place) const {
@@ -151,21 +151,21 @@ Step Ranks::step_at(index_t place) const {
 }
 
 void Ranks::make_room() {
-  const std::uint32_t turn = told_ + 1 - std::uint32_t(shape_.depth);
+  const std::uint32_t turn = sent_ + 1 - std::uint32_t(shape_.depth);
   for (index_t other = 1; other < shape_.ranks; ++other) lines_[other].done.wait_for(turn, spins_);
 }
 
 void Ranks::tell(const Order& order, const Step* step) {
   make_room();
-  Order& told = orders_[place()];
-  told = order;
+  Order& sent = orders_[place()];
+  sent = order;
   if (step != nullptr) {
     const Step mine = step_at(place());
     std::int32_t* const tables = const_cast<std::int32_t*>(mine.block_table);
     const Step& s = *step;
     QT_REQUIRE(s.num_tokens <= shape_.max_tokens && s.num_rows <= shape_.max_rows && s.num_outputs <= shape_.max_outputs,
                "%lld tokens, %lld rows, %lld outputs", (long long)s.num_tokens, (long long)s.num_rows, (long long)s.num_outputs);
-    told.num_tokens = s.num_tokens, told.num_rows = s.num_rows, told.num_outputs = s.num_outputs;
+    sent.num_tokens = s.num_tokens, sent.num_rows = s.num_rows, sent.num_outputs = s.num_outputs;
     copy(mine.token_ids, s.token_ids, s.num_tokens);
     copy(mine.positions, s.positions, s.num_tokens);
     copy(mine.row_slots, s.row_slots, s.num_rows);
@@ -180,11 +180,11 @@ void Ranks::tell(const Order& order, const Step* step) {
              s.block_table + table * s.block_table_group_stride + slot * s.block_table_stride, entries);
     }
   }
-  head_->told.reach(++told_);
+  head_->sent.reach(++sent_);
 }
 
 Order Ranks::hear(Step& step) {
-  head_->told.wait_for(++told_, spins_);
+  head_->sent.wait_for(++sent_, spins_);
   const Order order = orders_[place()];
   const Rotation* const rotations = step.rotations;
   step = step_at(place());
@@ -197,7 +197,7 @@ index_t Ranks::table_entries(index_t tokens) const {
   return std::max(kStateEntries, (tokens + shape_.block_size - 1) / shape_.block_size);
 }
 
-void Ranks::done() { lines_[rank_].done.reach(told_); }
+void Ranks::done() { lines_[rank_].done.reach(sent_); }
 
 void Ranks::done_with(std::uint32_t orders) { lines_[rank_].done.reach(orders + 1); }
 
@@ -205,7 +205,7 @@ void Ranks::wait_for_done(std::uint32_t orders) {
   for (index_t other = 1; other < shape_.ranks; ++other) lines_[other].done.wait_for(orders + 1, spins_);
 }
 
-void Ranks::wait_for_told(std::uint32_t orders) { head_->told.wait_for(orders + 1, spins_); }
+void Ranks::wait_for_sent(std::uint32_t orders) { head_->sent.wait_for(orders + 1, spins_); }
 
 void Ranks::note(Note which, std::uint64_t value) { lines_[rank_].notes[index_t(which)].store(value); }
 
@@ -303,7 +303,7 @@ QT_EXPORT char* qt_ranks_payload(qt::Ranks* ranks) { return ranks->payload(); }
 
 QT_EXPORT void qt_ranks_make_room(qt::Ranks* ranks) { ranks->make_room(); }
 
-QT_EXPORT void qt_ranks_wait_for_told(qt::Ranks* ranks, index_t orders) { ranks->wait_for_told(std::uint32_t(orders)); }
+QT_EXPORT void qt_ranks_wait_for_sent(qt::Ranks* ranks, index_t orders) { ranks->wait_for_sent(std::uint32_t(orders)); }
 
 QT_EXPORT void qt_ranks_note(qt::Ranks* ranks, index_t which, std::uint64_t value) { ranks->note(qt::Note(which), value); }
 

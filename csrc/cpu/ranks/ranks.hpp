@@ -105,7 +105,7 @@ class Ranks {
   void wait_for_done(std::uint32_t orders);
 
   // The others: waits until so many orders were sent since the first, and takes none. From any thread.
-  void wait_for_told(std::uint32_t orders);
+  void wait_for_sent(std::uint32_t orders);
   // Any rank, from any thread: says something of itself; adds up what the others say.
   void note(Note which, std::uint64_t value);
   std::uint64_t noted(Note which) const;
@@ -148,14 +148,14 @@ class Ranks {
   struct Head;
   struct Line;
 
-  index_t place() const { return (told_ + (rank_ == 0)) % std::uint32_t(shape_.depth); }
+  index_t place() const { return (sent_ + (rank_ == 0)) % std::uint32_t(shape_.depth); }
   // The step with its arrays at a place.
   Step step_at(index_t place) const;
 
   RanksShape shape_;
   index_t rank_;
   int spins_;
-  std::uint32_t told_ = 1;  // orders; the first is to be there
+  std::uint32_t sent_ = 1;  // orders; the first is to be there
   Head* head_;
   Line* lines_;
   Order* orders_;

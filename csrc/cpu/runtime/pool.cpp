@@ -44,19 +44,19 @@ index_t size_of_piece(const Work& work, index_t left, index_t threads) {
   return size < 1 ? 1 : size;
 }
 
-// Returns when the word's value is such that `done`; the thread that sets it notifies. Spins as long as `patience` says, then
+// Returns when the word's value is such that `done`; the thread that sets it notifies. Spins as long as `spin_limit` says, then
 // sleeps: one wait, however often the value changes meanwhile.
-template <class Value, class Done, class Patience>
-void wait_until(const std::atomic<Value>& word, Done done, Patience& patience) {
-  const int most = std::clamp(2 * patience.usual, std::min(kFewestSpins, patience.most), patience.most);
+template <class Value, class Done, class SpinLimit>
+void wait_until(const std::atomic<Value>& word, Done done, SpinLimit& spin_limit) {
+  const int most = std::clamp(2 * spin_limit.usual, std::min(kFewestSpins, spin_limit.most), spin_limit.most);
   for (int spin = 0; spin < most; ++spin) {
     if (done(word.load(std::memory_order_acquire))) {
-      patience.usual += (spin - patience.usual) / 8;
+      spin_limit.usual += (spin - spin_limit.usual) / 8;
       return;
     }
     pause();
   }
-  patience.usual -= patience.usual / 4;
+  spin_limit.usual -= spin_limit.usual / 4;
   for (Value now; !done(now = word.load(std::memory_order_acquire));) word.wait(now, std::memory_order_acquire);
 }
 
@@ -68,7 +68,7 @@ Pool::Pool(int threads, bool pin) {
     most_spins_ = kMostSpins;
     if (pin) processors_ = in_order_of_cores(usable, "/sys");
   }
-  callers_patience_ = patience();
+  callers_spin_limit_ = new_spin_limit();
   if (!processors_.empty()) stay_on(processors_[0]);
   for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
 }
@@ -81,8 +81,8 @@ Pool::~Pool() {
 }
 
 template <class Value>
-void Pool::wait_while(const std::atomic<Value>& word, Value value, Patience& patience) {
-  wait_until(word, [value](Value now) { return now != value; }, patience);
+void Pool::wait_while(const std::atomic<Value>& word, Value value, SpinLimit& spin_limit) {
+  wait_until(word, [value](Value now) { return now != value; }, spin_limit);
 }
 
 void Pool::run(const Work* list, index_t count) {
@@ -109,7 +109,7 @@ void Pool::run(const Work* list, index_t count) {
   open_.store(true);
   run_.store(run);
   run_.notify_all();
-  go_through(run, 0, callers_patience_);
+  go_through(run, 0, callers_spin_limit_);
 }
 
 void Pool::begin(Progress& progress, std::uint32_t run, const Work& work) const {
@@ -123,7 +123,7 @@ void Pool::begin(Progress& progress, std::uint32_t run, const Work& work) const 
 
 void Pool::work(int thread) {
   if (!processors_.empty()) stay_on(processors_[thread]);
-  Patience between_runs = patience(), in_run = patience();
+  SpinLimit between_runs = new_spin_limit(), in_run = new_spin_limit();
   std::uint32_t seen = 0;
   while (true) {
     wait_while(run_, seen, between_runs);
@@ -135,7 +135,7 @@ void Pool::work(int thread) {
   }
 }
 
-void Pool::go_through(std::uint32_t run, int thread, Patience& patience) {
+void Pool::go_through(std::uint32_t run, int thread, SpinLimit& spin_limit) {
   Ahead ahead;
   for (index_t i = 0; i < length_; ++i) {
     Progress& progress = progress_[i];
@@ -152,7 +152,7 @@ void Pool::go_through(std::uint32_t run, int thread, Patience& patience) {
     }
     if (progress.left.load(std::memory_order_acquire) == 0) continue;
     look_ahead(ahead, i, thread);
-    wait_for(progress, ahead, patience);
+    wait_for(progress, ahead, spin_limit);
   }
 }
 
@@ -183,10 +183,10 @@ bool Pool::take(Progress& progress, std::uint32_t run, const Work& work, int thr
 // Finds the next work after `after` that reads much memory, and what this thread reads of it first.
 void Pool::look_ahead(Ahead& ahead, index_t after, int thread) const {
   index_t next = after + 1;
-  bool told = list_[after].late != nullptr;  // whether late works that come next are known
+  bool late_known = list_[after].late != nullptr;  // whether the next late works are known
   for (; next < length_; ++next) {
-    told = told && list_[next].late != nullptr;
-    if (list_[next].late && !told) {
+    late_known = late_known && list_[next].late != nullptr;
+    if (list_[next].late && !late_known) {
       ahead = {};
       return;
     }
@@ -201,7 +201,7 @@ void Pool::look_ahead(Ahead& ahead, index_t after, int thread) const {
   ahead.bytes = kAheadBytes;
 }
 
-void Pool::wait_for(Progress& progress, Ahead& ahead, Patience& patience) const {
+void Pool::wait_for(Progress& progress, Ahead& ahead, SpinLimit& spin_limit) const {
   while (ahead.bytes > 0) {
     if (progress.left.load(std::memory_order_acquire) == 0) return;
     if (ahead.left.lines == 0) {
@@ -215,7 +215,7 @@ void Pool::wait_for(Progress& progress, Ahead& ahead, Patience& patience) const 
       if (ahead.at >= ahead.left.bytes) ahead.left.memory += ahead.left.stride, --ahead.left.lines, ahead.at = 0;
     }
   }
-  wait_until(progress.left, [](std::uint32_t left) { return left == 0; }, patience);
+  wait_until(progress.left, [](std::uint32_t left) { return left == 0; }, spin_limit);
 }
 
 Balance balance_of(const Work& work, index_t threads) {

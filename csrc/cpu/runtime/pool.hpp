@@ -51,7 +51,7 @@ class Pool {
   };
 
   // How long a thread spins before it sleeps, learned from how long it has waited.
-  struct Patience {
+  struct SpinLimit {
     int usual = 0;  // spins that waits have taken lately
     int most = 0;   // 0: never spins
   };
@@ -64,20 +64,20 @@ class Pool {
   };
 
   void work(int thread);
-  void go_through(std::uint32_t run, int thread, Patience& patience);
+  void go_through(std::uint32_t run, int thread, SpinLimit& spin_limit);
   // Before any thread takes of it: nothing is done of a work with known pieces.
   void begin(Progress& progress, std::uint32_t run, const Work& work) const;
   bool take(Progress& progress, std::uint32_t run, const Work& work, int thread, index_t& begin, index_t& end) const;
   void look_ahead(Ahead& ahead, index_t after, int thread) const;
-  void wait_for(Progress& progress, Ahead& ahead, Patience& patience) const;
+  void wait_for(Progress& progress, Ahead& ahead, SpinLimit& spin_limit) const;
   template <class Value>
-  static void wait_while(const std::atomic<Value>& word, Value value, Patience& patience);
-  Patience patience() const { return {.usual = most_spins_ / 8, .most = most_spins_}; }
+  static void wait_while(const std::atomic<Value>& word, Value value, SpinLimit& spin_limit);
+  SpinLimit new_spin_limit() const { return {.usual = most_spins_ / 8, .most = most_spins_}; }
 
   std::vector<std::thread> workers_;
   std::vector<int> processors_;  // where threads stay; empty: anywhere
   int most_spins_ = 0;
-  Patience callers_patience_;  // of the caller of run()
+  SpinLimit callers_spin_limit_;  // of the caller of run()
   std::mutex callers_;
   std::vector<Work> list_;  // this and the next two change only while no worker is inside
   std::vector<Progress> progress_;

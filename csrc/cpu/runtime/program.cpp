@@ -25,8 +25,8 @@ void Program::run(const Step& step, index_t begin, index_t end) {
 
 void Program::balance(const Step& step, index_t threads, index_t begin, index_t end, OpBalance* out) {
   for (index_t i = begin; i < end; ++i, ++out) {
-    const Work told = ops_[i]->prepare(step, threads);
-    const Work& work = told.late ? *told.late : told;
+    const Work listed = ops_[i]->prepare(step, threads);
+    const Work& work = listed.late ? *listed.late : listed;
     const Balance found = balance_of(work, threads);
     *out = {work.count, found.takes, found.cost, found.busiest, work.bytes, work.bytes_again};
   }

@@ -135,7 +135,7 @@ class RanksLibrary:
         self.logits = declare(library, "qt_ranks_logits", a, result=a)
         self.rotated = declare(library, "qt_ranks_rotated", a, result=a)
         self.make_room = declare(library, "qt_ranks_make_room", a)
-        self.wait_for_sent = declare(library, "qt_ranks_wait_for_told", a, n)
+        self.wait_for_sent = declare(library, "qt_ranks_wait_for_sent", a, n)
         self.note = declare(library, "qt_ranks_note", a, n, ctypes.c_uint64)
         self.noted = declare(library, "qt_ranks_noted", a, n, result=ctypes.c_uint64)
         self.payload = declare(library, "qt_ranks_payload", a, result=a)

@@ -1,4 +1,4 @@
-"""A step for tests of attention: rows over a paged cache whose unused places hold NaN, so that reading one shows."""
+"""Attention steps for tests: rows over a paged cache with NaN in unused positions, so that reading one is visible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """What stays the same over steps."""
+    """Dimensions that all steps share."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -87,10 +87,10 @@ def step_rows(
 
 
 class Problem:
-    """A cache with some requests in it, and steps over them.
+    """A cache with several requests, and steps over them.
 
-    Every request's tokens are drawn once: a step takes those that its rows name, so that a token is the same whether it
-    comes alone, in a chunk or with its whole prompt.
+    Every request's tokens are drawn once, and a step takes those of its rows. So a token is the same alone, in a chunk
+    or with its whole prompt.
     """
 
     def __init__(self, device: Device, shape: Shape, lengths: Sequence[int], seed: int = 0) -> None:
@@ -119,7 +119,7 @@ class Problem:
                 self._kv[:, block, :, position % shape.block_size] = new[:, position]
 
     def of_heads(self, begin: int, end: int) -> Problem:
-        """Return the same for some of the query heads, all of which read one KV head."""
+        """Return the problem of some of the query heads, all of which read one KV head."""
         part = copy.copy(self)
         part.shape = replace(self.shape, num_heads=end - begin)
         part._q = [each[:, begin:end] for each in self._q]
@@ -139,7 +139,7 @@ class Problem:
         sinks: torch.Tensor | None = None,
         value_scale: float = 1.0,
     ) -> Step:
-        """Compute a step, its rows being of ``requests`` in order; tokens after a row's last are not in the cache yet."""
+        """Compute a step with rows of ``requests`` in order; tokens after a row's last are not in the cache yet."""
         shape, place = self.shape, self.device.torch_device
         requests = list(range(len(rows))) if requests is None else requests
         kv = self._kv.clone()
@@ -158,7 +158,7 @@ class Problem:
             for request, (start, count) in zip(requests, rows, strict=True)
         ]
         q = torch.cat([*parts, torch.full((padding, shape.num_heads, shape.head_dim), torch.nan)])
-        # As the queries come: a slice of what the projection gave.
+        # As in a layer: a slice of the projection's output.
         qkv = (
             torch.cat([q, torch.full((len(q), 2, shape.head_dim), torch.nan)], dim=1)
             .to(shape.dtype)
@@ -178,7 +178,7 @@ class Problem:
 
 
 def in_blocks(kv: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys, and values of which only so many numbers are left, of each block side by side, with a gap behind."""
+    """Return keys, and values of this width, of each block side by side, with a gap after them."""
     _, num_blocks, num_kv_heads, size, head_dim = kv.shape
     numbers = num_kv_heads * size * head_dim
     memory = torch.empty(
@@ -194,7 +194,7 @@ def in_blocks(kv: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Ten
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was computed, and what from."""
+    """A computed step with its inputs."""
 
     out: torch.Tensor
     q: torch.Tensor
@@ -205,15 +205,15 @@ class Step:
     """``chunk``, ``sinks`` and ``value_scale``."""
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the reference, and by how much each number of the output may differ from it.
+        """Return the reference, and the error bound of each number of the output.
 
-        Weights and output are rounded to the model's format, each by at most half a unit in the last place, ``u``. The
-        weights are rounded where they multiply the values and where they are summed, so an output is off by at most
-        ``2 u`` times the average of the values' magnitudes, plus ``u`` times itself. All else is fp32: a tenth more and
-        1e-5 are far beyond what its roundings add over some hundred positions.
+        Weights and output are rounded to the model's format, each by at most half a unit in the last place, ``u``.
+        The weights are rounded where they multiply the values and where they are summed. An output is off by at
+        most ``2 u`` times the average of the values' magnitudes, plus ``u`` times itself. The rest is fp32: a tenth
+        more and 1e-5 far exceed its roundings over some hundred positions.
         """
         unit = torch.finfo(self.out.dtype).eps / 2 if self.out.dtype != torch.float32 else 0.0
-        # What no row may read is zero here: a weight of 0 times it is 0.
+        # Masked numbers are zero here: a weight of 0 times them is 0.
         keys, values = (torch.nan_to_num(plane.float()) for plane in self.kv)
         expected, magnitudes = (
             paged_attention_reference(self.q, (keys, plane), self.rows, *self.options, **self.more)  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ class Step:
         expected, bound = self.expected()
         error = (self.out.float() - expected).abs()
         worst = (error - bound).flatten().argmax()
-        assert not self.out.isnan().any(), "reads what it may not"
+        assert not self.out.isnan().any(), "reads masked positions"
         assert bool((error <= bound).all()), (
             f"off by {error.flatten()[worst]:.3g}, allowed {bound.flatten()[worst]:.3g}, at {int(worst)} of {tuple(error.shape)}"
         )

@@ -1,4 +1,4 @@
-"""Weights row by row in torch tensors, as a GPU has them, on an emulated device whose memory is the host's."""
+"""Row-major weights in torch tensors, as on a GPU, for an emulated device over host memory."""
 
 from __future__ import annotations
 

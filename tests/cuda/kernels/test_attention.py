@@ -26,7 +26,7 @@ def test_one_new_token_per_row(device: Device, num_heads: int, num_kv_heads: int
     Problem(device, shape, LENGTHS).run(ALONE).check()
 
 
-def test_blocks_as_large_as_a_state(device: Device) -> None:
+def test_blocks_of_the_size_of_a_state(device: Device) -> None:
     shape = Shape(block_size=1040, max_model_len=4096)
     rows: list[Row] = [(1100, 1), (1030, 12), (1039, 1), (1040, 1)]
     Problem(device, shape, [start + count for start, count in rows]).run(rows).check()
@@ -34,8 +34,8 @@ def test_blocks_as_large_as_a_state(device: Device) -> None:
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 16, 48, 1040, 2080, 4096, 65520])
-def test_a_block_is_found_without_dividing(block_size: int) -> None:
-    """As csrc/cuda/attention.cuh has it, for all the positions that a plan lets a sequence have."""
+def test_block_index_without_division(block_size: int) -> None:
+    """With the arithmetic of csrc/cuda/attention.cuh, for all positions that a plan allows."""
     inverse = 0xFFFFFFFF // block_size + 1
     borders = range(0, (1 << 32) // block_size, max(1, (1 << 32) // block_size**2 // 1000) * block_size)
     for position in (at for border in borders for at in (max(0, border - 1), border)):
@@ -66,8 +66,8 @@ def test_sliding_window(device: Device, window: int) -> None:
     problem.run(MIXED, window=window).check()
 
 
-def test_what_left_the_window_may_be_gone(device: Device) -> None:
-    """Blocks behind every token's window were freed: their entries of the block table are anybody's."""
+def test_blocks_before_the_window_may_be_freed(device: Device) -> None:
+    """Blocks before every token's window were freed: their entries of the block table may name any block."""
     shape = Shape(windows=(16,))
     problem = Problem(device, shape, [300, 200])
     problem._tables[0, : (299 - 16) // 16] = -(1 << 20)
@@ -157,8 +157,8 @@ def test_few_long_rows_are_split(device: Device) -> None:
 
 
 @pytest.mark.parametrize("rows", [ALONE, [(699, 1), (400, 100)]])
-def test_a_layer_after_the_other(device: Device, rows: list[Row]) -> None:
-    """Pieces are handed out anew, and parts counted anew, for each layer of a step, whose plan is made once."""
+def test_plan_is_reused_by_layers(device: Device, rows: list[Row]) -> None:
+    """The plan of a step is made once; its work counters reset for each layer."""
     shape = Shape(num_heads=8, num_kv_heads=4)
     problem = Problem(device, shape, [start + count for start, count in rows])
     plan = shape.plan(device)
@@ -168,7 +168,7 @@ def test_a_layer_after_the_other(device: Device, rows: list[Row]) -> None:
 
 
 def test_many_rows_are_planned(device: Device) -> None:
-    """More rows than a block of the plan has threads: prefix sums go on."""
+    """More rows than a block of the plan has threads: prefix sums continue over several rounds."""
     num_rows = 1100
     plan = AttentionPlan(
         device, num_rows, num_rows, 8, 2, 64, 1024, torch.bfloat16, torch.bfloat16, fixed_splits=True
@@ -217,7 +217,7 @@ def test_errors_name_the_tensor(device: Device) -> None:
 
 
 def _parts(plan: AttentionPlan, window: int | None, num_rows: int) -> tuple[list[int], list[int]]:
-    """How many pieces per patch and KV head each row has, by kernel."""
+    """Return the number of pieces per patch and KV head of each row, by kernel."""
     first = 4 + plan.max_rows + 1
     decode, chunk = (
         plan.table(AttentionWindow(window), for_chunks)[first : first + num_rows].tolist()

@@ -1,5 +1,6 @@
-"""With fixed splits a token's attention has the same bits however it came: alone, in a chunk, with its whole prompt, beside
-anybody, its splits computed side by side or one after the other. Equality, no tolerance.
+"""Attention with fixed splits: a token has the same bits alone, in a chunk, with its whole prompt and in any batch.
+
+Splits are computed in parallel or in sequence. The tests compare for equality.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def test_split_sizes() -> None:
         (Shape(2, 1, dtype=torch.float32), 0.0, False),
     ],
 )
-def test_alone_in_chunks_or_whole(device: Device, shape: Shape, soft_cap: float, with_alibi: bool) -> None:
+def test_bits_do_not_depend_on_chunks(
+    device: Device, shape: Shape, soft_cap: float, with_alibi: bool
+) -> None:
     problem = Problem(device, shape, [LENGTH, 40])
     plan = shape.plan(device, fixed_splits=True)
     alibi = torch.full((shape.num_heads,), 0.03, device=device.torch_device) if with_alibi else None
@@ -62,8 +65,10 @@ def test_alone_in_chunks_or_whole(device: Device, shape: Shape, soft_cap: float,
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("num_heads", "ranks"), [(65, 5), (80, 5), (128, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.whole)])
-def test_heads_of_a_rank_or_of_all(device: Device, num_heads: int, ranks: int, dtype: torch.dtype) -> None:
-    """All read one KV head, and are more than are multiplied at once: a rank of several has some of them."""
+def test_bits_do_not_depend_on_the_heads_of_a_rank(
+    device: Device, num_heads: int, ranks: int, dtype: torch.dtype
+) -> None:
+    """All heads read one KV head, and exceed the number multiplied at once; each of several ranks has some of them."""
     problem = Problem(device, Shape(num_heads, 1, dtype=dtype), [300, 40])
     whole_plan, each = problem.shape.plan(device, fixed_splits=True), num_heads // ranks
     for rows in ([(299, 1)], [(260, 40), (3, 5)], [(0, 70), (39, 1)]):
@@ -76,7 +81,7 @@ def test_heads_of_a_rank_or_of_all(device: Device, num_heads: int, ranks: int, d
 
 
 @pytest.mark.parametrize("rows", [[(LENGTH - 1, 1)], [(LENGTH - 20, 20)]])
-def test_splits_side_by_side_or_one_after_the_other(device: Device, rows: list[Row]) -> None:
+def test_bits_do_not_depend_on_parallel_splits(device: Device, rows: list[Row]) -> None:
     shape = Shape(2, 1)
     problem = Problem(device, shape, [LENGTH])
     spread, confined = shape.plan(device, fixed_splits=True), shape.plan(device, fixed_splits=True)
@@ -88,5 +93,5 @@ def test_splits_side_by_side_or_one_after_the_other(device: Device, rows: list[R
 
 
 def _parts(plan: AttentionPlan) -> list[int]:
-    """Pieces of the only row, by kernel."""
+    """Return the pieces of the only row, by kernel."""
     return plan.tables[0, :, 4 + plan.max_rows + 1].tolist()  # type: ignore[no-any-return]

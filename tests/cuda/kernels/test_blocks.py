@@ -45,8 +45,8 @@ def test_copies_apply_in_order(device: Device, pairs: list[tuple[int, int]], hea
         assert torch.equal(layer, right)
 
 
-def test_swapped_out_and_in_to_other_blocks(device: Device) -> None:
-    """The host pool has another number of blocks, so that its blocks lie elsewhere."""
+def test_swap_out_and_in_to_other_blocks(device: Device) -> None:
+    """The host pool has another number of blocks and thus other strides."""
     memory = layers(device.torch_device, 2, 6)
     before = [layer.clone() for layer in memory]
     host = [device.pinned((3, 4, 16, 8), torch.bfloat16).zero_() for _ in memory]
@@ -74,7 +74,7 @@ def test_no_pairs(device: Device) -> None:
     assert torch.equal(memory[0], before)
 
 
-def test_a_wrong_tensor_is_named(device: Device) -> None:
+def test_invalid_tensor_is_named(device: Device) -> None:
     where = device.torch_device
     memory = layers(where, 2, 4)
     with pytest.raises(ValueError, match="place 1: expected contiguous"):

@@ -1,4 +1,4 @@
-"""Rows of GGUF files on a device: the numbers that ggml defines, to the bit, kept in codes, and multiplied as such."""
+"""Rows of GGUF files on a device: bit-exact numbers of ggml, kept as codes, and multiplied as codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Setting:
 def loaded(
     kinds: dict[str, str], device: Device, activation: GatedActivation = GatedActivation.NONE
 ) -> tuple[Linear, torch.Tensor]:
-    """Return a layer of parts of 48 rows, each of a type or in floating-point numbers, and its numbers."""
+    """Return a layer with parts of 48 rows, each of one type or in floating-point numbers, and its numbers."""
     contents, tensors, numbers = {}, {}, []
     for seed, (part, kind) in enumerate(kinds.items()):
         if kind == "BF16":
@@ -57,9 +57,9 @@ def loaded(
 
 
 def check(device: Device, layer: Linear, numbers: torch.Tensor) -> None:
-    """Compare a product with fp64, within half a unit and what instructions cut off; see `tests.cuda.kernels.test_linear`.
+    """Compare a product with fp64, within half a unit and the truncation bound of `tests.cuda.kernels.test_linear`.
 
-    Of types with minima, these and what they are taken from are summed apart: both are in the bound.
+    Types with minima sum the minima and their terms separately: both are in the bound.
     """
     assert isinstance(layer.method, CodedLinear)
     minima = [part.weight.minima for part in layer.method.parts if isinstance(part, CodedRun)]
@@ -74,7 +74,7 @@ def check(device: Device, layer: Linear, numbers: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", KEPT_BLOCKS)
-def test_each_type_is_kept_to_the_bit(kind: str, device: Device) -> None:
+def test_each_type_is_bit_exact(kind: str, device: Device) -> None:
     layer, numbers = loaded({"q": kind}, device)
     assert isinstance(layer.method, CodedLinear)
     (part,) = layer.method.parts
@@ -84,7 +84,7 @@ def test_each_type_is_kept_to_the_bit(kind: str, device: Device) -> None:
 
 
 def test_parts_of_other_types_write_their_own_columns(device: Device) -> None:
-    """As in half of the layers of a Q4_K_M file; beside numbers that are in no blocks; and gates unlike their ups."""
+    """As in half of the layers of a Q4_K_M file; next to unquantized numbers; and gates of another type than ups."""
     layer, numbers = loaded({"q": "Q4_K", "k": "Q4_K", "v": "Q6_K"}, device)
     assert isinstance(layer.method, CodedLinear) and layer.method.widths == [96, 48]
     check(device, layer, numbers)
@@ -97,5 +97,5 @@ def test_parts_of_other_types_write_their_own_columns(device: Device) -> None:
     check(device, layer, numbers)
 
 
-def test_every_type_that_the_host_packs_is_kept() -> None:
+def test_every_type_packed_by_the_host_is_kept() -> None:
     assert KEPT_BLOCKS.keys() == PACKED_FORMATS.keys()

@@ -1,7 +1,7 @@
-"""Experts on a device: torch's results, and the same bits whoever else is in the step; rows in groups, and matrices by head.
+"""Experts on a device: torch's results, and the same bits in any batch; grouped rows, and matrices by head.
 
-Bounds: sums of products in fp32 in another order, and a rounding of what lies between to the rows' format, where either side may
-round the other way.
+Bounds: sums of products in fp32 in another order, and a rounding of intermediate numbers to the rows' format, where either
+side may round the other way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def groups_of(device: Device, counts: Sequence[int]) -> torch.Tensor:
 
 
 def layer_on(device: Device, name: str, dtype: torch.dtype, gate: Gate, biased: bool) -> Any:
-    """As much of a layer as computing takes."""
+    """The attributes of a layer that the computation reads."""
     tables, correction = tables_of(ROUTINGS[name], dtype, biased), correction_of(name)
     where = device.torch_device
     moved = [getattr(tables, field.name) for field in fields(ExpertTables)]
@@ -67,7 +67,7 @@ def layer_on(device: Device, name: str, dtype: torch.dtype, gate: Gate, biased: 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_rows_in_groups(counts: list[int], dtype: torch.dtype, biased: bool, device: Device) -> None:
-    """By every tile: the reference's numbers, and the bits of each group alone."""
+    """For every tile: the reference's numbers, and the bits of each group alone."""
     where, num_rows, columns, depth = device.torch_device, sum(counts), 72, 40
     x = noise(num_rows, depth, dtype=dtype, where=where)
     weight = noise(len(counts), columns, depth, dtype=dtype, where=where, seed=1)
@@ -100,7 +100,7 @@ def test_matrices_by_head(device: Device) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 17, 70])
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_experts_are_the_reference(name: str, gate: Gate, num_tokens: int, device: Device) -> None:
+def test_experts_equal_the_reference(name: str, gate: Gate, num_tokens: int, device: Device) -> None:
     layer = layer_on(device, name, torch.float32, gate, biased=gate is CLAMPED)
     routing, where = layer.routing, device.torch_device
     x = noise(num_tokens, HIDDEN, dtype=torch.float32, where=where, seed=6)
@@ -114,7 +114,7 @@ def test_experts_are_the_reference(name: str, gate: Gate, num_tokens: int, devic
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_token_has_the_same_bits_in_any_company(name: str, dtype: torch.dtype, device: Device) -> None:
+def test_bits_of_a_token_do_not_depend_on_the_batch(name: str, dtype: torch.dtype, device: Device) -> None:
     layer = layer_on(device, name, dtype, SILU, biased=False)
     where = device.torch_device
     x = noise(40, HIDDEN, dtype=dtype, where=where, seed=6)

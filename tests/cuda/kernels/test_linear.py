@@ -1,12 +1,12 @@
-"""Products with a weight, against fp64 and against themselves, on shapes that straddle tiles, steps and chunks.
+"""Products with a weight, against fp64 and between batches, on shapes that straddle tiles, steps and chunks.
 
-Bounds. A tensor core aligns the products of an instruction to the largest of them and cuts off what is below: less than
-2^-23 of it for each product and each addition (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores,
-PeerJ Computer Science 2021), so a sum over the depth is off by at most depth * 2^-22 of the sum of the products' magnitudes;
-sums rounded to nearest (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1) by a quarter of that.
-Rounding to the output's format adds half a unit.
+Bounds. A tensor core aligns the products of an instruction to the largest and truncates the rest. The error is below 2^-23
+of it for each product and addition (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ
+Computer Science 2021). A sum over the depth is then off by at most depth * 2^-22 of the sum of the products' magnitudes.
+Sums rounded to nearest are off by a quarter of that (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
+3.1). Rounding to the output's format adds half a unit.
 
-Everything else is equality: the bits of a row depend on nothing but the row and the weight.
+All other comparisons are equalities: the bits of a row depend on the row and the weight only.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ DTYPES = tuple(HALF_UNIT)
 ROWS = (1, 2, 3, 15, 16, 17, 64, 65, 130)
 MOST_ROWS = 130
 COLUMNS = 72
-"""A whole tile's columns and a part of another's."""
+"""A full tile and a partial tile of columns."""
 DEPTH = 2 * 256 + 24
-"""Two chunks of 16-bit numbers and a part of a third that is no whole step of any tile: see `chunk_units`."""
+"""Two chunks of 16-bit numbers and a third that ends within a step of every tile: see `chunk_units`."""
 
 every_format = pytest.mark.parametrize("dtype", DTYPES)
 
 
-class Watched:
-    """A device that keeps the grids of what it launches, and says that it is large: a few sums alone do not fill it."""
+class GridRecorder:
+    """A device that records the grids of its launches and reports many multiprocessors, so that small sums are split."""
 
     def __init__(self, device: Device) -> None:
         self.torch_device = device.torch_device
@@ -74,7 +74,7 @@ def noise(device: Device, dtype: torch.dtype, *shape: int, seed: int = 0) -> tor
 
 
 def check(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Compare with the sum in fp64, within the bounds at the head of the file."""
+    """Compare with the sum in fp64, within the bounds of the module docstring."""
     shift = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double().cpu()
     exact = x.double().cpu() @ weight.double().cpu().T + shift
     magnitudes = x.double().cpu().abs() @ weight.double().cpu().abs().T + shift.abs()
@@ -112,7 +112,7 @@ def test_matmul(device: Device, dtype: torch.dtype, num_rows: int, columns: int,
 
 
 @every_format
-def test_a_row_does_not_depend_on_the_others(device: Device, dtype: torch.dtype) -> None:
+def test_row_does_not_depend_on_the_others(device: Device, dtype: torch.dtype) -> None:
     x, weight = noise(device, dtype, MOST_ROWS, DEPTH), noise(device, dtype, COLUMNS, DEPTH, seed=1)
     bias = noise(device, dtype, COLUMNS, seed=2)
     memory = SplitMemory(device)
@@ -134,13 +134,16 @@ def test_a_row_does_not_depend_on_the_others(device: Device, dtype: torch.dtype)
     ],
 )
 def test_every_tile_gives_the_same_bits_split_or_not(device: Device, dtype: torch.dtype, tile: Tile) -> None:
-    num_rows, columns = 37, 133  # of the lowest tiles three, of the tallest a part; columns of three, or two
+    num_rows, columns = (
+        37,
+        133,
+    )  # three row tiles of the lowest tiles, a partial one of the tallest; three or two tiles of columns
     x, weight = noise(device, dtype, num_rows, DEPTH), noise(device, dtype, columns, DEPTH, seed=1)
-    watched = Watched(device)
+    watched = GridRecorder(device)
     expected = matmul(device, x, weight, tile=tiles_of(dtype)[0])
     assert same(matmul(watched, x, weight, tile=tile), expected)
     memory = SplitMemory(device)
-    for _ in range(2):  # the first leaves the tickets as it found them
+    for _ in range(2):  # the first run resets the tickets
         assert same(matmul(watched, x, weight, tile=tile, memory=memory), expected)
     assert not memory.tickets.any()
     one, *split = (grid[1] for grid in watched.grids)
@@ -156,8 +159,8 @@ def test_any_split_memory_gives_the_same_bits(device: Device, dtype: torch.dtype
 
 
 @every_format
-def test_numbers_beyond_the_ends_are_never_read(device: Device, dtype: torch.dtype) -> None:
-    """NaN behind the last row, the last column and the depth: a product with one would be NaN."""
+def test_numbers_out_of_bounds_are_never_read(device: Device, dtype: torch.dtype) -> None:
+    """NaN after the last row, the last column and the depth: a product with one would be NaN."""
     num_rows, columns, depth = 5, 9, 80
     x = torch.full((num_rows + 1, depth + 8), torch.nan, dtype=dtype, device=device.torch_device)
     weight = torch.full((columns + 1, depth), torch.nan, dtype=dtype, device=device.torch_device)
@@ -196,8 +199,8 @@ def test_matvec(device: Device, dtype: torch.dtype, columns: int, depth: int, nu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_results_in_float32_are_the_sums(device: Device, dtype: torch.dtype) -> None:
-    """Rounded, they are what is written otherwise; of every tile, with a split and without."""
+def test_float32_results_are_the_sums(device: Device, dtype: torch.dtype) -> None:
+    """Rounded, they equal the default output; for every tile, with and without a split."""
     x, weight = noise(device, dtype, 19, DEPTH), noise(device, dtype, 71, DEPTH, seed=1)
     bias, where = noise(device, dtype, 71, seed=2), device.torch_device
     for multiply, rows in ((matmul, 19), (matmul, 1), (matvec, 3)):
@@ -207,13 +210,13 @@ def test_results_in_float32_are_the_sums(device: Device, dtype: torch.dtype) -> 
         assert same(wide[:, 2:73].to(dtype), multiply(device, x[:rows], weight, bias))
         assert not torch.equal(wide[:, 2:73], wide[:, 2:73].to(dtype).float())
     split = matmul(
-        Watched(device), x, weight, bias, torch.empty(19, 71, device=where), memory=SplitMemory(device)
+        GridRecorder(device), x, weight, bias, torch.empty(19, 71, device=where), memory=SplitMemory(device)
     )
     for tile in TILES_OF_16_BITS:
         assert same(split, matmul(device, x, weight, bias, torch.empty(19, 71, device=where), tile=tile))
 
 
-def test_a_tile_is_as_low_as_the_rows_and_fits_the_device() -> None:
+def test_tile_height_follows_the_rows_and_fits_the_device() -> None:
     def heights(max_shared_bytes: int) -> list[int]:
         return [
             choose_tile(rows, TILES_OF_16_BITS, max_shared_bytes).rows for rows in (1, 17, 33, 65, 130, 260)
@@ -234,7 +237,7 @@ def test_matrices_are_loaded_without_bank_conflicts(device: Device) -> None:
         assert loads > 0 and conflicts == 0, tile
 
 
-def test_rows_of_a_weight_are_shared_by_warps_where_there_are_few() -> None:
+def test_few_weight_rows_are_split_between_warps() -> None:
     one, four = MatvecShape.of(1), MatvecShape.of(4)
 
     def parts(shape: MatvecShape, columns: int, row_bytes: int) -> int:
@@ -248,17 +251,17 @@ def test_rows_of_a_weight_are_shared_by_warps_where_there_are_few() -> None:
     assert parts(one, 64, 2048) == 1
 
 
-def test_sums_are_split_where_that_saves_a_round() -> None:
+def test_sums_are_split_where_that_saves_a_wave() -> None:
     slots = 3 * 132
-    assert splitting_is_faster(64, 4, slots), "a quarter of the machine would work"
-    assert splitting_is_faster(448, 4, slots), "a second round for an eighth of the tiles"
+    assert splitting_is_faster(64, 4, slots), "a quarter of the multiprocessors would work"
+    assert splitting_is_faster(448, 4, slots), "a second wave for an eighth of the tiles"
     assert not splitting_is_faster(2004, 4, slots)
     assert not splitting_is_faster(64, 1, slots)
     assert not splitting_is_faster(128, 4, 132)
 
 
 @every_format
-def test_a_chunk_depends_on_the_depth_only_and_there_are_few(dtype: torch.dtype) -> None:
+def test_chunks_depend_on_the_depth_only(dtype: torch.dtype) -> None:
     for depth in range(8, 20_000, 8):
         assert 1 <= -(-depth * dtype.itemsize // (128 * chunk_units(depth, dtype))) <= 4
     depths = [chunk_units(depth, dtype) for depth in range(8, 20_000, 8)]
@@ -271,7 +274,7 @@ def test_no_rows(device: Device) -> None:
     assert matvec(device, weight[:0], weight).shape == (0, 8)
 
 
-def test_what_a_kernel_cannot_take_is_named(device: Device) -> None:
+def test_unsupported_inputs_are_named(device: Device) -> None:
     x, weight = noise(device, torch.bfloat16, 5, 64), noise(device, torch.bfloat16, 8, 64)
     with pytest.raises(OperandError, match=r"weight: \[8, 64\]"):
         matmul(device, x[:, :56], weight)

@@ -1,7 +1,7 @@
-"""Products with weights in codes, against fp64 and between batches, on shapes that straddle tiles, bricks and groups.
+"""Products with coded weights, against fp64 and between batches, on shapes that straddle tiles, bricks and groups.
 
 Bounds are those of `tests.cuda.kernels.test_linear`: values of codes are exact. A scale is applied in the rounding of an
-addition that is counted there. Everything else is equality.
+addition counted there. All other comparisons are equalities.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tests.cuda.emulated import EmulatedDevice
-from tests.cuda.kernels.test_linear import HALF_UNIT, Watched, noise, same
+from tests.cuda.kernels.test_linear import HALF_UNIT, GridRecorder, noise, same
 
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.coded_weight import Code, CodedLayout, CodedWeight
@@ -27,7 +27,7 @@ from quintet.executor.backends.cuda.ops.linear_groups import tiles_of_groups
 
 DTYPES = (torch.bfloat16, torch.float16)
 COLUMNS, DEPTH = 72, 2 * 256 + 24
-"""A tile's columns and a part of another's; chunks, the last of them a part of a step."""
+"""A full tile and a partial tile of columns; chunks with a partial step at the end."""
 
 LAYOUTS = {
     "4 bits, groups of 128": CodedLayout(Code.INT4, COLUMNS, DEPTH, 128),
@@ -46,7 +46,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a checkpoint has of a weight, and its numbers."""
+    """The tensors of a weight in a checkpoint, and its numbers."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -72,7 +72,7 @@ class Rows:
         )
 
     def numbers(self, layout: CodedLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the numbers in fp64, and bounds of what they are made of: ``[columns, depth]``."""
+        """Return the numbers in fp64, and bounds of their terms: ``[columns, depth]``."""
         group = torch.arange(layout.depth) // (layout.group or layout.depth)
         if layout.code is Code.FP8:
             values = self.codes.view(torch.float8_e4m3fn).double()
@@ -87,7 +87,7 @@ class Rows:
         return scaled - least, scaled.abs() + least
 
     def on(self, device: Device, layout: CodedLayout, cuts: tuple[int, ...] = ()) -> CodedWeight:
-        """Return the packed weight; cuts: where the next rows are put."""
+        """Return the packed weight; cuts: boundaries of the rows put separately."""
         weight = CodedWeight(layout, device.torch_device)
         for begin, end in zip((0, *cuts), (*cuts, layout.columns), strict=True):
             some = (None if each is None else each[begin:end] for each in (self.zeros, self.minima))
@@ -108,8 +108,8 @@ def check(
 
 
 @every_layout
-def test_rows_read_back_as_they_were_put(layout: CodedLayout, device: Device) -> None:
-    """In one piece, and in pieces that share bricks: the same bytes, which stand for the checkpoint's numbers."""
+def test_rows_read_back_unchanged(layout: CodedLayout, device: Device) -> None:
+    """In one piece, and in pieces that share bricks: the same bytes, and the checkpoint's numbers."""
     rows = Rows.draw(layout)
     weight, cut = rows.on(device, layout), rows.on(device, layout, (3, 20, 64))
     assert torch.equal(weight.codes, cut.codes) and torch.equal(weight.scales, cut.scales)
@@ -141,11 +141,11 @@ def test_products(layout: CodedLayout, dtype: torch.dtype, device: Device) -> No
 @every_format
 @pytest.mark.parametrize("name", ["4 bits with zeros, groups of 32", "8 bits with minima, groups of 32"])
 def test_bits_depend_on_the_row_and_the_weight_only(name: str, dtype: torch.dtype, device: Device) -> None:
-    """Not on the other rows, the tile or the split, which leaves the tickets as it found them."""
+    """Not on the other rows, the tile or the split, which resets the tickets."""
     layout = LAYOUTS[name]
     weight, x = Rows.draw(layout).on(device, layout), noise(device, dtype, 37, DEPTH)
     whole = coded_matmul(device, x, weight)
-    watched, memory = Watched(device), SplitMemory(device)
+    watched, memory = GridRecorder(device), SplitMemory(device)
     for tile in TILES:
         for first, end in ((0, 37), (5, 6)):
             some = x[first:end]
@@ -156,8 +156,8 @@ def test_bits_depend_on_the_row_and_the_weight_only(name: str, dtype: torch.dtyp
 
 
 @every_format
-def test_what_lies_beyond_is_not_read(dtype: torch.dtype, device: Device) -> None:
-    """NaN behind the rows and the depth of x, and in a wider result."""
+def test_numbers_out_of_bounds_are_not_read(dtype: torch.dtype, device: Device) -> None:
+    """NaN after the rows and the depth of x, and in a wider result."""
     layout = CodedLayout(Code.INT4, 9, 80, 16, has_zeros=True)
     rows = Rows.draw(layout)
     x = torch.full((6, 96), torch.nan, dtype=dtype, device=device.torch_device)
@@ -173,7 +173,7 @@ def test_what_lies_beyond_is_not_read(dtype: torch.dtype, device: Device) -> Non
 @pytest.mark.parametrize("biased", [False, True])
 @every_format
 def test_rows_in_groups(dtype: torch.dtype, biased: bool, device: Device) -> None:
-    """By every tile: the reference's numbers, and the bits of each group alone."""
+    """For every tile: the reference's numbers, and the bits of each group alone."""
     counts, layout = [0, 3, 17, 1, 0], CodedLayout(Code.FP4, 72, 96, 32)
     ends = torch.tensor(counts, device=device.torch_device).cumsum(0)
     weight = CodedWeight(layout, device.torch_device, count=len(counts))
@@ -208,7 +208,7 @@ def test_matrices_are_loaded_without_bank_conflicts(device: Device) -> None:
         assert loads > 0 and conflicts == 0, tile
 
 
-def test_what_cannot_be_is_named(device: Device) -> None:
+def test_unsupported_inputs_are_named(device: Device) -> None:
     layout = CodedLayout(Code.FP8, 8, 64, 0)
     rows = Rows.draw(layout)
     weight = rows.on(device, layout)

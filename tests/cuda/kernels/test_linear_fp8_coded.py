@@ -1,13 +1,13 @@
-"""Products of fp8 with fp8: rows are quantized as torch does, and the bits of a result depend on its row and the weight only.
+"""Products of fp8 with fp8: rows quantize as in torch; bits depend on the row and the weight only.
 
-Bounds are those of `tests.cuda.kernels.test_linear`, of the numbers in e4m3, which the reference has too.
+Bounds are those of `tests.cuda.kernels.test_linear`, for numbers in e4m3, which the reference has too.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.cuda.kernels.test_linear import HALF_UNIT, Watched, noise, same
+from tests.cuda.kernels.test_linear import HALF_UNIT, GridRecorder, noise, same
 
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.backends.cuda.ops.linear import OperandError, SplitMemory
@@ -21,7 +21,7 @@ from quintet.executor.backends.cuda.ops.linear_fp8 import (
 )
 
 COLUMNS, DEPTH = 72, 2 * 512 + 48
-"""A tile's columns and a part of another's; chunks, the last of them a part of a step."""
+"""A full tile and a partial tile of columns; chunks with a partial step at the end."""
 every_format = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
@@ -31,8 +31,8 @@ def weight_of(device: Device, columns: int, depth: int) -> tuple[torch.Tensor, t
 
 
 @every_format
-def test_rows_are_quantized_as_torch_does(dtype: torch.dtype, device: Device) -> None:
-    """Also zeros, numbers that differ by many powers of two, and rows that lie apart."""
+def test_row_quantization_equals_torch(dtype: torch.dtype, device: Device) -> None:
+    """Also zeros, numbers that differ by many powers of two, and strided rows."""
     x = noise(device, dtype, 5, 144) * torch.tensor([[1], [0], [1e-3], [200], [1]], dtype=dtype).to(
         device.torch_device
     )
@@ -44,7 +44,7 @@ def test_rows_are_quantized_as_torch_does(dtype: torch.dtype, device: Device) ->
     assert torch.equal(codes.float(), expected.float())
 
 
-def test_the_instruction_is_two_of_fp16(device: Device) -> None:
+def test_instruction_equals_two_of_fp16(device: Device) -> None:
     """Sums of 32 products of small whole numbers: exact in any order."""
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-8, 9, (rows, 32), generator=draw).float().to(FP8) for rows in (16, 8))
@@ -78,7 +78,7 @@ def test_bits_depend_on_the_row_and_the_weight_only(dtype: torch.dtype, device: 
     weight, scales = weight_of(device, COLUMNS, DEPTH)
     x = noise(device, dtype, 37, DEPTH)
     whole = fp8_matmul(device, x, weight, scales)
-    watched, memory = Watched(device), SplitMemory(device)
+    watched, memory = GridRecorder(device), SplitMemory(device)
     for tile in TILES:
         for first, end in ((0, 37), (5, 6)):
             some = x[first:end]
@@ -89,7 +89,7 @@ def test_bits_depend_on_the_row_and_the_weight_only(dtype: torch.dtype, device: 
     assert {grid[1] for grid in watched.grids} == {1, 3}
 
 
-def test_what_cannot_be_is_named(device: Device) -> None:
+def test_unsupported_inputs_are_named(device: Device) -> None:
     weight, scales = weight_of(device, 8, 64)
     x = noise(device, torch.bfloat16, 5, 64)
     with pytest.raises(OperandError, match=r"weight: torch\.float32"):

@@ -1,4 +1,4 @@
-"""Norms on the device against torch, on widths around what a thread, a block and its registers hold."""
+"""Norms on the device against torch, on widths around the limits of a thread, a block and its registers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from quintet.executor.backends.cuda.ops.norm import (
 
 EPS = 1e-5
 WIDTHS = [1, 8, 100, 2047, 2048, 2056, 4096, 4104, 8200]
-"""Fewer than a warp; no multiple of a pack, short and long; at and past what 256 threads keep of fp32 and of 16 bits,
-and past what 1024 keep of fp32."""
+"""Narrower than a warp; no multiple of a pack, short and long; at and past the register limit of 256 threads for fp32 and
+16 bits, and past that of 1024 threads for fp32.
+"""
 
 
-def sums_may_round_otherwise(dtype: torch.dtype) -> int:
-    """The mean is summed in another order. In fp32 the factor is then some steps off; in 16 bits the normed number may
-    fall on the other side of a middle, and after the weight it is up to two steps off."""
+def max_steps(dtype: torch.dtype) -> int:
+    """Return the error bound in steps: the mean is summed in another order.
+
+    In fp32 the factor is then a few steps off. In 16 bits the normed number may round to the other side, and after the
+    weight it is up to two steps off.
+    """
     return 8 if dtype == torch.float32 else 2
 
 
@@ -33,7 +37,7 @@ def sums_may_round_otherwise(dtype: torch.dtype) -> int:
 def test_rms_norm(device: Device, width: int, dtype: torch.dtype) -> None:
     x = noise(3, width, dtype=dtype, where=device.torch_device)
     weight = noise(width, dtype=dtype, where=device.torch_device, seed=1)
-    steps = sums_may_round_otherwise(dtype)
+    steps = max_steps(dtype)
     assert_within_steps(rms_norm(device, x, weight, EPS), reference(x, weight, EPS), steps)
     assert_within_steps(rms_norm(device, x, None, EPS), reference(x, None, EPS), steps)
     gemma = rms_norm(device, x, weight, EPS, offset=1.0)
@@ -44,10 +48,10 @@ def test_rms_norm(device: Device, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("width", [2, 64, 4096, 8192])
-def test_rms_norm_has_the_references_bits_where_the_sum_is_exact(
+def test_rms_norm_equals_the_reference_where_the_sum_is_exact(
     device: Device, width: int, dtype: torch.dtype
 ) -> None:
-    """So every rounding is where the reference has it. Widths are powers of two: dividing by them is exact too."""
+    """All roundings are where the reference has them. Widths are powers of two: dividing by them is exact too."""
     x = small_integers(3, width, dtype=dtype, where=device.torch_device)
     weight = noise(width, dtype=dtype, where=device.torch_device, seed=1)
     assert torch.equal(rms_norm(device, x, weight, EPS), reference(x, weight, EPS))
@@ -80,17 +84,17 @@ def test_layer_norm(device: Device, width: int, dtype: torch.dtype, biased: bool
     bias = noise(width, dtype=dtype, where=where, seed=2) if biased else None
     expected = F.layer_norm(x.float(), (width,), weight.float(), None if bias is None else bias.float(), EPS)
     # Numbers near the mean, and sums of product and bias near 0, keep the absolute error of fp32 numbers around 3: a
-    # few times 2^-22, scaled like the rest by at most 1 / sqrt(eps) in rows of one number, else by about 1.
+    # few times 2^-22, scaled by at most 1 / sqrt(eps) in rows of one number, else by about 1.
     floor = 1e-5 if width > 1 else 1e-3
     out = layer_norm(device, x, weight, bias, EPS)
-    assert_within_steps(out, expected.to(dtype), sums_may_round_otherwise(dtype), floor)
+    assert_within_steps(out, expected.to(dtype), max_steps(dtype), floor)
     plain = F.layer_norm(x.float(), (width,), eps=EPS).to(dtype)
     out = layer_norm(device, x, None, None, EPS)
-    assert_within_steps(out, plain, sums_may_round_otherwise(dtype), floor)
+    assert_within_steps(out, plain, max_steps(dtype), floor)
 
 
 @pytest.mark.parametrize("width", [24, 100, 4104])
-def test_the_sum_is_normed_rounded(device: Device, width: int) -> None:
+def test_residual_sum_is_rounded_before_the_norm(device: Device, width: int) -> None:
     where, dtype = device.torch_device, torch.bfloat16
     x, residual = (noise(3, width, dtype=dtype, where=where, seed=i) for i in range(2))
     weight, bias = (noise(width, dtype=dtype, where=where, seed=2 + i) for i in range(2))
@@ -107,7 +111,7 @@ def test_the_sum_is_normed_rounded(device: Device, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [100, 512, 4104])
-def test_a_rows_bits_do_not_depend_on_the_batch(device: Device, width: int) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_batch(device: Device, width: int) -> None:
     where = device.torch_device
     x = noise(7, width, dtype=torch.float32, where=where)
     weight = noise(width, dtype=torch.float32, where=where, seed=1)
@@ -118,7 +122,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(device: Device, width: int) -> N
         assert torch.equal(layer_norm(device, alone, weight, weight, EPS)[0], together[1][i])
 
 
-def test_in_place_and_from_rows_with_gaps(device: Device) -> None:
+def test_in_place_and_strided_rows(device: Device) -> None:
     wide = noise(5, 96, dtype=torch.float16, where=device.torch_device)
     weight = noise(64, dtype=torch.float16, where=device.torch_device, seed=1)
     x = wide[:, :64]
@@ -134,7 +138,7 @@ def test_no_rows(device: Device) -> None:
     assert rms_norm(device, weight[None][:0], weight, EPS).shape == (0, 64)
 
 
-def test_a_wrong_tensor_is_named(device: Device) -> None:
+def test_invalid_tensor_is_named(device: Device) -> None:
     where = device.torch_device
     x, weight = (noise(*shape, dtype=torch.float16, where=where) for shape in ((4, 64), (64,)))
     with pytest.raises(ValueError, match=r"weight: expected contiguous torch.float16\[64\]"):

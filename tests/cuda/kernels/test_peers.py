@@ -1,4 +1,4 @@
-"""Exchanges between devices: ranks that compute at once, in threads, over each other's memory."""
+"""Exchanges between devices: ranks that run concurrently, in threads, over each other's memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.kernels.formats import FORMATS
 from tests.cuda.kernels.formats import noise as noise_on
-from tests.cuda.rank_devices import at_once, devices_of, peers_of
+from tests.cuda.rank_devices import devices_of, peers_of, run_concurrently
 
 from quintet.executor.backends.cuda.ops.all_reduce import all_reduce, all_reduce_reference
 from quintet.executor.backends.cuda.ops.gather import Columns, gather
@@ -25,7 +25,7 @@ from quintet.executor.backends.cuda.ops.peers import (
 
 RANKS = (2, 4)
 SHAPES = ((1, 8), (3, 100), (5, 72), (1, 33), (9, 4104))
-"""One pack; no multiple of a pack, nor of a piece; single numbers; several pieces of packs."""
+"""One pack; no multiple of a pack or piece; single numbers; several pieces of packs."""
 
 
 noise = partial(noise_on, where=torch.device("cpu"))
@@ -42,13 +42,15 @@ def sums_of_all(
         peers.check()
         return y
 
-    return at_once([partial(work, *each) for each in zip(devices, peers_of(devices), parts, strict=True)])
+    return run_concurrently(
+        [partial(work, *each) for each in zip(devices, peers_of(devices), parts, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", RANKS)
-def test_every_rank_gets_the_bits_of_the_reference(
+def test_every_rank_has_the_bits_of_the_reference(
     size: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     parts = [noise(*shape, dtype=dtype, seed=rank) for rank in range(size)]
@@ -66,8 +68,8 @@ def test_eight_ranks() -> None:
         assert torch.equal(each, all_reduce_reference(parts))
 
 
-def test_a_rows_bits_depend_on_the_row_alone() -> None:
-    """Alone, among others, and at another place of another piece: whatever the message's size is."""
+def test_bits_of_a_row_depend_on_the_row_only() -> None:
+    """Alone, among others, and at another offset of another piece, for every message size."""
     many = [noise(600, 64, dtype=torch.bfloat16, seed=rank) for rank in range(4)]
     together = sums_of_all(many, None)[0]
     for row in (0, 257, 599):
@@ -75,8 +77,8 @@ def test_a_rows_bits_depend_on_the_row_alone() -> None:
         assert torch.equal(alone[0], together[row])
 
 
-def test_exchanges_follow_each_other_without_waiting_for_the_host() -> None:
-    """Of all sizes and both kinds, hundreds of them, each on what the one before gave; ranks are never told to wait."""
+def test_consecutive_exchanges_need_no_host_wait() -> None:
+    """Hundreds of exchanges of all sizes and both kinds, each on the result of the previous one, without host waits."""
     size, rounds = 2, 40
     devices = devices_of(size)
     shapes = [(1, 64), (40, 64), (3, 7), (300, 64), (2, 64)]
@@ -84,7 +86,7 @@ def test_exchanges_follow_each_other_without_waiting_for_the_host() -> None:
     def work(device: EmulatedDevice, peers: Peers) -> list[torch.Tensor]:
         columns = Columns(device, (40, 24), 4)
         kept = torch.full((1, 1), float(peers.rank))
-        told = []
+        results = []
         for turn in range(rounds):
             rows, width = shapes[turn % len(shapes)]
             x = torch.full((rows, width), float(turn % 7 + peers.rank)) + kept[0, 0] / 1024
@@ -92,12 +94,12 @@ def test_exchanges_follow_each_other_without_waiting_for_the_host() -> None:
             whole = torch.empty(rows, columns.whole)
             own = torch.full((rows, columns.widths[peers.rank]), float(kept[0, 0]) + peers.rank)
             gather(device, peers, columns, rows, own, whole)
-            told += [kept.clone(), whole]
+            results += [kept.clone(), whole]
         peers.check()
-        return told
+        return results
 
     def expected() -> list[torch.Tensor]:
-        kept, told = [0.0, 1.0], []
+        kept, results = [0.0, 1.0], []
         for turn in range(rounds):
             rows, width = shapes[turn % len(shapes)]
             total = sum(
@@ -106,11 +108,13 @@ def test_exchanges_follow_each_other_without_waiting_for_the_host() -> None:
             assert isinstance(total, torch.Tensor)
             kept = [float(total)] * size
             whole = torch.cat((torch.full((rows, 40), kept[0]), torch.full((rows, 24), kept[0] + 1.0)), 1)
-            told += [torch.full((rows, width), kept[0]), whole]
-        return told
+            results += [torch.full((rows, width), kept[0]), whole]
+        return results
 
-    for told in at_once([partial(work, *each) for each in zip(devices, peers_of(devices), strict=True)]):
-        assert all(torch.equal(got, want) for got, want in zip(told, expected(), strict=True))
+    for results in run_concurrently(
+        [partial(work, *each) for each in zip(devices, peers_of(devices), strict=True)]
+    ):
+        assert all(torch.equal(got, want) for got, want in zip(results, expected(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_exchanges_follow_each_other_without_waiting_for_the_host() -> None:
     ],
 )
 @pytest.mark.parametrize("num_rows", [1, 7])
-def test_columns_of_all_ranks_side_by_side(
+def test_gather_joins_the_columns_of_all_ranks(
     num_rows: int, widths: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     devices = devices_of(len(widths))
@@ -136,18 +140,18 @@ def test_columns_of_all_ranks_side_by_side(
     def work(rank: int, peers: Peers) -> torch.Tensor:
         columns = Columns(devices[rank], widths, dtype.itemsize)
         whole = torch.zeros(num_rows, sum(widths), dtype=dtype)
-        for out in (None if rank else whole, whole):  # at first only one wants them
+        for out in (None if rank else whole, whole):  # at first only one rank needs them
             gather(devices[rank], peers, columns, num_rows, parts[rank] if widths[rank] else None, out)
         peers.check()
         return whole
 
     peers = peers_of(devices)
-    for whole in at_once([partial(work, rank, each) for rank, each in enumerate(peers)]):
+    for whole in run_concurrently([partial(work, rank, each) for rank, each in enumerate(peers)]):
         assert torch.equal(whole, torch.cat(parts, 1))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9000])
-def test_what_one_rank_has_goes_to_all_in_place(num_tokens: int) -> None:
+def test_broadcast_in_place(num_tokens: int) -> None:
     devices = devices_of(2)
     ids = torch.arange(num_tokens, dtype=torch.int32)
 
@@ -157,12 +161,14 @@ def test_what_one_rank_has_goes_to_all_in_place(num_tokens: int) -> None:
         gather(device, peers, columns, num_tokens, None if peers.rank else own, own)
         return own
 
-    for own in at_once([partial(work, *each) for each in zip(devices, peers_of(devices), strict=True)]):
+    for own in run_concurrently(
+        [partial(work, *each) for each in zip(devices, peers_of(devices), strict=True)]
+    ):
         assert torch.equal(own, ids)
 
 
-def test_a_rank_that_never_comes_is_an_error_and_not_a_hang() -> None:
-    """And what is launched behind it does not wait once more."""
+def test_missing_rank_is_an_error_and_not_a_hang() -> None:
+    """A launch after the timeout does not wait again."""
     devices = devices_of(2)
     [alone, _] = peers_of(devices, timeout_s=0.01)
     alone.check()
@@ -171,7 +177,7 @@ def test_a_rank_that_never_comes_is_an_error_and_not_a_hang() -> None:
         with pytest.raises(RankDesyncError, match=r"rank 0 of 2 timed out after 0\.01 s"):
             alone.check()
     [patient, _] = peers_of(devices, timeout_s=3600.0)
-    patient._counts[0] = 1  # as after an earlier one
+    patient._counts[0] = 1  # as after an earlier exchange
     all_reduce(devices[0], patient, torch.ones(1, 8))
 
 
@@ -186,7 +192,7 @@ def test_pieces_cover_a_message_and_fit_a_half(num_units: int, unit_bytes: int) 
     assert (blocks - 1) * piece < num_units, "a block without a piece would not count its exchange"
 
 
-def test_mailboxes_are_as_large_as_the_kernels_think() -> None:
+def test_mailbox_size_equals_that_of_the_kernels() -> None:
     text = (devices_of(2)[0].sources / "peers.cuh").read_text()
     for words in ("MAX_RANKS = 8;", "CHANNELS = 64;", "HALF_BYTES = 32 << 10;"):
         assert f"constexpr int {words}" in text
@@ -208,9 +214,7 @@ def test_mailboxes_are_as_large_as_the_kernels_think() -> None:
         (lambda device, peers: Peers(device, 0, [1, 2, 3]), "ranks, and a rank among them"),
     ],
 )
-def test_what_kernels_would_read_wrongly_is_refused(
-    call: Callable[[EmulatedDevice, Peers], object], words: str
-) -> None:
+def test_invalid_tensors_are_rejected(call: Callable[[EmulatedDevice, Peers], object], words: str) -> None:
     devices = devices_of(2)
     with pytest.raises(ValueError, match=words):
         call(devices[0], peers_of(devices)[0])

@@ -1,4 +1,4 @@
-"""Norm, rotation and KV write in one launch, against torch one after the other."""
+"""Norm, rotation and KV write in one launch, against torch operations in sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quintet.executor.model_config.spec import Temperature
 EPS = 1e-6
 BLOCK_SIZE, NUM_BLOCKS = 16, 4
 KV_ROWS = [0, 17, -1, 63, 16, -1, 33]
-"""First and last places of blocks, out of order, with padding between."""
+"""First and last positions of blocks, out of order, with padding between."""
 HEADS = [
     (64, 64),
     (80, 80),
@@ -29,13 +29,12 @@ HEADS = [
     (6, 4),
     (512, 512),
 ]
-"""Width of a head and how much of it is rotated: whole packs, packs that pass (an odd number of them, too), single
-numbers, and as wide as it may be."""
+"""Head width and its rotated part: whole packs, unrotated packs (also an odd number), single numbers, and the maximum width."""
 
 
 @dataclass
-class World:
-    """Inputs of one launch, and KV memory filled with ones, so that what should not be written is seen."""
+class Inputs:
+    """Inputs of one launch, and KV memory filled with ones, so that a wrong write is visible."""
 
     qkv: torch.Tensor
     cos: torch.Tensor
@@ -56,7 +55,7 @@ class World:
 
 
 def rows_of(where: torch.device, kv_rows: list[int]) -> StepRows:
-    """Rows of which only ``kv_rows`` and positions count here."""
+    """Rows of which only ``kv_rows`` and positions matter."""
     nothing = torch.empty(0, dtype=torch.int32, device=where)
     positions = torch.arange(100, 100 + len(kv_rows), dtype=torch.int32, device=where)
     return StepRows(
@@ -76,7 +75,7 @@ def rows_of(where: torch.device, kv_rows: list[int]) -> StepRows:
     )
 
 
-def make_world(
+def make_inputs(
     device: Device,
     dtype: torch.dtype,
     head_dim: int = 64,
@@ -84,14 +83,14 @@ def make_world(
     heads: tuple[int, int] = (4, 2),
     kv_dtype: torch.dtype | None = None,
     whole_numbers: bool = False,
-) -> World:
+) -> Inputs:
     where, num_tokens = device.torch_device, len(KV_ROWS)
     shape = (num_tokens, heads[0] + 2 * heads[1], head_dim)
     make = small_integers if whole_numbers else noise
     angles = noise(num_tokens, rotary_dim // 2, dtype=torch.float32, where=where, seed=1)
     angles = torch.cat((angles, angles), 1)
     kv = torch.ones((2, NUM_BLOCKS, heads[1], BLOCK_SIZE, head_dim), device=where).to(kv_dtype or dtype)
-    return World(
+    return Inputs(
         qkv=make(*shape, dtype=dtype, where=where),
         cos=angles.cos().to(dtype),
         sin=angles.sin().to(dtype),
@@ -101,71 +100,75 @@ def make_world(
 
 
 def fp32_fuses(dtype: torch.dtype) -> float:
-    """Products of 16-bit numbers are exact in fp32, so that fusing them with a sum changes nothing. Products of fp32
-    numbers are not: numbers up to 5 or so then differ by a rounding or two, 2^-21."""
+    """Return whether the dtype is 16-bit: its products are exact in fp32, so fusing them with a sum changes nothing.
+
+    Products of fp32 numbers are not exact: numbers up to 5 or so then differ by a rounding or two, 2^-21.
+    """
     return 1e-6 if dtype == torch.float32 else 0.0
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), HEADS)
 def test_rotation_and_write(device: Device, dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
-    world = make_world(device, dtype, head_dim, rotary_dim)
-    kv = world.kv.clone()
-    before = world.qkv.clone()
-    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows)
+    inputs = make_inputs(device, dtype, head_dim, rotary_dim)
+    kv = inputs.kv.clone()
+    before = inputs.qkv.clone()
+    expected = rope_kv_reference(*inputs.heads, inputs.cos, inputs.sin, kv, inputs.rows)
     out = torch.full_like(expected, torch.nan)
-    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, out=out)
+    queries = rope_kv(device, *inputs.heads, inputs.cos, inputs.sin, inputs.kv, inputs.rows, out=out)
     assert queries is out
-    assert torch.equal(world.qkv, before)
+    assert torch.equal(inputs.qkv, before)
     tolerance = fp32_fuses(dtype)
     torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(world.kv, kv, rtol=0, atol=tolerance)
-    assert not out[world.kv_rows < 0].any()
+    torch.testing.assert_close(inputs.kv, kv, rtol=0, atol=tolerance)
+    assert not out[inputs.kv_rows < 0].any()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (128, 32), (8, 4)])
-def test_norm_has_the_references_bits_where_the_sum_is_exact(
+def test_norm_equals_the_reference_where_the_sum_is_exact(
     device: Device, dtype: torch.dtype, head_dim: int, rotary_dim: int
 ) -> None:
-    world = make_world(device, dtype, head_dim, rotary_dim, whole_numbers=True)
+    inputs = make_inputs(device, dtype, head_dim, rotary_dim, whole_numbers=True)
     turn = HeadTransform(
         *(noise(head_dim, dtype=dtype, where=device.torch_device, seed=i) for i in (2, 3)), EPS
     )
-    kv = world.kv.clone()
-    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows, turn)
-    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
+    kv = inputs.kv.clone()
+    expected = rope_kv_reference(*inputs.heads, inputs.cos, inputs.sin, kv, inputs.rows, turn)
+    queries = rope_kv(device, *inputs.heads, inputs.cos, inputs.sin, inputs.kv, inputs.rows, turn)
     tolerance = fp32_fuses(dtype)
     torch.testing.assert_close(queries, expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(world.kv, kv, rtol=0, atol=tolerance)
+    torch.testing.assert_close(inputs.kv, kv, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 80), (96, 96), (20, 12)])
-def test_norm_of_widths_that_are_no_power_of_two(device: Device, head_dim: int, rotary_dim: int) -> None:
-    """Some lanes have nothing to add. fp32, as a mean in another order is only some roundings off."""
-    world = make_world(device, torch.float32, head_dim, rotary_dim)
+def test_norm_of_widths_other_than_powers_of_two(device: Device, head_dim: int, rotary_dim: int) -> None:
+    """Some lanes have nothing to add. fp32, as a mean in another order differs by a few roundings only."""
+    inputs = make_inputs(device, torch.float32, head_dim, rotary_dim)
     weight = noise(head_dim, dtype=torch.float32, where=device.torch_device, seed=2)
     turn = HeadTransform(weight, weight, EPS)
-    kv = world.kv.clone()
-    expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows, turn)
-    queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
+    kv = inputs.kv.clone()
+    expected = rope_kv_reference(*inputs.heads, inputs.cos, inputs.sin, kv, inputs.rows, turn)
+    queries = rope_kv(device, *inputs.heads, inputs.cos, inputs.sin, inputs.kv, inputs.rows, turn)
     assert_within_steps(queries, expected, 8, floor=1e-5)
-    assert_within_steps(world.kv, kv, 8, floor=1e-5)
+    assert_within_steps(inputs.kv, kv, 8, floor=1e-5)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 20)])
 def test_fp8_cache_saturates(device: Device, dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
-    """Whole numbers times 100 and no rotation: nothing rounds before the cache does, and some are beyond 448."""
-    world = make_world(device, dtype, head_dim, rotary_dim, kv_dtype=torch.float8_e4m3fn, whole_numbers=True)
-    world.qkv.mul_(100)
-    world.cos.fill_(1)
-    world.sin.fill_(0)
-    kv = world.kv.clone()
-    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows)
-    rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
+    """Whole numbers times 100 and no rotation: only the cache rounds, and some numbers exceed 448."""
+    inputs = make_inputs(
+        device, dtype, head_dim, rotary_dim, kv_dtype=torch.float8_e4m3fn, whole_numbers=True
+    )
+    inputs.qkv.mul_(100)
+    inputs.cos.fill_(1)
+    inputs.sin.fill_(0)
+    kv = inputs.kv.clone()
+    rope_kv_reference(*inputs.heads, inputs.cos, inputs.sin, kv, inputs.rows)
+    rope_kv(device, *inputs.heads, inputs.cos, inputs.sin, inputs.kv, inputs.rows)
     assert kv.float().max() == 448
-    assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
+    assert torch.equal(inputs.kv.view(torch.uint8), kv.view(torch.uint8))
 
 
 @pytest.mark.parametrize("head_dim", [64, 20])
@@ -179,94 +182,96 @@ def test_fp8_cache_saturates(device: Device, dtype: torch.dtype, head_dim: int, 
     ids=["whole", "scaled", "scaled, plainly"],
 )
 def test_fp8_cache_of_rotated_numbers(device: Device, turn: HeadTransform, head_dim: int) -> None:
-    """What is stored is the number in the model's format, divided by the layer's scale, rounded again."""
-    world = make_world(device, torch.bfloat16, head_dim, head_dim, kv_dtype=torch.float8_e4m3fn)
-    kv = world.kv.clone()
-    rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows, turn)
-    rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
-    assert torch.equal(world.kv.view(torch.uint8), kv.view(torch.uint8))
+    """The cache stores the number in the model's format, divided by the layer's scale, rounded again."""
+    inputs = make_inputs(device, torch.bfloat16, head_dim, head_dim, kv_dtype=torch.float8_e4m3fn)
+    kv = inputs.kv.clone()
+    rope_kv_reference(*inputs.heads, inputs.cos, inputs.sin, kv, inputs.rows, turn)
+    rope_kv(device, *inputs.heads, inputs.cos, inputs.sin, inputs.kv, inputs.rows, turn)
+    assert torch.equal(inputs.kv.view(torch.uint8), kv.view(torch.uint8))
 
 
 def test_in_place(device: Device) -> None:
-    """Queries take their own places; keys and values of ``qkv`` stay."""
-    world = make_world(device, torch.bfloat16)
-    before = world.qkv.clone()
-    out = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
-    assert torch.equal(world.qkv, before)
-    queries = world.heads[0]
-    assert rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, out=queries) is queries
-    assert torch.equal(world.qkv[:, :4], out)
-    assert torch.equal(world.qkv[:, 4:], before[:, 4:])
+    """Queries are rotated in place; keys and values of ``qkv`` stay unchanged."""
+    inputs = make_inputs(device, torch.bfloat16)
+    before = inputs.qkv.clone()
+    out = rope_kv(device, *inputs.heads, inputs.cos, inputs.sin, inputs.kv, inputs.rows)
+    assert torch.equal(inputs.qkv, before)
+    queries = inputs.heads[0]
+    assert (
+        rope_kv(device, *inputs.heads, inputs.cos, inputs.sin, inputs.kv, inputs.rows, out=queries) is queries
+    )
+    assert torch.equal(inputs.qkv[:, :4], out)
+    assert torch.equal(inputs.qkv[:, 4:], before[:, 4:])
 
 
-def test_of_three_tensors(device: Device) -> None:
-    """Each with rows of its own, some of them apart."""
-    world = make_world(device, torch.bfloat16)
-    expected = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows)
-    kv = torch.ones_like(world.kv)
-    q, k, v = world.heads
+def test_separate_tensors(device: Device) -> None:
+    """Each with its own rows, some of them strided."""
+    inputs = make_inputs(device, torch.bfloat16)
+    expected = rope_kv(device, *inputs.heads, inputs.cos, inputs.sin, inputs.kv, inputs.rows)
+    kv = torch.ones_like(inputs.kv)
+    q, k, v = inputs.heads
     wide = torch.cat((k, k), 1)[:, :2]
-    out = rope_kv(device, q.contiguous(), wide, v.contiguous(), world.cos, world.sin, kv, world.rows)
+    out = rope_kv(device, q.contiguous(), wide, v.contiguous(), inputs.cos, inputs.sin, kv, inputs.rows)
     assert torch.equal(out, expected)
-    assert torch.equal(kv, world.kv)
+    assert torch.equal(kv, inputs.kv)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (5, 5)])
-def test_a_tokens_bits_do_not_depend_on_the_batch(device: Device, heads: tuple[int, int]) -> None:
-    world = make_world(device, torch.float32, 96, 64, heads)
+def test_bits_of_a_token_do_not_depend_on_the_batch(device: Device, heads: tuple[int, int]) -> None:
+    inputs = make_inputs(device, torch.float32, 96, 64, heads)
     weight = noise(96, dtype=torch.float32, where=device.torch_device, seed=2)
     turn = HeadTransform(weight, weight, EPS)
-    together = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
-    kv = torch.ones_like(world.kv)
+    together = rope_kv(device, *inputs.heads, inputs.cos, inputs.sin, inputs.kv, inputs.rows, turn)
+    kv = torch.ones_like(inputs.kv)
     for i, kv_row in enumerate(KV_ROWS):
         one = slice(i, i + 1)
         rows = rows_of(device.torch_device, [kv_row])
-        mine = (part[one] for part in (*world.heads, world.cos, world.sin))
+        mine = (part[one] for part in (*inputs.heads, inputs.cos, inputs.sin))
         queries = rope_kv(device, *mine, kv, rows, turn)
         assert torch.equal(queries[0], together[i])
-    assert torch.equal(kv, world.kv)
+    assert torch.equal(kv, inputs.kv)
 
 
 UNUSUAL = {
-    "neighbours": (64, 64, 64, HeadTransform(interleaved=True)),
-    "neighbours of a part": (100, 36, 100, HeadTransform(interleaved=True)),
+    "interleaved": (64, 64, 64, HeadTransform(interleaved=True)),
+    "interleaved part": (100, 36, 100, HeadTransform(interleaved=True)),
     "the tail": (72, 10, 40, HeadTransform(rotary_first=62)),
-    "the tail, neighbours": (576, 64, 512, HeadTransform(rotary_first=512, interleaved=True)),
+    "the tail, interleaved": (576, 64, 512, HeadTransform(rotary_first=512, interleaved=True)),
     "growing": (64, 32, 64, HeadTransform(temperature=Temperature(0.5, 50, 1))),
     "growing in parts": (64, 32, 64, HeadTransform(temperature=Temperature(0.5, 50, -30, whole=False))),
     "growing without rotation": (64, 0, 64, HeadTransform(temperature=Temperature(0.5, 50, 1))),
     "values of another width": (48, 48, 80, HeadTransform()),
     "no rotation": (80, 0, 80, HeadTransform()),
 }
-"""Width of keys, of what is rotated, of values, and the rest."""
+"""Width of keys, of the rotated part, of values, and the transform."""
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("case", UNUSUAL.values(), ids=UNUSUAL.keys())
 @pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
-def test_every_turn(
+def test_every_transform(
     device: Device, dtype: torch.dtype, case: tuple[int, int, int, HeadTransform], norm_offset: float | None
 ) -> None:
     head_dim, rotary_dim, value_dim, turn = case
     where = device.torch_device
-    world = make_world(device, dtype, head_dim, max(2, rotary_dim), whole_numbers=True)
+    inputs = make_inputs(device, dtype, head_dim, max(2, rotary_dim), whole_numbers=True)
     if norm_offset is not None:
         norms = (noise(head_dim, dtype=dtype, where=where, seed=i) for i in (2, 3))
         q_norm, k_norm = norms
         turn = replace(turn, q_norm=q_norm, k_norm=k_norm, eps=EPS, norm_offset=norm_offset)
-    q, k, _ = world.heads
+    q, k, _ = inputs.heads
     v = noise(len(q), 2, value_dim, dtype=dtype, where=where, seed=7)
-    angles = (world.cos, world.sin) if rotary_dim else (None, None)
-    caches = [in_blocks(world.kv, value_dim) for _ in range(2)]
-    expected = rope_kv_reference(q, k, v, *angles, caches[0], world.rows, turn)
-    queries = rope_kv(device, q, k, v, *angles, caches[1], world.rows, turn)
+    angles = (inputs.cos, inputs.sin) if rotary_dim else (None, None)
+    caches = [in_blocks(inputs.kv, value_dim) for _ in range(2)]
+    expected = rope_kv_reference(q, k, v, *angles, caches[0], inputs.rows, turn)
+    queries = rope_kv(device, q, k, v, *angles, caches[1], inputs.rows, turn)
     steps = 2 if dtype != torch.float32 else 16  # a mean in another order, and log1p of the last bit
     for ours, theirs in ((queries, expected), *zip(caches[1], caches[0], strict=True)):
         assert_within_steps(ours, theirs, steps, floor=1e-5)
 
 
 def in_blocks(like: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ones, in keys as ``like`` and values of so many numbers; blocks apart."""
+    """Ones, in keys as ``like`` and values of this width; blocks with gaps."""
     _, num_blocks, num_kv_heads, size, head_dim = like.shape
     numbers = num_kv_heads * size * head_dim
     memory = like.new_ones((num_blocks, numbers + num_kv_heads * size * value_dim + 16))
@@ -274,23 +279,25 @@ def in_blocks(like: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.T
     return keys, memory[:, numbers:-16].unflatten(1, (num_kv_heads, size, value_dim))
 
 
-def test_a_wrong_tensor_is_named(device: Device) -> None:
-    world = make_world(device, torch.bfloat16)
-    q, k, v = world.heads
+def test_invalid_tensor_is_named(device: Device) -> None:
+    inputs = make_inputs(device, torch.bfloat16)
+    q, k, v = inputs.heads
     with pytest.raises(ValueError, match=r"k: expected torch.bfloat16\[7, 2, 64\]"):
-        rope_kv(device, q, q, v, world.cos, world.sin, world.kv, world.rows)
+        rope_kv(device, q, q, v, inputs.cos, inputs.sin, inputs.kv, inputs.rows)
     with pytest.raises(
         ValueError, match=r"v: expected torch.bfloat16\[7, 2, 64\].* tokens aligned to 16 bytes"
     ):
         unaligned = torch.zeros(7, 129, dtype=torch.bfloat16)[:, 1:].unflatten(1, (2, 64))
-        rope_kv(device, q, k, unaligned, world.cos, world.sin, world.kv, world.rows)
+        rope_kv(device, q, k, unaligned, inputs.cos, inputs.sin, inputs.kv, inputs.rows)
     with pytest.raises(ValueError, match=r"sin: expected contiguous torch.bfloat16"):
-        rope_kv(device, q, k, v, world.cos, world.sin.float(), world.kv, world.rows)
+        rope_kv(device, q, k, v, inputs.cos, inputs.sin.float(), inputs.kv, inputs.rows)
     with pytest.raises(ValueError, match=r"kv: expected torch.bfloat16 or torch.float8_e4m3fn"):
-        rope_kv(device, q, k, v, world.cos, world.sin, world.kv.half(), world.rows)
+        rope_kv(device, q, k, v, inputs.cos, inputs.sin, inputs.kv.half(), inputs.rows)
     with pytest.raises(ValueError, match="both or neither"):
-        rope_kv(device, q, k, v, world.cos, world.sin, world.kv, world.rows, HeadTransform(world.qkv[0, 0]))
+        rope_kv(
+            device, q, k, v, inputs.cos, inputs.sin, inputs.kv, inputs.rows, HeadTransform(inputs.qkv[0, 0])
+        )
     with pytest.raises(ValueError, match="rows: expected kv_rows of 6 tokens in blocks of 16, got 7"):
-        rope_kv(device, q[:6], k[:6], v[:6], world.cos[:6], world.sin[:6], world.kv, world.rows)
+        rope_kv(device, q[:6], k[:6], v[:6], inputs.cos[:6], inputs.sin[:6], inputs.kv, inputs.rows)
     with pytest.raises(ValueError, match="out: expected"):
-        rope_kv(device, q, k, v, world.cos, world.sin, world.kv, world.rows, out=q.float())
+        rope_kv(device, q, k, v, inputs.cos, inputs.sin, inputs.kv, inputs.rows, out=q.float())

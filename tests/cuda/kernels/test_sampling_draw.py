@@ -1,6 +1,6 @@
-"""Drawing on the device: against the definition in fp64, the reference, and itself in other batches and grids.
+"""Sampling on the device: against the definition in fp64, the reference, and other batches and grids.
 
-A token differs from the reference's only where `acceptable` says that a border is within rounding.
+A token may differ from the reference's only where `acceptable` finds a threshold within rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def records(device: Device, settings: Settings) -> torch.Tensor:
 def drawn(
     device: Device, logits: torch.Tensor, settings: Settings, rows: list[int] | None = None
 ) -> list[int]:
-    """Draw through the sampler's door, for slot i at position 11 + i."""
+    """Draw through the sampler's public function, for slot i at position 11 + i."""
     count = len(settings)
     index = None if rows is None else np.array(rows)
     tokens = DeviceDraw(device)(on(device, logits), settings, np.arange(count), positions_of(count), index)
@@ -51,7 +51,7 @@ def drawn(
 
 @dtypes
 @pytest.mark.parametrize("vocab_size", [1, 50, 256, 1000, 4099])
-def test_greedy_takes_the_lowest_of_equals(device: Device, dtype: torch.dtype, vocab_size: int) -> None:
+def test_greedy_takes_the_lowest_of_equal_logits(device: Device, dtype: torch.dtype, vocab_size: int) -> None:
     logits = (noise(16, vocab_size) * 3).round().to(dtype)  # many ties
     logits[1] = -logits[1].abs() - 1  # none positive
     logits[2, ::2], logits[2, 1::2] = -0.0, 0.0
@@ -68,8 +68,8 @@ def test_greedy_takes_the_lowest_of_equals(device: Device, dtype: torch.dtype, v
     assert drawn(device, logits, zeros[:4], [5, 5, 0, 15]) == [lowest[row] for row in (5, 5, 0, 15)]
 
 
-def test_the_random_numbers_are_philox(device: Device) -> None:
-    """From equal weights, whose sums are exact, the upper 12 bits of the number choose."""
+def test_random_numbers_are_philox(device: Device) -> None:
+    """From equal weights with exact sums, the upper 12 bits of the random number choose."""
     count, size = 60, 4096
     settings = np.zeros(count, RECORD)
     settings["temperature"], settings["top_p"], settings["log_min_p"] = 1.0, 1.0, -np.inf
@@ -81,10 +81,10 @@ def test_the_random_numbers_are_philox(device: Device) -> None:
 @dtypes
 @pytest.mark.parametrize("vocab_size", [1, 50, 1000, 4099])
 @pytest.mark.parametrize("scale", [0.05, 4.0])
-def test_draws_are_what_the_definition_says(
+def test_draws_equal_the_definition(
     device: Device, dtype: torch.dtype, vocab_size: int, scale: float
 ) -> None:
-    """Every filter, on rows of which every second has a third of its tokens impossible."""
+    """Every filter; a third of the tokens is impossible in every second row."""
     params = [SamplingParams(**each) for each in FILTERS.values()]  # type: ignore[arg-type]
     count = len(params)
     logits = (noise(count, vocab_size, seed=vocab_size) * scale).to(dtype)
@@ -98,13 +98,13 @@ def test_draws_are_what_the_definition_says(
         assert token in allowed, each
         assert token == other or len(allowed) > 1, each
     assert torch.equal(logits, before)
-    # of 4 099 nearly equal tokens, one in ten random numbers is that close to a border
+    # of 4 099 nearly equal tokens, one in ten random numbers is that close to a threshold
     assert sum(len(allowed) == 1 for allowed in right) >= 0.7 * count
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0])
-def test_a_wide_vocabulary(device: Device, scale: float) -> None:
-    """More tiles than are tried first for top-p: they hold its share of a steep row, and not of a flat one."""
+def test_wide_vocabulary(device: Device, scale: float) -> None:
+    """More tiles than the first attempt for top-p: they hold its share of a steep row, but not of a flat one."""
     params = [SamplingParams(**FILTERS[name]) for name in FILTERS if name not in ("cold", "one")]  # type: ignore[arg-type]
     params.append(SamplingParams(top_p=0.3))
     count = len(params)
@@ -116,8 +116,8 @@ def test_a_wide_vocabulary(device: Device, scale: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "top-k", "top-p", "all"])
-def test_many_seeds_draw_what_the_reference_draws(device: Device, name: str) -> None:
-    """One row of 50 tokens: borders lie far apart, and random numbers near one are rare."""
+def test_many_seeds_equal_the_reference(device: Device, name: str) -> None:
+    """One row of 50 tokens: thresholds lie far apart, and random numbers near one are rare."""
     count = 100
     logits = noise(1, 50, seed=8) * 2
     params = SamplingParams(**FILTERS[name])  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def test_many_seeds_draw_what_the_reference_draws(device: Device, name: str) -> 
 
 
 def kept(device: Device, logits: torch.Tensor, **settings: float) -> set[int]:
-    """What one row of few, similarly likely tokens can give: drawn with 60 random numbers spread over (0, 1)."""
+    """Return the tokens that one row of few, similarly likely tokens gives for 60 random numbers spread over (0, 1)."""
     candidates = np.arange(4000, dtype=np.uint64)
     numbers = uniform(candidates, np.full(4000, 11))
     seeds = candidates[np.argsort(numbers)[33::66]]
@@ -149,7 +149,7 @@ def kept(device: Device, logits: torch.Tensor, **settings: float) -> set[int]:
 
 @pytest.mark.drawn(1)
 @dtypes
-def test_equals_of_the_last_one_kept_are_all_kept(device: Device, dtype: torch.dtype) -> None:
+def test_logits_equal_to_the_last_kept_one_are_kept(device: Device, dtype: torch.dtype) -> None:
     logits = torch.full((300,), -9.0, dtype=dtype)
     logits[[7, 200]] = 2.0
     logits[[3, 150, 151, 299]] = 1.0
@@ -167,11 +167,11 @@ def test_equals_of_the_last_one_kept_are_all_kept(device: Device, dtype: torch.d
     assert kept(device, zeros, top_p=0.1) == {0, 1, 2}
 
 
-def test_logits_that_division_makes_equal_are_equal(device: Device) -> None:
-    """Neighbours in fp32 whose quotients round alike are both kept, as in the reference, where they are divided first."""
+def test_logits_equal_after_division_are_kept(device: Device) -> None:
+    """Adjacent fp32 logits with equal rounded quotients are both kept, as in the reference, which divides first."""
     second = torch.tensor(3.9)
     first = torch.nextafter(second, torch.tensor(4.0))
-    if first / 1.9 != second / 1.9:  # then the next two are: their quotients lie half a unit apart
+    if first / 1.9 != second / 1.9:  # then the next two: their quotients lie half a unit apart
         first, second = torch.nextafter(first, torch.tensor(4.0)), first
     logits = torch.stack((first, second, torch.tensor(1.0)))
     assert first > second
@@ -197,8 +197,8 @@ def test_rows_without_a_distribution_draw_token_0(device: Device, dtype: torch.d
 
 
 @pytest.mark.parametrize("value", [1e-39, -1e-39, 0.0, -3e38])
-def test_equal_logits_are_equally_likely_whatever_they_are(device: Device, value: float) -> None:
-    """Denormals too, which some instructions take for zero."""
+def test_equal_logits_are_equally_likely(device: Device, value: float) -> None:
+    """Also denormals, which some instructions flush to zero."""
     logits = torch.full((2, 6000), value, dtype=torch.bfloat16)
     for filters in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 1.0, "top_p": 0.5}):
         params = [SamplingParams(**filters)] * 2  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def test_equal_logits_are_equally_likely_whatever_they_are(device: Device, value
         assert drawn(device, logits, table(params)) == np.floor(numbers * 6000).tolist()
 
 
-def test_limits_that_cut_nothing_or_nearly_everything(device: Device) -> None:
+def test_limits_that_keep_all_or_almost_none(device: Device) -> None:
     logits = noise(1, 1000, seed=2).half()
     best = int(logits.float().argmax())
     plain = drawn(device, logits, table([SamplingParams()]))
@@ -216,8 +216,8 @@ def test_limits_that_cut_nothing_or_nearly_everything(device: Device) -> None:
         assert drawn(device, logits, table([SamplingParams(**one)])) == [best]  # type: ignore[arg-type]
 
 
-def test_a_row_has_the_same_token_in_every_batch(device: Device) -> None:
-    """Settings that go every way through the kernel; rows at odd addresses; padding in between."""
+def test_token_of_a_row_does_not_depend_on_the_batch(device: Device) -> None:
+    """Settings for every branch of the kernel; rows at odd addresses; padding in between."""
     params = [SamplingParams(**each) for each in FILTERS.values()]  # type: ignore[arg-type]
     params.append(SamplingParams(temperature=0.0))
     count = len(params)
@@ -243,8 +243,8 @@ def test_a_row_has_the_same_token_in_every_batch(device: Device) -> None:
 
 
 @dtypes
-def test_tiles_do_not_depend_on_who_looks_at_them(device: Device, dtype: torch.dtype) -> None:
-    """One to five blocks a row; a NaN makes its tile's maximum NaN, and sums are of e^(x - maximum)."""
+def test_tile_sums_do_not_depend_on_the_grid(device: Device, dtype: torch.dtype) -> None:
+    """One to five blocks a row; NaN makes the maximum of its tile NaN, and sums are of e^(x - maximum)."""
     logits = (noise(2, 4999) * 3).to(dtype)
     logits[1, 700] = torch.nan
     found = []
@@ -268,7 +268,7 @@ def test_tiles_do_not_depend_on_who_looks_at_them(device: Device, dtype: torch.d
     torch.testing.assert_close(found[0][1, 0].double(), sums, rtol=2e-6, atol=0)
 
 
-def test_other_layouts_are_refused(device: Device) -> None:
+def test_other_layouts_are_rejected(device: Device) -> None:
     logits, positions = on(device, noise(4, 8)), column(device, [1, 2, 3, 4])
     settings = records(device, table([SamplingParams()] * 4))
     with pytest.raises(ValueError, match="contiguous rows"):

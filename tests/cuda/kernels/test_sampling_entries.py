@@ -32,8 +32,8 @@ def test_entries(device: Device, dtype: torch.dtype, vocab_size: int, num_top: i
     logits[3] = logits[3].round()  # ties, and both zeros
     own = torch.arange(6, dtype=torch.int32) * 31 % vocab_size
     report = DeviceReport(device)
-    there, asked = logits.to(device.torch_device), own.to(device.torch_device)
-    found, expected = report(there, asked, num_top), entries(logits, own, num_top)
+    there, requested = logits.to(device.torch_device), own.to(device.torch_device)
+    found, expected = report(there, requested, num_top), entries(logits, own, num_top)
     assert found.ids[:, 0].tolist() == own.tolist()
     np.testing.assert_allclose(found.values, expected.values, rtol=1e-6, atol=4e-6)
     np.testing.assert_allclose(found.normalizers, expected.normalizers, rtol=1e-6, atol=4e-6)
@@ -43,12 +43,12 @@ def test_entries(device: Device, dtype: torch.dtype, vocab_size: int, num_top: i
         largest_first = sorted(range(vocab_size), key=lambda token, wide=wide: (-float(wide[token]), token))
         assert found.ids[row, 1:].tolist() == largest_first[:num_top]
     some = np.array([5, 2, 2])
-    again = report(there, asked[torch.from_numpy(some).to(asked.device)], num_top, some)
+    again = report(there, requested[torch.from_numpy(some).to(requested.device)], num_top, some)
     np.testing.assert_array_equal(again.values, found.values[some])
     np.testing.assert_array_equal(again.ids, found.ids[some])
 
 
-def test_a_wide_vocabulary_with_many_equals(device: Device) -> None:
+def test_wide_vocabulary_with_many_equal_logits(device: Device) -> None:
     logits = (noise(2, 32_000) * 2).round().bfloat16().to(device.torch_device)
     own = torch.tensor([31_999, 4], dtype=torch.int32, device=device.torch_device)
     found = DeviceReport(device)(logits, own, 30)
@@ -71,7 +71,7 @@ def test_entries_of_a_row_without_a_distribution_are_nan(device: Device) -> None
     assert found.ranks[[0, 1, 3]].tolist() == [1, 1, 1]
 
 
-def test_more_than_the_kernel_finds_is_sorted_by_torch(device: Device) -> None:
+def test_more_entries_than_the_kernel_supports_use_torch(device: Device) -> None:
     logits = noise(2, 300).to(device.torch_device)
     own = torch.tensor([5, 6], dtype=torch.int32, device=device.torch_device)
     found, expected = DeviceReport(device)(logits, own, 300), entries(logits, own, 300)

@@ -1,4 +1,4 @@
-"""Penalties on the device, against the concern they replace."""
+"""Penalties on the device, against the host's implementation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = [
     {"repetition_penalty": 2.0, "frequency_penalty": 1.5},
 ]
 VOCAB = 20_011
-"""More than two blocks' ids, and an odd number."""
+"""More ids than two blocks hold, and an odd number."""
 
 
 def world(device: Device) -> tuple[SlotTables, DrawRows, list[SamplingParams]]:
@@ -75,7 +75,7 @@ def test_penalties(device: Device) -> None:
         assert torch.equal(one[0], found[i])
 
 
-def test_counts_reach_the_last_id_and_no_further(device: Device) -> None:
+def test_counts_cover_the_last_id_only(device: Device) -> None:
     """A row inside a wider buffer; the ids at both ends of the vocabulary; a record of no slot."""
     buffer = torch.zeros(2, VOCAB + 5, device=device.torch_device)
     tables = torch.tensor(
@@ -89,7 +89,7 @@ def test_counts_reach_the_last_id_and_no_further(device: Device) -> None:
     assert torch.equal(buffer.cpu(), expected)
 
 
-def test_other_layouts_are_refused(device: Device) -> None:
+def test_other_layouts_are_rejected(device: Device) -> None:
     logits = torch.zeros(2, 50, device=device.torch_device)
     tables = torch.zeros(1, 5, dtype=torch.int32, device=device.torch_device)
     penalized = torch.zeros(2, 8, dtype=torch.int32, device=device.torch_device)
@@ -101,8 +101,8 @@ def test_other_layouts_are_refused(device: Device) -> None:
         penalize(device, logits, tables, penalized[:, :7])
 
 
-def test_the_sampler_draws_and_reports_the_same_with_kernels(device: Device) -> None:
-    """Shaped and plain rows, greedy and random, some with log-probabilities: through the sampler's own door."""
+def test_sampler_results_equal_with_and_without_kernels(device: Device) -> None:
+    """Shaped and plain rows, greedy and random, some with log-probabilities, through the sampler's public function."""
     vocab_size, count = 300, 12
     choices = [
         {"temperature": 0.0},

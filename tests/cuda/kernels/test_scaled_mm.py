@@ -1,4 +1,4 @@
-"""Which fp8 products ``torch._scaled_mm`` computes: many rows, of shapes it takes, where it agrees with our kernel."""
+"""Use of ``torch._scaled_mm`` for fp8 products: many rows of supported shapes, where its results agree with our kernel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layer_of(run: Fp8Run, result_dtype: torch.dtype | None = None) -> Linear:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_many_rows_are_its_products_and_few_are_ours(device: Device, biased: bool) -> None:
+def test_library_computes_many_rows_only(device: Device, biased: bool) -> None:
     run = run_of(device, biased=biased)
     linears = DeviceLinears(device, batch_invariant=False)
     linears.measure([layer_of(run)], lambda launch: 1.0)
@@ -49,8 +49,8 @@ def test_many_rows_are_its_products_and_few_are_ours(device: Device, biased: boo
             assert torch.equal(found, ours)
 
 
-def test_products_in_float32_are_always_ours(device: Device) -> None:
-    """The library rounds its own to bf16."""
+def test_float32_products_use_own_kernel(device: Device) -> None:
+    """The library rounds its own results to bf16."""
     run = run_of(device)
     linears = DeviceLinears(device, batch_invariant=False)
     linears.measure([layer_of(run)], lambda launch: 1.0)
@@ -61,7 +61,7 @@ def test_products_in_float32_are_always_ours(device: Device) -> None:
     assert not torch.equal(found, found.to(BF16).float())
 
 
-def test_batch_invariant_products_are_always_ours(device: Device) -> None:
+def test_batch_invariant_products_use_own_kernel(device: Device) -> None:
     run = run_of(device)
     linears = DeviceLinears(device, batch_invariant=True)
     linears.measure([layer_of(run)], lambda launch: 1.0)
@@ -71,7 +71,7 @@ def test_batch_invariant_products_are_always_ours(device: Device) -> None:
     )
 
 
-def test_a_library_that_disagrees_is_not_used(
+def test_library_with_wrong_results_is_not_used(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def too_large(
@@ -87,7 +87,7 @@ def test_a_library_that_disagrees_is_not_used(
     assert "_scaled_mm differs by" in caplog.text
 
 
-def test_a_library_that_refuses_is_not_used(
+def test_library_that_raises_is_not_used(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*operands: object, **more: object) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_a_library_that_refuses_is_not_used(
     assert "only bf16 output is supported" in caplog.text and "trace" not in caplog.text
 
 
-def test_shapes_that_it_does_not_take_are_ours(device: Device) -> None:
+def test_unsupported_shapes_use_own_kernel(device: Device) -> None:
     library, run = ScaledMm(device), run_of(device, columns=24)
     library.probe([run])
     assert not library.supports(run, 100, BF16)

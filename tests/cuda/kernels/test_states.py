@@ -1,8 +1,7 @@
-"""Layers with a state on a device: torch's results, the same bits in chunks and in company, and no trace of padding.
+"""Layers with a state on a device: torch's results, the same bits in chunks and in a batch, and no effect of padding.
 
-Tolerance: 16-bit results may round to the neighbour, a unit in the last place of the largest term that they are the
-sum of (the SiLU of a convolution: of its rounded argument as well); in fp32 what sums of up to 256 terms in another
-order lose.
+Tolerance: 16-bit results may round by a unit in the last place of the largest summed term (the SiLU of a convolution: of
+its rounded argument as well). In fp32: the error of sums of up to 256 terms in another order.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NAMES = ("causal_conv", "selective_scan", "head_scan", "delta_rule")
 UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-17}
 LAYER, OFFSET, NUM_BLOCKS, NUM_SLOTS = 1, 64, 6, 8
 FRESH = -1
-"""Named as the block that is read: nothing was kept yet."""
+"""Stands in for the block to read: no state is stored yet."""
 Pair = tuple[int, int]
 
 formats = pytest.mark.parametrize("dtype", FORMATS)
@@ -41,7 +40,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES)
 
 
 class Blocks:
-    """Memory of two layers' states, the second of which is used from a few bytes on, and steps over it."""
+    """Memory of two layers' states, the second used from an offset of a few bytes, and steps over it."""
 
     def __init__(self, device: Device, problem: Problem) -> None:
         self.device, self.problem = device, problem
@@ -68,7 +67,7 @@ class Blocks:
     def step(
         self, counts: Sequence[int], blocks: Sequence[Pair], first: int = 0, padding: int = 0
     ) -> torch.Tensor:
-        """Compute so many of the problem's tokens of each row, from ``first`` on; rows read and write a pair of blocks."""
+        """Compute this many of the problem's tokens of each row, from ``first`` on; rows read and write a pair of blocks."""
         table = torch.zeros((1, NUM_SLOTS, 3), dtype=torch.int32)
         slots = [NUM_SLOTS - 1 - 2 * row for row in range(len(counts))]
         for slot, (source, target) in zip(slots, blocks, strict=True):
@@ -110,8 +109,10 @@ def close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None
 
 @formats
 @shapes
-def test_computes_what_torch_does(shape: str, dtype: torch.dtype, device: Device) -> None:
-    """Rows that go on in their block, in another one, and begin, with padding behind them; block 0 is somebody else's."""
+def test_results_equal_torch(shape: str, dtype: torch.dtype, device: Device) -> None:
+    """Rows that continue in their block, in another one, or start, with padding after them; block 0 belongs to another
+    request.
+    """
     counts: list[int] = [9, 1, 2]
     pairs: list[Pair] = [(5, 5), (1, 4), (FRESH, 3)]
     blocks = Blocks(device, SHAPES[shape](sum(counts) + 2, dtype))
@@ -133,7 +134,7 @@ def test_computes_what_torch_does(shape: str, dtype: torch.dtype, device: Device
 
 
 @shapes
-def test_the_same_bits_in_chunks_and_in_company(shape: str, device: Device) -> None:
+def test_bits_do_not_depend_on_chunks_or_the_batch(shape: str, device: Device) -> None:
     num_tokens = 19
     blocks = Blocks(device, SHAPES[shape](num_tokens, torch.bfloat16))
     expected = blocks.step([num_tokens], [(FRESH, 2)])
@@ -141,7 +142,7 @@ def test_the_same_bits_in_chunks_and_in_company(shape: str, device: Device) -> N
     pieces, cuts = [], [0, 1, 9, 11, num_tokens]
     for number, (begin, end) in enumerate(pairwise(cuts)):
         source = FRESH if begin == 0 else (number - 1) % 2
-        if begin == 1:  # beside one that begins, whose tokens are those that follow
+        if begin == 1:  # next to a new request with the tokens that follow
             out = blocks.step([end - begin, num_tokens - end], [(source, number % 2), (FRESH, 5)], begin)
             pieces.append(out[: end - begin])
         else:
@@ -151,8 +152,8 @@ def test_the_same_bits_in_chunks_and_in_company(shape: str, device: Device) -> N
 
 
 @shapes
-def test_a_step_of_padding_alone_leaves_every_block_alone(shape: str, device: Device) -> None:
-    """A graph is captured while requests hold blocks: the slots' tables name them, whatever row stands there."""
+def test_padding_step_changes_no_block(shape: str, device: Device) -> None:
+    """Graph capture runs while requests hold blocks: the slot tables name them for every padding row."""
     blocks = Blocks(device, SHAPES[shape](2, torch.float32))
     before = blocks.kv.places[LAYER].clone()
     assert not blocks.step([], [], padding=2).any()

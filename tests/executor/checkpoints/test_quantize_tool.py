@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.models.equality import alone, furthest, load
-from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
+from tests.models.equality import alone, load, max_difference
+from tests.models.random_checkpoints import Logits, Row, batched_logits, of_transformers
 from tests.models.test_equal import made
 
 from quintet.deploy.cli.main import main
@@ -91,7 +91,7 @@ def quantized(row: Row, name: str, target: Path) -> Row:
             {each: tensor.contiguous() for each, tensor in tensors.items()}, folder / "model.safetensors"
         )
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-        return side_by_side(model.float().eval())
+        return batched_logits(model.float().eval())
 
     return Row(make)
 
@@ -121,7 +121,7 @@ def test_a_folder_has_the_numbers_that_were_meant(family: str, name: str, tmp_pa
             first = torch.frombuffer(bytearray(outcome.bits[i, len(each.prompt)]), dtype=torch.float32)
             assert torch.corrcoef(torch.stack([first, each.logits[0]]))[0, 1] > 0.99
         return
-    assert furthest(outcome, expected) < CLOSE
+    assert max_difference(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
 
 

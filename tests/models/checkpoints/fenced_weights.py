@@ -1,6 +1,6 @@
-"""Loads ranks' shares of checkpoints in which some pages cannot be read: a program, since reading one ends a process.
+"""Load ranks' shares of checkpoints with unreadable pages: a program, since reading such a page ends the process.
 
-Takes a list of `Fenced` from standard input, loads each in a process of its own, and prints how each ended.
+It takes a list of `Fenced` from standard input, loads each in its own process, and prints each exit.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from quintet.executor.distributed.parallel.rank_views import share_of_rank
 from quintet.wire.config import EngineConfig
 
 Ranges = Sequence[tuple[int, int]]
-"""Bytes, from the first to behind the last."""
+"""Byte ranges, half-open."""
 
 
 class Fenced(msgspec.Struct, frozen=True):
-    """A rank, and what it may not read."""
+    """A rank, and the bytes that it may not read."""
 
     config: EngineConfig
     rank: int
     unkept: Mapping[str, Ranges]
-    """By name of a tensor: bytes of it."""
+    """Byte ranges by tensor name."""
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """What came of it."""
+    """The exit of one process."""
 
     status: int
-    """0 where it loaded, less a signal's number where that ended it."""
+    """0 after a load, a negative signal number after a signal."""
     num_fenced_bytes: int
 
 
 def pages_within(ranges: Ranges) -> list[tuple[int, int]]:
-    """Return the pages of which every byte is in one of the ranges, neighbours together."""
+    """Return the pages with all their bytes in the ranges, adjacent pages joined."""
     joined: list[list[int]] = []
     for begin, end in sorted(ranges):
         if joined and begin <= joined[-1][1]:
@@ -60,7 +60,7 @@ def pages_within(ranges: Ranges) -> list[tuple[int, int]]:
 
 
 def unkept_pages(file: MappedFile, unkept: Mapping[str, Ranges]) -> list[tuple[int, int]]:
-    """Return the pages of a file that have nothing but what may not be read."""
+    """Return the pages of a file that contain only forbidden bytes."""
     begins = {name: file.entries[name].begin for name in unkept if name in file.entries}
     return pages_within(
         [*chain(*([(at + a, at + b) for a, b in unkept[name]] for name, at in begins.items()))]
@@ -68,7 +68,7 @@ def unkept_pages(file: MappedFile, unkept: Mapping[str, Ranges]) -> list[tuple[i
 
 
 def fence(file: MappedFile, pages: Ranges) -> None:
-    """Have whoever touches these pages end."""
+    """Make reads of these pages end the process."""
     name = next(iter(file))
     address = file.tensor(name).data_ptr() - file.entries[name].begin
     libc = ctypes.CDLL(None, use_errno=True)
@@ -94,14 +94,14 @@ def load(each: Fenced) -> None:
 
 
 def ending_of(each: Fenced) -> Ending:
-    """Load in a child, and say how it ended."""
+    """Load in a child process, and return its exit."""
     child = os.fork()
     if not child:
         status = 1
         try:
             load(each)
             status = 0
-        except Exception:  # noqa: BLE001 - whatever it is, the parent goes on with the next
+        except Exception:  # noqa: BLE001 - the parent continues with the next for any error
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(status)
@@ -113,6 +113,6 @@ def ending_of(each: Fenced) -> Ending:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.enable()  # says who read it
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Fenced])
-    print(msgspec.json.encode([ending_of(each) for each in asked]).decode())
+    faulthandler.enable()  # prints the stack of the read
+    requested = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Fenced])
+    print(msgspec.json.encode([ending_of(each) for each in requested]).decode())

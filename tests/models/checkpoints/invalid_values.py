@@ -1,7 +1,7 @@
-"""Nonsense, and how far a model's folder with some of it goes.
+"""Invalid values, and a full run of a model folder that contains them.
 
-The whole way: it is resolved as `quintet serve` does, and what is not refused there is built and run. A number that kernels
-believed without looking would end the process.
+A folder is resolved as by `quintet serve`; a folder that is not rejected is built and run. A number that kernels used
+unchecked would end the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
     "dtype": "bfloat16",
     "rope_theta": 10000.0,
 }
-NONSENSE: list[Any] = [
+INVALID_VALUES: list[Any] = [
     *(0, -1, 1, 2, 3, 4, 5, 6, 7, 8, 12, 15, 16, 17, 20, 24, 31, 32, 48, 64, 65, 96, 128, 200, 255, 256, 257),
     *(320, 500, 512, 576, 577, 1000, 1024, 1025, 2048, 4096, 65_536, 100_000, 1_000_000),
     *(2**31 - 1, 2**31, 2**63, 2**64, 10**40, 10**400, -(2**63)),
@@ -51,11 +51,11 @@ NONSENSE: list[Any] = [
     *([], [1], [1.0] * 8, ["full_attention"] * 2, [None], {}, {"factor": 2.0}, {"quant_method": 7}),
 ]
 RUNS_UP_TO = 3_000_000
-"""Parameters of a model that is run: the largest that take no time."""
+"""Largest number of parameters of a model that runs in negligible time."""
 
 
-def nonsense(draw: random.Random, was: object) -> object:
-    """Return a value that may make no sense; often one near to what was there."""
+def invalid_value(draw: random.Random, was: object) -> object:
+    """Return a value that may be invalid; often one close to the old value."""
     if (
         isinstance(was, int | float)
         and not isinstance(was, bool)
@@ -63,11 +63,11 @@ def nonsense(draw: random.Random, was: object) -> object:
         and draw.random() < 0.3
     ):
         return draw.choice([was + 1, was - 1, was * 2, -was, was * 8, float(was), str(was)])
-    return draw.choice(NONSENSE)
+    return draw.choice(INVALID_VALUES)
 
 
 def without_card(folder: Path) -> Path:
-    """Make a folder a model's, but for its card and weights."""
+    """Write a model folder without card and weights."""
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     (folder / "tokenizer_config.json").write_text("{}")
     return folder
@@ -80,7 +80,7 @@ def resolved(folder: Path, block_size: int, **options: Any) -> EngineConfig:
 
 
 def try_out(folder: Path, block_size: int, **options: Any) -> str | None:
-    """Resolve, build and run a folder's model. Returns the one line that refuses it; None where it computes."""
+    """Resolve, build and run a folder's model. Returns the one-line error; None if it computes."""
     try:
         config = resolved(folder, block_size, **options)
         family = FAMILIES.get(config.model.architecture)

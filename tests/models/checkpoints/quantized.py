@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the formats of others, and beside each the model of its numbers."""
+"""Tiny random checkpoints in the formats of other tools, each with its dequantized model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 SETTINGS = {
     "vocab_size": 211,
     "hidden_size": 128,
-    "intermediate_size": 192,  # one whole group of 128 and a part of one
+    "intermediate_size": 192,  # one whole group of 128 and a partial one
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -25,7 +25,7 @@ SETTINGS = {
 def write(
     folder: Path, written: Written, config: transformers.PretrainedConfig | None = None
 ) -> tuple[Path, Path]:
-    """Write a quantized checkpoint and one of the numbers that it stands for; return both folders."""
+    """Write a quantized checkpoint and its dequantized numbers; return both folders."""
     torch.manual_seed(1)
     config = config or transformers.LlamaConfig(**SETTINGS)  # type: ignore[arg-type]
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

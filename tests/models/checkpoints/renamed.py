@@ -1,7 +1,7 @@
-"""Checkpoints of one family under the names and the card of another that computes the same.
+"""Checkpoints of one family under the names and the card of another family with the same arithmetic.
 
-For families that transformers has no class for, where it has one of the same arithmetic: that is the reference, and what is
-tested is that our reader finds everything under the other names.
+For families without a class in transformers: a class of the same arithmetic is the reference. The test covers the reader,
+which must find everything under the other names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.random_checkpoints import Logits, Row
 
 Stacks = Mapping[str, Sequence[str]]
-"""From what comes behind a layer's name to the tensors there that are stacked in it, in this order."""
+"""From the suffix after a layer's name to the tensors stacked in it, in this order."""
 
 
 def renamed(
@@ -27,9 +27,10 @@ def renamed(
     stacked: Stacks | None = None,
     whole_card: bool = False,
 ) -> Row:
-    """Return the row with its card's values replaced, tensors stacked, and then renamed by regular expressions, one by one.
+    """Return the row with its card's values replaced, tensors stacked, and then renamed by regular expressions in
+    order.
 
-    whole_card: ``card`` is all there is.
+    whole_card: ``card`` is the complete card.
     """
 
     def make(folder: Path) -> Logits:
@@ -51,9 +52,12 @@ def renamed(
     return Row(make, close=row.close, quantized=row.quantized)
 
 
-def that_sees(row: Row, architecture: str, inner: str) -> Row:
-    """Return the row as the text model of a larger one: its card inside another, ``inner`` in its tensors' names for ``model.``,
-    beside those of a part that sees."""
+def with_vision(row: Row, architecture: str, inner: str) -> Row:
+    """Return the row as the text model of a multimodal one.
+
+    Its card is nested in another. Its tensors are named ``inner`` instead of ``model.``, next to those of a vision
+    part.
+    """
 
     def make(folder: Path) -> Logits:
         logits = row.make(folder)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of others: what they say is what the model of their numbers says, however requests are computed."""
+"""Quantized checkpoints of other tools: the tokens of the dequantized model, in every schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.quantization import more_layers as tools
 from bench.quantization.layers import Written
 from safetensors.torch import load_file, save_file
 from tests.models.checkpoints.quantized import SETTINGS, write
-from tests.models.equality import WAYS, Loaded, alone, in_every_way, load, logits_of, one_torch_thread
+from tests.models.equality import SCHEDULES, Loaded, alone, load, logits_of, one_torch_thread, run_schedules
 
 from quintet.deploy.cli.main import main
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
@@ -147,36 +147,36 @@ MORE_FORMATS: dict[str, Written] = {
 }
 
 
-SOME_WAYS = {name: WAYS[name] for name in ("together", "chunks, prefix hits")}
+SOME_SCHEDULES = {name: SCHEDULES[name] for name in ("together", "chunks, prefix hits")}
 
 
 def compare(folder: Path, written: Written, config: transformers.PretrainedConfig | None = None) -> Loaded:
-    """See that both checkpoints say the same, and that the quantized one says it in every way with the same bits."""
+    """Check that both checkpoints give the same tokens, and the quantized one the same bits in every schedule."""
     ours, plain = write(folder, written, config)
     loaded = load(ours)
     assert loaded.config.executor.quantization == written.section["quant_method"]
     with one_torch_thread():
         its, expected = alone(loaded, PROMPTS), alone(load(plain), PROMPTS)
         for i, prompt in enumerate(PROMPTS):
-            said, should = (logits_of(each, i, len(prompt))[0] for each in (its, expected))
-            apart = float((said - should).abs().max() / should.std())
+            actual, exact = (logits_of(each, i, len(prompt))[0] for each in (its, expected))
+            apart = float((actual - exact).abs().max() / exact.std())
             # Weights are equal; activations of integer weights have 16 bits in each group of inputs: half a step of
             # 1 / 32639 of its largest number, through two layers.
             assert apart < 1e-3, (i, apart)
-        for way, outcome in in_every_way(loaded, PROMPTS, watched=True, ways=SOME_WAYS):
-            assert outcome.outputs == its.outputs, way
-            assert outcome.bits.items() <= its.bits.items(), way
+        for schedule, outcome in run_schedules(loaded, PROMPTS, watched=True, schedules=SOME_SCHEDULES):
+            assert outcome.outputs == its.outputs, schedule
+            assert outcome.bits.items() <= its.bits.items(), schedule
     return loaded
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_quantized_checkpoint_is_the_model_of_its_numbers(name: str, tmp_path: Path) -> None:
+def test_quantized_checkpoint_equals_its_dequantized_model(name: str, tmp_path: Path) -> None:
     compare(tmp_path, FORMATS[name])
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", MORE_FORMATS)
-def test_and_so_is_each_variant(name: str, tmp_path: Path) -> None:
+def test_variant_equals_its_dequantized_model(name: str, tmp_path: Path) -> None:
     compare(tmp_path, MORE_FORMATS[name])
 
 
@@ -223,12 +223,12 @@ def test_layers_of_other_kinds_are_read(kind: str, name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind in KINDS_OF_MORE for name in KINDS_OF_MORE[kind][1]]
 )
-def test_and_in_each_variant(kind: str, name: str, tmp_path: Path) -> None:
+def test_layers_of_other_kinds_are_read_in_each_variant(kind: str, name: str, tmp_path: Path) -> None:
     compare(tmp_path, (FORMATS | MORE_FORMATS)[name], KINDS_OF_MORE[kind][0])
 
 
 @pytest.mark.whole
-def test_an_output_layer_may_be_quantized_too(tmp_path: Path) -> None:
+def test_quantized_output_layer(tmp_path: Path) -> None:
     written = layers.gptq(4, 64, symmetric=True, output_layer=True)
     settings: dict[str, Any] = SETTINGS | {"vocab_size": 216}  # whole words of codes
     compare(tmp_path, written, transformers.LlamaConfig(**settings))
@@ -248,7 +248,7 @@ def test_plan_names_the_format_and_counts_its_bytes(
     assert its["weight_bytes"] < other["weight_bytes"]
 
 
-JUNK: tuple[Any, ...] = (
+INVALID_VALUES: tuple[Any, ...] = (
     None,
     "x",
     "re:(",
@@ -267,18 +267,18 @@ JUNK: tuple[Any, ...] = (
 )
 
 
-def spoilt(value: Any) -> Iterator[Any]:
-    """Yield a section with one of its values replaced, wherever it is."""
+def with_replaced_values(value: Any) -> Iterator[Any]:
+    """Yield a section with one of its values replaced, at any depth."""
     if isinstance(value, dict):
         for key in value:
-            for other in (*JUNK, *spoilt(value[key])):
+            for other in (*INVALID_VALUES, *with_replaced_values(value[key])):
                 yield {**value, key: other}
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *MORE_FORMATS])
-def test_whatever_a_configuration_says_is_read_or_refused(name: str) -> None:
+def test_any_quantization_section_is_read_or_rejected(name: str) -> None:
     written = (FORMATS | MORE_FORMATS)[name]
-    for section in spoilt({"quantization_config": dict(written.section)}):
+    for section in with_replaced_values({"quantization_config": dict(written.section)}):
         try:
             found = recognise(ModelCard(section, "config.json"))
             if found is not None:
@@ -296,20 +296,20 @@ def test_dummy_weights_need_no_checkpoint(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", ["experts", "latent", "fused"])
-def test_so_do_dummies_of_other_kinds(kind: str, tmp_path: Path) -> None:
+def test_dummy_weights_of_other_kinds(kind: str, tmp_path: Path) -> None:
     ours, _ = write(tmp_path, FORMATS["gptq"], KINDS[kind][0])
     check_dummies(ours)
 
 
 def check_dummies(folder: Path) -> None:
-    """See that the model says something without its weights."""
+    """Check that the model generates tokens without its weights."""
     (folder / "model.safetensors").unlink(missing_ok=True)
     with one_torch_thread():
         outcome = alone(load(folder, load_format="dummy"), PROMPTS[:1])
     assert torch.isfinite(logits_of(outcome, 0, len(PROMPTS[0]))).all()
 
 
-def test_the_packed_cache_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_cache_stores_quantized_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled = []
     fill = PackedWeight.fill_codes
 
@@ -325,13 +325,11 @@ def test_the_packed_cache_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS).bits == first.bits
     assert not filled
     change(ours, {"bits": 8, "group_size": 32}, {})
-    with pytest.raises(ConfigError, match=r"config\.json requires"):  # the file is of other numbers
+    with pytest.raises(ConfigError, match=r"config\.json requires"):  # the file contains other numbers
         load(ours, packed_cache=str(tmp_path / "cache"))
 
 
-def test_it_keeps_tables_and_outliers_and_dummies_have_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_cache_stores_tables_and_outliers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = write(tmp_path, MORE_FORMATS["squeezellm"])
     first = alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS)
     monkeypatch.delattr("quintet.executor.checkpoints.quant.fill.fill_tables")  # nothing is filled
@@ -341,7 +339,7 @@ def test_it_keeps_tables_and_outliers_and_dummies_have_tables(
 
 
 def change(folder: Path, change_card: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
-    """Change a checkpoint; None takes a tensor away."""
+    """Change a checkpoint; None deletes a tensor."""
     path = folder / "config.json"
     card = json.loads(path.read_bytes())
     card["quantization_config"] |= change_card
@@ -350,7 +348,7 @@ def change(folder: Path, change_card: dict[str, Any], tensors: dict[str, torch.T
     save_file({name: each for name, each in there.items() if each is not None}, folder / "model.safetensors")
 
 
-def test_what_a_checkpoint_and_the_flag_say_must_agree(tmp_path: Path) -> None:
+def test_flag_must_match_the_checkpoint(tmp_path: Path) -> None:
     ours, plain = write(tmp_path, FORMATS["gptq"])
     load(ours, quantization="gptq")
     with pytest.raises(ConfigError, match=r"--quantization int8, but .*gptq: 4 bits, groups of 64"):
@@ -365,7 +363,7 @@ def test_what_a_checkpoint_and_the_flag_say_must_agree(tmp_path: Path) -> None:
         load(plain)
 
 
-def test_older_tools_wrote_a_file_of_its_own(tmp_path: Path) -> None:
+def test_quantization_file_of_older_tools(tmp_path: Path) -> None:
     ours, _ = write(tmp_path, FORMATS["gptq"])
     card = json.loads((ours / "config.json").read_bytes())
     section = card.pop("quantization_config")
@@ -402,7 +400,7 @@ LAYER = "model.layers.1.mlp.down_proj"
         ({"quant_method": "gptqq"}, {}, "the nearest supported format is 'gptq'"),
     ],
 )
-def test_what_does_not_load_is_one_line(
+def test_load_error_is_one_line(
     card: dict[str, Any], tensors: dict[str, torch.Tensor | None], words: str, tmp_path: Path
 ) -> None:
     ours, _ = write(tmp_path, FORMATS["gptq"])
@@ -536,7 +534,7 @@ SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
         ({"quant_method": 4}, "quant_method is 4; it must be the name of a format"),
     ],
 )
-def test_a_variant_that_does_not_load_is_refused_by_its_configuration(
+def test_unsupported_variant_is_rejected_by_its_configuration(
     section: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     card = {"architectures": ["LlamaForCausalLM"], "quantization_config": dict(section)}
@@ -545,17 +543,17 @@ def test_a_variant_that_does_not_load_is_refused_by_its_configuration(
     assert "\n" not in str(caught.value)
 
 
-def test_every_format_may_be_named_by_the_flag() -> None:
+def test_flag_accepts_every_format() -> None:
     assert set(FORMATS_BY_METHOD) < set(get_args(Quantization))
 
 
-def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:
+def test_bias_of_zeros_is_dropped(tmp_path: Path) -> None:
     ours, _ = write(tmp_path, FORMATS["gptq"])
     change(ours, {}, {f"{LAYER}.bias": torch.zeros(128)})
     load(ours)
 
 
-def test_squeezellm_is_known_by_its_authors_files(tmp_path: Path) -> None:
+def test_squeezellm_is_detected_by_its_original_files(tmp_path: Path) -> None:
     ours, _ = write(tmp_path, MORE_FORMATS["squeezellm"])
     tensors = load_file(ours / "model.safetensors")
     (ours / "model.safetensors").unlink()
@@ -574,7 +572,9 @@ def test_squeezellm_is_known_by_its_authors_files(tmp_path: Path) -> None:
         ("cols", None, "has outliers in 'rows', but the tensor 'cols' is missing"),
     ],
 )
-def test_outliers_that_cannot_be(ending: str, other: torch.Tensor | None, words: str, tmp_path: Path) -> None:
+def test_invalid_outliers_are_rejected(
+    ending: str, other: torch.Tensor | None, words: str, tmp_path: Path
+) -> None:
     ours, _ = write(tmp_path, MORE_FORMATS["squeezellm"])
     change(ours, {}, {f"{LAYER}.{ending}": other})
     with pytest.raises(ConfigError, match=words) as caught:

@@ -1,4 +1,4 @@
-"""Whoever has loaded a model in a process that goes on, an engine in Python or a test, has its memory back behind it."""
+"""A process that loads a model and continues, an engine in Python or a test, gets the memory back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPTS = [[5, 6, 7]]
 
 
 def num_weights() -> int:
-    """Return how many packed weights there are, but for those that the collector of cycles was told to leave alone."""
+    """Return the number of packed weights, without those frozen for the garbage collector."""
     gc.collect()
     return sum(isinstance(each, PackedWeight) for each in gc.get_objects())
 
@@ -28,14 +28,14 @@ def load_and_compute(folder: Path, model_impl: str) -> int:
 
 
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])
-def test_a_model_goes_with_its_worker(model_impl: str, tmp_path: Path) -> None:
+def test_model_is_freed_with_its_worker(model_impl: str, tmp_path: Path) -> None:
     write_checkpoint(of_transformers("LlamaConfig" if model_impl == "auto" else "ApertusConfig"), tmp_path)
     before = num_weights()
     assert load_and_compute(tmp_path, model_impl) > before
     assert num_weights() == before
 
 
-def test_ranks_that_are_threads_leave_their_memory_to_the_collector(tmp_path: Path) -> None:
+def test_memory_of_rank_threads_is_collected(tmp_path: Path) -> None:
     write_checkpoint(of_transformers("LlamaConfig"), tmp_path)
     before = gc.get_freeze_count()
     with in_ranks(tmp_path, 2) as loaded:

@@ -1,6 +1,6 @@
-"""Checkpoints whose files make no sense: each is refused in one line, or is a model that computes.
+"""Checkpoints with invalid files: each is rejected in one line, or is a model that computes.
 
-What is drawn is a function of the seed.
+The seed determines all draws.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.models.checkpoints.invalid_values import NONSENSE, SMALL, nonsense, try_out, without_card
+from tests.models.checkpoints.invalid_values import (
+    INVALID_VALUES,
+    SMALL,
+    invalid_value,
+    try_out,
+    without_card,
+)
 
 from quintet.wire.model_files import ITEM_BYTES
 
@@ -32,8 +38,8 @@ def checkpoint(folder: Path, dtype: torch.dtype) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def spoiled(draw: random.Random, whole: bytes) -> bytes:
-    """Return a safetensors file with something wrong in its header, its length, or nothing."""
+def with_an_error(draw: random.Random, whole: bytes) -> bytes:
+    """Return a safetensors file with an error in its header or its length, or without one."""
     (size,) = struct.unpack("<Q", whole[:8])
     kind = draw.choice(["nothing", "entry", "entry", "entry", "names", "bytes", "cut", "length"])
     if kind == "bytes":
@@ -58,26 +64,28 @@ def spoiled(draw: random.Random, whole: bytes) -> bytes:
     elif kind == "entry":
         key = draw.choice(["dtype", "dtype", "shape", "shape", "data_offsets", "all"])
         if key == "dtype":
-            entry[key] = draw.choice([*ITEM_BYTES, "F4", "bf16", *NONSENSE])
+            entry[key] = draw.choice([*ITEM_BYTES, "F4", "bf16", *INVALID_VALUES])
         elif key == "all":
-            header[name] = draw.choice(NONSENSE)
+            header[name] = draw.choice(INVALID_VALUES)
         elif draw.random() < 0.5:
-            entry[key] = draw.choice([entry[key][::-1], [*entry[key], 1], entry[key][:1], [0, 0], *NONSENSE])
+            entry[key] = draw.choice(
+                [entry[key][::-1], [*entry[key], 1], entry[key][:1], [0, 0], *INVALID_VALUES]
+            )
         else:
             at = draw.randrange(len(entry[key]))
-            entry[key][at] = nonsense(draw, entry[key][at])
+            entry[key][at] = invalid_value(draw, entry[key][at])
     encoded = json.dumps(header).encode()
     return struct.pack("<Q", len(encoded)) + encoded + tensors
 
 
 def fuzz_checkpoints(folder: Path, seeds: range) -> tuple[int, int]:
-    """Try a checkpoint of each seed; return how many were refused and how many computed."""
+    """Try a checkpoint of each seed; return the numbers of rejected and of computed ones."""
     refused = computed = 0
     wholes = [checkpoint(folder, dtype) for dtype in (torch.bfloat16, torch.float32)]
     for seed in seeds:
         draw = random.Random(seed)
         path = folder / "model.safetensors"
-        path.write_bytes(spoiled(draw, draw.choice(wholes)))
+        path.write_bytes(with_an_error(draw, draw.choice(wholes)))
         index = folder / "model.safetensors.index.json"
         index.unlink(missing_ok=True)
         if draw.random() < 0.2:
@@ -86,29 +94,33 @@ def fuzz_checkpoints(folder: Path, seeds: range) -> tuple[int, int]:
                     {"x": path.name},
                     {"x": "absent"},
                     {"x": "../" + path.name},
-                    *({"x": one} for one in NONSENSE),
+                    *({"x": one} for one in INVALID_VALUES),
                 ]
             )
             index.write_text(
                 json.dumps(
-                    draw.choice([{"weight_map": names}, {"weight_map": names}, {}, draw.choice(NONSENSE)])
+                    draw.choice(
+                        [{"weight_map": names}, {"weight_map": names}, {}, draw.choice(INVALID_VALUES)]
+                    )
                 )
             )
         try:
-            said = try_out(folder, draw.choice([4, 16]), quantization=draw.choice(["none", "none", "int8"]))
+            refusal = try_out(
+                folder, draw.choice([4, 16]), quantization=draw.choice(["none", "none", "int8"])
+            )
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-        refused, computed = refused + (said is not None), computed + (said is None)
+        refused, computed = refused + (refusal is not None), computed + (refusal is None)
     return refused, computed
 
 
-def test_a_senseless_checkpoint_is_refused_or_computes(folder: Path) -> None:
+def test_invalid_checkpoint_is_rejected_or_computes(folder: Path) -> None:
     refused, computed = fuzz_checkpoints(folder, range(100))
     assert refused > 40 and computed > 10
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("part", range(4))
-def test_many_senseless_checkpoints(folder: Path, part: int) -> None:
+def test_many_invalid_checkpoints(folder: Path, part: int) -> None:
     fuzz_checkpoints(folder, range(1000 + 500 * part, 1500 + 500 * part))

@@ -1,6 +1,6 @@
-"""Cards that make no sense: each is refused in one line, or is a model that computes.
+"""Cards with invalid values: each is rejected in one line, or is a model that computes.
 
-What is drawn is a function of the seed. See `tests.models.checkpoints.invalid_values` for how far a card goes.
+The seed determines all draws. `tests.models.checkpoints.invalid_values` runs each card.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.models.checkpoints.invalid_values import SMALL, nonsense, try_out, without_card
+from tests.models.checkpoints.invalid_values import SMALL, invalid_value, try_out, without_card
 from tests.models.test_equal import ROWS
 
 from quintet.executor.model_config.registry import FAMILIES
@@ -83,8 +83,9 @@ SPELLED_LIKE = {
     "Mistral3ForConditionalGeneration": ("MistralForCausalLM", True),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", True),
 }
-"""Of architectures that have neither a row nor a reader in common with one that has: whose card is like theirs, and whether they
-have it as their text model's."""
+"""Architectures that share neither a row nor a reader with one that has: the architecture of the same card, and whether it
+nests the card as its text model.
+"""
 Cards = dict[str, list[dict[str, Any]]]
 
 
@@ -101,13 +102,13 @@ def a_card(draw: random.Random) -> dict[str, Any]:
         if draw.random() < 0.15:
             where.pop(key, None)
         else:
-            where[key] = nonsense(draw, where.get(key))
+            where[key] = invalid_value(draw, where.get(key))
     return card
 
 
 @pytest.fixture(scope="module")
 def working(tmp_path_factory: pytest.TempPathFactory) -> Cards:
-    """Cards that are right: of every architecture at least one, with the keys that it knows."""
+    """Return valid cards: at least one of every architecture, with all its keys."""
     anything = transformers.PretrainedConfig().to_dict()
     cards: Cards = {}
     for row in ROWS.values():
@@ -126,7 +127,7 @@ def working(tmp_path_factory: pytest.TempPathFactory) -> Cards:
 
 
 def places_of(value: object) -> list[tuple[Any, Any]]:
-    """Return every key of a card and of what is in it, and every index: each with what it is of."""
+    """Return every key of a card and of nested values, and every index, each with its container."""
     if isinstance(value, dict):
         own = [(value, key) for key in value]
     elif isinstance(value, list):
@@ -137,7 +138,7 @@ def places_of(value: object) -> list[tuple[Any, Any]]:
 
 
 def a_card_of(draw: random.Random, cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one of them with a few wrong values, or none: any that it has, at any depth."""
+    """Return one of the cards with a few wrong values, or none, at any depth."""
     card: dict[str, Any] = copy.deepcopy(draw.choice(cards))
     card["dtype"] = draw.choice(["bfloat16", "float16", "float32"])
     for _ in range(draw.choice([0, 1, 1, 1, 1, 2, 3])):
@@ -145,7 +146,7 @@ def a_card_of(draw: random.Random, cards: Sequence[dict[str, Any]]) -> dict[str,
         if draw.random() < 0.15:
             where.pop(key)
         else:
-            where[key] = nonsense(draw, where[key])
+            where[key] = invalid_value(draw, where[key])
     return card
 
 
@@ -157,27 +158,27 @@ def folder(tmp_path: Path) -> Path:
 def fuzz_cards(
     folder: Path, seeds: Iterable[int], make: Callable[[random.Random], dict[str, Any]] = a_card
 ) -> tuple[int, int]:
-    """Try a card of each seed; return how many were refused and how many computed."""
+    """Try a card of each seed; return the numbers of rejected and of computed ones."""
     refused = computed = 0
     for seed in seeds:
         draw = random.Random(seed)
         (folder / "config.json").write_text(json.dumps(make(draw)))
         try:
-            said = try_out(folder, draw.choice([4, 16]), load_format="dummy")
+            refusal = try_out(folder, draw.choice([4, 16]), load_format="dummy")
         except Exception as error:
             error.add_note(f"seed {seed}: {(folder / 'config.json').read_text()}")
             raise
-        refused, computed = refused + (said is not None), computed + (said is None)
+        refused, computed = refused + (refusal is not None), computed + (refusal is None)
     return refused, computed
 
 
-def test_a_senseless_card_is_refused_or_computes(folder: Path) -> None:
+def test_invalid_card_is_rejected_or_computes(folder: Path) -> None:
     refused, computed = fuzz_cards(folder, range(120))
     assert refused > 30 and computed > 30
 
 
 def fuzz_families(folder: Path, working: Cards, seeds: range) -> tuple[int, int]:
-    """The same with cards of every family in turn."""
+    """Try cards of every family in turn."""
     names = sorted(working)
     tried = [
         fuzz_cards(folder, [seed], partial(a_card_of, cards=working[names[seed % len(names)]]))
@@ -186,14 +187,14 @@ def fuzz_families(folder: Path, working: Cards, seeds: range) -> tuple[int, int]
     return sum(refused for refused, _ in tried), sum(computed for _, computed in tried)
 
 
-def test_every_architecture_has_a_card_that_computes(folder: Path, working: Cards) -> None:
+def test_every_architecture_has_a_valid_card(folder: Path, working: Cards) -> None:
     assert working.keys() == FAMILIES.keys()
     for cards in working.values():
         (folder / "config.json").write_text(json.dumps(cards[0]))
         assert try_out(folder, 16, load_format="dummy") is None, cards[0]
 
 
-def test_a_senseless_card_of_any_family_is_refused_or_computes(folder: Path, working: Cards) -> None:
+def test_invalid_card_of_any_family_is_rejected_or_computes(folder: Path, working: Cards) -> None:
     refused, computed = fuzz_families(folder, working, range(len(working)))
     assert refused > 30 and computed > 30
 
@@ -221,7 +222,7 @@ MANY = 10**400
     ],
 )
 @pytest.mark.parametrize("block_size", [4, 16])
-def test_what_was_drawn_once(
+def test_previously_found_cards(
     folder: Path,
     working: Cards,
     architecture: str,
@@ -229,35 +230,35 @@ def test_what_was_drawn_once(
     words: str | None,
     block_size: int,
 ) -> None:
-    """By torch, whose blocks are smaller, and by the kernels: in fp16, which does not hold every bound."""
+    """By torch, with smaller blocks, and by the kernels: in fp16, which does not hold every bound."""
     card = working[architecture][0] | {"dtype": "float16"}
     for key, value in changes.items():
         card[key] = card[key] | value if key in card and isinstance(value, dict) else value
     (folder / "config.json").write_text(json.dumps(card))
-    said = try_out(folder, block_size, load_format="dummy")
-    assert said is None if words is None else said is not None and words in said
+    refusal = try_out(folder, block_size, load_format="dummy")
+    assert refusal is None if words is None else refusal is not None and words in refusal
 
 
-def test_what_transformers_cannot_compute_is_refused(folder: Path, working: Cards) -> None:
-    """It makes the model, and finds out in the middle of a pass."""
+def test_card_unsupported_by_transformers_is_rejected(folder: Path, working: Cards) -> None:
+    """It builds the model, and fails in the middle of a forward pass."""
     card = working["DeepseekV2ForCausalLM"][0] | {"architectures": ["Unknown"], "num_key_value_heads": 5}
     (folder / "config.json").write_text(json.dumps(card))
-    said = try_out(folder, 16, load_format="dummy")
-    assert said is not None and "a test pass failed: RuntimeError" in said
+    refusal = try_out(folder, 16, load_format="dummy")
+    assert refusal is not None and "a test pass failed: RuntimeError" in refusal
 
 
 @pytest.mark.parametrize("name", ["", "x" * 500])
-def test_a_name_that_is_none_is_refused(folder: Path, working: Cards, name: str) -> None:
+def test_invalid_name_is_rejected(folder: Path, working: Cards, name: str) -> None:
     (folder / "config.json").write_text(
         json.dumps(working["FalconForCausalLM"][0] | {"architectures": [name]})
     )
-    said = try_out(folder, 16, load_format="dummy")
-    assert said is not None and "has neither `architectures` nor `model_type`" in said
+    refusal = try_out(folder, 16, load_format="dummy")
+    assert refusal is not None and "has neither `architectures` nor `model_type`" in refusal
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("part", range(12))
-def test_many_senseless_cards_of_all_families(folder: Path, working: Cards, part: int) -> None:
+def test_many_invalid_cards_of_all_families(folder: Path, working: Cards, part: int) -> None:
     fuzz_families(folder, working, range(10_000 + 500 * part, 10_500 + 500 * part))
 
 
@@ -267,14 +268,14 @@ def test_heads_of_one_number_compute(folder: Path) -> None:
     assert try_out(folder, 4, load_format="dummy") is None
 
 
-def test_a_long_value_is_not_repeated_whole(folder: Path) -> None:
+def test_long_value_is_shortened_in_the_error(folder: Path) -> None:
     card = {**SMALL, "architectures": ["LlamaForCausalLM"], "dtype": "x" * 5000}
     (folder / "config.json").write_text(json.dumps(card))
-    said = try_out(folder, 4, load_format="dummy")
-    assert said is not None and "x" * 20 in said
+    refusal = try_out(folder, 4, load_format="dummy")
+    assert refusal is not None and "x" * 20 in refusal
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("part", range(8))
-def test_many_senseless_cards(folder: Path, part: int) -> None:
+def test_many_invalid_cards(folder: Path, part: int) -> None:
     fuzz_cards(folder, range(1000 + 500 * part, 1500 + 500 * part))

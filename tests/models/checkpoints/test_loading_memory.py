@@ -1,4 +1,4 @@
-"""What loading takes: of memory that is no file's hardly more than the packed weights, whatever their size."""
+"""Memory of loading: anonymous memory is little more than the packed weights, for any size."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ MATRICES = {
     **dict.fromkeys(("ffn_gate", "ffn_up"), (FEED_FORWARD, WIDTH)),
     "ffn_down": (WIDTH, FEED_FORWARD),
 }
-"""Of a layer: rows and depth."""
+"""Rows and depth of the matrices of a layer."""
 NAMES = {
     **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
     "attn_output": "self_attn.o_proj",
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
 WORK_BYTES = 48 << 20
-"""A few million numbers that are unpacked at a time, copied a few times, and what torch takes when it first computes."""
-GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
-"""The C library then keeps nothing of what it was given back: up to 40 MiB otherwise, nearly what a copy of a file takes."""
+"""A few million numbers unpacked at a time, several copies, and the first allocations of torch."""
+TRIM_MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
+"""The C library then keeps no freed memory: up to 40 MiB otherwise, nearly the size of a file's copy."""
 LOAD = """
 import sys
 from pathlib import Path
@@ -48,7 +48,7 @@ model = load_model(config, platform)
 print(model.weights.reservation.memory.numel(), flush=True)
 input()
 """
-"""Says that it would begin to load, then how large the packed weights are."""
+"""Prints before the load starts, then the size of the packed weights."""
 
 
 def as_q4_k_m(folder: Path) -> Path:
@@ -145,16 +145,16 @@ def as_gptq(folder: Path) -> Path:
 
 
 def anonymous_bytes(process_id: int) -> int:
-    """Return what a process has of memory that is no file's."""
+    """Return the anonymous memory of a process in bytes."""
     status = Path(f"/proc/{process_id}/status").read_text()
     kinds = dict(line.split(":", 1) for line in status.splitlines())
     return sum(int(kinds[kind].split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))
 
 
 def peak_of_loading(model: Path, folder: Path) -> tuple[int, int]:
-    """Return how much more memory a process had while it loaded a model than before, and the bytes that it packed."""
+    """Return the additional peak memory of a process during a load, and the bytes of packed weights."""
     command = [sys.executable, "-c", LOAD, str(model), str(folder)]
-    environment = {**os.environ, **GIVES_BACK}
+    environment = {**os.environ, **TRIM_MALLOC}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -173,7 +173,9 @@ def peak_of_loading(model: Path, folder: Path) -> tuple[int, int]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("write", [as_q4_k_m, as_gptq])
-def test_loading_takes_what_is_packed_and_little_more(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_loading_takes_little_more_than_the_packed_weights(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
     peak, packed = peak_of_loading(write(tmp_path), tmp_path)
     assert packed > 200e6
     assert 0.98 * packed < peak < 1.02 * packed + WORK_BYTES, (peak, packed)

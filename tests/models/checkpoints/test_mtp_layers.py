@@ -1,4 +1,4 @@
-"""Checkpoints with layers that predict further tokens: these are left out, under the names that each family has for them."""
+"""Checkpoints with multi-token prediction layers: the reader skips them, under each family's names."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ from quintet.wire.errors import ConfigError
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3]]
 
 
-def behind(layer: int) -> list[str]:
-    """What DeepSeek's have: a whole layer, an embedding and an output layer, and what joins them."""
+def mtp_tensors(layer: int) -> list[str]:
+    """Return DeepSeek's tensors: a whole layer, an embedding and an output layer, and the projection that joins them."""
     parts = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
     of_layer = ("input_layernorm", "self_attn.o_proj", "mlp.gate", "mlp.experts.0.down_proj")
     return [f"model.layers.{layer}.{name}.weight" for name in (*parts, *of_layer)]
 
 
 CASES: dict[str, tuple[Row, list[str], dict[str, int]]] = {
-    "deepseek v3": (latent.ROWS["deepseek v3"], behind(3), {}),
+    "deepseek v3": (latent.ROWS["deepseek v3"], mtp_tensors(3), {}),
     "deepseek v3, two": (
         latent.ROWS["deepseek v3"],
-        behind(3) + behind(4),
+        mtp_tensors(3) + mtp_tensors(4),
         {"num_nextn_predict_layers": 2},
     ),
-    "glm4 moe": (moe.ROWS["glm4 moe"], behind(3), {"num_nextn_predict_layers": 1}),
-    "glm 4.7 flash": (latent.ROWS["deepseek v3, as glm 4.7 flash"], behind(3), {}),
-    "ling 2": (moe.ROWS["glm4 moe, as ling 2"], behind(3), {"num_nextn_predict_layers": 0}),
-    "a family that is not known for it": (llama.ROWS["qwen2"], behind(3), {"num_nextn_predict_layers": 1}),
+    "glm4 moe": (moe.ROWS["glm4 moe"], mtp_tensors(3), {"num_nextn_predict_layers": 1}),
+    "glm 4.7 flash": (latent.ROWS["deepseek v3, as glm 4.7 flash"], mtp_tensors(3), {}),
+    "ling 2": (moe.ROWS["glm4 moe, as ling 2"], mtp_tensors(3), {"num_nextn_predict_layers": 0}),
+    "a family that is not known for it": (
+        llama.ROWS["qwen2"],
+        mtp_tensors(3),
+        {"num_nextn_predict_layers": 1},
+    ),
     "qwen3 next": (
         states.ROWS["qwen3 next"],
         ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"],
@@ -59,7 +63,7 @@ CASES: dict[str, tuple[Row, list[str], dict[str, int]]] = {
 
 
 def add(folder: Path, names: list[str], card: dict[str, int]) -> None:
-    """Add tensors of these names to the checkpoint, and words to its card."""
+    """Add tensors of these names to the checkpoint, and keys to its card."""
     path = folder / "model.safetensors"
     save_file(load_file(path) | {name: torch.ones(3, 2) for name in names}, path)
     config = folder / "config.json"
@@ -68,7 +72,7 @@ def add(folder: Path, names: list[str], card: dict[str, int]) -> None:
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", CASES)
-def test_layers_that_predict_further_tokens_are_left_out(name: str, tmp_path: Path) -> None:
+def test_mtp_layers_are_skipped(name: str, tmp_path: Path) -> None:
     row, names, card = CASES[name]
     write_checkpoint(row, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -80,16 +84,16 @@ def test_layers_that_predict_further_tokens_are_left_out(name: str, tmp_path: Pa
     assert run(loaded, changed(loaded.config), PROMPTS).outputs == expected
 
 
-def test_a_layer_more_than_a_card_says_is_refused_elsewhere(tmp_path: Path) -> None:
+def test_additional_layer_is_rejected_for_other_families(tmp_path: Path) -> None:
     write_checkpoint(llama.ROWS["qwen2"], tmp_path)
-    add(tmp_path, behind(3), {})
+    add(tmp_path, mtp_tensors(3), {})
     with pytest.raises(ConfigError, match=r"model\.layers\.3\..* does not have it"):
         load(tmp_path)
 
 
 @pytest.mark.whole
-def test_of_deepseek_in_its_own_numbers_too(tmp_path: Path) -> None:
-    """In fp8 by blocks, experts included, as it was published; the further layer as well."""
+def test_deepseek_mtp_layers_in_fp8_are_skipped(tmp_path: Path) -> None:
+    """In fp8 by blocks, experts included, as published; the prediction layer as well."""
     settings = {**quantized.SETTINGS, **latent.SMALL, **latent.ROUTED, "num_hidden_layers": 3}
     config = transformers.DeepseekV3Config(**settings)
     ours, plain = quantized.write(tmp_path, formats.fp8(block=True), config)

@@ -1,6 +1,6 @@
-"""Cards as their publishers wrote them, in the spellings of their time: what is read of them.
+"""Cards as published, in their historical spellings, and the specs read from them.
 
-Whole models are compared with transformers in `test_equal`; their cards are in today's spelling.
+Whole models are compared with transformers in `test_equal`; their cards use today's spelling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read(architecture: str, card: Card) -> DecoderSpec:
     return spec
 
 
-def test_gemma_3_with_eyes() -> None:
+def test_gemma_3_with_vision() -> None:
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -93,12 +93,12 @@ def test_phi_4_mini() -> None:
     mixer = spec.layers[0].mixer
     assert mixer.rope is not None and (mixer.rope.kind, mixer.rope.rotary_dim) == ("longrope", 96)
     assert (spec.reach, spec.fixed_rope_len, mixer.layout) == (131072, 4096, QkvLayout.STACKED)
-    card["rope_scaling"] = card["rope_scaling"] | {"type": "yarn"}  # so said the first cards of Phi 3
+    card["rope_scaling"] = card["rope_scaling"] | {"type": "yarn"}  # as in the first cards of Phi 3
     rope = read("Phi3ForCausalLM", card).layers[0].mixer.rope
     assert rope is not None and rope.kind == "longrope"
 
 
-def test_falcon_before_its_class_was_in_transformers() -> None:
+def test_falcon_with_remote_code_card() -> None:
     card = {
         "alibi": False,
         "apply_residual_connection_post_layernorm": False,
@@ -121,7 +121,7 @@ def test_falcon_before_its_class_was_in_transformers() -> None:
     assert spec.layers[0].mixer.num_kv_heads == 8 and spec.names.mlp_norm == "ln_mlp"
 
 
-def test_bloom_has_no_longest_context_but_that_of_its_training() -> None:
+def test_bloom_context_is_its_training_length() -> None:
     card = {
         "layer_norm_epsilon": 1e-05,
         "n_embed": 1024,
@@ -140,7 +140,7 @@ def test_bloom_has_no_longest_context_but_that_of_its_training() -> None:
     assert mixer.alibi[:2] == (2**-0.5, 2**-1.0) and len(mixer.alibi) == 16
 
 
-def test_slopes_of_heads_that_are_no_power_of_two() -> None:
+def test_slopes_of_other_numbers_of_heads_than_powers_of_two() -> None:
     card = {"hidden_size": 14336, "n_head": 112, "n_layer": 1, "vocab_size": 250880}
     slopes = read("BloomForCausalLM", card).layers[0].mixer.alibi
     assert len(slopes) == 112
@@ -148,7 +148,7 @@ def test_slopes_of_heads_that_are_no_power_of_two() -> None:
     assert slopes[64:] == tuple(2.0 ** (-(2 * i + 1) / 16) for i in range(48))
 
 
-def test_mpt_reaches_as_far_as_its_card_says_and_has_its_slopes() -> None:
+def test_mpt_context_and_slopes() -> None:
     card = {
         "attn_config": {"alibi": True, "alibi_bias_max": 16, "attn_impl": "torch", "clip_qkv": 6},
         "d_model": 4096,
@@ -169,7 +169,7 @@ def test_mpt_reaches_as_far_as_its_card_says_and_has_its_slopes() -> None:
     assert learned.positions is not None and learned.positions.count == 65536
 
 
-def test_pythia_and_stablelm_say_how_much_is_rotated_in_words_of_their_own() -> None:
+def test_partial_rotation_keys_of_pythia_and_stablelm() -> None:
     card = {
         "hidden_act": "gelu",
         "hidden_size": 2048,
@@ -213,7 +213,7 @@ def test_baichuan_by_its_size() -> None:
     assert spec.layers[0].mixer.rope is not None and spec.layers[0].mixer.alibi == ()
 
 
-def test_qwen_1_reaches_as_far_as_its_own_stretching() -> None:
+def test_qwen_1_context_with_dynamic_ntk() -> None:
     card = {
         "hidden_size": 4096,
         "intermediate_size": 22016,
@@ -244,7 +244,7 @@ def test_qwen_1_reaches_as_far_as_its_own_stretching() -> None:
     assert 7.6e9 < spec.num_parameters < 7.8e9
 
 
-def test_qwen_3_next_before_cards_listed_its_layers() -> None:
+def test_qwen_3_next_without_listed_layers() -> None:
     card = {
         "full_attention_interval": 4,
         "head_dim": 256,
@@ -280,7 +280,7 @@ def test_qwen_3_next_before_cards_listed_its_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "change", "said"),
+    ("architecture", "change", "error"),
     [
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention is True; it must be false"),
         (
@@ -298,11 +298,11 @@ def test_qwen_3_next_before_cards_listed_its_layers() -> None:
         ("GPTJForCausalLM", {"rotary_dim": 3}, "rotary_dim is 3; it must be"),
     ],
 )
-def test_senseless_values_are_named(architecture: str, change: Card, said: str) -> None:
+def test_invalid_values_are_named(architecture: str, change: Card, error: str) -> None:
     card = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
     with pytest.raises(ConfigError) as caught:
         read(architecture, card | {"intermediate_size": 64} | change)
-    assert said in str(caught.value)
+    assert error in str(caught.value)
 
 
 _SIZES: Card = {
@@ -326,7 +326,7 @@ _SIZES: Card = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_model_that_rotates_nothing_reaches_as_far_as_its_card_says(architecture: str, more: Card) -> None:
+def test_context_of_a_model_without_rotation(architecture: str, more: Card) -> None:
     assert read(architecture, _SIZES | more).reach == 512
 
 
@@ -338,12 +338,12 @@ def test_a_model_that_rotates_nothing_reaches_as_far_as_its_card_says(architectu
         ("Glm4MoeForCausalLM", 10000.0, 0.5),
     ],
 )
-def test_what_a_card_leaves_out_is_the_familys(architecture: str, theta: float, share: float) -> None:
+def test_missing_keys_have_the_defaults_of_the_family(architecture: str, theta: float, share: float) -> None:
     (rope,) = read(architecture, _SIZES | {"head_dim": 64}).ropes
     assert (rope.theta, rope.rotary_dim) == (theta, 64 * share)
 
 
-def test_qwens_experts_have_few_kv_heads_where_nothing_is_said() -> None:
+def test_default_kv_heads_of_qwen_moe() -> None:
     card = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
     for architecture, kv_heads in (("Qwen2MoeForCausalLM", 16), ("Qwen3MoeForCausalLM", 4)):
         spec = read(architecture, card | {"num_attention_heads": 16})
@@ -363,15 +363,15 @@ def test_qwens_experts_have_few_kv_heads_where_nothing_is_said() -> None:
         ("XGLMForCausalLM", "ffn_dim"),
     ],
 )
-def test_a_feed_forwards_width_has_one_name_in_a_family(architecture: str, key: str | None) -> None:
-    """transformers ignores the others, which some cards have besides."""
+def test_feed_forward_width_key_of_each_family(architecture: str, key: str | None) -> None:
+    """transformers ignores the other keys, which some cards contain as well."""
     cases = [({}, 256)] if key is None else [({}, 256), ({key: 160}, 160), ({key: None}, 256)]
     for more, width in cases:
         mlp = read(architecture, _SIZES | {"rotary_dim": 8} | more).layers[0].mlp
         assert isinstance(mlp, MlpSpec) and mlp.width == width
 
 
-def test_llama_4s_widths_are_the_familys_where_nothing_is_said() -> None:
+def test_default_widths_of_llama_4() -> None:
     card = {key: value for key, value in _SIZES.items() if key != "intermediate_size"}
     first, second = (
         layer.mlp for layer in read("Llama4ForCausalLM", card | {"interleave_moe_layer_step": 2}).layers
@@ -381,7 +381,7 @@ def test_llama_4s_widths_are_the_familys_where_nothing_is_said() -> None:
 
 
 @pytest.mark.parametrize("width", [{}, {"head_dim": 16}, {"kv_channels": 16}])
-def test_chatglm_rotates_half_of_the_heads_it_has(width: Card) -> None:
+def test_chatglm_rotates_half_of_each_head(width: Card) -> None:
     mixer = read("ChatGLMModel", _SIZES | {"ffn_hidden_size": 96, "seq_length": 512} | width).layers[0].mixer
     assert isinstance(mixer, AttentionSpec) and mixer.head_dim == (16 if width else 128)
     assert mixer.rope is not None and 2 * mixer.rope.rotary_dim == mixer.head_dim

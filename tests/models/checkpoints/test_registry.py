@@ -1,4 +1,4 @@
-"""Every row of the registry: what its reader says is what its builder makes."""
+"""Every row of the registry: the spec of its reader matches the model of its builder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quintet.wire.errors import ConfigError
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_the_parameters_that_a_spec_counts_are_those_that_the_model_declares(architecture: str) -> None:
-    """`deploy` counts memory for weights by them, before there are any."""
+def test_parameter_count_of_the_spec_equals_the_model(architecture: str) -> None:
+    """`deploy` counts memory for weights by the spec, before they exist."""
     card = card_of(architecture)
     spec = FAMILIES[architecture].read(card)
     device = torch.device("meta")
@@ -30,7 +30,7 @@ def test_the_parameters_that_a_spec_counts_are_those_that_the_model_declares(arc
     assert len(spec.kv_needs) == SIZES["num_hidden_layers"]
 
 
-def test_an_unknown_architecture_is_told_the_nearest() -> None:
+def test_unknown_architecture_error_names_the_nearest() -> None:
     assert nearest("LlamaForSequenceClassification") == "LlamaForCausalLM"
     assert nearest("Qwen2_ForCausalLM") == "Qwen2ForCausalLM"
     assert nearest("GPT2") == "GPT2LMHeadModel" or "GPT2LMHeadModel" not in FAMILIES

@@ -1,4 +1,4 @@
-"""``--activation-dtype int8``: models whose inputs are rounded to 8 bits, where their weights are integers."""
+"""``--activation-dtype int8``: models with inputs rounded to 8 bits, where their weights are integers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from bench.quantization import layers
 from tests.models.checkpoints.quantized import write
-from tests.models.checkpoints.test_formats import EXPERTS, FORMATS, MORE_FORMATS, PROMPTS, SOME_WAYS
-from tests.models.equality import alone, in_every_way, load, logits_of, one_torch_thread
+from tests.models.checkpoints.test_formats import EXPERTS, FORMATS, MORE_FORMATS, PROMPTS, SOME_SCHEDULES
+from tests.models.equality import alone, load, logits_of, one_torch_thread, run_schedules
 
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.wire.errors import ConfigError
@@ -24,19 +24,19 @@ INTEGERS = {
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", INTEGERS)
-def test_with_inputs_of_8_bits_it_says_about_the_same_in_any_company(name: str, tmp_path: Path) -> None:
+def test_8_bit_inputs_change_logits_slightly_and_bits_never(name: str, tmp_path: Path) -> None:
     ours, plain = write(tmp_path, *INTEGERS[name])
     loaded = load(ours, activation_dtype="int8")
     with one_torch_thread():
         its, expected = alone(loaded, PROMPTS), alone(load(plain), PROMPTS)
         for i, prompt in enumerate(PROMPTS):
-            said, should = (logits_of(each, i, len(prompt))[0] for each in (its, expected))
-            apart = float((said - should).square().mean().sqrt() / should.std())
+            actual, exact = (logits_of(each, i, len(prompt))[0] for each in (its, expected))
+            apart = float((actual - exact).square().mean().sqrt() / exact.std())
             # A step of 1 / 127 of the largest of 32 normal numbers, some 2.1 deviations, over the root of 12: half of a
-            # hundredth of each input, whose signs are random, in each of some ten layers behind one another.
+            # hundredth of each input, with random signs, in each of some ten consecutive layers.
             assert 1e-3 < apart < 0.05, (i, apart)
-        for way, outcome in in_every_way(loaded, PROMPTS, watched=True, ways=SOME_WAYS):
-            assert outcome.bits.items() <= its.bits.items(), way
+        for schedule, outcome in run_schedules(loaded, PROMPTS, watched=True, schedules=SOME_SCHEDULES):
+            assert outcome.bits.items() <= its.bits.items(), schedule
 
 
 @pytest.mark.parametrize("name", ["fp8", "bitsandbytes", "squeezellm"])

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already, divided over ranks: each reads its part of the codes, scales and zeros."""
+"""Quantized checkpoints divided over ranks: each rank reads its part of the codes, scales and zeros."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.checkpoints.quantized import SETTINGS, write
 from tests.models.checkpoints.test_formats import BY_ROW, W4
 from tests.models.checkpoints.test_formats import MORE_FORMATS as FORMATS_OF_ONE
 from tests.models.distributed.ranks import config_of, in_ranks
-from tests.models.equality import WAYS, alone, in_every_way, load, logits_of
+from tests.models.equality import SCHEDULES, alone, load, logits_of, run_schedules
 from tests.models.random_checkpoints import of_transformers
 from tests.models.test_equal import made
 
@@ -64,7 +64,7 @@ MORE_FORMATS: dict[str, Written] = {
         *("quark", "quark, uint4", "quark, fp4", "modelopt", "modelopt, nvfp4", "torchao", "auto-round"),
     )
 }  # fmt: skip
-FEW_WAYS = {way: WAYS[way] for way in ("together", "chunks, prefix hits")}
+FEW_SCHEDULES = {schedule: SCHEDULES[schedule] for schedule in ("together", "chunks, prefix hits")}
 OF_FILES = {
     "hidden_size": 512,
     "intermediate_size": 512,
@@ -73,7 +73,7 @@ OF_FILES = {
     "num_key_value_heads": 4,
 }
 WIDE = {"intermediate_size": 256, "hidden_size": 256, "num_attention_heads": 8}
-"""So that the inputs of two ranks, and of four, are whole groups of 32."""
+"""Inputs of two ranks, and of four, are then whole groups of 32."""
 
 
 def wide(**settings: int) -> transformers.PretrainedConfig:
@@ -88,30 +88,30 @@ def check(
     *,
     experts: bool = False,
 ) -> None:
-    """The tokens are one process's, however they are computed, and the logits differ by what another order of sums rounds."""
+    """Compare with one process: equal tokens in every schedule, and logits that differ by another order of sums."""
     ours, _ = write(folder, written, config or wide())
     expected = alone(load(ours), PROMPTS)
     with in_ranks(ours, size, experts=experts) as loaded:
         found = alone(loaded, PROMPTS)
-        for way, outcome in in_every_way(loaded, PROMPTS, False, FEW_WAYS):
-            assert outcome.outputs == expected.outputs, way
+        for schedule, outcome in run_schedules(loaded, PROMPTS, False, FEW_SCHEDULES):
+            assert outcome.outputs == expected.outputs, schedule
     for i, prompt in enumerate(PROMPTS):
         own, others = (logits_of(each, i, len(prompt)) for each in (found, expected))
-        # Weights are equal; activations of integer weights have 16 bits in each group of inputs, so where sums in another order
-        # round otherwise, it is by a step of 1 / 32639 of its largest number, through two layers.
+        # Weights are equal; activations of integer weights have 16 bits in each group of inputs. Sums in another order may
+        # round otherwise, by a step of 1 / 32639 of the group's largest number, through two layers.
         assert float((own - others).abs().max() / others.std()) < 1e-3
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_tokens_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_process(name: str, tmp_path: Path) -> None:
     check(FORMATS[name], 2, tmp_path)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", FORMATS | MORE_FORMATS)
-def test_and_so_are_those_of_each_variant(name: str, size: int, tmp_path: Path) -> None:
-    """Four ranks: two of them have the rows of the same keys and values."""
+def test_tokens_of_variants_equal_those_of_one_process(name: str, size: int, tmp_path: Path) -> None:
+    """With four ranks, two of them have the rows of the same keys and values."""
     if name == "awq, gemv" and size == 4:
         pytest.skip("zeros of four of its groups are no whole word; that is refused below")
     blocks = {"intermediate_size": 512, "hidden_size": 512} if name == "fp8" else {}
@@ -163,7 +163,7 @@ FUSED = transformers.Phi3Config(**SETTINGS | WIDE)  # type: ignore[arg-type]
 def test_other_kinds_of_layers_are_divided(
     config: transformers.PretrainedConfig, name: str, tmp_path: Path
 ) -> None:
-    """Experts as whole ones."""
+    """Experts stay whole."""
     has_experts = config in (EXPERTS, LATENTS)
     check((FORMATS | MORE_FORMATS)[name], 2, tmp_path, config, experts=has_experts)
 
@@ -178,7 +178,7 @@ def test_other_kinds_of_layers_are_divided(
     ],
     ids=["groups", "words", "formats", "tensors"],
 )
-def test_inputs_that_no_rank_can_read_alone_are_refused(written: Written, words: str, tmp_path: Path) -> None:
+def test_indivisible_inputs_are_rejected(written: Written, words: str, tmp_path: Path) -> None:
     ours, _ = write(tmp_path, written, wide(intermediate_size=192))
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size 2: .* cannot be sharded: .*{words}"):
         config_of(ours, 2, 1, "float32", "none", "auto", None, experts=False)
@@ -192,7 +192,7 @@ def test_inputs_that_no_rank_can_read_alone_are_refused(written: Written, words:
     ],
     ids=["order", "factors"],
 )
-def test_an_order_or_factors_of_inputs_are_found_out_when_they_are_loaded(
+def test_order_or_factors_of_inputs_are_rejected_at_load(
     written: Written, words: str, tmp_path: Path
 ) -> None:
     ours, _ = write(tmp_path, written, wide())
@@ -223,17 +223,19 @@ FILES = {
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_gguf_is_divided(name: str, tmp_path: Path) -> None:
-    """In whole blocks; experts as whole ones."""
+def test_gguf_file_is_divided(name: str, tmp_path: Path) -> None:
+    """In whole blocks; experts stay whole."""
     family, kind_of = FILES[name]
     file = tmp_path / "model.gguf"
     expected = made(in_blocks(family, kind_of, file), tmp_path)
     with in_ranks(file, 2, experts=name == "experts") as loaded:
-        for way, outcome in in_every_way(loaded, [each.prompt for each in expected], False, FEW_WAYS):
-            assert outcome.outputs == [each.outputs for each in expected], way
+        for schedule, outcome in run_schedules(
+            loaded, [each.prompt for each in expected], False, FEW_SCHEDULES
+        ):
+            assert outcome.outputs == [each.outputs for each in expected], schedule
 
 
-def test_parts_of_blocks_are_found_out_when_a_file_is_loaded(tmp_path: Path) -> None:
+def test_partial_blocks_are_rejected_at_load(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     family = of_transformers("Qwen2Config", **OF_FILES | {"intermediate_size": 768})
     made(in_blocks(family, as_q4_k_m, file), tmp_path)

@@ -1,7 +1,7 @@
-"""No rank reads what it does not keep: of its checkpoint every page that has nothing else ends whoever touches it.
+"""A rank reads only the weights that it keeps: pages with other bytes only are fenced, and reading one ends the process.
 
-What a rank keeps is said here once more, by the names of the checkpoint. Of matrices of which it keeps columns the pages that
-have none of them are fenced too: rows of the feed-forwards are several pages long for that.
+The tests repeat each rank's share by the names of the checkpoint. Of matrices split by columns, pages without a kept column
+are fenced too. The rows of the feed-forwards are several pages long for that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BY_ROWS = re.compile(r"(q_proj|k_proj|v_proj|gate_proj|up_proj|lm_head)\.weight$
 EXPERT = re.compile(r"experts\.(\d+)\.")
 
 Unkept = Callable[[str, Entry, int], Ranges]
-"""From a tensor's name, where it lies, and a rank of two, to the bytes of it that are the other's alone."""
+"""From a tensor's name, its location, and a rank of two, to its byte ranges of the other rank alone."""
 
 
 def rows(entry: Entry, rank: int) -> Ranges:
@@ -56,7 +56,7 @@ def of_ranks(name: str, entry: Entry, rank: int) -> Ranges:
 
 
 def of_ranks_of_states(name: str, entry: Entry, rank: int) -> Ranges:
-    """Of channels and of their gates, which lie below them, half each."""
+    """Half of the channels and half of the gates stored after them."""
     if name.endswith("in_proj.weight"):
         half = entry.num_bytes // 2
         each = rows(Entry(entry.dtype, entry.shape, entry.begin, half), rank)
@@ -75,14 +75,14 @@ def of_ranks_of_experts(name: str, entry: Entry, rank: int) -> Ranges:
 
 
 def of_stages(name: str, entry: Entry, rank: int) -> Ranges:
-    """The first has two of three layers, since the output layer counts too."""
+    """The first stage has two of three layers, since the output layer counts too."""
     layer = re.search(r"layers\.(\d+)\.", name)
     first = int(layer[1]) < 2 if layer else "embed" in name
     return [] if first == (rank == 0) else [(0, entry.num_bytes)]
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A model and how it is divided by two."""
+    """A model and its division by two."""
 
     row: Row
     unkept: Unkept
@@ -108,7 +108,7 @@ def entries_in(folder: Path) -> Mapping[str, Entry]:
 
 
 def fenced(folder: Path, case: Case, rank: int) -> Fenced:
-    """What the rank is to load, of a checkpoint that lies there."""
+    """Return the rank's load job for the checkpoint in the folder."""
     config = config_of(
         *(folder, case.size, case.stages, "float32", case.quantization, "auto", None), experts=case.experts
     )
@@ -118,33 +118,33 @@ def fenced(folder: Path, case: Case, rank: int) -> Fenced:
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[Ending]]:
-    """Of each case how its two ranks ended, and one process that keeps all of the model, which may read what rank 0 may."""
-    asked = []
+    """Return, for each case, the exits of its two ranks, and of a process that loads the whole model with the same fences."""
+    requested = []
     for name, case in CASES.items():
         folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
         write_checkpoint(case.row, folder)
         first, second = (fenced(folder, case, rank) for rank in range(2))
         alone = fenced(folder, Case(case.row, case.unkept, quantization=case.quantization), 0)
-        asked += [first, second, alone]
+        requested += [first, second, alone]
     run = subprocess.run(
         [sys.executable, "-m", "tests.models.checkpoints.fenced_weights"],
-        input=msgspec.json.encode(asked), capture_output=True, check=True, cwd=ROOT,
+        input=msgspec.json.encode(requested), capture_output=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    sys.stderr.write(run.stderr.decode())  # who read what, where one did
+    sys.stderr.write(run.stderr.decode())  # stacks of forbidden reads
     found = msgspec.json.decode(run.stdout, type=list[Ending])
     return {name: found[3 * i : 3 * i + 3] for i, name in enumerate(CASES)}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_touches_no_page_that_it_does_not_keep(
-    name: str, endings: Mapping[str, Sequence[Ending]]
-) -> None:
+def test_rank_reads_only_the_pages_that_it_keeps(name: str, endings: Mapping[str, Sequence[Ending]]) -> None:
     assert [each.status for each in endings[name][:2]] == [0, 0]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_who_keeps_all_runs_into_the_same_fence(name: str, endings: Mapping[str, Sequence[Ending]]) -> None:
-    """And it is not a low one: around a third of every checkpoint at least."""
+def test_fences_end_a_process_that_loads_the_whole_model(
+    name: str, endings: Mapping[str, Sequence[Ending]]
+) -> None:
+    """About a third of every checkpoint at least is fenced."""
     first, second, alone = endings[name]
     assert alone.status == -signal.SIGSEGV
     assert min(each.num_fenced_bytes for each in (first, second)) > 3_000_000, endings[name]
@@ -156,8 +156,8 @@ def on_hosts(config: EngineConfig, count: int) -> EngineConfig:
     return msgspec.structs.replace(config, executor=executor)
 
 
-def test_a_checkpoint_is_read_ahead_where_one_host_needs_all_of_it(tmp_path: Path) -> None:
-    """What was packed for rank 0 nobody else needs."""
+def test_checkpoint_is_prefetched_if_one_host_needs_all_of_it(tmp_path: Path) -> None:
+    """Only rank 0 needs the weights packed for it."""
     write_checkpoint(LLAMA, tmp_path)
     config = fenced(tmp_path, CASES["stages"], 0).config
     assert list(files_ahead(config)) == [tmp_path / "model.safetensors"]

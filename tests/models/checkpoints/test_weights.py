@@ -1,4 +1,4 @@
-"""Reading checkpoints: shards, ties, dtypes, and one line for every way a checkpoint can be wrong."""
+"""Reading checkpoints: shards, ties, dtypes, and a one-line error for every invalid checkpoint."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def test_shards_are_read_through_their_index(serve: Callable[..., Any], tmp_path
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
 
 
-def test_weights_lie_in_memory_that_was_begun_before(serve: Callable[..., Any]) -> None:
+def test_weights_use_preallocated_memory(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     ahead = HugeMemory(64 << 20)
     served.core.worker = make_torch_worker(served.config, ahead=ahead)
-    assert 0 < ahead.length < 64 << 20, "what is not needed of it is given back"
+    assert 0 < ahead.length < 64 << 20, "unused memory is released"
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
 
 
-def test_a_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny(), max_shard_size="20KB")
     next(iter(tmp_path.glob("model-*2-of-*.safetensors"))).unlink()
     with pytest.raises(ConfigError, match=r"model-00002-of-\d+\.safetensors: is missing"):
@@ -94,7 +94,7 @@ def test_a_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> 
     ],
     ids=["missing", "extra", "misspelt", "mis-shaped"],
 )
-def test_a_wrong_tensor_is_one_line_naming_it(
+def test_invalid_tensor_error_names_it_in_one_line(
     change: Callable[[dict[str, torch.Tensor]], object],
     words: str,
     serve: Callable[..., Any],
@@ -118,7 +118,7 @@ def test_a_wrong_tensor_is_one_line_naming_it(
     ],
     ids=["missing", "misspelt", "extra", "mis-shaped"],
 )
-def test_a_wrong_tensor_of_a_shard_is_one_line_naming_it(
+def test_invalid_tensor_of_a_shard_error_names_it_in_one_line(
     change: Callable[[dict[str, torch.Tensor], str], object],
     words: str,
     serve: Callable[..., Any],
@@ -146,7 +146,7 @@ def test_buffers_of_old_checkpoints_are_ignored(serve: Callable[..., Any], tmp_p
 
 
 @pytest.mark.parametrize("has_embedding", [True, False])
-def test_a_tied_checkpoint_may_have_the_embedding_under_either_name_or_both(
+def test_tied_checkpoint_accepts_either_embedding_name(
     has_embedding: bool, serve: Callable[..., Any], tmp_path: Path
 ) -> None:
     config = tiny()
@@ -166,15 +166,13 @@ def test_a_tied_checkpoint_may_have_the_embedding_under_either_name_or_both(
 
 
 def with_other_head(served: Any) -> Callable[[dict[str, torch.Tensor]], object]:
-    """Give the reference an output layer of its own; return what writes it into a checkpoint."""
+    """Give the reference another output layer; return a function that writes it into a checkpoint."""
     head = torch.randn_like(served.reference.lm_head.weight)
     served.reference.lm_head.weight = torch.nn.Parameter(head)
     return lambda tensors: tensors.update({"lm_head.weight": head})
 
 
-def test_an_output_layer_beside_a_tied_card_is_used_where_it_differs(
-    serve: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_output_layer_of_a_tied_card_is_used_if_it_differs(serve: Callable[..., Any], tmp_path: Path) -> None:
     config = tiny()
     config.tie_word_embeddings = True
     served = serve(config)
@@ -187,7 +185,7 @@ def test_an_output_layer_beside_a_tied_card_is_used_where_it_differs(
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
 
 
-def test_pickled_weights_that_contradict_a_tied_card_are_refused(
+def test_pickled_weights_that_contradict_a_tied_card_are_rejected(
     serve: Callable[..., Any], tmp_path: Path
 ) -> None:
     config = tiny()
@@ -200,7 +198,7 @@ def test_pickled_weights_that_contradict_a_tied_card_are_refused(
 
 
 def pickled(folder: Path, num_files: int = 1, **options: Any) -> None:
-    """Replace the folder's safetensors by what torch pickles of them."""
+    """Replace the folder's safetensors by pickles of torch."""
     tensors = list(load_file(folder / "model.safetensors").items())
     (folder / "model.safetensors").unlink()
     if num_files == 1:
@@ -247,7 +245,7 @@ def test_pickled_weights_are_read_and_converted(
 
 
 class Program:
-    """What a pickle may do to whoever unpickles it."""
+    """Code that a pickle may run when it is loaded."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
         return print, ("it ran",)
@@ -263,7 +261,7 @@ class Program:
     ],
     ids=["program", "list", "number", "noise"],
 )
-def test_other_pickles_are_refused(
+def test_other_pickles_are_rejected(
     content: object,
     words: str,
     serve: Callable[..., Any],
@@ -282,7 +280,7 @@ def test_other_pickles_are_refused(
     assert "it ran" not in capsys.readouterr().out
 
 
-def test_other_formats_are_refused_with_advice(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_other_formats_are_rejected_with_advice(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     (tmp_path / "model.safetensors").rename(tmp_path / "model.pt")
     with pytest.raises(ConfigError, match="save_pretrained"):
@@ -290,7 +288,7 @@ def test_other_formats_are_refused_with_advice(serve: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.parametrize("change", [lambda name: name.removeprefix("model."), lambda name: f"model.{name}"])
-def test_a_prefix_may_be_left_out_or_be_there(
+def test_tensor_prefix_is_optional(
     change: Callable[[str], str], serve: Callable[..., Any], tmp_path: Path
 ) -> None:
     served = serve(tiny())
@@ -314,14 +312,14 @@ def test_no_weights_at_all(serve: Callable[..., Any], tmp_path: Path) -> None:
         make_torch_worker(served.config)
 
 
-def test_a_broken_file_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_broken_file_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable"):
         make_torch_worker(served.config)
 
 
-def test_an_index_cannot_point_outside(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_index_cannot_point_outside_the_folder(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -352,7 +350,7 @@ def test_dummy_weights_are_seeded(serve: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dummy_weights_drawn_on_a_device_are_of_the_same_kind(dtype: torch.dtype) -> None:
+def test_dummy_weights_on_a_device_have_the_same_distribution(dtype: torch.dtype) -> None:
     expected = Expected((300, 500), 0.02, [], [])
     on_host = random_tensor("a", expected, dtype, 3).float()
     there = random_tensor_on(torch.device("cpu"), "a", expected, dtype, 3).float()
@@ -379,9 +377,7 @@ def test_dummy_weights_drawn_on_a_device_are_of_the_same_kind(dtype: torch.dtype
         ({"hidden_size": None}, "hidden_size is missing; it must be an integer from 1"),
     ],
 )
-def test_a_card_that_does_not_fit_is_refused(
-    change: dict[str, Any], words: str, serve: Callable[..., Any]
-) -> None:
+def test_unsupported_card_is_rejected(change: dict[str, Any], words: str, serve: Callable[..., Any]) -> None:
     config = serve(tiny()).config
     card = json.dumps(json.loads(config.model.card) | change)
     with pytest.raises(ConfigError, match=words):
@@ -390,15 +386,15 @@ def test_a_card_that_does_not_fit_is_refused(
         )
 
 
-def test_an_executor_builds_what_the_server_began_with(serve: Callable[..., Any], tmp_path: Path) -> None:
-    """Started again, it finds a folder whose card somebody has replaced meanwhile."""
+def test_restarted_executor_builds_the_original_model(serve: Callable[..., Any], tmp_path: Path) -> None:
+    """After a restart the executor finds a folder with a replaced card."""
     served = serve(tiny())
     (tmp_path / "config.json").write_text("{}")
     assert make_torch_worker(served.config)
 
 
-def ours(card: ModelCard, setting: Setting) -> CausalModel:
-    """What another package would bring."""
+def package_model(card: ModelCard, setting: Setting) -> CausalModel:
+    """Build the model of an installed package."""
     return Decoder(llama(card), setting)
 
 
@@ -406,7 +402,7 @@ def test_installed_packages_can_add_architectures(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve(tiny())
-    entry = EntryPoint("OurForCausalLM", f"{__name__}:ours", "quintet.models")
+    entry = EntryPoint("OurForCausalLM", f"{__name__}:package_model", "quintet.models")
 
     def installed(group: str, name: str) -> EntryPoints:
         return EntryPoints([entry]).select(group=group, name=name)
@@ -422,7 +418,7 @@ def test_installed_packages_can_add_architectures(
 @pytest.mark.parametrize(
     "rope", [{"rope_type": "proportional", "factor": 2.0}, {"full_attention": {"rope_type": "default"}}]
 )
-def test_a_rotation_that_only_another_package_knows_is_left_to_it(
+def test_unknown_rotation_is_left_to_the_package(
     serve: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
 ) -> None:
     serve(tiny())
@@ -435,14 +431,14 @@ def test_a_rotation_that_only_another_package_knows_is_left_to_it(
         read_facts(tmp_path)
 
 
-def test_memory_for_no_block_is_refused(serve: Callable[..., Any]) -> None:
+def test_memory_for_no_block_is_rejected(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     cache = msgspec.structs.replace(served.config.cache, memory_bytes=100)
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         make_torch_worker(msgspec.structs.replace(served.config, cache=cache))
 
 
-def test_an_unknown_architecture_names_the_nearest(serve: Callable[..., Any]) -> None:
+def test_unknown_architecture_error_names_the_nearest(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     model = msgspec.structs.replace(served.config.model, architecture="Llama5ForCausalLM")
     with pytest.raises(ConfigError, match="Llama4ForCausalLM"):
@@ -472,7 +468,7 @@ NORM = "model.norm.weight"
         ({"dtype": "F4"}, "number format 'F4'"),
     ],
 )
-def test_a_header_is_not_believed(
+def test_header_is_validated(
     change: dict[str, Any], words: str, serve: Callable[..., Any], tmp_path: Path
 ) -> None:
     served = serve(tiny())
@@ -497,7 +493,7 @@ def test_a_header_is_not_believed(
         struct.pack("<Q", 4) + b"\xff\xfe{}",
     ],
 )
-def test_bytes_that_are_no_header(raw: bytes, serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_invalid_header_bytes(raw: bytes, serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     (tmp_path / "model.safetensors").write_bytes(raw)
     with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable safetensors file") as caught:
@@ -505,7 +501,7 @@ def test_bytes_that_are_no_header(raw: bytes, serve: Callable[..., Any], tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def test_tensors_may_lie_at_odd_bytes(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_tensors_at_odd_offsets(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     path = tmp_path / "model.safetensors"
     header, tensors = header_of(path)

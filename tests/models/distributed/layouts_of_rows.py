@@ -1,6 +1,7 @@
-"""Which rows of `tests.models.test_equal` ranks divide, and how, and whose KV they keep together; stages cut all of them.
+"""Supported layouts of the rows of `tests.models.test_equal`: ranks, their division, and shared KV; stages support all
+rows.
 
-`tests/models/distributed/test_rejected_layouts.py` compares the names with what is refused.
+`tests/models/distributed/test_rejected_layouts.py` compares the names with the rejected layouts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ STATES = (
     *("granite hybrid", "granite hybrid, experts", "granite hybrid, positions"),
     *("falcon h1", "falcon h1, normed", "falcon h1, normed first"),
     *("qwen3 next", "qwen3 next, biases, some layers without experts"),
-    *("qwen 3.5", "qwen 3.5, as a part of what sees", "qwen-moe 3.5"),
+    *("qwen 3.5", "qwen 3.5, with vision", "qwen-moe 3.5"),
     *("lfm2", "lfm2 moe", "lfm2, biases, width as it is"),
 )
-"""Each rank keeps its own: not together."""
+"""Each rank keeps its own state: no sharing."""
 FIVE_HEADS = ("baichuan 13b",)
 WHOLE_EXPERTS = ("gpt-oss", "gpt-oss, 4 bits")
 """Columns of their experts are not divided, whole experts are."""
@@ -26,7 +27,7 @@ HEADS_AND_EXPERTS = (
     *("glm4 moe, as exaone", "glm4 moe, as ling 2", "glm4 moe, as solar open", "granite hybrid, experts"),
     *("granite moe", "granite moe, as deepseek 1", "granite moe, as ling", "granite moe, shared expert"),
     *("hunyuan moe", "jamba, experts", "lfm2 moe", "qwen3 next", "qwen-moe 3.5"),
-    *("qwen3 next, biases, some layers without experts", "llama4", "llama4, as a part of what sees"),
+    *("qwen3 next, biases, some layers without experts", "llama4", "llama4, with vision"),
     *("minimax m2", "mixtral", "olmoe", "phi moe", "phi moe, stretched", "qwen2 moe"),
     *("qwen3 moe, some layers without experts",),
 )  # fmt: skip
@@ -38,22 +39,22 @@ AS_MANY_KV_HEADS = (
     *("llama, as many KV heads as heads", "mpt", "mpt, heads no power of two, clipped", "opt, galactica"),
     *("persimmon", "phi, normed queries", "qwen 1", "xglm"),
 )  # fmt: skip
-"""Of four ranks no two meet the same KV head."""
+"""Of four ranks no two read the same KV head."""
 ONE_KV_HEAD = (
     *("deepseek v2, groups", "deepseek v2, queries at once", "deepseek v3", "deepseek v3, as glm 4.7 flash"),
     *("deepseek v3, as youtu", "deepseek v3, rotated by halves, biases", "minicpm3"),
     *("falcon 7b", "gpt_bigcode", "llama, one KV head, tied"),
 )
-"""All ranks meet it, or the latents."""
+"""All ranks read it, or the latents."""
 DIVIDED = tuple(name for name in ROWS if name not in {*FIVE_HEADS, *WHOLE_EXPERTS})
 """By ``--tensor-parallel-size`` 2 and 4."""
 DIVIDED_BY_EXPERTS = tuple(name for name in ROWS if name in {*WHOLE_EXPERTS, *HEADS_AND_EXPERTS})
 """With ``--enable-expert-parallel``."""
 INVARIANT = {name: name in DIVIDED_BY_EXPERTS for name in ROWS if name in {*DIVIDED, *WHOLE_EXPERTS}}
-"""With ``--layout-invariant``, and whether with whole experts: alone so where there are experts."""
+"""With ``--layout-invariant``, and whether with whole experts: always so where there are experts."""
 KEPT_TOGETHER = {
     (2, 2): ONE_KV_HEAD,
     (4, 2): tuple(name for name in DIVIDED if name not in {*AS_MANY_KV_HEADS, *STATES}),
     (4, 4): ONE_KV_HEAD,
 }
-"""By so many ranks, ``--decode-context-parallel-size`` by so many of them."""
+"""Number of ranks, and ``--decode-context-parallel-size``."""

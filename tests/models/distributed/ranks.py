@@ -1,4 +1,4 @@
-"""A model divided over ranks that are threads of the test: everything but the processes is real."""
+"""Ranks as threads of the test: everything but the processes is real."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config_of(
     max_model_len: int = MAX_MODEL_LEN,
 ) -> EngineConfig:
     """Resolve as `quintet serve` does."""
-    asked = Options(
+    requested = Options(
         model=str(folder),
         dtype=dtype,
         quantization=quantization,
@@ -62,7 +62,7 @@ def config_of(
         layout_invariant=invariant,
         pipeline_parallel_size=stages,
     )
-    return with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
+    return with_blocks(resolve(requested, RUN_DIR, http=False).config, NUM_BLOCKS)
 
 
 @contextmanager
@@ -78,13 +78,13 @@ def in_ranks(
     change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
     **switches: Any,
 ) -> Iterator[Loaded]:
-    """Load a folder as `quintet serve --tensor-parallel-size --pipeline-parallel-size` does, and end all ranks behind it.
+    """Load a folder as `quintet serve --tensor-parallel-size --pipeline-parallel-size` does, and end all ranks on exit.
 
-    Each has one thread. switches: more of `config_of`. change: what to make of the configuration before anybody has it.
+    Each has one thread. switches: more of `config_of`. change: a function applied to the configuration first.
     """
     gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
-    asked = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
-    config = change(config_of(*asked, experts=experts, **switches))
+    requested = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
+    config = change(config_of(*requested, experts=experts, **switches))
     memories = [range(stages * (size > 1)), range(stages * (stages > 1)), range(config.cache.leaves)]
     groups, links, crossings = ([os.memfd_create("ranks") for _ in each] for each in memories)
     platform = open_platform(config.executor)
@@ -100,13 +100,13 @@ def in_ranks(
         assert group is not None
         return follow(config, platform, group, crossings)
 
-    def be_a_rank(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         for kind in orders(rank):
-            if kind is OrderKind.IDLE_TASK and is_over.is_set():  # the last: it has been told to all
+            if kind is OrderKind.IDLE_TASK and is_over.is_set():  # the last rank: it has received all parts
                 return
 
     others = range(1, size * stages)
-    threads = [threading.Thread(target=be_a_rank, args=(rank,), daemon=True) for rank in others]
+    threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in others]
     for thread in threads:
         thread.start()
     first = open_ranks(config, groups[0], 0) if groups else None
@@ -115,7 +115,7 @@ def in_ranks(
         worker = make_pipeline_worker(config, first, open_links(config, links, 0), gather_fds=crossings)
     else:
         worker = make_torch_worker(config, ranks=first, gather_fds=crossings)
-        assert first is not None, "nobody else"
+        assert first is not None, "no other rank"
         first.wait_for_all()
     try:
         yield Loaded(config, worker)  # type: ignore[arg-type]

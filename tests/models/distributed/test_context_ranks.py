@@ -1,4 +1,4 @@
-"""Ranks that keep one KV memory together compute the bits of ranks that have a copy each."""
+"""Ranks with shared KV (decode context parallelism) compute the bits of ranks with a copy each."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.models.distributed import layouts_of_rows as layouts
 from tests.models.distributed.ranks import in_ranks
 from tests.models.equality import (
     GREEDY,
-    WAYS,
+    SCHEDULES,
     Dtype,
     Loaded,
     alone,
     few_blocks,
-    in_every_way,
     load,
     run,
+    run_schedules,
     with_blocks,
 )
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
 from tests.models.rows import latent
-from tests.models.test_engine import House, changed
+from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, check_tokens, made
 
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
@@ -35,28 +35,28 @@ from quintet.wire.config import KvCacheDtype
 from quintet.wire.params import SamplingParams
 
 FAST = (("llama", 4, 2), ("deepseek v3", 2, 2), ("deepseek v3", 4, 2), ("deepseek v3", 4, 4))
-"""Of two KV heads, each of which two of four ranks meet; latents, which all do."""
+"""Of two KV heads, each read by two of four ranks; latents, read by all."""
 
 
 def check_bits_of_copies(
     folder: Path, prompts: list[list[int]], size: int, context: int, kv: KvCacheDtype = "auto"
 ) -> None:
-    """Compare the logits of each token with those of ranks that have copies, whichever way it is computed."""
+    """Compare the logits of each token with those of ranks with copies, in every schedule."""
     dtype = "float32" if kv == "auto" else "bfloat16"
     with in_ranks(folder, size, dtype, kv_cache_dtype=kv) as loaded:
         expected = alone(loaded, prompts).bits
     with in_ranks(folder, size, dtype, kv_cache_dtype=kv, context=context) as loaded:
-        for way, outcome in in_every_way(loaded, prompts, True, WAYS):
+        for schedule, outcome in run_schedules(loaded, prompts, True, SCHEDULES):
             differing = [key for key, bits in outcome.bits.items() if expected[key] != bits]
-            assert not differing, (way, size, context, differing[:3])
+            assert not differing, (schedule, size, context, differing[:3])
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(("name", "size", "context"), FAST)
-def test_tokens_are_those_of_one_process(name: str, size: int, context: int, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_process(name: str, size: int, context: int, tmp_path: Path) -> None:
     expected = made(ROWS[name], tmp_path)
     with in_ranks(tmp_path, size, context=context) as loaded:
-        check_tokens(loaded, ROWS[name], expected, {"preemption": WAYS["preemption"]})
+        check_tokens(loaded, ROWS[name], expected, {"preemption": SCHEDULES["preemption"]})
 
 
 @pytest.mark.whole
@@ -64,12 +64,12 @@ def test_tokens_are_those_of_one_process(name: str, size: int, context: int, tmp
     ("name", "size", "context"),
     [(name, *ranks) for ranks, names in layouts.KEPT_TOGETHER.items() for name in names],
 )
-def test_every_family_that_keeps_kv_together_has_the_bits_of_copies(
+def test_every_supported_family_has_the_bits_of_copies(
     name: str, size: int, context: int, tmp_path: Path
 ) -> None:
     expected = made(ROWS[name], tmp_path)
     with in_ranks(tmp_path, size, context=context) as loaded:
-        check_tokens(loaded, ROWS[name], expected, WAYS)
+        check_tokens(loaded, ROWS[name], expected, SCHEDULES)
     check_bits_of_copies(tmp_path, [each.prompt for each in expected], size, context)
 
 
@@ -96,7 +96,7 @@ LONG_ROWS = (
 """KV heads of several ranks; latents; sinks, windows and experts; caps of scores."""
 
 
-LONG_WAYS: dict[str, dict[str, int]] = {
+LONG_SCHEDULES: dict[str, dict[str, int]] = {
     "together": {},
     "two at a time": {"max_num_seqs": 2},
     "chunks, prefix hits": {"max_num_batched_tokens": 129, "long_prefill_token_threshold": 67},
@@ -104,7 +104,7 @@ LONG_WAYS: dict[str, dict[str, int]] = {
 
 
 def write_long(name: str, folder: Path) -> list[list[int]]:
-    """Write a row's checkpoint for long sequences; return prompts whose new tokens see one partition, two, three and four."""
+    """Write a row's checkpoint for long sequences; return prompts with new tokens that see one to four partitions."""
     write_checkpoint(ROWS[name], folder)
     card = folder / "config.json"
     card.write_text(json.dumps(json.loads(card.read_text()) | {"max_position_embeddings": LONG}))
@@ -113,7 +113,7 @@ def write_long(name: str, folder: Path) -> list[list[int]]:
 
 
 def pieces_of(loaded: Loaded, starts: list[int]) -> set[int]:
-    """Return how many partitions a rank computes in a step of such new tokens, by layer."""
+    """Return the number of partitions that a rank computes in a step of these new tokens, by layer."""
     runner = loaded.worker.runner
     assert isinstance(runner, ProgramRunner)
     balance = runner.balance(starts, [1] * len(starts), 1)
@@ -122,7 +122,7 @@ def pieces_of(loaded: Loaded, starts: list[int]) -> set[int]:
         for name, its in groupby(balance, lambda op: op.name)
         if name == "attention"
     ]
-    return {its[-3] for its in of_layers}  # partitions, a meeting, merges
+    return {its[-3] for its in of_layers}  # partitions, an exchange, merges
 
 
 @pytest.mark.drawn(1)
@@ -130,7 +130,7 @@ def pieces_of(loaded: Loaded, starts: list[int]) -> set[int]:
 def test_partitions_are_merged_to_the_bits_of_copies(
     name: str, size: int, context: int, experts: bool, tmp_path: Path
 ) -> None:
-    """Compare new tokens of long sequences alone, whose keys are too few, and together, with those of ranks that have copies."""
+    """Compare new tokens of long sequences with those of ranks with copies: alone, with too few keys, and together."""
     prompts = write_long(name, tmp_path)
     with in_ranks(tmp_path, size, experts=experts, max_model_len=LONG) as loaded:
         expected = alone(loaded, prompts)
@@ -149,17 +149,18 @@ def test_partitions_are_merged_to_the_bits_of_copies(
 
 
 MANY_HEADS = ((5, 13, False), pytest.param(8, 16, True, marks=pytest.mark.whole))
-"""Ranks, heads of each, and whether the layout is one process's: together more than the 64 rows of which a key's are computed at
-once. So they are in two units, whose border lies among the heads of one of five ranks."""
+"""Ranks, heads of each, and whether the layout is one process's. Together they exceed the 64 rows computed at once for a
+key, so they form two units. The border of the units lies within the heads of one of five ranks.
+"""
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.whole)])
 @pytest.mark.parametrize(("size", "heads", "invariant"), MANY_HEADS)
-def test_more_heads_than_are_computed_at_once_have_the_bits_of_each_ranks_own(
+def test_heads_of_several_units_have_the_bits_of_copies(
     size: int, heads: int, invariant: bool, dtype: Dtype, tmp_path: Path
 ) -> None:
-    """Of ranks with copies, and of one process; whatever is in a step beside them."""
+    """Of ranks with copies, and of one process, in any batch."""
     settings = latent.SMALL | {"num_attention_heads": size * heads, "num_key_value_heads": size * heads}
     row = of_transformers(
         "YoutuConfig", **settings, intermediate_size=160, max_position_embeddings=LONG, num_hidden_layers=2
@@ -182,48 +183,50 @@ def test_more_heads_than_are_computed_at_once_have_the_bits_of_each_ranks_own(
         partitions = 3 * 15
         assert max(pieces_of(loaded, [1100] * 15)) == -(-partitions // size) * 2, "two units of each"
         found = {"alone": alone(loaded, prompts).bits}
-        for way, settings in LONG_WAYS.items():
-            rounds = 2 if "hits" in way else 1
-            found[way] = run(loaded, changed(loaded.config, **settings), prompts, rounds, watched=True).bits
-    for way, bits in found.items():
+        for schedule, settings in LONG_SCHEDULES.items():
+            rounds = 2 if "hits" in schedule else 1
+            found[schedule] = run(
+                loaded, changed(loaded.config, **settings), prompts, rounds, watched=True
+            ).bits
+    for schedule, bits in found.items():
         differing = [key for key, its in bits.items() if expected[key] != its]
-        assert bits and not differing, (way, len(differing), differing[:3])
+        assert bits and not differing, (schedule, len(differing), differing[:3])
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("stages", [1, 2])
-def test_blocks_are_swapped_by_whoever_has_room_for_them(stages: int, tmp_path: Path) -> None:
-    """KV memory is too little for all; what goes to the host comes back to other blocks, which others may write."""
+def test_ranks_swap_their_own_blocks(stages: int, tmp_path: Path) -> None:
+    """KV memory is too small for all; swapped blocks return to other blocks, which other ranks may write."""
     expected = made(ROWS["deepseek v3"], tmp_path)
     with in_ranks(tmp_path, 2, swap_space=2**-10, stages=stages, context=2) as loaded:
-        house = House(with_blocks(changed(loaded.config), few_blocks(loaded.config)), loaded.worker)
+        driver = CoreAndWorker(with_blocks(changed(loaded.config), few_blocks(loaded.config)), loaded.worker)
         for i, each in enumerate(expected):
-            house.admit(i + 1, each.prompt, GREEDY)
-        house.run()
-    assert [house.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
-    assert house.engine.state is not None and house.engine.state.counters.swap_in_blocks > 0
+            driver.admit(i + 1, each.prompt, GREEDY)
+        driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
+    assert driver.engine.state is not None and driver.engine.state.counters.swap_in_blocks > 0
 
 
-def test_choices_begin_in_copies_of_blocks_that_others_wrote(tmp_path: Path) -> None:
+def test_choices_copy_blocks_of_other_ranks(tmp_path: Path) -> None:
     prompts = [each.prompt for each in made(ROWS["deepseek v3"], tmp_path)]
     params = SamplingParams(n=4, temperature=0.9, top_p=0.95, max_tokens=24, seed=7)
     outputs = []
     for context in (1, 2):
         with in_ranks(tmp_path, 2, context=context) as loaded:
-            house = House(changed(loaded.config), loaded.worker)
+            driver = CoreAndWorker(changed(loaded.config), loaded.worker)
             with mock.patch.object(
                 Ranks, "move_blocks", autospec=True, side_effect=Ranks.move_blocks
             ) as moved:
                 for i, prompt in enumerate(prompts):
-                    house.admit(10 * i + 10, prompt, params)
-                house.run()
+                    driver.admit(10 * i + 10, prompt, params)
+                driver.run()
             assert moved.called
-            outputs.append(house.outputs)
+            outputs.append(driver.outputs)
     assert outputs[0] == outputs[1]
 
 
-def test_a_move_that_fails_leaves_nobody_a_meeting_behind(tmp_path: Path) -> None:
-    """The step fails, its requests are computed again, and the ranks still meet where they met before."""
+def test_failed_move_keeps_the_exchanges_in_step(tmp_path: Path) -> None:
+    """The step fails, its requests are computed again, and the ranks' exchanges still match."""
     prompt = made(ROWS["deepseek v3"], tmp_path)[1].prompt
     params = SamplingParams(n=2, temperature=0.9, max_tokens=8, seed=7)
     copy = Stage._copy
@@ -235,10 +238,10 @@ def test_a_move_that_fails_leaves_nobody_a_meeting_behind(tmp_path: Path) -> Non
 
     def ask() -> dict[int, list[int]]:
         loaded.worker.reset()
-        house = House(changed(loaded.config), loaded.worker)
-        house.admit(10, prompt, params)
-        house.run()
-        return house.outputs
+        driver = CoreAndWorker(changed(loaded.config), loaded.worker)
+        driver.admit(10, prompt, params)
+        driver.run()
+        return driver.outputs
 
     with in_ranks(tmp_path, 2, context=2) as loaded:
         expected = ask()

@@ -1,4 +1,4 @@
-"""Experts are copied to other ranks while requests are computed, and no bit of them is another."""
+"""Expert copies (EPLB) during requests change no bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.models.distributed.ranks import in_ranks
-from tests.models.equality import WAYS, Dtype, Loaded, Outcome, alone, in_every_way, run
+from tests.models.equality import SCHEDULES, Dtype, Loaded, Outcome, alone, run, run_schedules
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, made
 
@@ -23,8 +23,8 @@ def num_copied(loaded: Loaded) -> int:
     return counts.copied()[0]
 
 
-def said(loaded: Loaded, prompts: Sequence[list[int]]) -> Outcome:
-    """Compute each prompt by itself; keep the logits, where the worker has a runner that they can be seen at."""
+def outcome_alone(loaded: Loaded, prompts: Sequence[list[int]]) -> Outcome:
+    """Compute each prompt alone; keep the logits if the worker's runner exposes them."""
     if not isinstance(loaded.worker, PipelineWorker):
         return alone(loaded, prompts)
     config = changed(loaded.config)
@@ -32,31 +32,29 @@ def said(loaded: Loaded, prompts: Sequence[list[int]]) -> Outcome:
 
 
 def check(folder: Path, name: str, dtype: Dtype, size: int, quantization: Quantization, stages: int) -> None:
-    """Compare what the same ranks say with experts where they are at home, and while they are copied about.
+    """Compare the results of the same ranks without expert copies and during copies.
 
-    Together too: then an expert has rows of several requests, and ranks that have it divide them.
+    Also in a batch: then an expert has rows of several requests, and its ranks divide them.
     """
     prompts = [each.prompt for each in made(ROWS[name], folder)]
     with in_ranks(folder, size, dtype, quantization, experts=True, stages=stages) as loaded:
-        still = said(loaded, prompts)
+        still = outcome_alone(loaded, prompts)
     config = OFTEN.format(size)
     with in_ranks(folder, size, dtype, quantization, experts=True, stages=stages, eplb=config) as loaded:
         before = num_copied(loaded)
-        moving = said(loaded, prompts)
-        again = said(loaded, prompts)
+        moving = outcome_alone(loaded, prompts)
+        again = outcome_alone(loaded, prompts)
         assert before == 0 < num_copied(loaded), "nothing was copied"
-        watched, ways = bool(still.bits), {"together": WAYS["together"]}
-        for way, outcome in in_every_way(loaded, prompts, watched, ways):
-            assert outcome.outputs == still.outputs and outcome.bits == still.bits, way
+        watched, schedules = bool(still.bits), {"together": SCHEDULES["together"]}
+        for schedule, outcome in run_schedules(loaded, prompts, watched, schedules):
+            assert outcome.outputs == still.outputs and outcome.bits == still.bits, schedule
     for outcome in (moving, again):
         assert outcome.outputs == still.outputs and outcome.bits == still.bits
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_requests_bits_are_the_same_before_and_after_experts_are_copied(
-    dtype: Dtype, tmp_path: Path
-) -> None:
-    """In fp32 every sum of another order is seen; bf16 has kernels of its own for few rows."""
+def test_expert_copies_change_no_bit(dtype: Dtype, tmp_path: Path) -> None:
+    """In fp32 every sum of another order is visible; bf16 has its own kernels for few rows."""
     check(tmp_path, "mixtral", dtype, 2, "none", 1)
 
 
@@ -64,8 +62,8 @@ def test_a_requests_bits_are_the_same_before_and_after_experts_are_copied(
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
 @pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 1), (2, 2)], ids=["2", "4", "2x2"])
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "gpt-oss"])
-def test_so_they_are_of_other_experts_ranks_and_formats(
+def test_expert_copies_of_other_layouts_change_no_bit(
     name: str, size: int, stages: int, quantization: Quantization, tmp_path: Path
 ) -> None:
-    """Experts with biases too, and two stages that each copy theirs."""
+    """Experts with biases too, and two stages that each copy their experts."""
     check(tmp_path, name, "bfloat16", size, quantization, stages)

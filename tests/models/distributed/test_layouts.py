@@ -1,7 +1,7 @@
-"""With `--layout-invariant` one process, ranks and stages of ranks give the same bits: of each logit, in every format.
+"""With `--layout-invariant` one process, ranks and stages of ranks give the same bits of each logit, in every dtype.
 
-In fp32, where every sum of another order is seen: rounded to bf16, logits of models as small as these may be the same bits
-without the flag, too.
+fp32 shows every sum of another order. Rounded to bf16, logits of models as small as these may have the same bits without
+the flag, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check(
     experts: bool = False,
     activations: ActivationDtype = "auto",
 ) -> None:
-    """Each prompt alone: what it has in company is the same bits as ever, in each layout."""
+    """Run each prompt alone: other tests cover that its bits do not depend on the batch."""
     prompts = [each.prompt for each in made(ROWS[name], folder)]
     check_prompts(prompts, folder, dtype, quantization, experts=experts, activations=activations)
 
@@ -48,7 +48,7 @@ def check_prompts(
     activations: ActivationDtype = "auto",
     sizes: tuple[int, ...] = SIZES,
 ) -> None:
-    """The same of a folder."""
+    """Compare the layouts for a folder."""
     expected = alone(
         load(folder, dtype, quantization, layout_invariant=True, activation_dtype=activations), prompts
     )
@@ -71,8 +71,8 @@ def test_ranks_have_the_bits_of_one_process(
     check("llama", tmp_path, "float32", quantization, activations=activations)
 
 
-def test_slices_are_those_of_one_process(tmp_path: Path) -> None:
-    """Of inputs deep enough to be cut: for the outputs of a rank alone they would be cut otherwise, logits' the finest."""
+def test_slices_equal_those_of_one_process(tmp_path: Path) -> None:
+    """Inputs deep enough to be sliced: a rank's outputs alone would be sliced otherwise, the logits' the finest."""
     deep = {"hidden_size": 1024, "head_dim": 16, "intermediate_size": 2048, "vocab_size": 2400}
     write_checkpoint(of_transformers("LlamaConfig", **deep, num_hidden_layers=1), tmp_path)
     check_prompts([list(range(1, length)) for length in (2, 40)], tmp_path, "float32", "none", experts=False)
@@ -80,7 +80,7 @@ def test_slices_are_those_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_eight_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
-    """Of eight leaves each has one, and two ranks keep the same KV head."""
+    """Each rank has one of eight leaves, and two ranks keep the same KV head."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
     write_checkpoint(of_transformers("LlamaConfig", **heads), tmp_path)
     prompts = [list(range(1, length)) for length in (2, 40)]
@@ -102,8 +102,8 @@ def test_ranks_of_whole_experts_have_the_bits_of_one_process(name: str, tmp_path
 @pytest.mark.whole
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 @pytest.mark.parametrize("name", ["llama", "mamba", "qwen 3.5"])
-def test_rounding_is_by_leaf(name: str, quantization: Quantization, tmp_path: Path) -> None:
-    """Scales of columns, and of tokens, are those of a leaf, whoever has it."""
+def test_scales_are_by_leaf(name: str, quantization: Quantization, tmp_path: Path) -> None:
+    """Scales of columns and of tokens are those of a leaf, on every rank."""
     check(name, tmp_path, "float32", quantization)
 
 
@@ -116,21 +116,19 @@ def test_states_of_every_format_have_the_bits_of_one_process(name: str, dtype: D
 
 @pytest.mark.whole
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
-def test_experts_are_rounded_alike(quantization: Quantization, tmp_path: Path) -> None:
+def test_experts_round_alike(quantization: Quantization, tmp_path: Path) -> None:
     check("mixtral", tmp_path, "float32", quantization, experts=True)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("name", "experts"), layouts.INVARIANT.items())
-def test_every_family_that_is_divided_has_the_bits_of_one_process(
-    name: str, experts: bool, tmp_path: Path
-) -> None:
+def test_every_supported_family_has_the_bits_of_one_process(name: str, experts: bool, tmp_path: Path) -> None:
     check(name, tmp_path, "float32", experts=experts)
 
 
 @pytest.mark.drawn(1)
-def test_what_is_drawn_is_the_same(tmp_path: Path) -> None:
-    """So a request may go on in another layout from where it was."""
+def test_drawn_tokens_are_equal(tmp_path: Path) -> None:
+    """So a request can resume in another layout."""
     prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
     params = SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=NUM_TOKENS, repetition_penalty=1.3)
     whole = load(tmp_path, "float32", layout_invariant=True)

@@ -1,4 +1,4 @@
-"""A model divided over ranks gives the tokens of one that is not, and the same bits however a request is computed."""
+"""Tensor parallelism gives the tokens of one process, and the same bits in every schedule."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import transformers
 from tests.models.distributed import layouts_of_rows as layouts
 from tests.models.distributed.ranks import in_ranks
-from tests.models.equality import GREEDY, WAYS, Dtype, alone, few_blocks, load, run, with_blocks
+from tests.models.equality import GREEDY, SCHEDULES, Dtype, alone, few_blocks, load, run, with_blocks
 from tests.models.random_checkpoints import NUM_TOKENS
 from tests.models.test_embeds import mixed
-from tests.models.test_engine import House, changed
+from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, check_bits, check_tokens, made
 
 from quintet.wire.config import KvCacheDtype, Quantization
@@ -22,30 +22,32 @@ FAST = (
     *("llama", "gpt2", "falcon 40b", "bloom", "mixtral"),
     *("lfm2", "mamba", "mamba2, one group, limits", "falcon h1, normed first", "qwen3 next", "qwen 3.5"),
 )
-"""Queries, keys and values apart; stacked and transposed, with biases; by KV heads; with a slope for each head; experts. Every
-kind of state: channels; channels that choose together; one group that is normed whole; beside attention; heads side by side in
-the checkpoint, and not."""
+"""Separate queries, keys and values; fused and transposed, with biases; by KV heads; with a slope for each head; experts.
+
+Every kind of state: channels; channels that choose together; one group that is normed whole; next to attention; adjacent
+heads in the checkpoint, and not.
+"""
 EXPERTS = ("mixtral", "gpt-oss", "gpt-oss, 4 bits")
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", FAST)
-def test_tokens_are_those_of_one_process(name: str, size: int, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_process(name: str, size: int, tmp_path: Path) -> None:
     """With four ranks two of them keep the same KV head, where there are two."""
     expected = made(ROWS[name], tmp_path)
     with in_ranks(tmp_path, size) as loaded:
-        check_tokens(loaded, ROWS[name], expected, {"preemption": WAYS["preemption"]})
+        check_tokens(loaded, ROWS[name], expected, {"preemption": SCHEDULES["preemption"]})
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_ranks_of_whole_experts_give_the_same_tokens(name: str, size: int, tmp_path: Path) -> None:
-    """Experts that ranks cannot have as many of as each other, and those with biases, microscaled too."""
+    """Experts in unequal numbers per rank, with biases, and microscaled."""
     expected = made(ROWS[name], tmp_path)
     with in_ranks(tmp_path, size, experts=True) as loaded:
-        check_tokens(loaded, ROWS[name], expected, {"preemption": WAYS["preemption"]})
+        check_tokens(loaded, ROWS[name], expected, {"preemption": SCHEDULES["preemption"]})
 
 
 @pytest.mark.whole
@@ -54,10 +56,10 @@ def test_ranks_of_whole_experts_give_the_same_tokens(name: str, size: int, tmp_p
     ("name", "experts"),
     [*((name, False) for name in layouts.DIVIDED), *((name, True) for name in layouts.DIVIDED_BY_EXPERTS)],
 )
-def test_every_family_that_is_divided(name: str, experts: bool, size: int, tmp_path: Path) -> None:
+def test_every_supported_family(name: str, experts: bool, size: int, tmp_path: Path) -> None:
     expected = made(ROWS[name], tmp_path)
     with in_ranks(tmp_path, size, experts=experts) as loaded:
-        check_tokens(loaded, ROWS[name], expected, WAYS)
+        check_tokens(loaded, ROWS[name], expected, SCHEDULES)
 
 
 @pytest.mark.whole
@@ -65,17 +67,17 @@ def test_every_family_that_is_divided(name: str, experts: bool, size: int, tmp_p
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama", "olmo2", "mixtral", "mamba", "falcon h1", "qwen 3.5"])
-def test_bits_do_not_depend_on_company_or_schedule(
+def test_bits_do_not_depend_on_batch_or_schedule(
     name: str, dtype: Dtype, kv: KvCacheDtype, size: int, tmp_path: Path
 ) -> None:
     expected = made(ROWS[name], tmp_path)
     with in_ranks(tmp_path, size, dtype, kv_cache_dtype=kv) as loaded:
-        check_bits(loaded, [each.prompt for each in expected], WAYS)
+        check_bits(loaded, [each.prompt for each in expected], SCHEDULES)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
-def test_rounded_weights_say_about_the_same(quantization: Quantization, tmp_path: Path) -> None:
+def test_quantized_weights_give_similar_logits(quantization: Quantization, tmp_path: Path) -> None:
     row = ROWS["llama"]
     expected = made(row, tmp_path)
     with in_ranks(tmp_path, 2, quantization=quantization) as loaded:
@@ -95,7 +97,7 @@ def test_rounded_weights_say_about_the_same(quantization: Quantization, tmp_path
     ],
     ids=["log-probabilities", "penalties"],
 )
-def test_what_asks_for_logits_again_is_followed(params: SamplingParams, tmp_path: Path) -> None:
+def test_requests_that_recompute_logits(params: SamplingParams, tmp_path: Path) -> None:
     prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
     whole = load(tmp_path)
     expected = run(whole, changed(whole.config), prompts, params=params)
@@ -103,15 +105,15 @@ def test_what_asks_for_logits_again_is_followed(params: SamplingParams, tmp_path
         assert run(loaded, changed(loaded.config), prompts, params=params).outputs == expected.outputs
 
 
-def test_blocks_are_swapped_and_vectors_taken_by_all_ranks(tmp_path: Path) -> None:
-    """Every other prompt comes as vectors; KV memory is too little for all, and what goes to the host comes back."""
+def test_all_ranks_swap_blocks_and_accept_embeds(tmp_path: Path) -> None:
+    """Every other prompt is given as embeddings; KV memory is too small for all, so blocks are swapped out and in."""
     expected = made(ROWS["llama"], tmp_path)
     table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
     prompts = mixed(table, [each.prompt for each in expected])
     with in_ranks(tmp_path, 2, swap_space=2**-10) as loaded:
-        house = House(with_blocks(changed(loaded.config), few_blocks(loaded.config)), loaded.worker)
+        driver = CoreAndWorker(with_blocks(changed(loaded.config), few_blocks(loaded.config)), loaded.worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i + 1, prompt, GREEDY)
-        house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == [each.outputs for each in expected]
-    assert house.engine.state is not None and house.engine.state.counters.swap_in_blocks > 0
+            driver.admit(i + 1, prompt, GREEDY)
+        driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == [each.outputs for each in expected]
+    assert driver.engine.state is not None and driver.engine.state.counters.swap_in_blocks > 0

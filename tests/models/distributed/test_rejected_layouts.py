@@ -1,4 +1,4 @@
-"""What a layout refuses is what is said to be refused, and it says why, before anything starts."""
+"""Unsupported layouts are rejected with a reason before anything starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = (
 )
 
 
-def is_refused(
+def is_rejected(
     folder: Path, size: int = 1, stages: int = 1, *, experts: bool = False, **switches: int
 ) -> bool:
     try:
@@ -35,14 +35,14 @@ def is_refused(
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_those_are_refused_who_are_said_to_be(name: str, tmp_path: Path) -> None:
+def test_unsupported_layouts_are_rejected(name: str, tmp_path: Path) -> None:
     write_checkpoint(ROWS[name], tmp_path)
-    assert not is_refused(tmp_path, stages=2)
+    assert not is_rejected(tmp_path, stages=2)
     for size in (2, 4):
-        assert is_refused(tmp_path, size) == (name not in layouts.DIVIDED)
-        assert is_refused(tmp_path, size, experts=True) == (name not in layouts.DIVIDED_BY_EXPERTS)
+        assert is_rejected(tmp_path, size) == (name not in layouts.DIVIDED)
+        assert is_rejected(tmp_path, size, experts=True) == (name not in layouts.DIVIDED_BY_EXPERTS)
         for experts in (False, True):
-            refused = is_refused(tmp_path, size, experts=experts, invariant=True)
+            refused = is_rejected(tmp_path, size, experts=experts, invariant=True)
             assert refused == (layouts.INVARIANT.get(name) is not experts)
     for (size, context), names in layouts.KEPT_TOGETHER.items():
-        assert is_refused(tmp_path, size, context=context) == (name not in names)
+        assert is_rejected(tmp_path, size, context=context) == (name not in names)

@@ -1,4 +1,4 @@
-"""A model whose layers are in stages gives the bits of one that is not, however its requests are computed."""
+"""Pipeline stages give the bits of one process, in every schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 import transformers
-from tests.executor.test_step_overlap import House as ExecutorHouse
+from tests.executor.test_step_overlap import House as InProcessExecutor
 from tests.gguf.random_blocks import in_blocks
 from tests.gguf.test_packed import WIDE, as_q4_k_m
 from tests.models import byte_vocabulary
@@ -17,18 +17,18 @@ from tests.models.distributed.ranks import config_of, in_ranks
 from tests.models.equality import (
     GREEDY,
     NUM_BLOCKS,
-    WAYS,
+    SCHEDULES,
     Loaded,
     alone,
     few_blocks,
-    in_every_way,
     load,
     run,
+    run_schedules,
     with_blocks,
 )
 from tests.models.random_checkpoints import NUM_TOKENS, Expectation, of_transformers
 from tests.models.test_embeds import mixed
-from tests.models.test_engine import House, changed
+from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, made
 
 from quintet.core.token_messages import StepMessages
@@ -45,31 +45,31 @@ from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepResult
 
 FAST = ("llama", "gpt2", "phi4 mini")
-"""An output layer of its own; one that is the embedding, and learned positions; rotations that depend on a prompt's length."""
+"""An untied output layer; a tied one with learned positions; a rotation that depends on the prompt's length."""
 
 
-def check(loaded: Loaded, expected: list[Expectation], ways: dict[str, dict[str, int]]) -> None:
-    """The tokens are the reference's, in every way."""
+def check(loaded: Loaded, expected: list[Expectation], schedules: dict[str, dict[str, int]]) -> None:
+    """Check that the tokens are the reference's, in every schedule."""
     prompts, outputs = [each.prompt for each in expected], [each.outputs for each in expected]
-    for way, outcome in in_every_way(loaded, prompts, False, {"together": {}} | ways):
-        assert outcome.outputs == outputs, way
+    for schedule, outcome in run_schedules(loaded, prompts, False, {"together": {}} | schedules):
+        assert outcome.outputs == outputs, schedule
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("stages", "size"), [(2, 1), (2, 2)])
 @pytest.mark.parametrize("name", FAST)
-def test_tokens_are_those_of_one_process(name: str, stages: int, size: int, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_process(name: str, stages: int, size: int, tmp_path: Path) -> None:
     expected = made(ROWS[name], tmp_path)
     with in_ranks(tmp_path, size, stages=stages) as loaded:
-        check(loaded, expected, {"preemption": WAYS["preemption"]})
+        check(loaded, expected, {"preemption": SCHEDULES["preemption"]})
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", ROWS)
-def test_every_family_that_is_cut(name: str, tmp_path: Path) -> None:
+def test_every_family(name: str, tmp_path: Path) -> None:
     expected = made(ROWS[name], tmp_path)
     with in_ranks(tmp_path, 1, stages=2) as loaded:
-        check(loaded, expected, WAYS)
+        check(loaded, expected, SCHEDULES)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_logits_have_the_bits_of_one_process(name: str, size: int, invariant: bo
             assert seen[: len(positions)] == [expected[i, at] for at in positions], len(prompt)
 
 
-class Heard(House):
-    """Keeps the log-probabilities that were told, whichever step they came with."""
+class LogprobRecorder(CoreAndWorker):
+    """Records the log-probabilities of every step."""
 
     def __init__(self, config: EngineConfig, worker: StepWorker) -> None:
         self.drawn: list[tuple[int, bytes, bytes]] = []
@@ -111,11 +111,15 @@ class Heard(House):
         super()._apply(effects)
         for _, tokens in effects.tokens:
             self.drawn += [(each.rank, each.token_ids, each.logprobs) for each in tokens.logprobs]
-            for told in tokens.prompt_logprobs:
-                size = 4 * told.width
+            for logprobs in tokens.prompt_logprobs:
+                size = 4 * logprobs.width
                 self.of_prompts += [
-                    (told.first + i, told.token_ids[at : at + size], told.logprobs[at : at + size])
-                    for i, at in enumerate(range(0, len(told.token_ids), size))
+                    (
+                        logprobs.first + i,
+                        logprobs.token_ids[at : at + size],
+                        logprobs.logprobs[at : at + size],
+                    )
+                    for i, at in enumerate(range(0, len(logprobs.token_ids), size))
                 ]
 
 
@@ -123,28 +127,28 @@ def test_log_probabilities_have_the_bits_of_one_process(tmp_path: Path) -> None:
     prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
     params = msgspec.structs.replace(GREEDY, logprobs=3, prompt_logprobs=2)
 
-    def told(loaded: Loaded) -> tuple[list[tuple[int, bytes, bytes]], list[tuple[int, bytes, bytes]]]:
-        house = Heard(changed(loaded.config), loaded.worker)
+    def logprobs(loaded: Loaded) -> tuple[list[tuple[int, bytes, bytes]], list[tuple[int, bytes, bytes]]]:
+        driver = LogprobRecorder(changed(loaded.config), loaded.worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i, prompt, params)
-        house.run()
-        return sorted(house.drawn), sorted(house.of_prompts)
+            driver.admit(i, prompt, params)
+        driver.run()
+        return sorted(driver.drawn), sorted(driver.of_prompts)
 
-    expected = told(load(tmp_path, "bfloat16"))
+    expected = logprobs(load(tmp_path, "bfloat16"))
     assert len(expected[0]) == params.max_tokens * len(prompts)
     assert len(expected[1]) == sum(len(prompt) - 1 for prompt in prompts)
     with in_ranks(tmp_path, 1, "bfloat16", stages=2) as loaded:
-        assert told(loaded) == expected
+        assert logprobs(loaded) == expected
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_file_of_gguf_is_cut(tied: bool, tmp_path: Path) -> None:
+def test_gguf_file_in_stages(tied: bool, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     family = of_transformers("Qwen2Config", tie_word_embeddings=tied, **WIDE)
     expected = made(in_blocks(family, as_q4_k_m, file), tmp_path)
     with in_ranks(file, 1, stages=2) as loaded:
-        check(loaded, expected, WAYS)
+        check(loaded, expected, SCHEDULES)
 
 
 @pytest.mark.drawn(1)
@@ -157,7 +161,7 @@ def test_a_file_of_gguf_is_cut(tied: bool, tmp_path: Path) -> None:
     ],
     ids=["log-probabilities", "penalties", "drawn"],
 )
-def test_what_is_drawn_is_the_same(params: SamplingParams, tmp_path: Path) -> None:
+def test_drawn_tokens_are_equal(params: SamplingParams, tmp_path: Path) -> None:
     prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
     whole = load(tmp_path, "bfloat16")
     expected = run(whole, changed(whole.config), prompts, params=params)
@@ -166,8 +170,8 @@ def test_what_is_drawn_is_the_same(params: SamplingParams, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3 next"])
-def test_stages_reserve_the_memory_that_was_asked_for(name: str, tmp_path: Path) -> None:
-    """Their layers are in several groups, so a place may be of several stages."""
+def test_stages_reserve_the_configured_memory(name: str, tmp_path: Path) -> None:
+    """Their layers are in several groups, so several stages may share a block."""
     made(ROWS[name], tmp_path)
     config = config_of(tmp_path, 1, 2, "float32", "none", "auto", None, experts=False)
     kv = config.model.kv
@@ -180,16 +184,16 @@ def test_stages_reserve_the_memory_that_was_asked_for(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_forms_hold_while_steps_with_and_without_them_are_under_way(stages: int, tmp_path: Path) -> None:
-    """Every third request has no form, so that steps of all kinds are under way at once."""
+def test_structured_outputs_with_mixed_steps_in_flight(stages: int, tmp_path: Path) -> None:
+    """Every third request is plain, so that steps of all kinds are in flight together."""
     prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
 
     def answers(loaded: Loaded) -> dict[int, list[int]]:
-        house = House(changed(loaded.config), loaded.worker)
-        for i, params in enumerate(byte_vocabulary.asked()):
-            house.admit(i, prompts[i % len(prompts)][:8], params)
-        house.run()
-        return house.outputs
+        driver = CoreAndWorker(changed(loaded.config), loaded.worker)
+        for i, params in enumerate(byte_vocabulary.requested()):
+            driver.admit(i, prompts[i % len(prompts)][:8], params)
+        driver.run()
+        return driver.outputs
 
     def with_vocabulary(config: EngineConfig) -> EngineConfig:
         return byte_vocabulary.with_vocabulary(config, tmp_path)
@@ -207,10 +211,10 @@ def test_forms_hold_while_steps_with_and_without_them_are_under_way(stages: int,
     [(GREEDY, "pipeline"), (msgspec.structs.replace(GREEDY, logprobs=1), "sampler")],
     ids=["by the kernels", "by the sampler"],
 )
-def test_a_draw_that_raises_costs_the_others_nothing(
+def test_failed_draw_does_not_affect_other_requests(
     params: SamplingParams, raises: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third draw of a run has no memory: the core hears so, and every request is computed to its end."""
+    """The third draw of a run is out of memory: the core receives the error, and every request is computed to its end."""
     expectations = made(ROWS["llama"], tmp_path)
     owner: type = Pipeline if raises == "pipeline" else Sampler
     draw, num_draws = owner.draw, 0  # type: ignore[attr-defined]
@@ -224,29 +228,32 @@ def test_a_draw_that_raises_costs_the_others_nothing(
 
     with in_ranks(tmp_path, 1, stages=2) as loaded:
         config = msgspec.structs.replace(loaded.config, run_dir=str(make_run_dir()))
-        house, executor = House(changed(config), loaded.worker), ExecutorHouse(config, loaded.worker)
-        house._apply(house.engine.capacity(executor.capacity, 0))
+        driver, executor = (
+            CoreAndWorker(changed(config), loaded.worker),
+            InProcessExecutor(config, loaded.worker),
+        )
+        driver._apply(driver.engine.capacity(executor.capacity, 0))
         for i, each in enumerate(expectations):
-            house.admit(i, each.prompt, params)
+            driver.admit(i, each.prompt, params)
         monkeypatch.setattr(owner, "draw", draw_once_without_memory)
         failures = []
-        while house.engine.num_live:
-            while (plan := house.engine.plan(0)) is not None:
+        while driver.engine.num_live:
+            while (plan := driver.engine.plan(0)) is not None:
                 executor.send(plan)
             message = executor.expect(Capacity | StepResult)
             if isinstance(message, Capacity):
                 failures.append(message.failure)
-                house._apply(house.engine.capacity(message, 0))
+                driver._apply(driver.engine.capacity(message, 0))
             else:
-                house._apply(house.engine.commit(message, 0))
+                driver._apply(driver.engine.commit(message, 0))
         executor.close()
     assert failures == ["MemoryError: no room for a sorted row"]
-    assert [house.outputs[i] for i in range(len(expectations))] == [each.outputs for each in expectations]
+    assert [driver.outputs[i] for i in range(len(expectations))] == [each.outputs for each in expectations]
 
 
-def test_steps_are_under_way_at_once_and_share_no_request(tmp_path: Path) -> None:
+def test_steps_in_flight_share_no_request(tmp_path: Path) -> None:
     prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
-    under_way: list[int] = []
+    in_flight: list[int] = []
     with in_ranks(tmp_path, 1, stages=2) as loaded:
         worker = loaded.worker
         assert isinstance(worker, PipelineWorker)
@@ -256,26 +263,26 @@ def test_steps_are_under_way_at_once_and_share_no_request(tmp_path: Path) -> Non
             flight = begin(pipeline, rows, tables, settings)
             drawing = [step.rows.slots[step.rows.sampling].tolist() for step in worker._pending]
             drawing.append(rows.slots[rows.sampling].tolist())
-            under_way.append(len(drawing))
+            in_flight.append(len(drawing))
             slots = [slot for each in drawing for slot in each]
             assert len(slots) == len(set(slots)), drawing
             return flight
 
         with mock.patch.object(Pipeline, "begin", watched):
             run(loaded, changed(loaded.config), prompts)
-    assert under_way.count(2) > len(under_way) / 2, under_way
+    assert in_flight.count(2) > len(in_flight) / 2, in_flight
 
 
 @pytest.mark.whole
-def test_blocks_are_swapped_and_vectors_taken_by_all_stages(tmp_path: Path) -> None:
-    """Every other prompt comes as vectors; KV memory is too little for all, and what goes to the host comes back."""
+def test_all_stages_swap_blocks_and_accept_embeds(tmp_path: Path) -> None:
+    """Every other prompt is given as embeddings; KV memory is too small for all, so blocks are swapped out and in."""
     expected = made(ROWS["llama"], tmp_path)
     table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
     prompts = mixed(table, [each.prompt for each in expected])
     with in_ranks(tmp_path, 2, stages=2, swap_space=2**-10) as loaded:
-        house = House(with_blocks(changed(loaded.config), few_blocks(loaded.config)), loaded.worker)
+        driver = CoreAndWorker(with_blocks(changed(loaded.config), few_blocks(loaded.config)), loaded.worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i + 1, prompt, GREEDY)
-        house.run()
-    assert [house.outputs[i + 1] for i in range(len(prompts))] == [each.outputs for each in expected]
-    assert house.engine.state is not None and house.engine.state.counters.swap_in_blocks > 0
+            driver.admit(i + 1, prompt, GREEDY)
+        driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == [each.outputs for each in expected]
+    assert driver.engine.state is not None and driver.engine.state.counters.swap_in_blocks > 0

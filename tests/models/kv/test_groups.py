@@ -1,4 +1,4 @@
-"""Layers with windows in groups of their own, end to end: transformers' tokens whatever becomes of a request's blocks."""
+"""Sliding-window layers in their own groups, end to end: transformers' tokens under every block operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.models.conftest import in_groups
 from tests.models.small_models import FAMILIES, prompts_of
-from tests.models.test_engine import House, changed, without_prefix_cache
+from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache
 
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
@@ -19,7 +19,7 @@ from quintet.wire.step import Capacity
 
 NUM_TOKENS = 40
 WINDOWED = {"mistral-window": {"sliding"}, "qwen2-window": {"full", "sliding"}}
-"""By family, the kinds of its groups."""
+"""Kinds of groups by family."""
 
 
 def greedy(n: int = 1) -> SamplingParams:
@@ -31,27 +31,29 @@ def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
     return msgspec.structs.replace(config, cache=cache)
 
 
-def lose_executor(house: House) -> None:
-    """Have the executor begin anew with empty tables; what it had in flight is lost."""
-    house.worker.reset()
-    house._pending.clear()
-    limits = house.engine.state.limits if house.engine.state else None
+def lose_executor(driver: CoreAndWorker) -> None:
+    """Restart the executor with empty tables; its steps in flight are lost."""
+    driver.worker.reset()
+    driver._pending.clear()
+    limits = driver.engine.state.limits if driver.engine.state else None
     assert limits is not None
-    house._apply(
-        house.engine.capacity(
+    driver._apply(
+        driver.engine.capacity(
             Capacity(2, limits.num_blocks, limits.block_size, limits.num_slots, limits.max_model_len), 0
         )
     )
 
 
-def run_evicting(house: House, seed: int) -> None:
-    """Work until nobody is left, preempting somebody every few steps, with a device that forgets what nobody holds at once."""
-    rng, state = random.Random(seed), house.engine.state
+def run_evicting(driver: CoreAndWorker, seed: int) -> None:
+    """Run until all requests are done, preempting one every few steps, with a device that drops unreferenced blocks
+    immediately.
+    """
+    rng, state = random.Random(seed), driver.engine.state
     assert state is not None
-    while house.engine.num_live:
-        while (plan := house.engine.plan(0)) is not None:
-            house._begin([plan])
-        house._apply(house.engine.commit(house._pending.popleft().result(), 0))
+    while driver.engine.num_live:
+        while (plan := driver.engine.plan(0)) is not None:
+            driver._begin([plan])
+        driver._apply(driver.engine.commit(driver._pending.popleft().result(), 0))
         if rng.random() < 0.2 and state.running:
             state.preempt(rng.choice(state.running))
         free, state.pool.free = state.pool.free, []
@@ -61,7 +63,7 @@ def run_evicting(house: House, seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_what_went_to_the_host_comes_back(family: str, serve: Callable[..., Any]) -> None:
+def test_swapped_blocks_are_restored(family: str, serve: Callable[..., Any]) -> None:
     served = serve(FAMILIES[family](), max_model_len=160)
     config = changed(in_groups(served.config), max_num_batched_tokens=29)
     size = 200 * config.model.kv.bytes_per_block
@@ -69,17 +71,17 @@ def test_what_went_to_the_host_comes_back(family: str, serve: Callable[..., Any]
     prompts = prompts_of((1, 33, 60))
     worker = make_torch_worker(config)
     for variant in (config, without_prefix_cache(config)):
-        house = House(variant, worker)
+        driver = CoreAndWorker(variant, worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i + 1, prompt, greedy())
-        run_evicting(house, 1)
-        assert [house.outputs[i + 1] for i in range(3)] == served.greedy(prompts, NUM_TOKENS)
-        assert house.engine.state is not None
-        assert house.engine.state.counters.swap_in_blocks > 0
+            driver.admit(i + 1, prompt, greedy())
+        run_evicting(driver, 1)
+        assert [driver.outputs[i + 1] for i in range(3)] == served.greedy(prompts, NUM_TOKENS)
+        assert driver.engine.state is not None
+        assert driver.engine.state.counters.swap_in_blocks > 0
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_what_is_out_of_sight_is_let_go_of(family: str, serve: Callable[..., Any]) -> None:
+def test_blocks_before_the_window_are_freed(family: str, serve: Callable[..., Any]) -> None:
     served = serve(FAMILIES[family](), max_model_len=160)
     config = in_groups(served.config)
     kv = config.model.kv
@@ -97,31 +99,31 @@ def test_what_is_out_of_sight_is_let_go_of(family: str, serve: Callable[..., Any
         ),
     }
     for name, variant in variants.items():
-        house = House(variant, worker)
+        driver = CoreAndWorker(variant, worker)
         for round_ in (0, 100):
             for i, prompt in enumerate(prompts):
-                house.admit(round_ + i + 1, prompt, greedy())
-            house.run()
-            outputs = [house.outputs[round_ + i + 1] for i in range(len(prompts))]
+                driver.admit(round_ + i + 1, prompt, greedy())
+            driver.run()
+            outputs = [driver.outputs[round_ + i + 1] for i in range(len(prompts))]
             assert outputs == expected, (name, round_)
-        assert (sum(house.cached.values()) > 0) or "blocks" in name, name
+        assert (sum(driver.cached.values()) > 0) or "blocks" in name, name
 
 
 @pytest.mark.parametrize("family", WINDOWED)
 def test_choices_and_a_lost_executor(family: str, serve: Callable[..., Any]) -> None:
-    """Further choices copy the block that they write into in every group; after a loss all is computed anew."""
+    """Parallel samples copy the block that they write into in every group; after an executor loss all is recomputed."""
     served = serve(FAMILIES[family](), max_model_len=160)
     config = changed(in_groups(served.config), max_num_batched_tokens=29)
-    house = House(config, make_torch_worker(config))
+    driver = CoreAndWorker(config, make_torch_worker(config))
     prompts = prompts_of((39, 70))
     expected = served.greedy(prompts, NUM_TOKENS)
     for i, prompt in enumerate(prompts):
-        house.admit(10 * i + 1, prompt, greedy(n=3))
+        driver.admit(10 * i + 1, prompt, greedy(n=3))
     for _ in range(12):
-        while (plan := house.engine.plan(0)) is not None:
-            house._begin([plan])
-        house._apply(house.engine.commit(house._pending.popleft().result(), 0))
-    lose_executor(house)
-    house.run()
+        while (plan := driver.engine.plan(0)) is not None:
+            driver._begin([plan])
+        driver._apply(driver.engine.commit(driver._pending.popleft().result(), 0))
+    lose_executor(driver)
+    driver.run()
     for i, outputs in enumerate(expected):
-        assert [house.outputs[10 * i + 1 + choice] for choice in range(3)] == [outputs] * 3
+        assert [driver.outputs[10 * i + 1 + choice] for choice in range(3)] == [outputs] * 3

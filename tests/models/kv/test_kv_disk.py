@@ -1,4 +1,4 @@
-"""The real core over the real worker with a disk: what outlived them comes back as the bits that it was."""
+"""The real core over the real worker with a disk: stored blocks return with the same bits after a restart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.conftest import in_groups
 from tests.models.equality import load
 from tests.models.kv.test_groups import WINDOWED
 from tests.models.small_models import FAMILIES
-from tests.models.test_engine import GREEDY, House, changed
+from tests.models.test_engine import GREEDY, CoreAndWorker, changed
 from tests.models.test_hybrids import of_tests
 
 from quintet.core import recurrent_state
@@ -34,24 +34,24 @@ def with_disk(config: EngineConfig, folder: Path, num_places: int = 64) -> Engin
 
 
 def whole_blocks(config: EngineConfig) -> int:
-    """Return how many tokens of the prompt lie in full blocks."""
+    """Return the number of prompt tokens in full blocks."""
     block_size = config.model.kv.block_size
     return (len(PROMPT) - 1) // block_size * block_size
 
 
 def answer(config: EngineConfig) -> tuple[list[int], int]:
-    """Return what a core and a worker that have just begun answer, and how much of the prompt was cached; then end them."""
+    """Return the tokens of a new core and worker, and the number of cached prompt tokens; then end them."""
     worker = make_torch_worker(config)
-    house = House(config, worker)
-    house.admit(1, PROMPT, GREEDY)
-    house.run()
+    engine = CoreAndWorker(config, worker)
+    engine.admit(1, PROMPT, GREEDY)
+    engine.run()
     if worker.kv_disk is not None:
         worker.kv_disk.close()
-    return house.outputs[1], house.cached[1]
+    return engine.outputs[1], engine.cached[1]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_new_worker_begins_behind_what_the_last_one_left(
+def test_new_worker_hits_the_stored_prefix(
     compiled: bool, serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = changed(serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config)
@@ -65,11 +65,11 @@ def test_a_new_worker_begins_behind_what_the_last_one_left(
     content = bytearray(blocks.read_bytes())
     content[config.model.kv.bytes_per_block + 5] ^= 1
     blocks.write_bytes(content)
-    assert answer(config) == (without, config.model.kv.block_size), "behind the block that is still whole"
-    assert answer(config) == (without, whole_blocks(config)), "it was stored anew"
+    assert answer(config) == (without, config.model.kv.block_size), "only the intact block is a hit"
+    assert answer(config) == (without, whole_blocks(config)), "it was stored again"
 
 
-def test_what_other_code_computed_is_not_believed(
+def test_blocks_of_another_version_are_ignored(
     serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = changed(serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config)
@@ -85,7 +85,7 @@ def test_what_other_code_computed_is_not_believed(
     assert answer(config) == without == (without[0], 0)
 
 
-def test_weights_swapped_in_place_are_others(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_replaced_weights_invalidate_the_blocks(serve: Callable[..., Any], tmp_path: Path) -> None:
     """With the same name, size and time."""
     config = serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config
     before = identity.identity_of(config, "runner")
@@ -99,7 +99,7 @@ def test_weights_swapped_in_place_are_others(serve: Callable[..., Any], tmp_path
     assert identity.identity_of(config, "runner") == before
 
 
-def test_what_inputs_are_rounded_to_makes_other_keys_and_values(serve: Callable[..., Any]) -> None:
+def test_activation_dtype_invalidates_the_blocks(serve: Callable[..., Any]) -> None:
     config = serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config
     rounded = msgspec.structs.replace(config.executor, activation_dtype="int8")
     other = msgspec.structs.replace(config, executor=rounded)
@@ -107,7 +107,7 @@ def test_what_inputs_are_rounded_to_makes_other_keys_and_values(serve: Callable[
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
-def test_quantized_keys_and_values_too(kv_dtype: str, tmp_path: Path) -> None:
+def test_quantized_kv_is_restored(kv_dtype: str, tmp_path: Path) -> None:
     loaded = load(Path(embedded.__file__).parent / "default", kv_cache_dtype=kv_dtype)
     config = with_disk(changed(loaded.config), tmp_path)
     first, num_cached = answer(config)
@@ -116,7 +116,7 @@ def test_quantized_keys_and_values_too(kv_dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_windows_come_back(family: str, serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_sliding_window_layers_are_restored(family: str, serve: Callable[..., Any], tmp_path: Path) -> None:
     config = changed(in_groups(serve(FAMILIES[family](), max_model_len=160).config))
     without, _ = answer(config)
     config = with_disk(config, tmp_path, 200)
@@ -124,8 +124,8 @@ def test_windows_come_back(family: str, serve: Callable[..., Any], tmp_path: Pat
     assert answer(config) == (without, whole_blocks(config))
 
 
-def test_states_come_back(tmp_path: Path) -> None:
-    """Those that are kept behind full blocks: of tests, every 32 tokens."""
+def test_states_are_restored(tmp_path: Path) -> None:
+    """State checkpoints after full blocks, in the tests every 32 tokens."""
     with of_tests(tmp_path), mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
         loaded = load(tmp_path, compiled=True, load_format="dummy")
         config = changed(loaded.config)

@@ -1,4 +1,4 @@
-"""Two real cores over two real workers: what one computed of a prompt is what the other begins behind, bit for bit."""
+"""Two real cores over two real workers: one fetches the prefix KV of the other, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models.equality import load
 from tests.models.kv.test_groups import WINDOWED
 from tests.models.kv.test_kv_disk import PROMPT, whole_blocks
 from tests.models.small_models import FAMILIES
-from tests.models.test_engine import GREEDY, House, changed
+from tests.models.test_engine import GREEDY, CoreAndWorker, changed
 from tests.models.test_hybrids import of_tests
 from tests.processes.test_disaggregation import free_port
 
@@ -35,44 +35,44 @@ def with_peers(config: EngineConfig) -> EngineConfig:
 
 
 def answers(config: EngineConfig) -> tuple[list[int], list[int], int]:
-    """Return what a server answers that computes the prompt, what another does that fetches its KV, and how much it fetched."""
+    """Return the tokens of a server that computes the prompt, those of one that fetches its KV, and the fetched count."""
     with ExitStack() as closed:
         houses = []
         for one in (with_peers(config), with_peers(config)):
             worker = make_torch_worker(one)
             assert worker.kv_peers is not None and one.cache.peers is not None
             closed.callback(worker.kv_peers.close)
-            houses.append((House(one, worker), one.cache.peers.listen))
+            houses.append((CoreAndWorker(one, worker), one.cache.peers.listen))
         (gives, address), (takes, _) = houses
         gives.admit(1, PROMPT, GREEDY, handover=KvTransfer(offers=True))
         gives.run()
-        gives.order_all()
+        gives.run_disk_operations()
         takes.admit(1, PROMPT, GREEDY, handover=KvTransfer(peer=address, num_blocks=1 << 20))
         takes.run()
         return gives.outputs[1], takes.outputs[1], takes.cached[1]
 
 
-def test_what_another_worker_computed_is_begun_behind(serve: Callable[..., Any]) -> None:
+def test_prefix_of_another_worker_is_fetched(serve: Callable[..., Any]) -> None:
     config = changed(serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config)
     computed, fetched, num_cached = answers(config)
     assert fetched == computed and num_cached == whole_blocks(config)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
-def test_quantized_keys_and_values_too(kv_dtype: str) -> None:
+def test_quantized_kv_is_fetched(kv_dtype: str) -> None:
     config = changed(load(Path(embedded.__file__).parent / "default", kv_cache_dtype=kv_dtype).config)
     computed, fetched, num_cached = answers(config)
     assert fetched == computed and num_cached == whole_blocks(config)
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_windows_too(family: str, serve: Callable[..., Any]) -> None:
+def test_sliding_window_layers_are_fetched(family: str, serve: Callable[..., Any]) -> None:
     config = changed(in_groups(serve(FAMILIES[family](), max_model_len=160).config))
     computed, fetched, num_cached = answers(config)
     assert fetched == computed and num_cached == whole_blocks(config)
 
 
-def test_states_too(tmp_path: Path) -> None:
+def test_states_are_fetched(tmp_path: Path) -> None:
     with of_tests(tmp_path), mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
         config = changed(load(tmp_path, compiled=True, load_format="dummy").config)
         computed, fetched, num_cached = answers(config)

@@ -1,4 +1,4 @@
-"""Checkpoints that say how keys and values are kept in fp8: their scales are found, and used as plain torch uses them."""
+"""Checkpoints with fp8 KV scales: the reader finds them, and results equal those of plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tests.executor.kernels.paged_requests import in_eighths
 from tests.models.distributed.ranks import in_ranks
-from tests.models.equality import WAYS, alone, furthest, in_every_way, load
+from tests.models.equality import SCHEDULES, alone, load, max_difference, run_schedules
 from tests.models.kv.kv_scales import BY_HEAD, SCHEME, SECTION, scales_of, with_scales
 from tests.models.random_checkpoints import Expectation, of_transformers
 from tests.models.test_equal import made
@@ -35,7 +35,7 @@ HEADS = 2
 
 
 def rounded_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_heads: int) -> list[Expectation]:
-    """Write a checkpoint with scales of layers, or of so many heads; return what torch says that rounds by them."""
+    """Write a checkpoint with scales per layer or per head; return the tokens of torch that rounds with them."""
     plain = modeling_llama.eager_attention_forward
 
     def rounding(
@@ -52,7 +52,7 @@ def rounded_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_heads:
 
 @needs_kernels
 @pytest.mark.parametrize("num_heads", [1, HEADS])
-def test_tokens_are_those_of_keys_and_values_that_torch_rounds(
+def test_tokens_equal_torch_with_rounded_kv(
     num_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = rounded_in_torch(tmp_path, monkeypatch, num_heads)
@@ -60,15 +60,15 @@ def test_tokens_are_those_of_keys_and_values_that_torch_rounds(
     assert loaded.config.cache.dtype == "fp8"
     outcome = alone(loaded, [each.prompt for each in expected])
     # Roundings of fp32 put a few numbers on the other side of a tie.
-    assert furthest(outcome, expected) < 0.05
+    assert max_difference(outcome, expected) < 0.05
     assert outcome.outputs == [each.outputs for each in expected]
-    for way, other in in_every_way(loaded, [each.prompt for each in expected], False, WAYS):
-        assert other.outputs == outcome.outputs, way
+    for schedule, other in run_schedules(loaded, [each.prompt for each in expected], False, SCHEDULES):
+        assert other.outputs == outcome.outputs, schedule
 
 
 @needs_kernels
 @pytest.mark.parametrize(("size", "context"), [(2, 1), (4, 1), (4, 2)])
-def test_a_rank_takes_the_scales_of_its_heads(
+def test_rank_reads_the_scales_of_its_heads(
     size: int, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four ranks two have the same head, each with all of its keys and values or with some."""
@@ -81,7 +81,7 @@ def test_a_rank_takes_the_scales_of_its_heads(
 
 
 @needs_kernels
-def test_scales_that_follow_from_the_input_are_not_looked_for(tmp_path: Path) -> None:
+def test_dynamic_scales_are_not_read(tmp_path: Path) -> None:
     of_transformers("LlamaConfig", num_hidden_layers=1).make(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     card = json.loads((tmp_path / "config.json").read_text())
@@ -96,7 +96,7 @@ def layers(count: int = 2, **more: Any) -> list[AttentionLayer]:
 
 
 Read = tuple[list[float] | None, list[float] | None]
-"""Scales of a layer's keys, and of its values, of each head; None: 1."""
+"""Scales of a layer's keys, and of its values, per head; None: 1."""
 
 
 def read(
@@ -116,25 +116,25 @@ def read(
         ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
     ],
 )
-def test_scales_are_found_by_the_names_that_writers_give_them(key: str, value: str, tmp_path: Path) -> None:
+def test_scales_are_found_under_the_names_of_each_tool(key: str, value: str, tmp_path: Path) -> None:
     tensors = {
         f"model.layers.1.{key}": torch.tensor([0.5], dtype=torch.bfloat16),
         f"model.layers.1.{value}": torch.tensor(0.25),
-        f"model.layers.7.{key}": torch.tensor(3.0),  # of a layer that the model has not
+        f"model.layers.7.{key}": torch.tensor(3.0),  # of a layer that the model lacks
         "model.layers.0.self_attn.q_proj.output_scale": torch.tensor(3.0),
         "model.layers.0.mlp.down_proj.input_scale": torch.tensor(3.0),
     }
     assert read(tmp_path, tensors, layers()) == [(None, None), ([0.5], [0.25])]
 
 
-def test_one_scale_may_be_of_both(tmp_path: Path) -> None:
+def test_shared_scale_of_keys_and_values(tmp_path: Path) -> None:
     both = {"model.layers.0.self_attn.kv_scale": torch.tensor([0.5])}
     assert read(tmp_path, both, layers(1)) == [([0.5], [0.5])]
     latent = {"model.layers.0.self_attn.k_scale": torch.tensor([0.25])}
     assert read(tmp_path, latent, layers(1, values_in_keys=True, value_dim=8)) == [([0.25], [0.25])]
 
 
-def test_a_layer_takes_its_heads_of_as_many_as_the_model_has(tmp_path: Path) -> None:
+def test_layer_reads_the_scales_of_its_heads(tmp_path: Path) -> None:
     key, value = torch.tensor([0.5, 0.25, 2.0, 4.0]), torch.tensor([1.0])
     tensors = {
         "model.layers.0.self_attn.k_scale": key.view(4, 1, 1),
@@ -158,12 +158,12 @@ def test_a_layer_takes_its_heads_of_as_many_as_the_model_has(tmp_path: Path) -> 
         (torch.tensor([torch.nan]), "is nan, but a scale is a positive number"),
     ],
 )
-def test_what_is_no_scale_is_refused(value: torch.Tensor, words: str, tmp_path: Path) -> None:
+def test_invalid_scale_is_rejected(value: torch.Tensor, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         read(tmp_path, {"model.layers.0.self_attn.k_scale": value}, layers(1, num_heads=3, num_kv_heads=3))
 
 
-def test_scales_of_heads_are_refused_where_kernels_take_one_of_a_layer(tmp_path: Path) -> None:
+def test_per_head_scales_are_rejected_by_per_layer_kernels(tmp_path: Path) -> None:
     scales = {"model.layers.0.self_attn.k_scale": torch.ones(3)}
     with pytest.raises(ConfigError, match=r"has the shape \[3\]; one scale for a layer is supported"):
         read(tmp_path, scales, layers(1, num_heads=3, num_kv_heads=3), by_head=False)
@@ -175,7 +175,7 @@ INT8 = SCHEME | {"type": "int"}
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         (SECTION, AS_IT_SAYS),
         (
@@ -212,10 +212,12 @@ INT8 = SCHEME | {"type": "int"}
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, None),
     ],
 )
-def test_the_checkpoint_says_how_keys_and_values_are_kept(
-    section: dict[str, Any], told: str | None, tmp_path: Path
+def test_checkpoint_determines_the_kv_dtype(
+    section: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
-    stored, head_bytes = {AS_IT_SAYS: ("fp8", 16), IN_STEPS: ("int8", 16 + 4)}.get(told or "", ("model", 64))
+    stored, head_bytes = {AS_IT_SAYS: ("fp8", 16), IN_STEPS: ("int8", 16 + 4)}.get(
+        message or "", ("model", 64)
+    )
     of_transformers("LlamaConfig", num_hidden_layers=1).make(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     card = json.loads((tmp_path / "config.json").read_text())
@@ -223,15 +225,15 @@ def test_the_checkpoint_says_how_keys_and_values_are_kept(
     options = {"model": str(tmp_path), "device": "cpu", "load_format": "dummy", "kv_cache_memory": "1MiB"}
     found = resolve(Options(**options), tmp_path / "run", http=False)  # type: ignore[arg-type]
     assert found.config.cache.dtype == stored
-    assert len(found.notes) == (told is not None) and (told is None or told in found.notes[0])
-    asked = resolve(Options(**options, kv_cache_dtype="model"), tmp_path / "run", http=False)  # type: ignore[arg-type]
-    assert asked.config.cache.dtype == "model" and not asked.notes
-    once, twice = (each.config.model.kv.bytes_per_token for each in (found, asked))
+    assert len(found.notes) == (message is not None) and (message is None or message in found.notes[0])
+    requested = resolve(Options(**options, kv_cache_dtype="model"), tmp_path / "run", http=False)  # type: ignore[arg-type]
+    assert requested.config.cache.dtype == "model" and not requested.notes
+    once, twice = (each.config.model.kv.bytes_per_token for each in (found, requested))
     assert once * 64 == twice * head_bytes  # of 16 numbers in fp32
 
 
 @pytest.mark.parametrize(
-    ("scheme", "stored", "told"),
+    ("scheme", "stored", "message"),
     [
         (SCHEME, "fp8", AS_IT_SAYS),
         (
@@ -247,9 +249,9 @@ def test_the_checkpoint_says_how_keys_and_values_are_kept(
         ),
     ],
 )
-def test_a_gpu_keeps_what_its_kernels_do_not_compute(
-    scheme: dict[str, Any], stored: str | None, told: str, tmp_path: Path
+def test_gpu_ignores_unsupported_kv_schemes(
+    scheme: dict[str, Any], stored: str | None, message: str, tmp_path: Path
 ) -> None:
     wish = wish_of(ModelCard({"quantization_config": SECTION | {"kv_cache_scheme": scheme}}, "config.json"))
     assert wish is not None and wish.format_on("cuda") == stored
-    assert told in wish.note("cuda")
+    assert message in wish.note("cuda")

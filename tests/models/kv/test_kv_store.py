@@ -1,4 +1,4 @@
-"""Two real cores over two real workers that share a store: what one computed is what the other begins behind, bit for bit."""
+"""Two real cores over two real workers that share a store: one hits the prefix of the other, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.equality import load
 from tests.models.kv.test_groups import WINDOWED
 from tests.models.kv.test_kv_disk import PROMPT
 from tests.models.small_models import FAMILIES
-from tests.models.test_engine import GREEDY, House, changed
+from tests.models.test_engine import GREEDY, CoreAndWorker, changed
 from tests.models.test_hybrids import of_tests
 
 from quintet.core import recurrent_state
@@ -44,22 +44,22 @@ def with_store(config: EngineConfig, url: str) -> EngineConfig:
 
 
 def answer(config: EngineConfig) -> tuple[list[int], int]:
-    """Return what a core and a worker that have just begun answer, and how much of the prompt was cached; then end them."""
+    """Return the tokens of a new core and worker, and the number of cached prompt tokens; then end them."""
     worker = make_torch_worker(config)
-    house = House(config, worker)
-    house.admit(1, PROMPT, GREEDY)
-    house.run()
-    house.order_all()
+    engine = CoreAndWorker(config, worker)
+    engine.admit(1, PROMPT, GREEDY)
+    engine.run()
+    engine.run_disk_operations()
     if worker.kv_store is not None:
         worker.kv_store.close()
-    return house.outputs[1], house.cached[1]
+    return engine.outputs[1], engine.cached[1]
 
 
 @pytest.mark.parametrize("scheme", ["file", "local"])
-def test_what_another_computed_is_begun_behind(
+def test_prefix_of_another_worker_is_a_cache_hit(
     scheme: str, serve: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Kept by us, and by fsspec."""
+    """With our store, and with fsspec."""
     config = changed(serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config)
     without, _ = answer(config)
     (tmp_path / "kv").mkdir()
@@ -72,12 +72,12 @@ def test_what_another_computed_is_begun_behind(
             content[-5] ^= 1
             path.write_bytes(content)
     tokens, num_cached = answer(config)
-    assert tokens == without and num_cached < RUN, "no more than the blocks that are whole"
-    assert answer(config) == (without, IN_RUNS), "it was put anew"
+    assert tokens == without and num_cached < RUN, "only intact blocks are hits"
+    assert answer(config) == (without, IN_RUNS), "it was stored again"
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
-def test_quantized_keys_and_values_too(kv_dtype: str, tmp_path: Path) -> None:
+def test_quantized_kv_is_shared(kv_dtype: str, tmp_path: Path) -> None:
     loaded = load(Path(embedded.__file__).parent / "default", kv_cache_dtype=kv_dtype)
     config = with_store(changed(loaded.config), f"file://{tmp_path}")
     first, num_cached = answer(config)
@@ -86,7 +86,7 @@ def test_quantized_keys_and_values_too(kv_dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_windows_come_back(family: str, serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_sliding_window_layers_are_restored(family: str, serve: Callable[..., Any], tmp_path: Path) -> None:
     config = changed(in_groups(serve(FAMILIES[family](), max_model_len=160).config))
     without, _ = answer(config)
     config = with_store(config, f"file://{tmp_path}/kv")
@@ -94,7 +94,7 @@ def test_windows_come_back(family: str, serve: Callable[..., Any], tmp_path: Pat
     assert answer(config) == (without, IN_RUNS)
 
 
-def test_states_come_back(tmp_path: Path) -> None:
+def test_states_are_restored(tmp_path: Path) -> None:
     with of_tests(tmp_path):
         config = changed(load(tmp_path, compiled=True, load_format="dummy").config)
         without, _ = answer(config)

@@ -1,4 +1,4 @@
-"""The file of packed weights: used when it is whole and of this checkpoint, and otherwise written anew."""
+"""The file of packed weights: used if it is complete and of this checkpoint, else rewritten."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = [5, 6, 7]
 
 
 class Server:
-    """One model, started again and again with the same folder for packed weights."""
+    """One model, started repeatedly with the same folder for packed weights."""
 
     def __init__(self, served: Any, folder: Path) -> None:
         self._served = served
@@ -33,12 +33,12 @@ class Server:
 
     @property
     def file(self) -> Path:
-        """The one file in the folder."""
+        """Return the one file in the folder."""
         (path,) = self.folder.iterdir()
         return path
 
     def start(self, quantization: str = "none") -> list[int]:
-        """Load the model anew; return what it says."""
+        """Load the model again; return its tokens."""
         served = self._served
         executor = msgspec.structs.replace(
             served.config.executor, packed_cache=str(self.folder), quantization=quantization
@@ -59,7 +59,7 @@ def server(serve: Callable[..., Any], tmp_path: Path) -> Server:
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
-    """Every weight that was packed, once for each of its parts."""
+    """Every packed weight, once for each of its parts."""
     filled = []
     fill = PackedWeight.fill
 
@@ -71,7 +71,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
     return filled
 
 
-def test_parts_of_one_tensor_are_kept_as_well(
+def test_parts_of_one_tensor_are_cached(
     serve: Callable[..., Any], tmp_path: Path, packed: list[PackedWeight]
 ) -> None:
     config = transformers.Phi3Config(
@@ -92,7 +92,7 @@ def test_parts_of_one_tensor_are_kept_as_well(
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
-def test_the_second_start_packs_nothing_and_says_the_same(
+def test_second_start_packs_nothing_and_gives_the_same_tokens(
     quantization: str, server: Server, packed: list[PackedWeight]
 ) -> None:
     first = server.start(quantization)
@@ -102,7 +102,7 @@ def test_the_second_start_packs_nothing_and_says_the_same(
     assert not packed
 
 
-def test_each_quantization_has_a_file_of_its_own(server: Server) -> None:
+def test_each_quantization_has_its_own_file(server: Server) -> None:
     server.start("none")
     server.start("int8")
     assert len(list(server.folder.iterdir())) == 2
@@ -128,7 +128,7 @@ def change_byte(path: Path, at: int) -> None:
     ],
     ids=["empty", "foreign", "version", "header", "cut in the header", "cut at the end", "too long"],
 )
-def test_a_file_that_cannot_be_used_is_written_anew(
+def test_invalid_file_is_rewritten(
     damage: Callable[[Path], object],
     words: str,
     server: Server,
@@ -146,7 +146,7 @@ def test_a_file_that_cannot_be_used_is_written_anew(
     assert server.file.read_bytes() == whole
 
 
-def test_a_checkpoint_that_changed_is_packed_again(
+def test_changed_checkpoint_is_packed_again(
     server: Server, tmp_path: Path, packed: list[PackedWeight]
 ) -> None:
     server.start()
@@ -156,16 +156,16 @@ def test_a_checkpoint_that_changed_is_packed_again(
     assert packed
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_warning(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_read_only_folder_is_a_warning(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.folder.write_text("a file, not a folder")
     assert server.start() == server.expected
     (line,) = [record for record in caplog.records if "packed" in record.message]
     assert line.levelname == "WARNING" and str(server.folder) in line.message
 
 
-def test_a_folder_in_the_files_place_is_a_warning(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_at_the_path_of_the_file_is_a_warning(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     server.start()
     path = server.file
     path.unlink()

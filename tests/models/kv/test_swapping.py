@@ -1,4 +1,4 @@
-"""The real core over the real worker with too little KV memory: what went to the host and came back is what it was."""
+"""The real core over the real worker with too little KV memory: swapped blocks are restored unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 from tests.models.small_models import FAMILIES, prompts_of
-from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed, small_kv, without_prefix_cache
+from tests.models.test_engine import (
+    GREEDY,
+    NUM_TOKENS,
+    CoreAndWorker,
+    changed,
+    small_kv,
+    without_prefix_cache,
+)
 
 from quintet.executor import worker as worker_module
 from quintet.executor.backends.torch.eager import EagerRunner
@@ -16,7 +23,7 @@ from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 
 NUM_HOST_BLOCKS = 64
-"""Room for every request's."""
+"""Enough for every request's blocks."""
 
 
 def with_host_memory(config: EngineConfig) -> EngineConfig:
@@ -40,12 +47,12 @@ def test_tokens_do_not_depend_on_swapping(
     for variant in (config, with_host_memory(config)):
         worker = make_torch_worker(variant)
         assert compiled or isinstance(worker.runner, EagerRunner)
-        house = House(variant, worker)
+        driver = CoreAndWorker(variant, worker)
         for i, prompt in enumerate(prompts):
-            house.admit(i + 1, prompt, GREEDY)
-        house.run()
-        assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
-        assert house.engine.state is not None
-        counters = house.engine.state.counters
+            driver.admit(i + 1, prompt, GREEDY)
+        driver.run()
+        assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected
+        assert driver.engine.state is not None
+        counters = driver.engine.state.counters
         assert counters.preemptions > 0
         assert (counters.swap_in_blocks > 0) == (variant is not config), counters

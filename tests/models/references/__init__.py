@@ -1,5 +1,5 @@
-"""Decoders whose classes transformers no longer has, in plain torch.
+"""Decoders that transformers no longer has, in plain torch.
 
-Each is written from its publisher's description, holds its publisher's ``config.json`` values and tensor names, and
-recomputes everything for each token: no cache, no kernel, nothing shared with what it is compared with.
+Each follows its publisher's description, ``config.json`` values and tensor names. It recomputes everything for each token:
+no cache, no kernel, and no code shared with the tested one.
 """

@@ -1,8 +1,8 @@
-"""Baichuan 1 and 2: a Llama whose queries, keys and values are one tensor, ``W_pack``.
+"""Baichuan 1 and 2: a Llama with queries, keys and values in one tensor, ``W_pack``.
 
-7B rotates; 13B has ALiBi instead, and ``model_max_length`` in place of ``max_position_embeddings``. The second
-generation ("Baichuan 2: open large-scale language models", 2023, section 2) divides each row of the output layer by its
-length (NormHead).
+7B uses RoPE. 13B uses ALiBi, and ``model_max_length`` instead of ``max_position_embeddings``. The second generation
+("Baichuan 2: open large-scale language models", 2023, section 2) divides each row of the output layer by its length
+(NormHead).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""InternLM 2 ("InternLM2 technical report", 2024, section 3.2): ``wqkv`` holds, for each key head in turn, its queries, then the
-key, then the value.
+"""InternLM 2 ("InternLM2 technical report", 2024, section 3.2).
+
+``wqkv`` holds, for each key head in turn, its queries, then the key, then the value.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 
 
 class InternLM2(PlainDecoder):
-    """By its card; within ``max_position_embeddings``, where its dynamic rotation is the plain one."""
+    """The decoder of a card; within ``max_position_embeddings``, where dynamic RoPE scaling has no effect."""
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         super().__init__()

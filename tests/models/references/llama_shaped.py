@@ -1,7 +1,7 @@
 """InternLM 1 and Aquila: Llama's shape and tensor names.
 
 InternLM ("InternLM: a multilingual language model with progressively enhanced capabilities", 2023) has biases on all four
-projections of attention where its card says ``bias``; Aquila (BAAI, 2023) has none, and fewer key and value heads in its
+projections of attention if its card sets ``bias``. Aquila (BAAI, 2023) has none, and fewer key and value heads in its
 largest model.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class LlamaShaped(PlainDecoder):
-    """Either, by its card."""
+    """Either family, by its card."""
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         super().__init__()

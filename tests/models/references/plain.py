@@ -1,4 +1,4 @@
-"""What the plain decoders share: norm, rotation, ALiBi, attention over a whole sequence."""
+"""Shared parts of the plain decoders: norm, rotation, ALiBi, attention over a whole sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class PlainDecoder(nn.Module):
-    """A causal decoder of one card. Subclasses make ``forward``."""
+    """A causal decoder built from a card. Subclasses define ``forward``."""
 
     card: Mapping[str, Any]
 
@@ -46,8 +46,10 @@ def rotated(x: torch.Tensor, theta: float) -> torch.Tensor:
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """Press, Smith and Lewis, "Train short, test long", 2021: a geometric series; where the number of heads is no power of two,
-    the rest has every other slope of the series for twice as many."""
+    """Return the slopes of Press, Smith and Lewis, "Train short, test long", 2021: a geometric series.
+
+    For a number of heads other than a power of two, the rest has every other slope of the series for twice as many.
+    """
     below = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * i / below) for i in range(1, below + 1)]
     slopes += [2.0 ** (-4.0 * i / below) for i in range(1, 2 * (num_heads - below), 2)]
@@ -59,7 +61,7 @@ def attention(
 ) -> torch.Tensor:
     """Return ``[num_tokens, num_heads * head_dim]``.
 
-    query: ``[num_tokens, num_heads, head_dim]``; key, value: with as many heads or a divisor of them; slopes: of ALiBi.
+    query: ``[num_tokens, num_heads, head_dim]``; key, value: as many heads or a divisor of them; slopes: of ALiBi.
     """
     num_tokens, num_heads, dim = query.shape
     key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))

@@ -1,9 +1,9 @@
 """Qwen 1 ("Qwen technical report", 2023, section 2): GPT-2's tensor names around Llama's layer.
 
-``c_attn`` holds queries, keys and values, with a bias; the feed-forward is ``w1(x) * silu(w2(x))``, half of
-``intermediate_size`` wide. Beyond ``seq_length`` two more rules begin (section 2.3): with ``use_dynamic_ntk`` the base of the
-rotation grows with the prompt, and stays what it was while tokens are drawn; with ``use_logn_attn`` queries are scaled by the
-logarithm, to the base of ``seq_length``, of how many tokens they see.
+``c_attn`` holds queries, keys and values, with a bias. The feed-forward is ``w1(x) * silu(w2(x))``, half of
+``intermediate_size`` wide. Two more rules apply beyond ``seq_length`` (section 2.3). With ``use_dynamic_ntk`` the RoPE base
+grows with the prompt, and is constant during decode. With ``use_logn_attn`` queries are scaled by the logarithm, to the
+base of ``seq_length``, of the number of visible tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 
 class Qwen1(PlainDecoder):
-    """By its card."""
+    """The decoder of a card."""
 
     def __init__(self, card: Mapping[str, Any]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Qwen1(PlainDecoder):
         self.lm_head = nn.Linear(hidden, card["vocab_size"], bias=False)
 
     def forward(self, token_ids: torch.Tensor, num_prompt: int | None = None) -> torch.Tensor:
-        """num_prompt: how many of them are the prompt; None: all."""
+        """num_prompt: number of prompt tokens among them; None: all."""
         base = self._base(len(token_ids) if num_prompt is None else num_prompt)
         x = self.transformer["wte"](token_ids)
         for layer in self.transformer["h"]:

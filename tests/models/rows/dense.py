@@ -1,4 +1,4 @@
-"""Decoders of today that differ from Llama by a switch or two."""
+"""Current dense decoders that differ from Llama by one or two switches."""
 
 from tests.models.random_checkpoints import Row, of_transformers
 

@@ -1,4 +1,4 @@
-"""BLOOM, Falcon, MPT: ALiBi for the most part."""
+"""BLOOM, Falcon, MPT: mostly ALiBi."""
 
 from tests.models.random_checkpoints import Row, of_transformers
 

@@ -1,4 +1,4 @@
-"""Models that no row of the registry knows: transformers computes them, over our KV memory."""
+"""Models without a row in the registry: transformers computes them, over our KV memory."""
 
 from tests.models.random_checkpoints import Row, of_transformers
 
@@ -12,8 +12,8 @@ LATENT = {
 }
 
 ROWS: dict[str, Row] = {
-    "apertus: norms of heads, an activation of its own": of_transformers("ApertusConfig"),
-    "helium: pairs of neighbours rotated": of_transformers("HeliumConfig", head_dim=16, head_dim_original=16),
+    "apertus: norms of heads, a learned activation": of_transformers("ApertusConfig"),
+    "helium: interleaved rotation": of_transformers("HeliumConfig", head_dim=16, head_dim_original=16),
     "cwm: windows in some layers": of_transformers("CwmConfig", head_dim=16, sliding_window=11),
     "vaultgemma: soft caps, windows, scaled embeddings": of_transformers(
         "VaultGemmaConfig", head_dim=16, query_pre_attn_scalar=16, sliding_window=11

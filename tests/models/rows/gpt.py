@@ -1,4 +1,4 @@
-"""GPT-2 and what grew from it."""
+"""GPT-2 and its descendants."""
 
 from tests.models.random_checkpoints import Row, of_transformers
 

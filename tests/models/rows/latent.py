@@ -1,4 +1,4 @@
-"""Models that attend over latents."""
+"""Models with multi-head latent attention."""
 
 from dataclasses import replace
 from typing import Any

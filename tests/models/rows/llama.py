@@ -1,4 +1,4 @@
-"""Llama and what is shaped like it."""
+"""Llama and families of its shape."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.models.checkpoints.renamed import renamed
-from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
+from tests.models.random_checkpoints import Logits, Row, batched_logits, of_transformers
 
 
 def nas(folder: Path) -> Logits:
-    """Write Llama thinned: the reference's matrices are 0 where a layer lacks a block, or a part of its width, and its key heads
-    alike where one is left."""
+    """Write a pruned Llama: reference matrices are 0 where a layer lacks a block or a part of its width.
+
+    Its key heads are equal where one is left.
+    """
     of_transformers("LlamaConfig", num_hidden_layers=4, intermediate_size=512).make(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     tensors = load_file(folder / "model.safetensors")
@@ -51,7 +53,7 @@ def nas(folder: Path) -> Logits:
     card |= {"num_key_value_heads": None, "intermediate_size": None}
     (folder / "config.json").write_text(json.dumps(card))
 
-    return side_by_side(model)
+    return batched_logits(model)
 
 
 ROWS: dict[str, Row] = {

@@ -1,4 +1,4 @@
-"""Models of experts."""
+"""Mixture-of-experts models."""
 
 import json
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.models.checkpoints.renamed import Stacks, renamed, that_sees
-from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
+from tests.models.checkpoints.renamed import Stacks, renamed, with_vision
+from tests.models.random_checkpoints import Logits, Row, batched_logits, of_transformers
 from tests.models.rows.reference import SWIGLU_LIMIT
 
 SMALL: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -61,7 +61,7 @@ LLAMA4: dict[str, Any] = {
 
 
 def gpt_oss_in_4_bits(folder: Path) -> Logits:
-    """Write a checkpoint whose experts are microscaled 4-bit numbers; the reference computes with what they stand for."""
+    """Write a checkpoint with microscaled 4-bit experts; the reference computes with their values."""
     of_transformers("GptOssConfig", **GPT_OSS).make(folder)
     tensors = load_file(folder / "model.safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -81,12 +81,11 @@ def gpt_oss_in_4_bits(folder: Path) -> Logits:
     card = json.loads((folder / "config.json").read_bytes())
     card["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(card))
-    return side_by_side(model)
+    return batched_logits(model)
 
 
 def granite_as(card: dict[str, Any], names: Sequence[tuple[str, str]], stacked: Stacks | None = None) -> Row:
-    """Return Granite's layer without its factors: where the weights of the chosen sum up to one, a softmax over those is one
-    over all."""
+    """Return Granite's layer without its factors: normalised weights of the chosen experts equal a softmax over all."""
 
     def make(folder: Path) -> Logits:
         settings = {
@@ -213,7 +212,7 @@ _ROWS: dict[str, Row] = {
     # Numbers of 4 bits are multiplied with activations of 16, in groups of 256 inputs.
     "gpt-oss, 4 bits": Row(gpt_oss_in_4_bits, close=6e-4),
     "llama4": of_transformers("Llama4TextConfig", **LLAMA4),
-    "llama4, as a part of what sees": that_sees(
+    "llama4, with vision": with_vision(
         of_transformers("Llama4TextConfig", **LLAMA4),
         "Llama4ForConditionalGeneration",
         "language_model.model.",
@@ -221,11 +220,11 @@ _ROWS: dict[str, Row] = {
 }
 
 _LESS = {
-    "phi moe": (0.5, 0.3),  # weights are near 1, whoever is chosen
+    "phi moe": (0.5, 0.3),  # weights are near 1 for every choice
     "glm4 moe, as": (0.95, 0.5),
 }
 ROWS = {
     name: replace(row, quantized=next((_LESS[key] for key in _LESS if name.startswith(key)), row.quantized))
     for name, row in _ROWS.items()
 }
-"""See `Row.quantized`: some rows lie near another choice of experts than others."""
+"""See `Row.quantized`: some rows lie closer to another choice of experts than others."""

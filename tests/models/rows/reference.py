@@ -1,7 +1,7 @@
-"""What the installed transformers computes rightly, so that it can be the reference.
+"""Features that the installed transformers computes correctly, so that it can be the reference.
 
-Seen wrong in 5.17 and right in 5.23: gpt-oss took 7.0 for whatever ``swiglu_limit`` its configuration has, and Mamba 2 normed all
-groups as one. Rows use values at which old and new versions agree where the version is old.
+Wrong in 5.17 and correct in 5.23: gpt-oss used 7.0 for every ``swiglu_limit``, and Mamba 2 normed all groups as one. With
+an old version, rows use values at which both agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Families whose classes transformers no longer has."""
+"""Families that transformers no longer has."""
 
 from tests.models.checkpoints.renamed import renamed
 from tests.models.random_checkpoints import Row, of_module, of_transformers

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.models.checkpoints.renamed import that_sees
+from tests.models.checkpoints.renamed import with_vision
 from tests.models.random_checkpoints import Row, of_transformers
 from tests.models.rows.reference import MAMBA2_GROUPS
 
@@ -121,7 +121,7 @@ _ROWS: dict[str, Row] = {
         **QWEN_TWO,
         rope_parameters=MROPE,
     ),
-    "qwen 3.5, as a part of what sees": that_sees(
+    "qwen 3.5, with vision": with_vision(
         of_transformers("Qwen3_5TextConfig", **QWEN_DENSE, **QWEN_TWO),
         "Qwen3_5ForConditionalGeneration",
         "model.language_model.",
@@ -161,15 +161,18 @@ _ROWS: dict[str, Row] = {
 }
 
 _LOADS = (0.97, -1.0)
-"""Of int4 no more than that it loads: scores of such scale make attention fall another way. transformers' own Falcon-H1, its
-matrices rounded by the same kernel, is as unlike itself, 0.25 on one prompt, and our logits are its logits to within 0.001."""
+"""int4 is tested for loading only: the logits change too much. transformers' own Falcon-H1 with matrices rounded by the
+same kernel has a similarity of 0.25 on one prompt. Our logits equal its logits to within 0.001.
+"""
 _CHOOSES = (0.85, -1.0)
-"""Of four layers that choose experts, with gates after each mixer: transformers' own model, its matrices rounded to int8 in the
-same way, is as unlike itself, 0.962 in the first row and 0.87 in the second, to within 0.01 prompt by prompt."""
+"""Four layers of experts with gates after each mixer: transformers' own model with matrices rounded to int8 in the same way
+has 0.962 in the first row and 0.87 in the second. Ours are within 0.01 prompt by prompt.
+"""
 _QUANTIZED = {"granite hybrid": _LOADS, "falcon h1": _LOADS, "qwen3 next": _CHOOSES, "qwen-moe": _CHOOSES}
 _NEXT_CLOSE = 6e-4
-"""Of Qwen3-Next's gated delta rule: on a prompt that a machine drew, transformers' own fp32 logits are 2.4e-4 from its float64
-ones, and ours by torch 2.5e-4."""
+"""Qwen3-Next's gated delta rule: on one prompt, transformers' fp32 logits differ by 2.4e-4 from its float64 ones, and ours
+by torch by 2.5e-4.
+"""
 
 
 def _as_close(name: str, row: Row) -> Row:
@@ -180,5 +183,6 @@ def _as_close(name: str, row: Row) -> Row:
 
 
 ROWS = {name: _as_close(name, row) for name, row in _ROWS.items()}
-"""Rounded weights err in what is exponentiated, summed over all tokens before, and multiplied with two gates: the logits of 64
-numbers in 3 layers are less alike than those of attention."""
+"""Rounded weights err in exponentials, summed over all previous tokens and multiplied with two gates. The logits of 64
+numbers in 3 layers are less similar than those of attention.
+"""

@@ -56,7 +56,7 @@ QT_INLINE f32v lanes_of(f32v value, i32v from) {
 
 // Pairs (2 i, 2 i + 1), with the roundings of halves.
 template <class Element>
-void rotate_neighbours(const Element* x, const Element* cosines, const Element* sines, index_t rotary, Element* y) {
+void rotate_interleaved(const Element* x, const Element* cosines, const Element* sines, index_t rotary, Element* y) {
   i32v other, pair;
   f32v sign;
   for (int i = 0; i < kLanes; ++i) other[i] = i ^ 1, pair[i] = i / 2, sign[i] = i % 2 ? 1.0f : -1.0f;
@@ -80,7 +80,7 @@ void turn(const AttentionLayer& layer, const Element* x, const void* weight, con
   }
   std::memcpy(y, x, begin * sizeof(Element));
   if (layer.interleaved)
-    rotate_neighbours(x + begin, cosines, sines, rotary, y + begin);
+    rotate_interleaved(x + begin, cosines, sines, rotary, y + begin);
   else
     rotate_halves(x + begin, cosines, sines, rotary, y + begin);
   const index_t end = begin + rotary;
