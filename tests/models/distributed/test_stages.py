@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 import transformers
-from tests.executor.test_step_overlap import House as ExecutorHouse
+from tests.executor.test_step_overlap import LoopBench as ExecutorLoop
 from tests.gguf.random_blocks import in_blocks
 from tests.gguf.test_packed import WIDE, as_q4_k_m
 from tests.models import byte_vocabulary
@@ -224,7 +224,7 @@ def test_a_draw_that_raises_costs_the_others_nothing(
 
     with in_ranks(tmp_path, 1, stages=2) as loaded:
         config = msgspec.structs.replace(loaded.config, run_dir=str(make_run_dir()))
-        house, executor = House(changed(config), loaded.worker), ExecutorHouse(config, loaded.worker)
+        house, executor = House(changed(config), loaded.worker), ExecutorLoop(config, loaded.worker)
         house._apply(house.engine.capacity(executor.capacity, 0))
         for i, each in enumerate(expectations):
             house.admit(i, each.prompt, params)
