@@ -1,4 +1,4 @@
-"""A GGUF file served as a user would: one file, with its tokenizer and chat template."""
+"""A GGUF file served as one file, with its tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_a_chat_is_rendered_and_answered(server: Server) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "don't"}], max_tokens=7, temperature=0
     )
-    status, told = server.post("/tokenize", {"prompt": "<|im_start|>user\ndon't<|im_end|>\n"})
+    status, tokenized = server.post("/tokenize", {"prompt": "<|im_start|>user\ndon't<|im_end|>\n"})
     assert status == 200 and answer.usage is not None
-    assert answer.usage.prompt_tokens == told["count"]
+    assert answer.usage.prompt_tokens == tokenized["count"]
 
 
 @pytest.mark.whole
-def test_a_stream_goes_on_when_the_executor_is_killed(server: Server) -> None:
+def test_a_stream_resumes_after_the_executor_is_killed(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused")
 
     def text(kills: bool) -> str:

@@ -32,7 +32,7 @@ DEADLINE_S = 60.0
     [
         RowRange("all", 12),
         RowRange("transposed", 12, transposed=True),
-        RowRange("late others", 12, total=30, begin=10),
+        RowRange("after others", 12, total=30, begin=10),
         RowRange("of each group", 12, total=36, begin=2, groups=3),
         RowRange("lengths", 12, unit_rows=True),
     ],

@@ -188,20 +188,20 @@ def test_a_url_selects_the_connector(tmp_path: Path) -> None:
 def test_an_installed_package_can_provide_a_connector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = EntryPoint("connector_of_package", f"{__name__}:connector_of_package", "quintet.kv_connectors")
+    entry = EntryPoint("plugin", f"{__name__}:plugin", "quintet.kv_connectors")
 
     def installed(group: str, name: str) -> EntryPoints:
         return EntryPoints([entry]).select(group=group, name=name)
 
     monkeypatch.setattr(connector_module, "entry_points", installed)
-    opened = open_connector(config(f"connector_of_package://{tmp_path}"))
+    opened = open_connector(config(f"plugin://{tmp_path}"))
     assert put(opened, 1) and has(opened, 1)
     opened.close()
 
 
-def connector_of_package(config: KvStoreConfig) -> KvConnector:
+def plugin(config: KvStoreConfig) -> KvConnector:
     """A connector that a package would provide."""
-    return FolderStore(Path(config.url.removeprefix("connector_of_package://")), 10_000)
+    return FolderStore(Path(config.url.removeprefix("plugin://")), 10_000)
 
 
 # --- fsspec ---
