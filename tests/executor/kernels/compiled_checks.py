@@ -1,4 +1,4 @@
-"""Programs in C++ beside the kernels: what setup.py compiles, and a program of it and of tests, once for each content."""
+"""C++ programs linked with the kernels: the sources that setup.py compiles, and programs cached by content."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "csrc/cpu"
 NATIVE = shlex.split(os.environ.get("CXX", "g++"))
-"""In words, as make has it: a launcher such as ccache may stand first."""
+"""Split like make's CXX: a launcher such as ccache may precede the compiler."""
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> str:
-    """Return what a command writes, which must succeed."""
+    """Return the output of a command, which must succeed."""
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
     return done.stdout
 
 
 def kernel_sources(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
-    """What setup.py compiles for a machine, and with which options."""
+    """Return the sources that setup.py compiles for a machine, each with its options."""
     tree = ast.parse((ROOT / "setup.py").read_text())
     assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     tables = [node for node in assigned if not any(isinstance(part, ast.Call) for part in ast.walk(node))]
     said: dict[str, Any] = {}
     exec(compile(ast.Module(tables, []), "setup.py", "exec"), said)
     flags = (*said["FLAGS"], f"-I{KERNELS}")
-    named = KERNELS / said["NAMED"]  # says to Python what the library was built from: setup.py alone knows
+    named = KERNELS / said["NAMED"]  # only setup.py knows the source digest that this file exports
     sources = [(path, flags) for path in sorted({*KERNELS.glob("*.cpp")} - {named})]
     for name, (its_flags, patterns) in (said["BASELINE"] | said["INSTRUCTION_SETS"][machine]).items():
         for pattern in patterns:
@@ -47,7 +47,7 @@ def kernel_sources(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
 def compiled(
     compiler: Sequence[str], name: str, sources: list[tuple[Path, tuple[str, ...]]], *link: str | Path
 ) -> Path:
-    """Return the program of these sources, compiled unless one of the same content lies there.
+    """Return the program of these sources, compiled unless one with the same content exists.
 
     link: options and libraries.
     """
@@ -74,5 +74,5 @@ def compiled(
             objects = list(threads.map(compile_one, enumerate(sources)))
         program = Path(temporary) / name
         run(*compiler, *objects, *map(str, link), "-pthread", "-o", str(program))
-        program.replace(target)  # whole or not at all, whoever else compiles the same
+        program.replace(target)  # atomic if several processes compile the same
     return target

@@ -28,7 +28,7 @@ from quintet.executor.backends.cpu.ops.host_library import open_library
 CHECKS = ROOT / "tests/executor/kernels/arm"
 PARTS = ("linear", "attention", "rows", "sampling")
 ARM = ("baseline", "neon_dot", "neon_i8mm", "neon_bf16")
-# Contraction is off, or the numbers that the checks begin with would differ between processors.
+# Contraction is off: otherwise the input numbers of the checks would differ between processors.
 CHECK_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{KERNELS}")
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
@@ -38,7 +38,7 @@ def checks() -> list[tuple[Path, tuple[str, ...]]]:
 
 
 def digest_of(said: str, name: str) -> str:
-    """What the check of linear layers, run with the instruction set ``name``, says of integer weights' results."""
+    """Return the digest of integer weights' results in the check's output, for the instruction set ``name``."""
     found = re.search(rf"^{name}: linear: .* digest ([0-9a-f]{{16}})$", said, re.MULTILINE)
     assert found, said
     return found[1]
@@ -46,7 +46,7 @@ def digest_of(said: str, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def program_here() -> Path:
-    """The checks, with this processor's kernels as they are installed."""
+    """The checks with this processor's installed kernels."""
     library = open_library()
     if library is None:
         pytest.skip("the host kernels are not built")
@@ -57,17 +57,17 @@ def program_here() -> Path:
 
 @pytest.fixture(scope="module")
 def digest_here(program_here: Path) -> str:
-    """Of the results of integer weights: the same wherever a product and a sum are rounded once."""
+    """The digest of integer weights' results, which is equal if each product and sum is rounded once."""
     said = run(str(program_here), "linear", env={**os.environ, "QUINTET_ISA": isa()})
     return digest_of(said, isa())
 
 
-@pytest.mark.whole  # compiles the checks; of the kernels here, `test_*_kernels.py` say the same
+@pytest.mark.whole  # compiles the checks; `test_*_kernels.py` cover the kernels here
 @pytest.mark.parametrize("name", all_of_them())
 def test_on_this_processor(program_here: Path, digest_here: str, name: str) -> None:
     said = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})
     assert [line.partition(":")[0] for line in said.splitlines()] == [name] * len(PARTS)
-    if (platform.machine(), name) != ("x86_64", "baseline"):  # whose products are rounded as well
+    if (platform.machine(), name) != ("x86_64", "baseline"):  # baseline also rounds products
         assert digest_of(said, name) == digest_here, name
 
 
@@ -75,7 +75,7 @@ def test_on_this_processor(program_here: Path, digest_here: str, name: str) -> N
 def arm_program() -> Path:
     """The checks and the kernels for 64-bit ARM."""
     if platform.machine() in {"aarch64", "arm64"}:
-        pytest.skip("this is ARM: the other test is enough")
+        pytest.skip("this is ARM: test_on_this_processor covers it")
     if shutil.which(CROSS) is None:
         pytest.skip(f"needs the compiler {CROSS} (Debian: g++-aarch64-linux-gnu)")
     if shutil.which(EMULATOR) is None:
@@ -100,6 +100,6 @@ def test_on_arm(arm_program: Path, digest_here: str) -> None:
     ("processor", "chosen"),
     [("cortex-a72", "baseline"), ("neoverse-n1", "neon_dot"), ("max", "neon_bf16")],
 )
-def test_which_is_chosen_on_arm(arm_program: Path, processor: str, chosen: str) -> None:
-    """By what the kernel says of the processor. qemu 7.2 has no processor with FEAT_I8MM and without FEAT_BF16."""
+def test_the_instruction_set_chosen_on_arm(arm_program: Path, processor: str, chosen: str) -> None:
+    """The kernel reports the processor's features. qemu 7.2 has no processor with FEAT_I8MM and without FEAT_BF16."""
     assert run(EMULATOR, "-cpu", processor, str(arm_program), "isa").strip() == chosen
