@@ -201,10 +201,10 @@ def test_an_invalid_plan_is_reported_as_a_failed_step(start: Callable[..., Simul
     simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=2, tables=9))
     simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=3))
     simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=4))
-    heard: list[Any] = []
-    while not any(isinstance(message, Capacity) for message in heard):
-        heard += core.wait(1.0)
-    result, capacity = heard
+    received: list[Any] = []
+    while not any(isinstance(message, Capacity) for message in received):
+        received += core.wait(1.0)
+    result, capacity = received
     assert result.step == 1
     assert capacity.tables == 1 and "invalid lengths or numbers" in capacity.failure
     simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=5, tables=1))

@@ -180,8 +180,8 @@ def resident_bytes(memory: HugeMemory) -> int:
     """Return the number of resident bytes of the reservation, as the system reports it."""
     libc = ctypes.CDLL(None, use_errno=True)
     held = (ctypes.c_ubyte * (memory.length // mmap.PAGESIZE))()
-    asked = (ctypes.c_void_p(memory._address), ctypes.c_size_t(memory.length))
-    assert libc.mincore(*asked, held) == 0, ctypes.get_errno()
+    region = (ctypes.c_void_p(memory._address), ctypes.c_size_t(memory.length))
+    assert libc.mincore(*region, held) == 0, ctypes.get_errno()
     return sum(page & 1 for page in held) * mmap.PAGESIZE
 
 

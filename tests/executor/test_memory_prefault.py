@@ -103,9 +103,9 @@ def test_a_worker_that_reads_weights_receives_the_reservation(
     monkeypatch.setattr(sys.modules[__name__], "worker", lambda *them: given.append(them))
     main.make_worker(config_of(tmp_path, kind=kind, load_format=load_format), no_span)
     (them,) = given
-    begun = them[2:]
-    assert [type(each) for each in begun] == [HugeMemory] * (kind == "torch" and load_format == "auto")
-    for memory in begun:
+    reservations = them[2:]
+    assert [type(each) for each in reservations] == [HugeMemory] * (kind == "torch" and load_format == "auto")
+    for memory in reservations:
         memory.shrink(0)
 
 

@@ -59,10 +59,10 @@ def test_a_vocabulary_without_plain_ids_is_rejected() -> None:
 
 def test_a_step_lasts_the_configured_time() -> None:
     worker, plan = mock(step_s=0.02), plan_of(drawers(4), list(range(4)))
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(5):
         worker.execute(plan)
-    assert time.perf_counter() - begun >= 0.1
+    assert time.perf_counter() - started >= 0.1
 
 
 def test_logprobs_shapes() -> None:

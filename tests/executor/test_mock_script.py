@@ -50,7 +50,7 @@ def answer(worker: MockWorker, prompt: list[int], outputs: list[int]) -> list[in
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "answer_text"),
     [
         ("Will there be rain? <|im_end|>", ROWS[0]["say"]),
         ("rain? It is wet. And now?", ROWS[1]["say"]),
@@ -60,10 +60,10 @@ def answer(worker: MockWorker, prompt: list[int], outputs: list[int]) -> list[in
     ],
 )
 def test_the_row_of_the_last_match_answers_once(
-    worker: MockWorker, tokenizer: Tokenizer, prompt: str, said: str
+    worker: MockWorker, tokenizer: Tokenizer, prompt: str, answer_text: str
 ) -> None:
     ids = answer(worker, tokenizer.encode(prompt).ids, [])
-    assert ids == [*tokenizer.encode(said).ids, END_ID]
+    assert ids == [*tokenizer.encode(answer_text).ids, END_ID]
 
 
 def test_a_request_with_outputs_continues_after_them(worker: MockWorker, tokenizer: Tokenizer) -> None:

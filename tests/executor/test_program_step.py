@@ -100,10 +100,10 @@ def test_marks_are_in_order() -> None:
         library.mark(program)
     library.take_outputs(program, x.data_ptr(), 32, 32, y.data_ptr(), 32, 2)
     step.fill(Rows(plan_of([3], [0], [5], [1])), tables)
-    begun = time.monotonic_ns()
+    started = time.monotonic_ns()
     library.run(program, step.address, 0, library.size(program))
     marks = step.columns["marks"].tolist()
-    assert begun <= marks[0] <= marks[1] <= time.monotonic_ns()
+    assert started <= marks[0] <= marks[1] <= time.monotonic_ns()
     step.c.marks = None
     library.run(program, step.address, 0, library.size(program))
     assert step.columns["marks"].tolist() == marks

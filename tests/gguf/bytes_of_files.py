@@ -36,12 +36,12 @@ def file_of(
     **overrides: Any,
 ) -> bytes:
     """overrides: values of ``magic``, ``version``, ``num_keys``, ``num_tensors`` that replace the valid ones."""
-    said: Mapping[str, Any] = {
+    fields: Mapping[str, Any] = {
         "magic": b"GGUF",
         "version": 3,
         "num_keys": len(keys),
         "num_tensors": len(tensors),
     } | overrides
-    head = said["magic"] + struct.pack("<IQQ", said["version"], said["num_tensors"], said["num_keys"])
+    head = fields["magic"] + struct.pack("<IQQ", fields["version"], fields["num_tensors"], fields["num_keys"])
     described = head + b"".join(keys) + b"".join(tensors)
     return described + bytes(-len(described) % 32) + data

@@ -232,10 +232,10 @@ def test_the_number_of_strings_is_limited(tmp_path: Path) -> None:
     count = MAX_STRINGS + 1
     path.write_bytes(file_of([key("k", ARRAY, array(STRING, count, b""))]))
     os.truncate(path, 8 * count + 1000)
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(ConfigError, match=f"claims {count} strings"):
         read_header(path)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started < 5
 
 
 def _split(folder: Path, changes: dict[int, list[bytes]] | None = None, count: int = 2) -> Path:

@@ -27,14 +27,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     special = [{"id": at, "content": tokens[at], **flags} for at in range(len(tokens) - 3, len(tokens))]
     model = {"type": "BPE", "vocab": named, "merges": [each.split(" ") for each in vocabulary["merges"]]}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    said = {
+    tokenizer = {
         "version": "1.0",
         "model": model,
         "added_tokens": special,
         "pre_tokenizer": level,
         "decoder": level,
     }
-    (folder / "tokenizer.json").write_text(json.dumps(said))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     assert main(["quantize", str(folder), str(folder / "model.gguf"), "--format", "q8_0"]) == 0
     for path in folder.iterdir():

@@ -34,13 +34,13 @@ def made(name: str, folder: Path) -> Tokenizer:
 @pytest.mark.parametrize("name", KINDS)
 def test_ids_equal_recorded_ids_of_llama_cpp(name: str, tmp_path: Path) -> None:
     tokenizer, texts = made(name, tmp_path), strings(NUM_EXPECTED, seed=1)
-    expected, begun = json.loads(EXPECTED.read_text())[name]
+    expected, with_bos = json.loads(EXPECTED.read_text())[name]
     for text, ids in zip(texts, expected, strict=True):
         if is_comparable(KINDS[name], text):
             assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
         if not any(token in text for token in SPECIAL):  # SentencePiece inserts a space after each
             assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert [tokenizer.encode(text).ids for text in texts[:3]] == begun
+    assert [tokenizer.encode(text).ids for text in texts[:3]] == with_bos
 
 
 @pytest.mark.whole

@@ -48,12 +48,12 @@ def _with_fused_latents(monkeypatch: pytest.MonkeyPatch) -> None:
     known = routed_metadata.ROUTED["deepseek2"]
 
     def older(config: dict[str, Any]) -> dict[str, Any]:
-        said = known(config)
+        metadata = known(config)
         heads = {"attention.head_count_kv": config["num_attention_heads"]}
         widths = {
-            f"attention.{kind}_length": said[f"attention.{kind}_length_mla"] for kind in ("key", "value")
+            f"attention.{kind}_length": metadata[f"attention.{kind}_length_mla"] for kind in ("key", "value")
         }
-        return said | heads | widths | {f"{key}_mla": None for key in widths}
+        return metadata | heads | widths | {f"{key}_mla": None for key in widths}
 
     monkeypatch.setitem(routed_metadata.ROUTED, "deepseek2", older)
 
@@ -94,9 +94,9 @@ _MULTIMODAL = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 def _write_as(multimodal: str, folder: Path) -> None:
     """Write the folder's model as the text part of a multimodal one."""
     plan, plain = plan_of(folder, MIXES["f32"]), _MULTIMODAL[multimodal]
-    said = {key.replace(f"{plain}.", f"{multimodal}."): value for key, value in plan.metadata.items()}
-    said |= {f"{multimodal}.rope.dimension_sections": [3, 3, 2, 0], f"{multimodal}.n_deepstack_layers": 0}
-    write_gguf(replace(plan, arch=multimodal, metadata=said), folder / "model.gguf", names_of_ids(folder))
+    metadata = {key.replace(f"{plain}.", f"{multimodal}."): value for key, value in plan.metadata.items()}
+    metadata |= {f"{multimodal}.rope.dimension_sections": [3, 3, 2, 0], f"{multimodal}.n_deepstack_layers": 0}
+    write_gguf(replace(plan, arch=multimodal, metadata=metadata), folder / "model.gguf", names_of_ids(folder))
 
 
 @pytest.mark.drawn(1)
@@ -146,8 +146,8 @@ def llama_cpp_outputs(file: Path, expected: list[Expectation]) -> list[list[int]
         text=True,
         check=True,
     )
-    said: list[list[int]] = json.loads(done.stdout)
-    return said
+    outputs: list[list[int]] = json.loads(done.stdout)
+    return outputs
 
 
 @pytest.mark.whole

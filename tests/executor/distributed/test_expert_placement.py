@@ -57,8 +57,8 @@ def test_a_placement_is_valid_and_no_worse_and_stable(seed: int) -> None:
     assert placed(loads, homes, spares) == found, "placement must be deterministic"
     soon = placed(loads, homes, found)
     assert placed(loads, homes, soon) == soon, "repeating the placement must move nothing"
-    begun = placed(loads, homes, no_copies(len(spares), len(spares[0])))
-    assert placed(loads, homes, begun) == begun
+    initial = placed(loads, homes, no_copies(len(spares), len(spares[0])))
+    assert placed(loads, homes, initial) == initial
     for copy in copies_between(spares, found, homes):
         assert homes[copy.expert] == copy.source != copy.target
 

@@ -194,12 +194,12 @@ def test_copies_of_hot_experts_balance_the_load(size: int) -> None:
     ranks = RankBench("olmoe", "bf16", size)
 
     def busiest(seeds: range) -> float:
-        begun = ranks.layers[0].asked.copy()
+        loads_before = ranks.layers[0].asked.copy()
         for seed in seeds:
             ranks.compute(*ranks.drawn(MAX_TOKENS, seed))
         asked = [layer.asked for layer in ranks.layers]
         assert all((each == asked[0]).all() for each in asked), "all ranks must count the same loads"
-        most, total = (asked[0] - begun)[-2:].tolist()
+        most, total = (asked[0] - loads_before)[-2:].tolist()
         return float(most) * size / float(total)
 
     before = busiest(range(4))

@@ -32,12 +32,14 @@ def kernel_sources(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
     tree = ast.parse((ROOT / "setup.py").read_text())
     assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     tables = [node for node in assigned if not any(isinstance(part, ast.Call) for part in ast.walk(node))]
-    said: dict[str, Any] = {}
-    exec(compile(ast.Module(tables, []), "setup.py", "exec"), said)
-    flags = (*said["FLAGS"], f"-I{KERNELS}")
-    named = KERNELS / said["NAMED"]  # only setup.py knows the source digest that this file exports
+    tables_of_setup: dict[str, Any] = {}
+    exec(compile(ast.Module(tables, []), "setup.py", "exec"), tables_of_setup)
+    flags = (*tables_of_setup["FLAGS"], f"-I{KERNELS}")
+    named = KERNELS / tables_of_setup["NAMED"]  # only setup.py knows the source digest that this file exports
     sources = [(path, flags) for path in sorted({*KERNELS.glob("*.cpp")} - {named})]
-    for name, (its_flags, patterns) in (said["BASELINE"] | said["INSTRUCTION_SETS"][machine]).items():
+    for name, (its_flags, patterns) in (
+        tables_of_setup["BASELINE"] | tables_of_setup["INSTRUCTION_SETS"][machine]
+    ).items():
         for pattern in patterns:
             for path in sorted((KERNELS / "kernels").glob(f"{pattern}.cpp")):
                 sources.append((path, (*flags, *its_flags, f"-DQT_ISA={name}")))

@@ -339,17 +339,17 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ct
     if not path.exists() or not HAS["amx_emulated"]:
         pytest.skip("the host kernels are not built, or this processor cannot run them")
     loaded = {}
-    asked = os.environ.get("QUINTET_ISA")
+    requested = os.environ.get("QUINTET_ISA")
     for name in ("avx512_bf16", *(unit for unit in UNITS if HAS[unit])):
         os.environ["QUINTET_ISA"] = name
         copy = tmp_path_factory.mktemp(name) / path.name
         copy.write_bytes(path.read_bytes())
         loaded[name] = ctypes.CDLL(str(copy))
         assert instruction_set(loaded[name]) == name
-    if asked is None:
+    if requested is None:
         del os.environ["QUINTET_ISA"]
     else:
-        os.environ["QUINTET_ISA"] = asked
+        os.environ["QUINTET_ISA"] = requested
     yield loaded
     for library in loaded.values():
         set_threads(library, 1, False)  # idle threads of a copy would spin

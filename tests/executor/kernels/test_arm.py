@@ -37,10 +37,10 @@ def checks() -> list[tuple[Path, tuple[str, ...]]]:
     return [(path, CHECK_FLAGS) for path in sorted(CHECKS.glob("*.cpp"))]
 
 
-def digest_of(said: str, name: str) -> str:
+def digest_of(output: str, name: str) -> str:
     """Return the digest of integer weights' results in the check's output, for the instruction set ``name``."""
-    found = re.search(rf"^{name}: linear: .* digest ([0-9a-f]{{16}})$", said, re.MULTILINE)
-    assert found, said
+    found = re.search(rf"^{name}: linear: .* digest ([0-9a-f]{{16}})$", output, re.MULTILINE)
+    assert found, output
     return found[1]
 
 
@@ -58,17 +58,17 @@ def program_here() -> Path:
 @pytest.fixture(scope="module")
 def digest_here(program_here: Path) -> str:
     """The digest of integer weights' results, which is equal if each product and sum is rounded once."""
-    said = run(str(program_here), "linear", env={**os.environ, "QUINTET_ISA": isa()})
-    return digest_of(said, isa())
+    output = run(str(program_here), "linear", env={**os.environ, "QUINTET_ISA": isa()})
+    return digest_of(output, isa())
 
 
 @pytest.mark.whole  # compiles the checks; `test_*_kernels.py` cover the kernels here
 @pytest.mark.parametrize("name", all_of_them())
 def test_on_this_processor(program_here: Path, digest_here: str, name: str) -> None:
-    said = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})
-    assert [line.partition(":")[0] for line in said.splitlines()] == [name] * len(PARTS)
+    output = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})
+    assert [line.partition(":")[0] for line in output.splitlines()] == [name] * len(PARTS)
     if (platform.machine(), name) != ("x86_64", "baseline"):  # baseline also rounds products
-        assert digest_of(said, name) == digest_here, name
+        assert digest_of(output, name) == digest_here, name
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def test_on_arm(arm_program: Path, digest_here: str) -> None:
 
     jobs = [("baseline", part) for part in PARTS] + [(name, "linear") for name in ARM if name != "baseline"]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        said = "".join(threads.map(check, jobs))
-    assert {digest_of(said, name) for name in ARM} == {digest_here}
+        output = "".join(threads.map(check, jobs))
+    assert {digest_of(output, name) for name in ARM} == {digest_here}
 
 
 @pytest.mark.whole

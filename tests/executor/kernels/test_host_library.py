@@ -236,9 +236,9 @@ def stderr_of_abort(act: Callable[[], None]) -> str:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as words:
-        said = words.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT, said
-    return said
+        output = words.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT, output
+    return output
 
 
 def fields_of(header: str, struct: str) -> list[str]:

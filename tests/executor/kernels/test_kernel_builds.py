@@ -17,9 +17,9 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 COMPILER = """#!/bin/sh
-# Says what is native, and keeps what it is asked to compile.
+# Report the native processor, and record the compile commands.
 case "$*" in *-march=native*) {answer};; esac
-echo "$@" >> {asked}
+echo "$@" >> {commands}
 while [ "$1" != -o ]; do shift; done
 : > "$2"
 """
@@ -27,11 +27,11 @@ while [ "$1" != -o ]; do shift; done
 
 def build(folder: Path, machine: str, answer: str, kernels: str = "quick") -> list[str]:
     """Return the compile commands, one for each source, of a compiler that gives this answer about the native processor."""
-    compiler, asked = folder / "compiler", folder / "asked"
-    compiler.write_text(COMPILER.format(answer=answer, asked=asked))
+    compiler, commands = folder / "compiler", folder / "commands"
+    compiler.write_text(COMPILER.format(answer=answer, commands=commands))
     compiler.chmod(0o755)
     run_setup(folder, machine, compiler, kernels)
-    return [line for line in asked.read_text().splitlines() if " -c " in line]
+    return [line for line in commands.read_text().splitlines() if " -c " in line]
 
 
 def run_setup(folder: Path, machine: str, compiler: Path, kernels: str = "quick") -> None:

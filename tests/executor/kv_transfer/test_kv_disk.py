@@ -202,13 +202,13 @@ def test_a_full_disk_is_logged_once(
 
 
 def test_requests_that_only_drop_reach_the_disk() -> None:
-    heard: list[KvTierRequests] = []
-    disk = SimpleNamespace(begin=lambda ring: None, order=heard.append)
+    received: list[KvTierRequests] = []
+    disk = SimpleNamespace(begin=lambda ring: None, order=received.append)
     process = SimpleNamespace(inbox=SimpleNamespace(hang=lambda bell: None))
     talk = KvConnectorLoop(process, disk, None)  # type: ignore[arg-type]
     orders = KvTierRequests(0, drops=pack_i32([5]), drop_keys=KEYS[:1])
     talk.order(orders)
-    assert heard == [orders]
+    assert received == [orders]
 
 
 def test_a_prefix_is_exported_and_imported(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ constexpr Format kFormats[] = {
     {0, 0, false, true, 0, false},      // int4 again, scales in fp32
     {0, 0, false, true, 0, false},      // int8 again
     {0, 0, false, true, 4, false},      // int4, zeros in fp32 too
-    {0, 0, false, true, 4, false},      // int8, likewise
+    {0, 0, false, true, 4, false},      // int8, the same
     {0, 0, false, false, 0, false},     // tables
 };
 constexpr int kFormatCount = int(std::size(kFormats));
