@@ -1,4 +1,4 @@
-"""A sampler over hand-made logits: no model, no blocks."""
+"""Fixtures for the sampler with given logits: no model and no blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quintet.wire.step import NewRow, StepPlan, TokenLogprobs
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Leave the other core to whoever runs beside the tests."""
+    """Compute with one thread: tests run in parallel."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Drawer:
-    """One request that is about to draw."""
+    """One request that draws a token."""
 
     params: SamplingParams
     prompt: list[int] = field(default_factory=lambda: [1, 2, 3])
@@ -60,7 +60,7 @@ def new_row(slot: int, drawer: Drawer) -> NewRow:
 
 
 def plan_of(drawers: list[Drawer], slots: list[int]) -> StepPlan:
-    """A plan in which every drawer arrives and draws its next token."""
+    """Return a plan in which every drawer arrives and draws its next token."""
     return StepPlan(
         step=1,
         sent_ns=0,
@@ -76,7 +76,7 @@ def plan_of(drawers: list[Drawer], slots: list[int]) -> StepPlan:
 
 
 class SamplerBench:
-    """Admits drawers and draws for them."""
+    """Admits drawers and draws their tokens."""
 
     def __init__(self, vocab_size: int, max_num_seqs: int = 64, max_model_len: int = 64) -> None:
         self.vocab_size = vocab_size
@@ -85,7 +85,7 @@ class SamplerBench:
         self.sampler = Sampler(max_num_seqs, vocab_size, self.tables, self.ops)
 
     def admit(self, drawers: list[Drawer], slots: list[int] | None = None) -> Rows:
-        """Let drawers enter their slots, scattered unless given."""
+        """Admit drawers into slots, by default scattered ones."""
         slots = slots or [(7 * i + 3) % len(self.tables.generations) for i in range(len(drawers))]
         plan = plan_of(drawers, slots)
         self.tables.apply(plan)
@@ -96,12 +96,12 @@ class SamplerBench:
     def draw(
         self, drawers: list[Drawer], logits: torch.Tensor, slots: list[int] | None = None
     ) -> tuple[list[int], list[TokenLogprobs]]:
-        """Draw one token for each, from its row of logits."""
+        """Draw one token for each drawer from its row of logits."""
         drawn, reports = self.sampler.draw(self.admit(drawers, slots), logits)
         return drawn.tolist(), reports
 
     def draw_rows(self, rows: Rows) -> DrawRows:
-        """The rows as concerns see them."""
+        """Return the rows in the form that logits processors read."""
         lengths = rows.starts + rows.counts
         return DrawRows(
             self.tables, rows.slots, lengths, np.asarray(self.tables.num_prompt_tokens[rows.slots])

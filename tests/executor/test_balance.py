@@ -17,12 +17,12 @@ pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels
 
 @pytest.fixture(scope="module", params=[name for name in SHAPES if "num_experts" not in SHAPES[name]])
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """A well-known shape, whose layers are linear ones."""
+    """A known shape: its layers are linear ones."""
     return worker_of(SHAPES[request.param], tmp_path_factory.mktemp(request.param))
 
 
 def worker_of(shape: dict[str, object], folder: Path) -> Worker:
-    """One layer, few words: how layers are cut does not depend on how many there are."""
+    """Return a worker with one layer and a small vocabulary: the division does not depend on the number of layers."""
     card = shape | {"num_hidden_layers": 1, "vocab_size": 1024}
     room = Room(rows=[32], context=2048, new=1, repetitions=0)
     return make_torch_worker(config_of(folder, card, room))
@@ -37,19 +37,19 @@ def test_linear_layers_keep_64_threads_busy(worker: Worker, step: str) -> None:
     for threads in (1, 2, 64, 300):
         operations = runner.balance([before] * rows, [new] * rows, threads)
         layers = [each for each in operations if each.name.startswith("linear") and each.bytes]
-        logits = layers.pop()  # of fewer words than any model has
+        logits = layers.pop()  # a smaller vocabulary than any model has
         assert len(layers) == 4
         costs.append(sum(each.cost for each in layers))
         assert all(each.takes <= each.pieces and each.busiest * threads >= each.cost for each in layers)
         if threads <= 64:
             assert share(layers, threads) >= 0.92
-            # With the output layers that such models have, 0.92 and more: `bench.distributed.thread_balance`.
+            # Output layers of usual size reach 0.92 and more: `bench.distributed.thread_balance`.
             assert share([each for each in operations if each.name != logits.name], threads) >= 0.91
-    # Threads change how work is cut, not how much there is; but a panel of few rows costs as much as reading the weight.
+    # Threads change the division, not the amount of work. A panel of few rows costs as much as reading the weight.
     assert max(costs) <= 1.01 * min(costs)
 
 
-def test_a_row_of_a_prompt_is_read_again_by_each_panel(worker: Worker) -> None:
+def test_each_panel_reads_a_prompt_row_again(worker: Worker) -> None:
     runner = worker.runner
     assert isinstance(runner, ProgramRunner)
     decode, prompt = (runner.balance([0], [new], 2) for new in (1, 2048))
@@ -60,8 +60,8 @@ def test_a_row_of_a_prompt_is_read_again_by_each_panel(worker: Worker) -> None:
             assert not one.bytes or "1024" in one.name or many.bytes_again > 0
 
 
-def test_a_row_of_few_kv_heads_keeps_64_threads_busy(worker: Worker) -> None:
-    """Its scores are cut by keys and, behind a wait, its values by their numbers; not where there is little to win."""
+def test_decode_with_few_kv_heads_keeps_64_threads_busy(worker: Worker) -> None:
+    """Scores are divided by keys and, after a wait, values by columns; neither where the gain is small."""
     runner = worker.runner
     assert isinstance(runner, ProgramRunner)
 

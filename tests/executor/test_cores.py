@@ -1,4 +1,4 @@
-"""How many cores the executor takes: affinity, hyperthreads, container quotas. Where its threads stay, and its weights lie."""
+"""Number of cores the executor uses (affinity, hyperthreads, container quotas), thread pinning and memory nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quintet.executor.backends.platforms.shares import devices_of, share_of
 
 
 def machine(root: Path, siblings: dict[int, str], **files: str) -> Path:
-    """Write as much of ``/sys`` as is read."""
+    """Write the part of ``/sys`` that the executor reads."""
     for thread, text in siblings.items():
         folder = root / f"devices/system/cpu/cpu{thread}/topology"
         folder.mkdir(parents=True)
@@ -46,11 +46,11 @@ def test_without_topology_each_thread_is_a_core(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quota", "expected"), [("max 100000", 4), ("250000 100000", 3), ("50000 100000", 1), ("nonsense", 4)]
 )
-def test_a_container_quota_bounds_them(tmp_path: Path, quota: str, expected: int) -> None:
+def test_a_container_quota_limits_cores(tmp_path: Path, quota: str, expected: int) -> None:
     assert usable_cores({0, 1, 2, 3}, machine(tmp_path, {}, cpu_max=quota)) == expected
 
 
-def test_an_older_control_group_counts_too(tmp_path: Path) -> None:
+def test_a_cgroup_v1_quota_limits_cores(tmp_path: Path) -> None:
     group = tmp_path / "fs/cgroup/cpu"
     group.mkdir(parents=True)
     (group / "cpu.cfs_quota_us").write_text("200000\n")
@@ -60,12 +60,12 @@ def test_an_older_control_group_counts_too(tmp_path: Path) -> None:
     assert usable_cores({0, 1, 2}, tmp_path) == 3
 
 
-def test_small_machines_compute_on_every_core() -> None:
+def test_small_machines_use_every_core() -> None:
     assert [default_threads(cores) for cores in (1, 2, 4, 8, 16, 64)] == [1, 2, 4, 7, 14, 56]
 
 
 def pinned(root: Path, processors: list[int]) -> list[int]:
-    """Return in which order the compute threads are kept on processors."""
+    """Return the processors of the compute threads, in order."""
     library = open_library()
     if library is None:
         pytest.skip("the host kernels are not built")
@@ -77,12 +77,12 @@ def pinned(root: Path, processors: list[int]) -> list[int]:
     return list(order)
 
 
-def test_threads_stay_on_cores_of_their_own_before_two_share_one(tmp_path: Path) -> None:
+def test_pinned_threads_take_free_cores_first(tmp_path: Path) -> None:
     adjacent = machine(tmp_path / "adjacent", {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3", 4: "4-5", 5: "4-5"})
     assert pinned(adjacent, [0, 1, 2, 3, 4, 5]) == [0, 2, 4, 1, 3, 5]
     apart = machine(tmp_path / "apart", {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"})
     assert pinned(apart, [0, 1, 2, 3]) == [0, 1, 2, 3]
-    # A mask may leave out the first processor of a core, and the system may not tell.
+    # A mask may exclude the first processor of a core, and the system may not report it.
     assert pinned(adjacent, [1, 2, 3, 4]) == [1, 2, 4, 3]
     assert pinned(tmp_path / "silent", [3, 7, 9]) == [3, 7, 9]
 
@@ -105,7 +105,7 @@ sys.exit(f"{masks} of {before}")
 """
 
 
-TORCH_BESIDE_PINNED = """
+TORCH_THREADS_NOT_PINNED = """
 import os, sys
 import torch
 from quintet.executor.backends.platforms.cpu import open_platform
@@ -120,12 +120,12 @@ assert all(mask == before for mask in masks), f"{masks} of {before}"
 """
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: nothing to stay on")
-def test_threads_of_torch_are_not_kept_where_one_of_ours_is() -> None:
-    """It computes with as many, which would share one processor."""
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: pinning changes nothing")
+def test_torch_threads_are_not_pinned() -> None:
+    """Torch starts as many threads, which would share one processor."""
     if open_library() is None:
         pytest.skip("the host kernels are not built")
-    words = [sys.executable, "-c", TORCH_BESIDE_PINNED]
+    words = [sys.executable, "-c", TORCH_THREADS_NOT_PINNED]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -137,7 +137,7 @@ def test_pinned_threads_take_every_processor_of_the_mask() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_nodes_are_those_with_a_processor_of_the_mask(tmp_path: Path) -> None:
+def test_memory_nodes_are_those_of_the_affinity_mask(tmp_path: Path) -> None:
     for node, processors in {0: "0-3,16", 1: "4-7", 2: "8", 3: ""}.items():
         folder = tmp_path / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -148,20 +148,20 @@ def test_nodes_are_those_with_a_processor_of_the_mask(tmp_path: Path) -> None:
     assert usable_nodes({0}, tmp_path / "absent") == []
 
 
-def test_a_thread_that_is_kept_on_a_processor_asks_for_the_nodes_of_all(tmp_path: Path) -> None:
-    """Who loads the weights is one of the pinned threads."""
+def test_a_pinned_thread_uses_the_nodes_of_all_threads(tmp_path: Path) -> None:
+    """The thread that loads weights is pinned."""
     processors = sorted(os.sched_getaffinity(0))
     for node, first in enumerate(processors):
         folder = tmp_path / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(f"{first}\n")
 
-    def ask() -> list[int]:
+    def read_nodes() -> list[int]:
         os.sched_setaffinity(0, processors[:1])
         return usable_nodes(system=tmp_path)
 
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(ask).result() == list(range(len(processors)))
+        assert thread.submit(read_nodes).result() == list(range(len(processors)))
 
 
 SHARING = """
@@ -177,9 +177,9 @@ print(len(os.sched_getaffinity(0)), len(usable_nodes(system=Path(sys.argv[1]))),
 """
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: nothing to share")
-def test_threads_that_were_there_before_the_share_keep_to_it_as_well(tmp_path: Path) -> None:
-    """Such as the one that sends heartbeats: a rank's weights lie where any of its threads may be."""
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: no share to take")
+def test_threads_started_before_the_share_are_moved_to_it(tmp_path: Path) -> None:
+    """For example the heartbeat thread: a rank allocates weights on the nodes of any of its threads."""
     for node, processor in enumerate(os.sched_getaffinity(0)):
         folder = tmp_path / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -199,11 +199,11 @@ def test_threads_that_were_there_before_the_share_keep_to_it_as_well(tmp_path: P
         (4, 0, {}, (1, True)),
         (4, 0, {"threads": 2}, (2, False)),
         (3, 0, {}, (1, False)),
-        (4, 2, {}, (1, False)),  # an engine more than the server began with computes where another does
+        (4, 2, {}, (1, False)),  # an additional engine shares the cores of another
         (1, 0, {}, (1, False)),
     ],
 )
-def test_ranks_spin_where_all_threads_of_all_engines_have_cores(
+def test_ranks_spin_only_if_all_threads_have_cores(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_cores: int,
@@ -211,7 +211,7 @@ def test_ranks_spin_where_all_threads_of_all_engines_have_cores(
     flags: dict[str, int],
     expected: tuple[int, bool],
 ) -> None:
-    """Of the cores of all, which nobody can count who has taken his own; a container may have few of a large machine's."""
+    """The cores of the machine limit the number, as ranks with their own cores cannot be counted; so does a container quota."""
     monkeypatch.setattr(shares, "usable_cores", lambda: num_cores)
     monkeypatch.setattr(shares, "keep_to", lambda processors: None)
     config = config_of(tmp_path, tensor_parallel_size=2, **flags)
@@ -220,7 +220,7 @@ def test_ranks_spin_where_all_threads_of_all_engines_have_cores(
     assert (taken.threads, taken.has_own_cores) == expected
 
 
-def test_engines_divide_cores_and_keep_to_memory_nodes(tmp_path: Path) -> None:
+def test_engines_divide_cores_by_memory_node(tmp_path: Path) -> None:
     """Processors 0-3 and their hardware threads 8-11 are one node, the rest the other."""
     system = machine(tmp_path, {cpu: f"{cpu % 8},{cpu % 8 + 8}" for cpu in range(16)})
     for node, text in ((0, "0-3,8-11"), (1, "4-7,12-15")):
@@ -235,13 +235,13 @@ def test_engines_divide_cores_and_keep_to_memory_nodes(tmp_path: Path) -> None:
     assert share_of({0, 8}, 1, 2, system) == {0, 8}  # one core cannot be divided
 
 
-def test_each_engine_has_the_next_gpu_that_is_visible() -> None:
+def test_each_engine_takes_the_next_visible_gpu() -> None:
     assert [devices_of(index, 0, 1, None) for index in range(2)] == ["0", "1"]
     assert [devices_of(index, 0, 1, "3,GPU-5") for index in range(3)] == ["3", "GPU-5", ""]
 
 
-def test_each_rank_sees_its_own_gpu_first_and_reaches_those_of_its_engine() -> None:
+def test_each_rank_sees_its_gpu_first_then_those_of_its_engine() -> None:
     assert [devices_of(0, rank, 2, None) for rank in range(2)] == ["0,1", "1,0"]
     assert [devices_of(1, rank, 2, "7,6,5,4") for rank in range(2)] == ["5,4", "4,5"]
     assert devices_of(0, 2, 4, None) == "2,3,0,1"
-    assert devices_of(0, 1, 2, "3") == ",3", "CUDA sees none of them"
+    assert devices_of(0, 1, 2, "3") == ",3", "CUDA must see no device"

@@ -1,4 +1,4 @@
-"""The executor as a process: its handshake with the core, its results, and a core that is replaced."""
+"""The executor process: handshake with the core, results, and replacement of the core."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import Heartbeat, ProcessSlot, Ready, SlotState, Stop, Topology
 
-ME = WorkerId(Role.EXECUTOR, 0, 3)
+EXECUTOR_ID = WorkerId(Role.EXECUTOR, 0, 3)
 DEADLINE_S = 60.0
 
 
@@ -64,8 +64,8 @@ def config_of(run_dir: Path, **executor: Any) -> EngineConfig:
 
 
 @dataclass
-class House:
-    """The executor's neighbours, played by the test."""
+class SimulatedPeers:
+    """The processes that the executor talks to, simulated by the test."""
 
     run_dir: Path
     bus: Bus
@@ -73,10 +73,10 @@ class House:
     child: subprocess.Popen[bytes]
     peers: Peers
     arrived: dict[str, deque[Any]] = field(default_factory=lambda: defaultdict(deque))
-    """By inbox: what came and has not been asked for."""
+    """Messages by inbox that were received and not yet expected."""
 
     def core(self, epoch: int) -> Inbox[Any]:
-        """Be the core of this epoch, and have the topology say so."""
+        """Open the core's inbox for this epoch and publish the topology."""
         worker = WorkerId(Role.CORE, 0, epoch)
         inbox: Inbox[Any] = Inbox(self.bus, address_of(self.run_dir, worker), Capacity | StepResult)
         self.peers.send(
@@ -87,7 +87,7 @@ class House:
         return inbox
 
     def expect(self, inbox: Inbox[Any], kind: type, accept: Callable[[Any], bool] = lambda _: True) -> Any:
-        """Return the next message of a kind, dropping others before it; fail at the deadline."""
+        """Return the next message of a type, dropping others before it; fail at the deadline."""
         arrived = self.arrived[inbox.address]
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
@@ -100,11 +100,11 @@ class House:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., House]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., SimulatedPeers]]:
     """Return a function that starts the executor process."""
-    houses: list[House] = []
+    houses: list[SimulatedPeers] = []
 
-    def start(module: str = "quintet.executor.main", **executor: Any) -> House:
+    def start(module: str = "quintet.executor.main", **executor: Any) -> SimulatedPeers:
         run_dir = make_run_dir()
         config_of(run_dir, **executor).write(run_dir / CONFIG_FILE)
         bus = Bus(run_dir)
@@ -115,140 +115,142 @@ def start(tmp_path: Path) -> Iterator[Callable[..., House]]:
             "--index",
             "0",
             "--epoch",
-            str(ME.epoch),
+            str(EXECUTOR_ID.epoch),
             "--parent",
             str(os.getpid()),
         ]
         child = subprocess.Popen([sys.executable, "-m", module, *map(str, arguments)])
         peers = Peers(bus)
-        peers.connect(ME, address_of(run_dir, ME))
-        houses.append(House(run_dir, bus, supervisor, child, peers))
+        peers.connect(EXECUTOR_ID, address_of(run_dir, EXECUTOR_ID))
+        houses.append(SimulatedPeers(run_dir, bus, supervisor, child, peers))
         return houses[-1]
 
     yield start
-    for house in houses:
-        house.child.kill()
-        house.child.wait()
-        house.peers.close()
-        house.supervisor.close()
-        house.bus.context.destroy(linger=0)
-        for path in house.run_dir.iterdir():
+    for simulated in houses:
+        simulated.child.kill()
+        simulated.child.wait()
+        simulated.peers.close()
+        simulated.supervisor.close()
+        simulated.bus.context.destroy(linger=0)
+        for path in simulated.run_dir.iterdir():
             path.unlink()
-        house.run_dir.rmdir()
+        simulated.run_dir.rmdir()
 
 
-def test_capacity_then_results_then_a_new_core(start: Callable[..., House]) -> None:
-    house = start(kind="mock")
-    ready = house.expect(house.supervisor, Ready)
+def test_capacity_and_results_and_core_replacement(start: Callable[..., SimulatedPeers]) -> None:
+    simulated = start(kind="mock")
+    ready = simulated.expect(simulated.supervisor, Ready)
     assert ready.facts["blocks"] == "12"
 
-    first = house.core(epoch=1)
-    capacity = house.expect(first, Capacity)
-    assert capacity == Capacity(ME.epoch, num_blocks=12, block_size=4, max_num_seqs=8, max_model_len=32)
+    first = simulated.core(epoch=1)
+    capacity = simulated.expect(first, Capacity)
+    assert capacity == Capacity(
+        EXECUTOR_ID.epoch, num_blocks=12, block_size=4, max_num_seqs=8, max_model_len=32
+    )
     plan = plan_of([Drawer(SamplingParams(), seed=5)], [3])
-    house.peers.send(Role.EXECUTOR, 0, plan)
-    result = house.expect(first, StepResult)
+    simulated.peers.send(Role.EXECUTOR, 0, plan)
+    result = simulated.expect(first, StepResult)
     assert result.step == plan.step
     first_tokens = result.token_ids
     assert len(first_tokens) == 4
     assert result.compute_ns > 0
-    house.expect(house.supervisor, Heartbeat, lambda beat: beat.progress == 1 and beat.pending == 0)
+    simulated.expect(simulated.supervisor, Heartbeat, lambda beat: beat.progress == 1 and beat.pending == 0)
 
-    second = house.core(epoch=2)
-    assert house.expect(second, Capacity).tables == 1
-    house.peers.send(Role.EXECUTOR, 0, plan)  # of the first core: for tables that are no more
-    house.peers.send(Role.EXECUTOR, 0, replace(plan, step=2, tables=1))
-    result = house.expect(second, StepResult)
+    second = simulated.core(epoch=2)
+    assert simulated.expect(second, Capacity).tables == 1
+    simulated.peers.send(Role.EXECUTOR, 0, plan)  # a plan of the first core, with stale tables
+    simulated.peers.send(Role.EXECUTOR, 0, replace(plan, step=2, tables=1))
+    result = simulated.expect(second, StepResult)
     assert result.step == 2
     assert result.token_ids == first_tokens
     first.close()
     second.close()
 
-    house.peers.send(Role.EXECUTOR, 0, Stop())
-    assert house.child.wait(DEADLINE_S) == 0
+    simulated.peers.send(Role.EXECUTOR, 0, Stop())
+    assert simulated.child.wait(DEADLINE_S) == 0
 
 
-def test_a_step_that_raises_empties_the_tables(start: Callable[..., House]) -> None:
-    house = start("tests.processes.poison", kind="mock")
-    house.expect(house.supervisor, Ready)
-    core = house.core(epoch=1)
-    assert house.expect(core, Capacity).failure == ""
+def test_a_failed_step_resets_the_tables(start: Callable[..., SimulatedPeers]) -> None:
+    simulated = start("tests.processes.poison", kind="mock")
+    simulated.expect(simulated.supervisor, Ready)
+    core = simulated.core(epoch=1)
+    assert simulated.expect(core, Capacity).failure == ""
     good = plan_of([Drawer(SamplingParams())], [2])
     bad = plan_of([Drawer(SamplingParams(), prompt=poison(Effect.RAISES)), Drawer(SamplingParams())], [1, 2])
-    house.peers.send(Role.EXECUTOR, 0, replace(bad, step=1))
-    house.peers.send(Role.EXECUTOR, 0, replace(good, step=2))
-    capacity = house.expect(core, Capacity)
-    assert (capacity.executor_epoch, capacity.tables) == (ME.epoch, 1)
+    simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=1))
+    simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=2))
+    capacity = simulated.expect(core, Capacity)
+    assert (capacity.executor_epoch, capacity.tables) == (EXECUTOR_ID.epoch, 1)
     assert capacity.failure == "ValueError: poison at work"
-    house.peers.send(Role.EXECUTOR, 0, replace(good, step=3, tables=1))
-    assert house.expect(core, StepResult).step == 3
-    house.expect(house.supervisor, Heartbeat, lambda beat: beat.progress == 1 and beat.pending == 0)
+    simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=3, tables=1))
+    assert simulated.expect(core, StepResult).step == 3
+    simulated.expect(simulated.supervisor, Heartbeat, lambda beat: beat.progress == 1 and beat.pending == 0)
     core.close()
 
 
-def test_a_plan_that_cannot_be_is_a_step_that_failed(start: Callable[..., House]) -> None:
-    """So that the core finds out for whose sake it cannot be; a step that nobody waits for is no reason."""
-    house = start(kind="mock")
-    core = house.core(epoch=1)
-    house.expect(core, Capacity)
+def test_an_invalid_plan_is_reported_as_a_failed_step(start: Callable[..., SimulatedPeers]) -> None:
+    """The core then isolates the request; a plan of stale tables is no failure."""
+    simulated = start(kind="mock")
+    core = simulated.core(epoch=1)
+    simulated.expect(core, Capacity)
     drawer = Drawer(SamplingParams())
     good = plan_of([drawer], [2])
     bad = plan_of([Drawer(SamplingParams(), stop_ids=[100])], [2])
-    house.peers.send(Role.EXECUTOR, 0, replace(good, step=1))
-    house.peers.send(Role.EXECUTOR, 0, replace(bad, step=7))
-    house.peers.send(Role.EXECUTOR, 0, replace(bad, step=2, tables=9))
-    house.peers.send(Role.EXECUTOR, 0, replace(bad, step=3))
-    house.peers.send(Role.EXECUTOR, 0, replace(good, step=4))
-    heard: list[Any] = []
-    while not any(isinstance(message, Capacity) for message in heard):
-        heard += core.wait(1.0)
-    result, capacity = heard
+    simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=1))
+    simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=7))
+    simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=2, tables=9))
+    simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=3))
+    simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=4))
+    received: list[Any] = []
+    while not any(isinstance(message, Capacity) for message in received):
+        received += core.wait(1.0)
+    result, capacity = received
     assert result.step == 1
     assert capacity.tables == 1 and "invalid lengths or numbers" in capacity.failure
-    house.peers.send(Role.EXECUTOR, 0, replace(good, step=5, tables=1))
-    assert house.expect(core, StepResult).step == 5
-    house.expect(house.supervisor, Heartbeat, lambda beat: beat.progress == 2 and beat.pending == 0)
+    simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=5, tables=1))
+    assert simulated.expect(core, StepResult).step == 5
+    simulated.expect(simulated.supervisor, Heartbeat, lambda beat: beat.progress == 2 and beat.pending == 0)
     core.close()
 
 
-def test_an_executor_of_which_every_step_raises_ends(start: Callable[..., House]) -> None:
-    house = start("tests.processes.poison", kind="mock")
-    house.expect(house.supervisor, Ready)
-    core = house.core(epoch=1)
-    house.expect(core, Capacity)
+def test_an_executor_exits_after_repeated_failures(start: Callable[..., SimulatedPeers]) -> None:
+    simulated = start("tests.processes.poison", kind="mock")
+    simulated.expect(simulated.supervisor, Ready)
+    core = simulated.core(epoch=1)
+    simulated.expect(core, Capacity)
     bad = plan_of([Drawer(SamplingParams(), prompt=poison(Effect.RAISES_FOR_ALL))], [1])
     good = plan_of([Drawer(SamplingParams())], [2])
     for number in range(MAX_FAILURES_ALONE):
-        house.peers.send(Role.EXECUTOR, 0, replace(good if number else bad, step=number, tables=number))
+        simulated.peers.send(Role.EXECUTOR, 0, replace(good if number else bad, step=number, tables=number))
         if number + 1 < MAX_FAILURES_ALONE:
-            assert house.expect(core, Capacity).tables == number + 1
-    assert house.child.wait(DEADLINE_S) == 1
-    assert "RuntimeError: the device is not there" in error_file(house.run_dir, ME).read_text()
+            assert simulated.expect(core, Capacity).tables == number + 1
+    assert simulated.child.wait(DEADLINE_S) == 1
+    assert "RuntimeError: the device is not there" in error_file(simulated.run_dir, EXECUTOR_ID).read_text()
     core.close()
 
 
-def test_a_success_between_failures_absolves_the_executor(start: Callable[..., House]) -> None:
-    house = start("tests.processes.poison", kind="mock")
-    house.expect(house.supervisor, Ready)
-    core = house.core(epoch=1)
-    house.expect(core, Capacity)
+def test_a_successful_step_resets_the_failure_count(start: Callable[..., SimulatedPeers]) -> None:
+    simulated = start("tests.processes.poison", kind="mock")
+    simulated.expect(simulated.supervisor, Ready)
+    core = simulated.core(epoch=1)
+    simulated.expect(core, Capacity)
     bad = plan_of([Drawer(SamplingParams(), prompt=poison(Effect.RAISES))], [1])
     good = plan_of([Drawer(SamplingParams())], [2])
     for number in range(MAX_FAILURES_ALONE + 2):
-        house.peers.send(Role.EXECUTOR, 0, replace(good, step=number, tables=number))
-        house.expect(core, StepResult)
-        house.peers.send(Role.EXECUTOR, 0, replace(bad, step=number, tables=number))
-        house.expect(core, Capacity)
+        simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=number, tables=number))
+        simulated.expect(core, StepResult)
+        simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=number, tables=number))
+        simulated.expect(core, Capacity)
     core.close()
 
 
-def test_what_was_raised_fits_a_line() -> None:
+def test_error_text_is_one_line() -> None:
     assert error_text(KeyError("a\n\tb\x07")) == "KeyError: 'a\\n\\tb\\x07'"
     assert error_text(ValueError("a\n\tb\x07c")) == "ValueError: a b?c"
     assert len(error_text(ValueError("x" * 1000))) == MAX_FAILURE_CHARS
 
 
-def test_a_model_that_cannot_load_ends_the_boot_with_one_line(start: Callable[..., House]) -> None:
-    house = start(kind="torch")
-    assert house.child.wait(DEADLINE_S) == EXIT_CONFIG
-    assert "/model has no weights" in error_file(house.run_dir, ME).read_text()
+def test_a_model_that_cannot_load_ends_startup_with_one_line(start: Callable[..., SimulatedPeers]) -> None:
+    simulated = start(kind="torch")
+    assert simulated.child.wait(DEADLINE_S) == EXIT_CONFIG
+    assert "/model has no weights" in error_file(simulated.run_dir, EXECUTOR_ID).read_text()

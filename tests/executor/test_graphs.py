@@ -1,4 +1,4 @@
-"""Which steps get a graph, and how much memory KV gets, decided without a device."""
+"""Graph sizes and KV memory, computed without a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quintet.executor.backends.cuda.graphs import DecodeGraphs, padded_sizes
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, kv_bytes
 
 
-def test_sizes_end_at_the_limit_and_pad_by_an_eighth_at_most_past_the_smallest() -> None:
+def test_sizes_end_at_the_limit_and_pad_by_at_most_an_eighth() -> None:
     assert padded_sizes(1) == [1]
     assert padded_sizes(3) == [1, 2, 3]
     assert padded_sizes(20) == [1, 2, 4, 8, 16, 20]
@@ -22,7 +22,7 @@ def test_sizes_end_at_the_limit_and_pad_by_an_eighth_at_most_past_the_smallest()
         assert size - below <= 8 or (size - below) / below <= 1 / 8
 
 
-def test_graphs_are_captured_largest_first_and_found_one_size_up() -> None:
+def test_graphs_are_captured_largest_first_and_looked_up_by_next_size() -> None:
     captured: list[int] = []
     graphs: DecodeGraphs[int] = DecodeGraphs(20, lambda size: captured.append(size) or size)
     assert graphs.find(3) is None
@@ -37,7 +37,7 @@ def test_graphs_are_captured_largest_first_and_found_one_size_up() -> None:
     assert graphs.find(21) is None
 
 
-def test_a_graph_that_does_not_fit_leaves_those_that_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_smaller_graphs_remain_if_a_capture_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
     def capture(size: int) -> int:
         if size < 16:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
@@ -54,7 +54,7 @@ def test_a_graph_that_does_not_fit_leaves_those_that_do(caplog: pytest.LogCaptur
     assert "1, 2, 4, 8 rows" in caplog.text and "--gpu-memory-utilization" in caplog.text
 
 
-def test_what_others_hold_counts_against_the_share() -> None:
+def test_memory_of_other_processes_reduces_the_share() -> None:
     gib = 1 << 30
     alone = kv_bytes(80 * gib, 60 * gib, 0.9, gib)
     assert alone == 72 * gib - 20 * gib - gib

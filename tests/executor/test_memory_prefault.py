@@ -1,4 +1,4 @@
-"""Memory for weights is begun before anything knows how much they take: what was begun is used, or given back."""
+"""Prefault of weight memory starts before the size is known; the reservation is used or freed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPECTED = 4 * PIECE_BYTES
 
 
 class Layer:
-    """A store that keeps what it is given."""
+    """A parameter store that records the memory it receives."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -47,7 +47,7 @@ def ahead(tmp_path: Path) -> HugeMemory:
 
 
 @pytest.mark.parametrize("num_bytes", [EXPECTED // 2, EXPECTED, EXPECTED + EXPECTED // 8])
-def test_weights_lie_in_it_if_they_have_room_there(ahead: HugeMemory, num_bytes: int) -> None:
+def test_weights_that_fit_use_the_reservation(ahead: HugeMemory, num_bytes: int) -> None:
     layers = [Layer(num_bytes - 4096), Layer(4000)]
     reservation = reserve(layers, ahead)
     assert reservation is not None
@@ -59,14 +59,14 @@ def test_weights_lie_in_it_if_they_have_room_there(ahead: HugeMemory, num_bytes:
         assert int(layer.memory.sum(dtype=torch.int64)) == layer.num_bytes
 
 
-def test_what_is_too_small_is_given_back(ahead: HugeMemory) -> None:
+def test_a_reservation_that_is_too_small_is_freed(ahead: HugeMemory) -> None:
     layer = Layer(2 * EXPECTED)
     assert reserve([layer], ahead) is not None
     assert ahead.map.closed
     assert layer.memory.nbytes == layer.num_bytes and not layer.memory.any()
 
 
-def test_nothing_to_pack_gives_it_back(ahead: HugeMemory) -> None:
+def test_no_weights_to_pack_frees_the_reservation(ahead: HugeMemory) -> None:
     assert reserve([], ahead) is None
     assert ahead.map.closed
 
@@ -82,20 +82,20 @@ def test_nothing_to_pack_gives_it_back(ahead: HugeMemory) -> None:
     ],
     ids=str,
 )
-def test_none_is_begun_where_this_process_does_not_pack_all_weights(
+def test_no_prefault_if_the_process_does_not_pack_all_weights(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     assert reserve_ahead(config_of(tmp_path, **changed)) is None
 
 
-def test_none_is_begun_for_layers_of_transformers(tmp_path: Path) -> None:
+def test_no_prefault_for_layers_of_transformers(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     model = msgspec.structs.replace(config.model, implementation="transformers")
     assert reserve_ahead(msgspec.structs.replace(config, model=model)) is None
 
 
 @pytest.mark.parametrize(("kind", "load_format"), [("torch", "auto"), ("torch", "dummy"), ("mock", "auto")])
-def test_a_worker_that_reads_weights_is_handed_it(
+def test_a_worker_that_reads_weights_receives_the_reservation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, load_format: str
 ) -> None:
     given: list[tuple[Any, ...]] = []
@@ -103,11 +103,11 @@ def test_a_worker_that_reads_weights_is_handed_it(
     monkeypatch.setattr(sys.modules[__name__], "worker", lambda *them: given.append(them))
     main.make_worker(config_of(tmp_path, kind=kind, load_format=load_format), no_span)
     (them,) = given
-    begun = them[2:]
-    assert [type(each) for each in begun] == [HugeMemory] * (kind == "torch" and load_format == "auto")
-    for memory in begun:
+    reservations = them[2:]
+    assert [type(each) for each in reservations] == [HugeMemory] * (kind == "torch" and load_format == "auto")
+    for memory in reservations:
         memory.shrink(0)
 
 
 def worker() -> None:
-    """Stands for the one that the configuration names."""
+    """Replace the worker that the configuration names."""

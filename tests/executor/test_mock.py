@@ -1,4 +1,4 @@
-"""The mock draws deterministically, plainly and on time, and without torch."""
+"""The mock worker: deterministic tokens, plain words, step duration, no import of torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_token_depends_on_seed_and_position_only() -> None:
     assert len(set(together)) > 1
 
 
-def test_it_draws_plain_words_and_never_an_end() -> None:
+def test_mock_draws_plain_words_and_no_end_token() -> None:
     worker, seen = mock(), set()
     for length in range(1, 200):
         seen |= set(unpack_i32(worker.execute(plan_of(drawers(256, length), list(range(256)))).token_ids))
@@ -47,25 +47,25 @@ def test_it_draws_plain_words_and_never_an_end() -> None:
     assert len(seen) > 2000
 
 
-def test_negative_seeds_are_taken() -> None:
+def test_negative_seeds_are_accepted() -> None:
     row = Drawer(SamplingParams(), seed=-5)
     assert len(unpack_i32(mock().execute(plan_of([row], [0])).token_ids)) == 1
 
 
-def test_a_vocabulary_without_plain_ids_is_refused() -> None:
+def test_a_vocabulary_without_plain_ids_is_rejected() -> None:
     with pytest.raises(ConfigError, match="plain token id"):
         plain_ids(2, [0, 1])
 
 
-def test_a_step_lasts_as_long_as_asked() -> None:
+def test_a_step_lasts_the_configured_time() -> None:
     worker, plan = mock(step_s=0.02), plan_of(drawers(4), list(range(4)))
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(5):
         worker.execute(plan)
-    assert time.perf_counter() - begun >= 0.1
+    assert time.perf_counter() - started >= 0.1
 
 
-def test_logprobs_have_their_shapes() -> None:
+def test_logprobs_shapes() -> None:
     row = Drawer(SamplingParams(logprobs=3, prompt_logprobs=1), prompt=[5, 6, 7])
     plan = plan_of([row], [9])
     plan.starts, plan.counts = np.zeros(1, np.int32).tobytes(), np.full(1, 3, np.int32).tobytes()
@@ -77,7 +77,7 @@ def test_logprobs_have_their_shapes() -> None:
     assert list(unpack_i32(prompt.token_ids)[::2]) == [6, 7]
 
 
-def test_reset_forgets_who_asked_for_logprobs() -> None:
+def test_reset_clears_logprobs_requests() -> None:
     worker = mock()
     worker.execute(plan_of([Drawer(SamplingParams(logprobs=1))], [0]))
     worker.reset()
@@ -86,6 +86,6 @@ def test_reset_forgets_who_asked_for_logprobs() -> None:
     assert not worker.execute(plan).logprobs
 
 
-def test_neither_loop_nor_mock_imports_torch() -> None:
+def test_executor_loop_and_mock_do_not_import_torch() -> None:
     code = "import sys, quintet.executor.main, quintet.executor.mock; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The mock says what a script has for a prompt, wherever it is asked to begin."""
+"""Scripted answers of the mock worker, from any number of outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def worker(tmp_path: Path) -> MockWorker:
 
 
 def answer(worker: MockWorker, prompt: list[int], outputs: list[int]) -> list[int]:
-    """Draw until the end, of a request that has some outputs when it enters."""
+    """Draw until the end token, for a request that enters with outputs."""
     outputs = [*outputs]
     while END_ID not in outputs:
         drawer = Drawer(SamplingParams(), prompt=prompt, outputs=outputs)
@@ -50,7 +50,7 @@ def answer(worker: MockWorker, prompt: list[int], outputs: list[int]) -> list[in
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "answer_text"),
     [
         ("Will there be rain? <|im_end|>", ROWS[0]["say"]),
         ("rain? It is wet. And now?", ROWS[1]["say"]),
@@ -59,23 +59,21 @@ def answer(worker: MockWorker, prompt: list[int], outputs: list[int]) -> list[in
         ("snow?", NO_ANSWER),
     ],
 )
-def test_the_row_whose_text_stands_last_answers_once(
-    worker: MockWorker, tokenizer: Tokenizer, prompt: str, said: str
+def test_the_row_of_the_last_match_answers_once(
+    worker: MockWorker, tokenizer: Tokenizer, prompt: str, answer_text: str
 ) -> None:
     ids = answer(worker, tokenizer.encode(prompt).ids, [])
-    assert ids == [*tokenizer.encode(said).ids, END_ID]
+    assert ids == [*tokenizer.encode(answer_text).ids, END_ID]
 
 
-def test_a_request_that_enters_with_outputs_goes_on_behind_them(
-    worker: MockWorker, tokenizer: Tokenizer
-) -> None:
+def test_a_request_with_outputs_continues_after_them(worker: MockWorker, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("rain?").ids
     whole = answer(worker, prompt, [])
     assert answer(worker, prompt, whole[:5]) == whole
 
 
 @pytest.mark.parametrize("content", [b"{", b'[{"after": "x"}]', b'[{"after": "", "say": "", "when": 1}]'])
-def test_a_file_that_is_no_script_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_script_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "script.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="--mock-script"):

@@ -1,4 +1,4 @@
-"""When memory runs out, a step's parts together say what the step would have said."""
+"""Splits of a step that runs out of memory have together the result of the whole step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quintet.wire.params import SamplingParams
 from quintet.wire.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 
 ROWS = [(3, 0, 1), (7, 10, 1), (2, 5, 9), (5, 0, 4), (1, 8, 3)]
-"""Slot, start, count."""
+"""(slot, start, count)."""
 SAMPLES = [1, 1, 0, 1, 1]
 
 
@@ -40,7 +40,7 @@ def plan_of_rows(rows: list[tuple[int, int, int]], samples: list[int]) -> StepPl
 
 @dataclass
 class SmallDevice:
-    """Computes at most so many tokens at a time. What it says of a row and position depends on nothing else."""
+    """Computes a limited number of tokens at a time. A result depends only on the row and position."""
 
     max_tokens: int
     computed: list[tuple[int, int]] = field(default_factory=list)
@@ -75,26 +75,26 @@ class SmallDevice:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8, 9, 17])
-def test_the_parts_say_what_the_whole_says(max_tokens: int) -> None:
+def test_split_results_equal_the_whole_step(max_tokens: int) -> None:
     plan = plan_of_rows(ROWS, SAMPLES)
     whole, small = SmallDevice(1000), SmallDevice(max_tokens)
     expected = OomSplit(whole.release).compute(plan, whole.compute)
     smaller = OomSplit(small.release)
     assert smaller.compute(plan, small.compute) == expected
-    assert small.computed == whole.computed, "each token once, in order"
-    assert small.num_deltas == 1, "deltas once, with the first part that fits"
-    assert smaller.num_split == 1, "steps are counted, not cuts"
+    assert small.computed == whole.computed, "each token must be computed once, in order"
+    assert small.num_deltas == 1, "deltas must be applied once"
+    assert smaller.num_split == 1, "num_split counts steps, not cuts"
     assert small.num_releases > 0
 
 
-def test_a_step_that_fits_is_left_alone() -> None:
+def test_a_step_that_fits_is_not_split() -> None:
     plan, device = plan_of_rows(ROWS, SAMPLES), SmallDevice(18)
     smaller = OomSplit(device.release)
     assert len(unpack_i32(smaller.compute(plan, device.compute).token_ids)) == 4
     assert (smaller.num_split, device.num_releases) == (0, 0)
 
 
-def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_split_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     plan, device = plan_of_rows(ROWS, SAMPLES), SmallDevice(4)
     smaller = OomSplit(device.release)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "tried to allocate too much" in caplog.text
 
 
-def test_when_not_even_a_token_fits_the_error_goes_on() -> None:
+def test_out_of_memory_with_one_token_is_raised() -> None:
     device = SmallDevice(0)
     smaller = OomSplit(device.release)
     with pytest.raises(torch.OutOfMemoryError):
@@ -114,34 +114,34 @@ def test_when_not_even_a_token_fits_the_error_goes_on() -> None:
 
 
 @dataclass
-class WithStates(SmallDevice):
-    """Its states are written over as it computes: what was begun with states of its own may not begin once more."""
+class DeviceWithStates(SmallDevice):
+    """A device with recurrent states. It overwrites them, so a row that started with them may not be computed again."""
 
-    begun: set[int] = field(default_factory=set)
-    """Slots that a step ran out of memory with."""
-    went_on: list[int] = field(default_factory=list)
+    started: set[int] = field(default_factory=set)
+    """Slots of a step that ran out of memory."""
+    continued: list[int] = field(default_factory=list)
 
     def compute(self, plan: StepPlan) -> StepResult:
         slots, starts = (np.frombuffer(column, np.int32).tolist() for column in (plan.slots, plan.starts))
         lost = {slot for slot, start in zip(slots, starts, strict=True) if start}
-        assert not lost & self.begun, "a state was written over, and is gone on from"
+        assert not lost & self.started, "an overwritten state was used"
         try:
             return super().compute(plan)
         except torch.OutOfMemoryError:
-            self.begun |= lost
+            self.started |= lost
             raise
 
     def continue_states(self, slot: int) -> bytes:
-        self.went_on.append(slot)
+        self.continued.append(slot)
         return pack_i32([slot, 0, 0, 5])
 
 
-def test_a_step_that_states_were_written_in_fails_and_later_ones_are_cut_before() -> None:
-    plan, device, whole = plan_of_rows(ROWS, SAMPLES), WithStates(4), SmallDevice(1000)
+def test_a_step_with_overwritten_states_fails_and_later_steps_are_split_first() -> None:
+    plan, device, whole = plan_of_rows(ROWS, SAMPLES), DeviceWithStates(4), SmallDevice(1000)
     smaller = OomSplit(device.release, device.continue_states)
     failures = 0
     while True:
-        device.begun.clear()  # after a failure all is computed again
+        device.started.clear()  # after a failure all is recomputed
         device.computed.clear()
         try:
             result = smaller.compute(plan, device.compute)
@@ -150,33 +150,35 @@ def test_a_step_that_states_were_written_in_fails_and_later_ones_are_cut_before(
             failures += 1
     assert result == whole.compute(plan)
     assert device.computed == whole.computed
-    assert failures == 2, "18 tokens were too many, and then 9"
+    assert failures == 2, "expected failures at 18 and at 9 tokens"
     assert smaller.num_split == 2
-    assert set(device.went_on) == {2}, "the only row of more than 4 tokens"
+    assert set(device.continued) == {2}, "only this row has more than 4 tokens"
 
 
-def test_a_step_that_begins_its_requests_is_computed_once_more() -> None:
+def test_a_step_of_new_requests_is_retried() -> None:
     plan = plan_of_rows([(3, 0, 7), (7, 0, 1), (2, 0, 9)], [1, 1, 1])
-    device, whole = WithStates(5), SmallDevice(1000)
+    device, whole = DeviceWithStates(5), SmallDevice(1000)
     smaller = OomSplit(device.release, device.continue_states)
     assert smaller.compute(plan, device.compute) == whole.compute(plan)
     device.max_tokens = 17
     device.computed.clear()
-    assert smaller.compute(plan, device.compute) == whole.compute(plan), "whole, as soon as there is room"
+    assert smaller.compute(plan, device.compute) == whole.compute(plan), (
+        "must run unsplit once memory is free"
+    )
     later = plan_of_rows([(3, 7, 16)], [1])
     device.num_releases = 0
     smaller.compute(later, device.compute)
-    assert device.num_releases == 0, "and so is every other one"
+    assert device.num_releases == 0, "no step may release memory"
 
 
-def test_the_rest_of_a_row_is_told_where_its_states_are() -> None:
-    told: list[bytes] = []
-    device = WithStates(4)
+def test_the_rest_of_a_row_continues_its_states() -> None:
+    received: list[bytes] = []
+    device = DeviceWithStates(4)
 
     def compute(plan: StepPlan) -> StepResult:
         result = device.compute(plan)
-        told.append(plan.blocks)
+        received.append(plan.blocks)
         return result
 
     OomSplit(device.release, device.continue_states).compute(plan_of_rows([(3, 0, 8)], [1]), compute)
-    assert told == [pack_i32([3, 0, 0, 1]), pack_i32([3, 0, 0, 5])]
+    assert received == [pack_i32([3, 0, 0, 1]), pack_i32([3, 0, 0, 5])]

@@ -39,7 +39,7 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected)
 
 
-def test_linear_with_everything_fused() -> None:
+def test_linear_with_fused_bias_and_activation() -> None:
     weight, bias, x = noise(12, 5), noise(12, seed=1), noise(3, 5, seed=2)
     y = x @ weight.T + bias
     gates, ups = y[:, :6], y[:, 6:]
@@ -59,13 +59,13 @@ def test_rope_rotates_pairs_and_passes_the_rest(rotary_dim: int) -> None:
     assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
 
 
-def test_temperature_rises_once_a_period() -> None:
+def test_attention_temperature_rises_once_a_period() -> None:
     factors = temperatures(Temperature(0.5, 10, 1), torch.tensor([0, 8, 9, 18, 19, 999]))
     torch.testing.assert_close(factors, 1 + 0.5 * torch.log(torch.tensor([1.0, 1, 2, 2, 3, 101])))
 
 
-def test_temperature_rises_all_the_time_where_parts_of_periods_count() -> None:
-    """The logarithm, to the base of 64, of how many tokens a query sees, from 64 on."""
+def test_attention_temperature_rises_continuously() -> None:
+    """Expect log base 64 of the number of visible tokens, from 64 on."""
     factors = temperatures(
         Temperature(1 / math.log(64), 64, -63, whole=False), torch.tensor([0, 63, 64, 4095])
     )
@@ -73,7 +73,7 @@ def test_temperature_rises_all_the_time_where_parts_of_periods_count() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_rope_rotates_neighbours_where_they_are_pairs(first: int) -> None:
+def test_rope_rotates_adjacent_pairs(first: int) -> None:
     x, angles = noise(3, 2, 10), noise(3, 1, 3, seed=1)
     cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
     out = rope(x, cos, sin, first, interleaved=True)
@@ -84,13 +84,13 @@ def test_rope_rotates_neighbours_where_they_are_pairs(first: int) -> None:
     assert torch.equal(out[..., first + 6 :], x[..., first + 6 :])
 
 
-def test_bounds_need_not_be_numbers_of_the_dtype() -> None:
-    """Torch alone refuses a bound that fp16 does not hold. What is infinite there is beyond it all the same."""
+def test_clamp_bounds_may_exceed_the_dtype() -> None:
+    """Torch rejects a bound that fp16 cannot represent. A value that overflows there exceeds it in any case."""
     x = torch.tensor([-math.inf, -3.0, 5.0, math.inf]).half()
     assert clipped(x, -1e6, 4.0).tolist() == [-math.inf, -3.0, 4.0, 4.0]
 
 
-def test_limits_of_gates_likewise() -> None:
+def test_gate_limits_may_exceed_the_dtype() -> None:
     gate = Gate(activation=GatedActivation.CLAMPED_SWIGLU, factor=1.0, limit=1e6)
     found = gated(torch.tensor([[2.0, 3.0]]).half(), gate)
     torch.testing.assert_close(found.float(), 8 * torch.sigmoid(torch.tensor([[2.0]])), atol=0.01, rtol=0)
@@ -107,14 +107,14 @@ SHAPES = {
 }
 
 
-SIGHTS = {
+WINDOWS = {
     "all": AttentionWindow(),
     "window of one": AttentionWindow(1),
     "window": AttentionWindow(6),
     "chunk of one": AttentionWindow(None, 1),
     "chunk": AttentionWindow(None, 7),
 }
-MORE: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "values wider": {"value_dim": 12},
     "softcap": {"softcap": 1.5},
@@ -129,7 +129,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def layer_of(heads: int, kv_heads: int, sight: AttentionWindow, more: dict[str, Any]) -> AttentionLayer:
+def layer_of(heads: int, kv_heads: int, window: AttentionWindow, more: dict[str, Any]) -> AttentionLayer:
     of_heads = {name: x[:heads] for name, x in more.items() if isinstance(x, torch.Tensor)}
     return AttentionLayer(
         index=0,
@@ -137,31 +137,31 @@ def layer_of(heads: int, kv_heads: int, sight: AttentionWindow, more: dict[str, 
         num_kv_heads=kv_heads,
         head_dim=8,
         scale=0.3,
-        window=sight.window,
-        chunk=sight.chunk,
+        window=window.window,
+        chunk=window.chunk,
         **(more | of_heads),
     )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS.keys())
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS.keys())
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize(
     "gathered_bytes", [batches.GATHER_BYTES, 1 << 10], ids=["groups-whole", "groups-cut"]
 )
-@pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
+@pytest.mark.parametrize("more", OPTIONS.values(), ids=OPTIONS.keys())
 def test_paged_attention(
     shape: str,
-    sight: AttentionWindow,
+    window: AttentionWindow,
     heads: int,
     kv_heads: int,
     gathered_bytes: int,
     more: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Scattered blocks, every grouping, with what lies beyond a row's tokens poisoned by large values."""
+    """Scattered blocks, every grouping, large values beyond each row's tokens."""
     monkeypatch.setattr(batches, "GATHER_BYTES", gathered_bytes)
-    layer = layer_of(heads, kv_heads, sight, more)
+    layer = layer_of(heads, kv_heads, window, more)
     starts, counts = SHAPES[shape]
     dim, max_len = 8, 100
     tables = SlotTables(16, max_len, full_layers(1, 1, 8, 4, BLOCK), CPU)
@@ -187,7 +187,7 @@ def test_paged_attention(
     )
     tables.apply(plan)
     rows = Rows(plan)
-    builder = BatchBuilder(BLOCK, [(0, sight, layer.heads)], False, torch.float32)
+    builder = BatchBuilder(BLOCK, [(0, window, layer.heads)], False, torch.float32)
     batch = builder.build(rows, tables)
 
     cache = [torch.full((200, kv_heads, BLOCK, width), 1e4) for width in (dim, layer.value_width)]
@@ -197,7 +197,7 @@ def test_paged_attention(
     ]
     values = [noise(len(key), kv_heads, layer.value_width, seed=50 + i) for i, key in enumerate(keys)]
     for slot, start, *new in zip(slots, starts, keys, values, strict=True):
-        for position in range(start):  # what earlier steps wrote
+        for position in range(start):  # written by earlier steps
             block = tables.block_table[0, slot, position // BLOCK]
             for plane, numbers in zip(cache, new, strict=True):
                 plane[block, :, position % BLOCK] = numbers[position]
@@ -209,12 +209,12 @@ def test_paged_attention(
     )
     assert torch.equal(rotated, q)
 
-    out = paged_attention(layer, q, *cache, batch.attention[0, sight, layer.heads])
+    out = paged_attention(layer, q, *cache, batch.attention[0, window, layer.heads])
 
     expected = []
-    features = Features(sight.window, layer.softcap, layer.alibi_slopes, sight.chunk, layer.sinks)
+    features = Features(window.window, layer.softcap, layer.alibi_slopes, window.chunk, layer.sinks)
     for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        mine = noise(start + count, heads, dim, seed=99)  # of tokens before, anything
+        mine = noise(start + count, heads, dim, seed=99)  # arbitrary for earlier tokens
         mine[start:] = q[rows.offsets[i] : rows.offsets[i] + count]
         whole, _ = reference(mine.double(), keys[i].double(), values[i].double(), 0.3, features)
         expected.append(whole[start:].view(count, heads, -1).float())
@@ -235,6 +235,6 @@ def test_lazy_zeros_have_every_dtype() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (7, 100_000), (0, 4)])
-def test_lazy_zeros_begin_with_a_line_of_the_cache(shape: tuple[int, ...]) -> None:
+def test_lazy_zeros_are_cache_line_aligned(shape: tuple[int, ...]) -> None:
     zeros = lazy_zeros(shape, torch.float32, CPU)
     assert zeros.data_ptr() % 64 == 0 and zeros.shape == shape and zeros.is_contiguous()

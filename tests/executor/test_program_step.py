@@ -1,4 +1,4 @@
-"""What a program reads of a step: the arrays that a plan becomes, the plans that are turned away, the marks."""
+"""Step arrays of a program: arrays that a plan becomes, plans that are rejected, progress marks."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def new_step() -> tuple[Step, SlotTables]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_plan_becomes_the_arrays_that_numpy_makes_of_it(seed: int) -> None:
+def test_step_arrays_equal_those_of_numpy(seed: int) -> None:
     random = np.random.default_rng(seed)
     step, tables = new_step()
-    for _ in range(3):  # one step after the other in the same arrays
+    for _ in range(3):  # consecutive steps reuse the arrays
         num_rows = int(random.integers(1, MAX_ROWS + 1))
         counts = random.integers(1, 1 + int(random.choice([1, MAX_TOKENS // MAX_ROWS])), num_rows)
         starts = random.integers(0, MAX_LENGTH - counts + 1)
@@ -77,19 +77,19 @@ def test_a_plan_becomes_the_arrays_that_numpy_makes_of_it(seed: int) -> None:
         (([0, 1], [0], [1], [1]), "columns of 8, 4 and 4 bytes; expected 4 each, for 1 rows"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_turned_away(columns: tuple[list[int], ...], why: str) -> None:
+def test_a_plan_that_does_not_fit_is_rejected(columns: tuple[list[int], ...], why: str) -> None:
     step, tables = new_step()
     with pytest.raises(ValueError, match=why):
         step.fill(Rows(plan_of(*columns)), tables)
 
 
-def test_a_token_may_stand_one_place_behind_the_last() -> None:
-    """A plan that was made before its predecessor was known to end the request draws it."""
+def test_a_token_may_follow_the_last_position() -> None:
+    """A plan made before its predecessor's end was known draws this token."""
     step, tables = new_step()
     assert step.fill(Rows(plan_of([3], [MAX_LENGTH - 1], [1], [1])), tables) == MAX_LENGTH
 
 
-def test_marks_are_passed_in_order() -> None:
+def test_marks_are_in_order() -> None:
     library = program_library()
     assert library is not None
     step, tables = new_step()
@@ -100,10 +100,10 @@ def test_marks_are_passed_in_order() -> None:
         library.mark(program)
     library.take_outputs(program, x.data_ptr(), 32, 32, y.data_ptr(), 32, 2)
     step.fill(Rows(plan_of([3], [0], [5], [1])), tables)
-    begun = time.monotonic_ns()
+    started = time.monotonic_ns()
     library.run(program, step.address, 0, library.size(program))
     marks = step.columns["marks"].tolist()
-    assert begun <= marks[0] <= marks[1] <= time.monotonic_ns()
+    assert started <= marks[0] <= marks[1] <= time.monotonic_ns()
     step.c.marks = None
     library.run(program, step.address, 0, library.size(program))
     assert step.columns["marks"].tolist() == marks

@@ -1,4 +1,4 @@
-"""The recorder of a forward pass: what it makes one operation, where values lie, and that both change no value."""
+"""The graph builder of a forward pass: fused operations and memory reuse change no value."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def linear(
     return layer
 
 
-class Unlike:
-    """Of a layer of several parts, the second in 8 bits and the others in bf16."""
+class MixedQuantization:
+    """A layer of several parts: the second in 8 bits, the others in bf16."""
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         library = linear_library()
@@ -83,10 +83,10 @@ class Unlike:
         raise NotImplementedError
 
 
-def linear_of_runs(widths: list[int], depth: int) -> Linear:
+def linear_of_parts(widths: list[int], depth: int) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
     parts = [RowRange(f"part {i}", width) for i, width in enumerate(widths)]
-    layer = Linear(Setting(torch.device("cpu"), DTYPE, Unlike()), plan, parts, depth, biased=True)
+    layer = Linear(Setting(torch.device("cpu"), DTYPE, MixedQuantization()), plan, parts, depth, biased=True)
     plan.reservation = reserve(plan.stores)
     for seed, expected in enumerate(plan.expected.values()):
         for sink in (*expected.sinks, *expected.packers):
@@ -102,26 +102,26 @@ def norm(width: int = 32) -> Norm:
     return Norm(kind=NormKind.RMS, width=width, eps=1e-6, weight=noise(width, seed=9))
 
 
-def given(width: int = 32, seed: int = 1) -> Value:
-    """A value that is there before the program."""
+def input_value(width: int = 32, seed: int = 1) -> Value:
+    """Return an input value of the program."""
     return Value(width, Extent.TOKENS, noise(ROWS, width, seed=seed))
 
 
 def run(recorder: GraphBuilder) -> list[str]:
-    """Finish and run; return what the operations are."""
+    """Finish and run the program; return the names of its operations."""
     spans = recorder.finish().spans
     step = CStep(num_tokens=ROWS, num_rows=1, num_outputs=0)
     recorder._library.run(recorder.handle, ctypes.byref(step), 0, spans[-1].end)
     return [span.name for span in spans]
 
 
-def test_runs_of_a_layer_write_their_columns_of_one_result(recorder: GraphBuilder) -> None:
-    layer, x, residual = linear_of_runs([9, 6, 14, 3], 32), given(), given(seed=2)
+def test_parts_of_a_layer_write_columns_of_one_result(recorder: GraphBuilder) -> None:
+    layer, x, residual = linear_of_parts([9, 6, 14, 3], 32), input_value(), input_value(seed=2)
     y = recorder.linear(layer, x)
     total = recorder.add(residual, recorder.linear(layer, x))
     for value in (x, y, total):
         recorder.keep(value)
-    terms = residual.tensor.clone().split([9, 6, 17], 1)  # the sum is written over it
+    terms = residual.tensor.clone().split([9, 6, 17], 1)  # the sum overwrites it
     names = run(recorder)
     assert names == ["linear 32 to 32", "linear 32 to 32"]
     assert torch.equal(y.tensor, layer(x.tensor))
@@ -133,8 +133,8 @@ def test_runs_of_a_layer_write_their_columns_of_one_result(recorder: GraphBuilde
     assert torch.equal(total.tensor, torch.cat(added, 1))
 
 
-def ordinary(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
-    """As Llama has it."""
+def sequential(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
+    """The order of Llama."""
     x = ops.add(x, ops.linear(layers[0], ops.norm(x, norm())))
     return ops.add(x, ops.linear(layers[1], ops.norm(x, norm())))
 
@@ -156,7 +156,7 @@ def sandwich(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
 
 
 def read_later(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
-    """The residual, by a later layer."""
+    """A later layer reads the residual."""
     y = ops.add(x, ops.linear(layers[0], ops.norm(x, norm())))
     return ops.add(ops.linear(layers[1], y), ops.norm(x, norm()))
 
@@ -166,33 +166,33 @@ def term_read_twice(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     return ops.add(ops.add(x, term), ops.linear(layers[1], term))
 
 
-def multiplied_too(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
+def also_multiplied(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     x = ops.norm(x, norm())
     x = ops.add(x, ops.linear(layers[0], x))
     return ops.add(ops.linear(layers[1], x), x)
 
 
-def of_itself(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
+def added_to_itself(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     term = ops.linear(layers[0], x)
     return ops.linear(layers[1], ops.add(term, term))
 
 
 def normed_in_between(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
-    """The layer comes before the last norm of what it is added to."""
+    """The layer precedes the last norm of its residual."""
     x = ops.norm(x, norm())
     term = ops.linear(layers[0], ops.norm(x, norm()))
     other = ops.norm(x, norm())
     return ops.linear(layers[1], ops.add(ops.add(x, term), other))
 
 
-def made_later(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
-    """What the layer's result is added to is made after it."""
+def residual_made_later(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
+    """The residual is computed after the layer's result."""
     term = ops.linear(layers[0], x)
     return ops.add(term, ops.norm(ops.linear(layers[1], ops.norm(x, norm())), norm()))
 
 
 def views(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
-    """Of a value that is read for the last time by one of them, and of one of them."""
+    """Views of a value at its last read, and a view of a view."""
     y = ops.linear(layers[0], x)
     left, right = ops.columns(y, 0, 16), ops.columns(y, 16, 16)
     z = ops.norm(ops.columns(ops.columns(y, 4, 20), 2, 16), norm(16))
@@ -217,7 +217,7 @@ def activated_and_read(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Val
 
 
 def pointwise(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
-    """One in the place of another, but for values that are read later."""
+    """Each operation overwrites its input, except values that are read later."""
     y = ops.scale(ops.linear(layers[0], x), 0.3)
     z = ops.clip(ops.multiply(y, ops.columns(ops.softcap(y, 2.0), 3, 1)), 1.5)
     z = ops.multiply(ops.activation(z, Activation.SIGMOID), z)
@@ -227,16 +227,16 @@ def pointwise(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
 @pytest.mark.parametrize(
     ("model", "adds"),
     [
-        (ordinary, 0),
+        (sequential, 0),
         (parallel, 0),
         (parallel_branches_first, 1),
         (sandwich, 2),
         (read_later, 0),
         (term_read_twice, 1),
-        (multiplied_too, 1),  # the last sum is kept, and so not laid over anything
-        (of_itself, 1),
+        (also_multiplied, 1),  # the last sum is kept, so it reuses no memory
+        (added_to_itself, 1),
         (normed_in_between, 1),
-        (made_later, 0),
+        (residual_made_later, 0),
         (views, 2),
         (view_of_a_term, 1),
         (activated, 0),
@@ -245,12 +245,12 @@ def pointwise(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     ],
 )
 @pytest.mark.parametrize("kept", [False, True])
-def test_every_value_is_what_it_would_be_alone(
+def test_values_equal_those_without_fusion(
     recorder: GraphBuilder, model: Callable[..., Value], adds: int, kept: bool
 ) -> None:
-    """Whatever is a part of what, and lies where. Beside it the same operations, none of whose results makes room."""
+    """Compare with the same operations without memory reuse."""
     layers = [linear(32, 32, seed=2), linear(32, 32, seed=3), linear(32, 16, seed=4)]
-    x = given()
+    x = input_value()
     before = x.tensor.clone()
     out = model(recorder, x, layers)
     recorder.keep(out)
@@ -272,8 +272,8 @@ def test_every_value_is_what_it_would_be_alone(
         assert torch.equal(x.tensor, before)
 
 
-def test_a_sum_is_written_over_its_residual(recorder: GraphBuilder) -> None:
-    residual = recorder.norm(given(), norm())
+def test_a_sum_overwrites_its_residual(recorder: GraphBuilder) -> None:
+    residual = recorder.norm(input_value(), norm())
     term = recorder.linear(linear(32, 32), recorder.norm(residual, norm()))
     y = recorder.add(residual, term)
     assert run(recorder) == ["rms_norm", "rms_norm", "linear 32 to 32"]
@@ -283,11 +283,11 @@ def test_a_sum_is_written_over_its_residual(recorder: GraphBuilder) -> None:
 
 @pytest.mark.parametrize("kind", Activation)
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
-def test_an_activation_behind_a_layer_is_the_layers(
+def test_an_activation_after_a_layer_is_fused(
     recorder: GraphBuilder, kind: Activation, quantization: str
 ) -> None:
-    """With the same bits as by itself, as it is where somebody else reads the layer's result."""
-    x, layer = given(128), linear(80, 128, quantization=quantization)
+    """Expect the bits of the separate operation, which runs if another operation reads the layer's result."""
+    x, layer = input_value(128), linear(80, 128, quantization=quantization)
     alone, seen = recorder.linear(layer, x), recorder.linear(layer, x)
     y, apart = (recorder.activation(each, kind) for each in (alone, seen))
     for value in (y, apart, seen):
@@ -300,11 +300,11 @@ def test_an_activation_behind_a_layer_is_the_layers(
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
 @pytest.mark.parametrize(("begin", "width"), [(3, 77), (32, 64), (1, 128)])
-def test_columns_are_multiplied_as_rows_of_their_own(
+def test_column_slices_are_multiplied_like_separate_layers(
     recorder: GraphBuilder, quantization: str, begin: int, width: int
 ) -> None:
-    """Whatever stands beside them."""
-    x, layer = given(160), linear(48, width, quantization=quantization)
+    """The other columns do not matter."""
+    x, layer = input_value(160), linear(48, width, quantization=quantization)
     x.tensor[:, :begin] = torch.nan
     x.tensor[:, begin + width :] = torch.inf
     alone = Value(width, Extent.TOKENS, x.tensor[:, begin : begin + width].contiguous())
@@ -316,15 +316,15 @@ def test_columns_are_multiplied_as_rows_of_their_own(
     assert values[0].tensor.isfinite().all()
 
 
-def test_gates_are_not_added_to_anything(recorder: GraphBuilder) -> None:
-    x = given()
+def test_gates_are_not_fused_with_a_sum(recorder: GraphBuilder) -> None:
+    x = input_value()
     recorder.add(x, recorder.linear(linear(64, 32, GatedActivation.SILU_AND_MUL), x))
     assert run(recorder) == ["linear 32 to 32", "add"]
 
 
-def test_a_part_reads_only_what_was_kept(recorder: GraphBuilder) -> None:
-    """A part may be run again; so a layer of one is not added to by another either."""
-    x = given()
+def test_a_part_reads_only_kept_values(recorder: GraphBuilder) -> None:
+    """A part may be rerun, so a layer of another part is not fused with its sum."""
+    x = input_value()
     y = recorder.norm(x, norm())
     term = recorder.linear(linear(32, 32), y)
     recorder.mark()
@@ -340,7 +340,7 @@ def test_a_part_reads_only_what_was_kept(recorder: GraphBuilder) -> None:
     assert recorded.parts == [recorded.spans[1].end]
 
 
-def test_what_was_written_over_is_not_read() -> None:
+def test_an_overwritten_value_is_not_read() -> None:
     x, y, z = (Value(32, Extent.TOKENS) for _ in range(3))
     x.place = torch.zeros(ROWS, 32, dtype=DTYPE)
     first = Operation("first", lambda: None, (x,), y, over=(x,))
@@ -353,8 +353,8 @@ def test_what_was_written_over_is_not_read() -> None:
 
 @pytest.mark.parametrize(("width", "apart"), [(2048, 2080), (1984, 2016), (64, 96), (2016, 2016), (48, 48)])
 def test_rows_are_an_odd_number_of_lines_apart(recorder: GraphBuilder, width: int, apart: int) -> None:
-    """Rows of an even number of cache lines would share sets. Kept values have no gaps, though memory with gaps was free."""
-    x = given(width)
+    """Rows an even number of cache lines apart would share sets. Kept values have no gaps, although memory with gaps was free."""
+    x = input_value(width)
     weight = Norm(kind=NormKind.RMS, width=width, eps=1e-6, weight=torch.ones(width, dtype=DTYPE))
     normed = recorder.norm(x, weight)
     again = recorder.norm(normed, weight)
@@ -381,8 +381,8 @@ NORMS = {
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS.keys())
 def test_norms(recorder: GraphBuilder, norm: Norm) -> None:
-    """Against torch, of columns of a wider value."""
-    x = given(48)
+    """Against torch, on columns of a wider value."""
+    x = input_value(48)
     y = recorder.norm(recorder.columns(x, 16, 32), norm)
     run(recorder)
     expected = norm(x.tensor[:, 16:])
@@ -390,7 +390,7 @@ def test_norms(recorder: GraphBuilder, norm: Norm) -> None:
 
 
 def experts(routing: Routing, width: int = 24, hidden: int = 32) -> Experts:
-    """A layer whose matrices a checkpoint has in one tensor each."""
+    """Return a layer with one stacked tensor per matrix, as in the checkpoint."""
 
     def stack(name: str, columns: int, depth: int, paired: bool) -> StackShape:
         shape = (routing.experts, columns, depth)
@@ -411,9 +411,9 @@ def experts(routing: Routing, width: int = 24, hidden: int = 32) -> Experts:
 
 
 def test_experts_between_other_operations(recorder: GraphBuilder) -> None:
-    """What is to be done is known only when the operations before it have been: the same as when they are called one by one."""
+    """Routing is known only when the earlier operations have run; results equal those of separate calls."""
     layer = experts(Routing(experts=6, chosen=2, scoring=Scoring.SOFTMAX, renormalise=True))
-    router, x, before = linear(6, 32), given(), noise(ROWS, 32, seed=1)
+    router, x, before = linear(6, 32), input_value(), noise(ROWS, 32, seed=1)
     y = recorder.add(x, recorder.experts(layer, x, recorder.linear(router, x)))
     recorder.keep(y)
     assert run(recorder) == ["linear 32 to 6", "2 of 6 experts", "add"]

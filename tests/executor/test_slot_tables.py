@@ -1,4 +1,4 @@
-"""The slot tables are what the plans say, and the flat index arithmetic is right at its edges."""
+"""Slot tables follow the plans; flat index arithmetic at its edges."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def test_plans_change_the_tables_in_order() -> None:
     second = new_row(2, Drawer(SamplingParams(), prompt=[8]))
     second.generation = 2
     tables.apply(plan(freed=pack_i32([2]), new_rows=[second], blocks=pack_i32([2, 0, 0, 3])))
-    assert tables.generation(2) == 2, "freed first, then the new tenant"
+    assert tables.generation(2) == 2, "a slot is freed before the next request takes it"
     assert tables.token_ids[2, 0] == 8
     assert tables.block_table[0, 2, 0] == 3
 
     tables.apply(plan(blocks=pack_i32([2, 0, 0, 4])))
-    assert tables.block_table[0, 2, 0] == 4, "entries can be replaced"
+    assert tables.block_table[0, 2, 0] == 4, "entries must be replaceable"
 
     tables.reset()
     assert not tables.num_active_slots
 
 
-def test_an_audited_plan_must_find_the_tables_it_expects() -> None:
+def test_an_audited_plan_checks_the_tables() -> None:
     tables = SlotTables(4, 16, full_layers(1, 1, 8, 4, 4), torch.device("cpu"))
     audited = plan(
         new_rows=[new_row(2, Drawer(SamplingParams(), prompt=[5, 6, 7, 8, 9]))],

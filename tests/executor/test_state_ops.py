@@ -1,6 +1,6 @@
-"""The references of operations with a state against what transformers computes of a whole sequence at once.
+"""Reference operations with a recurrent state against transformers on the whole sequence.
 
-Tolerance: fp32, sums of up to some hundreds of terms in another order (transformers goes by blocks of tokens).
+Tolerance: fp32, sums of some hundreds of terms in another order (transformers computes blocks of tokens).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_TOKENS = 41
 
 
 def in_chunks(problem: Problem, operation: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the tokens in three steps, beside another request; return the results and the state behind them."""
+    """Compute the tokens in three steps, with another request in the batch; return the results and the final state."""
     module = type("Module", (), {problem.name: staticmethod(operation)})
     states = problem.states(4)
     other = states[3].clone()

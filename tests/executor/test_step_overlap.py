@@ -1,4 +1,4 @@
-"""The executor's loop over a device that computes beside it: a worker whose steps end when the test says so."""
+"""The executor loop over an asynchronous device: the test ends the worker's steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.executor.conftest import Drawer, plan_of
-from tests.executor.test_executor_process import ME, config_of
+from tests.executor.test_executor_process import EXECUTOR_ID, config_of
 
 from quintet.deploy.tools.replay.roles import replay
 from quintet.executor import main
@@ -36,7 +36,7 @@ DEADLINE_S = 60.0
 
 
 @dataclass
-class Held:
+class HeldStep:
     """A step on the device. It draws its own number for every row."""
 
     plan: StepPlan
@@ -61,7 +61,7 @@ class Held:
 
 @dataclass
 class Device:
-    """A worker that hands every step to the test; or, ``at_once``, ends it when it begins."""
+    """A worker that passes every step to the test, or ends it immediately with ``at_once``."""
 
     at_once: bool = False
     num_blocks: int = 12
@@ -74,11 +74,11 @@ class Device:
     experts: None = None
     num_active_slots: int = 0
     work_done: int = 0
-    chores: list[str] = field(default_factory=list)
-    in_chore: Callable[[], object] = lambda: None
+    idle_tasks: list[str] = field(default_factory=list)
+    in_idle_task: Callable[[], object] = lambda: None
     in_reset: Callable[[], object] = lambda: None
     num_resets: int = 0
-    begun: list[Held] = field(default_factory=list)
+    started: list[HeldStep] = field(default_factory=list)
     refused: dict[int, Exception] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
 
@@ -87,18 +87,18 @@ class Device:
 
     @property
     def has_idle_tasks(self) -> bool:
-        return bool(self.chores)
+        return bool(self.idle_tasks)
 
     def run_idle_task(self) -> None:
-        self.chores.pop()
-        self.in_chore()
+        self.idle_tasks.pop()
+        self.in_idle_task()
 
-    def begin(self, plan: StepPlan) -> Held:
+    def begin(self, plan: StepPlan) -> HeldStep:
         self.num_active_slots += len(plan.new_rows)
         if plan.step in self.refused:
             raise self.refused[plan.step]
-        held = Held(plan)
-        self.begun.append(held)
+        held = HeldStep(plan)
+        self.started.append(held)
         if self.at_once:
             held.end()
         return held
@@ -112,25 +112,25 @@ class Device:
         return isinstance(error, MemoryError)
 
 
-class House:
-    """The executor's loop, turned by the test, and the core that it serves."""
+class LoopBench:
+    """The executor loop, driven by the test, and its core."""
 
     def __init__(self, config: EngineConfig, worker: StepWorker | None = None) -> None:
-        """worker: instead of one whose steps the test ends."""
+        """worker: replaces the default, which waits for the test to end its steps."""
         self.config = config
         self.is_closed = False
         self.bus = Bus(config.run_dir)
-        self.process: Process[StepPlan] = Process(ME, config, StepPlan)
+        self.process: Process[StepPlan] = Process(EXECUTOR_ID, config, StepPlan)
         self.device = Device()
         self.executor = Executor(self.process, self.device if worker is None else worker)
         self.peers = Peers(self.bus)
-        self.peers.connect(ME, address_of(config.run_dir, ME))
+        self.peers.connect(EXECUTOR_ID, address_of(config.run_dir, EXECUTOR_ID))
         self.cores: list[Inbox[Any]] = []
         self.arrived: list[Any] = []
         self.capacity = self.follow_new_core()
 
     def follow_new_core(self) -> Capacity:
-        """Have a new core, the topology say so, and the executor know."""
+        """Replace the core and publish the topology until the executor knows."""
         epoch = len(self.cores) + 1
         worker = WorkerId(Role.CORE, 0, epoch)
         address = address_of(self.config.run_dir, worker)
@@ -145,14 +145,14 @@ class House:
         plan = plan_of([Drawer(SamplingParams())] * num_rows, list(range(num_rows)))
         self.send(msgspec.structs.replace(plan, step=step, tables=tables, sent_ns=time.monotonic_ns()))
 
-    def turn_until_begun(self, num_steps: int) -> None:
+    def run_until_started(self, num_steps: int) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while len(self.device.begun) < num_steps:
-            assert time.monotonic() < deadline, self.device.begun
+        while len(self.device.started) < num_steps:
+            assert time.monotonic() < deadline, self.device.started
             self.executor.handle(self.process.receive(0.1))
 
     def expect(self, kind: Any) -> Any:
-        """Turn the loop until the newest core has a message, which must be of this kind."""
+        """Run the loop until the newest core has a message; it must be of this type."""
         deadline = time.monotonic() + DEADLINE_S
         while not self.arrived:
             assert time.monotonic() < deadline, f"no {kind} came"
@@ -162,7 +162,7 @@ class House:
         assert isinstance(message, kind), message
         return message
 
-    def figure(self, name: str) -> Any:
+    def metric(self, name: str) -> Any:
         snapshot = decode_snapshot(self.process.metrics.encoded())
         return next(series for series in [*snapshot.counters, *snapshot.histograms] if series.name == name)
 
@@ -170,7 +170,7 @@ class House:
         if self.is_closed:
             return
         self.is_closed = True
-        for held in self.device.begun:
+        for held in self.device.started:
             held.over.set()
         self.executor.close()
         self.process.close()
@@ -181,138 +181,138 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def loop(tmp_path: Path) -> Iterator[LoopBench]:
     run_dir = make_run_dir()
     config = msgspec.structs.replace(config_of(run_dir, kind="mock"), record=str(tmp_path / "recording"))
-    house = House(config)
-    yield house
-    house.close()
+    loop = LoopBench(config)
+    yield loop
+    loop.close()
     for path in run_dir.iterdir():
         path.unlink()
     run_dir.rmdir()
 
 
-def test_a_plan_is_begun_while_the_one_before_it_is_computed(house: House) -> None:
-    house.send_plan(1)
-    house.send_plan(2, num_rows=2)
-    house.turn_until_begun(2)
-    first, second = house.device.begun
-    assert house.executor.account()[1] == 2
+def test_a_plan_starts_while_the_previous_one_is_computed(loop: LoopBench) -> None:
+    loop.send_plan(1)
+    loop.send_plan(2, num_rows=2)
+    loop.run_until_started(2)
+    first, second = loop.device.started
+    assert loop.executor.account()[1] == 2
     second.end()
     first.end()
-    results = [house.expect(StepResult), house.expect(StepResult)]
-    assert [result.step for result in results] == [1, 2], "in the order of the plans"
+    results = [loop.expect(StepResult), loop.expect(StepResult)]
+    assert [result.step for result in results] == [1, 2], "results must follow the order of plans"
     assert [len(unpack_i32(result.token_ids)) for result in results] == [1, 2]
-    assert [result.num_active_slots for result in results] == [1, 3], "as it was after each plan"
-    assert house.executor.account() == (2, 0)
+    assert [result.num_active_slots for result in results] == [1, 3], "expected the number after each plan"
+    assert loop.executor.account() == (2, 0)
 
 
-def test_chores_are_done_while_nothing_is_in_flight_and_nobody_waits(house: House) -> None:
-    house.device.chores = ["last", "second", "first"]
-    while len(house.device.chores) == 3:  # the handshake may still be on its way
-        house.executor.run_once()
-    assert house.device.chores == ["last", "second"]
-    house.send_plan(1)
-    while not house.device.begun:  # a chore may come before the plan does
-        house.executor.run_once()
-    left = len(house.device.chores)
-    house.send_plan(2)
-    while len(house.device.begun) < 2:
-        house.executor.run_once()
-    assert len(house.device.chores) == left, "a step was in flight"
+def test_idle_tasks_run_only_without_steps_in_flight(loop: LoopBench) -> None:
+    loop.device.idle_tasks = ["last", "second", "first"]
+    while len(loop.device.idle_tasks) == 3:  # the handshake may still be in progress
+        loop.executor.run_once()
+    assert loop.device.idle_tasks == ["last", "second"]
+    loop.send_plan(1)
+    while not loop.device.started:  # an idle task may run before the plan arrives
+        loop.executor.run_once()
+    left = len(loop.device.idle_tasks)
+    loop.send_plan(2)
+    while len(loop.device.started) < 2:
+        loop.executor.run_once()
+    assert len(loop.device.idle_tasks) == left, "no idle task may run during a step"
 
 
-def test_a_chore_that_never_ends_is_work_pending_without_progress(house: House) -> None:
-    """Ranks do them together: one that has stopped keeps the first waiting there, and heartbeats have to tell."""
+def test_an_endless_idle_task_is_pending_work_without_progress(loop: LoopBench) -> None:
+    """Ranks run them together: a stopped rank blocks the first one, and heartbeats must show it."""
     accounts: list[tuple[int, int]] = []
-    house.device.in_chore = lambda: accounts.append(house.executor.account())
-    house.device.chores = ["second", "first"]
-    while house.device.has_idle_tasks:
-        house.executor.run_once()
+    loop.device.in_idle_task = lambda: accounts.append(loop.executor.account())
+    loop.device.idle_tasks = ["second", "first"]
+    while loop.device.has_idle_tasks:
+        loop.executor.run_once()
     assert accounts == [(0, 1), (1, 1)]
-    assert house.executor.account() == (2, 0)
+    assert loop.executor.account() == (2, 0)
 
 
-def test_a_reset_that_never_ends_is_work_pending_without_progress(house: House) -> None:
-    """It may wait for other processes as well."""
+def test_an_endless_reset_is_pending_work_without_progress(loop: LoopBench) -> None:
+    """A reset may wait for other processes."""
     accounts: list[tuple[int, int]] = []
-    house.device.in_reset = lambda: accounts.append(house.executor.account())
-    house.device.refused[1] = ValueError("no such slot")
-    house.send_plan(1)
-    assert house.expect(Capacity).failure == "ValueError: no such slot"
+    loop.device.in_reset = lambda: accounts.append(loop.executor.account())
+    loop.device.refused[1] = ValueError("no such slot")
+    loop.send_plan(1)
+    assert loop.expect(Capacity).failure == "ValueError: no such slot"
     assert accounts == [(0, 1)]
-    assert house.executor.account() == (0, 0)
+    assert loop.executor.account() == (0, 0)
 
 
-def test_a_result_goes_out_while_the_next_step_is_computed(house: House) -> None:
-    house.send_plan(1)
-    house.send_plan(2)
-    house.turn_until_begun(2)
-    house.device.begun[0].end()
-    assert house.expect(StepResult).step == 1
-    house.send_plan(3)
-    house.turn_until_begun(3)
-    assert house.executor.account() == (1, 2)
-    for held in house.device.begun[1:]:
+def test_a_result_is_sent_while_the_next_step_is_computed(loop: LoopBench) -> None:
+    loop.send_plan(1)
+    loop.send_plan(2)
+    loop.run_until_started(2)
+    loop.device.started[0].end()
+    assert loop.expect(StepResult).step == 1
+    loop.send_plan(3)
+    loop.run_until_started(3)
+    assert loop.executor.account() == (1, 2)
+    for held in loop.device.started[1:]:
         held.end()
-    assert [house.expect(StepResult).step for _ in range(2)] == [2, 3]
+    assert [loop.expect(StepResult).step for _ in range(2)] == [2, 3]
 
 
-def test_the_devices_own_figures_are_the_results(house: House) -> None:
-    house.send_plan(1)
-    house.turn_until_begun(1)
-    held = house.device.begun[0]
+def test_device_metrics_are_in_the_result(loop: LoopBench) -> None:
+    loop.send_plan(1)
+    loop.run_until_started(1)
+    held = loop.device.started[0]
     held.device_ms, held.gap_ms = 5.0, 0.25
     held.end()
-    result = house.expect(StepResult)
+    result = loop.expect(StepResult)
     assert (result.compute_ns, result.wait_ns) == (5_000_000, 250_000)
-    gap = house.figure("executor_device_gap_seconds")
+    gap = loop.metric("executor_device_gap_seconds")
     assert (sum(gap.counts), gap.total) == (1, 0.00025)
 
 
-def test_a_step_that_fails_on_the_device_voids_those_behind_it(house: House) -> None:
-    house.send_plan(1)
-    house.send_plan(2, num_rows=2)
-    house.send_plan(3)
-    house.turn_until_begun(3)
-    first, second, third = house.device.begun
+def test_a_failed_step_cancels_later_steps(loop: LoopBench) -> None:
+    loop.send_plan(1)
+    loop.send_plan(2, num_rows=2)
+    loop.send_plan(3)
+    loop.run_until_started(3)
+    first, second, third = loop.device.started
     first.end()
     third.end()
     second.end(ValueError("late news"))
-    assert house.expect(StepResult).step == 1
-    capacity = house.expect(Capacity)
+    assert loop.expect(StepResult).step == 1
+    capacity = loop.expect(Capacity)
     assert (capacity.tables, capacity.failure) == (1, "ValueError: late news")
-    assert house.device.num_resets == 1
-    assert house.executor.account()[1] == 0
-    house.send_plan(4)  # made before the core knew
-    house.send_plan(5, tables=1)
-    house.turn_until_begun(4)
-    assert house.device.begun[3].plan.step == 5
-    house.device.begun[3].end()
-    assert house.expect(StepResult).step == 5, "nothing of step 3"
+    assert loop.device.num_resets == 1
+    assert loop.executor.account()[1] == 0
+    loop.send_plan(4)  # made before the core received the failure
+    loop.send_plan(5, tables=1)
+    loop.run_until_started(4)
+    assert loop.device.started[3].plan.step == 5
+    loop.device.started[3].end()
+    assert loop.expect(StepResult).step == 5, "step 3 must have no result"
 
 
-def test_a_plan_that_cannot_be_begun_does_not_void_those_before_it(house: House) -> None:
-    house.device.refused[2] = ValueError("no such slot")
-    house.send_plan(1)
-    house.turn_until_begun(1)
-    house.send_plan(2)
-    threading.Timer(0.05, house.device.begun[0].end).start()  # while the loop waits for it
-    assert house.expect(StepResult).step == 1
-    assert house.expect(Capacity).failure == "ValueError: no such slot"
-    house.send_plan(3, tables=1)
-    house.turn_until_begun(2)
-    house.device.begun[1].end()
-    assert house.expect(StepResult).step == 3
+def test_a_rejected_plan_does_not_cancel_earlier_steps(loop: LoopBench) -> None:
+    loop.device.refused[2] = ValueError("no such slot")
+    loop.send_plan(1)
+    loop.run_until_started(1)
+    loop.send_plan(2)
+    threading.Timer(0.05, loop.device.started[0].end).start()  # while the loop waits for it
+    assert loop.expect(StepResult).step == 1
+    assert loop.expect(Capacity).failure == "ValueError: no such slot"
+    loop.send_plan(3, tables=1)
+    loop.run_until_started(2)
+    loop.device.started[1].end()
+    assert loop.expect(StepResult).step == 3
 
 
-def test_a_result_too_large_to_be_told_is_a_step_that_failed(
-    house: House, monkeypatch: pytest.MonkeyPatch
+def test_a_result_too_large_to_send_is_a_failed_step(
+    loop: LoopBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house.device.at_once = True
-    house.send_plan(1)
-    assert house.expect(StepResult).step == 1
-    send = house.process.peers.send
+    loop.device.at_once = True
+    loop.send_plan(1)
+    assert loop.expect(StepResult).step == 1
+    send = loop.process.peers.send
 
     def refuse(role: Role, index: int, message: msgspec.Struct) -> bool:
         if isinstance(message, StepResult):
@@ -320,108 +320,108 @@ def test_a_result_too_large_to_be_told_is_a_step_that_failed(
         return send(role, index, message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(house.process.peers, "send", refuse)
-        house.send_plan(2)
-        capacity = house.expect(Capacity)
+        patch.setattr(loop.process.peers, "send", refuse)
+        loop.send_plan(2)
+        capacity = loop.expect(Capacity)
     assert capacity.tables == 1 and capacity.failure.startswith("FrameTooLarge: ")
-    house.send_plan(3, tables=1)
-    assert house.expect(StepResult).step == 3
-    assert house.executor.account()[1] == 0
+    loop.send_plan(3, tables=1)
+    assert loop.expect(StepResult).step == 3
+    assert loop.executor.account()[1] == 0
 
 
-def test_the_first_failure_is_the_one_that_counts(house: House) -> None:
-    house.device.refused[2] = ValueError("because of the first")
-    house.send_plan(1)
-    house.turn_until_begun(1)
-    house.device.begun[0].end(ValueError("the first"))
-    house.send_plan(2)
-    assert house.expect(Capacity).failure == "ValueError: the first"
-    house.send_plan(3, tables=1)
-    house.turn_until_begun(2)
-    house.device.begun[1].end()
-    assert house.expect(StepResult).step == 3
-    assert house.executor.account()[1] == 0
+def test_the_first_failure_is_reported(loop: LoopBench) -> None:
+    loop.device.refused[2] = ValueError("because of the first")
+    loop.send_plan(1)
+    loop.run_until_started(1)
+    loop.device.started[0].end(ValueError("the first"))
+    loop.send_plan(2)
+    assert loop.expect(Capacity).failure == "ValueError: the first"
+    loop.send_plan(3, tables=1)
+    loop.run_until_started(2)
+    loop.device.started[1].end()
+    assert loop.expect(StepResult).step == 3
+    assert loop.executor.account()[1] == 0
 
 
-def test_a_lost_device_ends_the_loop(house: House) -> None:
-    house.send_plan(1, num_rows=2)
-    house.turn_until_begun(1)
-    house.device.begun[0].end(MemoryError("as a lost device is to this worker"))
+def test_a_lost_device_ends_the_loop(loop: LoopBench) -> None:
+    loop.send_plan(1, num_rows=2)
+    loop.run_until_started(1)
+    loop.device.started[0].end(MemoryError("device lost"))
     with pytest.raises(MemoryError):
-        house.expect(StepResult)
+        loop.expect(StepResult)
 
 
-def test_a_new_core_hears_nothing_of_what_was_in_flight(house: House) -> None:
-    house.send_plan(1)
-    house.send_plan(2)
-    house.turn_until_begun(2)
-    assert house.follow_new_core().tables == 1
-    assert house.executor.account()[1] == 0
-    for held in house.device.begun:
+def test_a_new_core_receives_no_results_of_earlier_plans(loop: LoopBench) -> None:
+    loop.send_plan(1)
+    loop.send_plan(2)
+    loop.run_until_started(2)
+    assert loop.follow_new_core().tables == 1
+    assert loop.executor.account()[1] == 0
+    for held in loop.device.started:
         held.end()
-    house.send_plan(1, tables=1)
-    house.turn_until_begun(3)
-    house.device.begun[2].end()
-    result = house.expect(StepResult)
+    loop.send_plan(1, tables=1)
+    loop.run_until_started(3)
+    loop.device.started[2].end()
+    result = loop.expect(StepResult)
     assert (result.step, result.num_active_slots) == (1, 1)
 
 
-def test_the_first_plan_of_a_new_core_may_be_dropped_whatever_the_last_one_planned(house: House) -> None:
+def test_the_first_plan_of_a_new_core_may_be_dropped(loop: LoopBench) -> None:
     worker = WorkerId(Role.CORE, 0, 2)
-    address = address_of(house.config.run_dir, worker)
-    house.cores.append(Inbox(house.bus, address, Capacity | StepResult))
-    house.send_plan(7)  # of the first core, and heard of in the turn in which the second is
-    house.send(Topology(2, [ProcessSlot(worker, address, 1, SlotState.READY)]))
+    address = address_of(loop.config.run_dir, worker)
+    loop.cores.append(Inbox(loop.bus, address, Capacity | StepResult))
+    loop.send_plan(7)  # from the first core, received in the same turn as the second
+    loop.send(Topology(2, [ProcessSlot(worker, address, 1, SlotState.READY)]))
     run_once: list[Any] = []
     while len(run_once) < 2:
-        run_once += house.process.receive(DEADLINE_S)
-    house.executor.handle(run_once)
-    assert house.expect(Capacity).failure == ""
-    house.executor.handle([Dropped("plan", step=1, tables=1)])
-    assert "rejected the step's plan" in house.expect(Capacity).failure
+        run_once += loop.process.receive(DEADLINE_S)
+    loop.executor.handle(run_once)
+    assert loop.expect(Capacity).failure == ""
+    loop.executor.handle([Dropped("plan", step=1, tables=1)])
+    assert "rejected the step's plan" in loop.expect(Capacity).failure
 
 
-def test_a_step_that_never_ends_is_work_pending_without_progress(house: House) -> None:
-    house.send_plan(1)
-    house.turn_until_begun(1)
-    before = house.executor.account()
-    house.executor.handle(house.process.receive(0.05))
-    assert house.executor.account() == before == (0, 1)
-    house.device.work_done += 1
-    assert house.executor.account() == (1, 1), "a long step is none: the device's work counts"
+def test_an_endless_step_is_pending_work_without_progress(loop: LoopBench) -> None:
+    loop.send_plan(1)
+    loop.run_until_started(1)
+    before = loop.executor.account()
+    loop.executor.handle(loop.process.receive(0.05))
+    assert loop.executor.account() == before == (0, 1)
+    loop.device.work_done += 1
+    assert loop.executor.account() == (1, 1), "a long step makes progress: the device's work counts"
 
 
-def test_a_recording_says_when_steps_ended(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a replay sends in each turn depends on that, and there the device is never waited for as it was then."""
-    house.send_plan(1)
-    house.send_plan(2)
-    house.turn_until_begun(2)
-    house.device.begun[0].end()
-    house.expect(StepResult)
-    house.send_plan(3)
-    house.turn_until_begun(3)
-    house.device.begun[1].end(ValueError("late news"))
-    house.expect(Capacity)
-    house.follow_new_core()
-    house.send_plan(1, tables=2)
-    house.turn_until_begun(4)
-    for held in house.device.begun[2:]:
+def test_a_recording_has_the_end_times_of_steps(loop: LoopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay sends messages by these times; its device is never waited for."""
+    loop.send_plan(1)
+    loop.send_plan(2)
+    loop.run_until_started(2)
+    loop.device.started[0].end()
+    loop.expect(StepResult)
+    loop.send_plan(3)
+    loop.run_until_started(3)
+    loop.device.started[1].end(ValueError("late news"))
+    loop.expect(Capacity)
+    loop.follow_new_core()
+    loop.send_plan(1, tables=2)
+    loop.run_until_started(4)
+    for held in loop.device.started[2:]:
         held.end()
-    house.expect(StepResult)
-    house.close()
-    assert house.config.record is not None
+    loop.expect(StepResult)
+    loop.close()
+    assert loop.config.record is not None
 
-    class Again(Device):
-        def begin(self, plan: StepPlan) -> Held:
+    class InstantDevice(Device):
+        def begin(self, plan: StepPlan) -> HeldStep:
             held = super().begin(plan)
             if plan.step == 2:
                 held.error = ValueError("late news")
             return held
 
     def make_worker(config: EngineConfig, span: Span = no_span, followers: None = None) -> Device:
-        return Again(at_once=True)
+        return InstantDevice(at_once=True)
 
     monkeypatch.setattr(main, "make_worker", make_worker)
-    account = replay(open_recording(Path(house.config.record), str(ME)))
+    account = replay(open_recording(Path(loop.config.record), str(EXECUTOR_ID)))
     assert account.difference is None
-    assert account.num_sent == 5, "two results, and three introductions"
+    assert account.num_sent == 5, "expected two results and three handshake messages"

@@ -1,4 +1,4 @@
-"""GGUF files byte by byte, right or wrong: each part is what the test gives."""
+"""GGUF files built byte by byte, valid or invalid."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def file_of(
     keys: Sequence[bytes] = (),
     tensors: Sequence[bytes] = (),
     data: bytes = b"",
-    **lies: Any,
+    **overrides: Any,
 ) -> bytes:
-    """lies: ``magic``, ``version``, ``num_keys``, ``num_tensors`` in place of the true ones."""
-    said: Mapping[str, Any] = {
+    """overrides: values of ``magic``, ``version``, ``num_keys``, ``num_tensors`` that replace the valid ones."""
+    fields: Mapping[str, Any] = {
         "magic": b"GGUF",
         "version": 3,
         "num_keys": len(keys),
         "num_tensors": len(tensors),
-    } | lies
-    head = said["magic"] + struct.pack("<IQQ", said["version"], said["num_tensors"], said["num_keys"])
+    } | overrides
+    head = fields["magic"] + struct.pack("<IQQ", fields["version"], fields["num_tensors"], fields["num_keys"])
     described = head + b"".join(keys) + b"".join(tensors)
     return described + bytes(-len(described) % 32) + data

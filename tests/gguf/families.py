@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture that is read from GGUF, and files of them."""
+"""Tiny random models of every supported GGUF architecture, and their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose matrices are random blocks of GGML's types: as a GGUF file, and as the numbers that these stand for."""
+"""Models with random blocks of GGML's types as matrices: the GGUF file, and the dequantized numbers."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ SCALES: dict[str, tuple[int, int | None, float]] = {
     "IQ4_NL": (0, None, 0.0),
     "IQ4_XS": (0, None, 0.0),
 }
-"""Where the fp16 scale of a block is, where that of its minima, and the ratio of them that makes numbers zero on average."""
+"""Offset of a block's fp16 scale, offset of the scale of its minima, and their ratio that gives a zero mean."""
 WIDENED = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "Q8_K")
-"""Types without a packed form, whose scale comes first: in fp16, that of Q8_K in fp32."""
+"""Types without a packed form. The scale is first: fp16, or fp32 for Q8_K."""
 
 
 def random_rows(kind: str, rows: int, depth: int, seed: int) -> Array:
-    """Return random blocks, uint8 ``[rows, bytes of a row]``, whose numbers are as large as those of a sane matrix."""
+    """Return random blocks, uint8 ``[rows, bytes of a row]``, with magnitudes of a usual matrix."""
     draw = np.random.default_rng(seed)
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     raw = draw.integers(0, 256, (rows * depth // block, size), np.uint8)
     at, at_least, ratio = SCALES.get(kind, (0, None, 0.0))
     factor = 0.01
-    for _ in range(2):  # the first time to see how large they are
+    for _ in range(2):  # the first pass measures the magnitude
         signs = draw.choice(
             [-1.0, 1.0], (len(raw), 1)
-        )  # else the codes of some formats are not zero on average
+        )  # otherwise the codes of some formats have a nonzero mean
         scales = (signs * draw.uniform(0.7, 1.3, (len(raw), 1)) * factor).astype(np.float16)
         its = scales.astype(np.float32 if kind == "Q8_K" else np.float16).view(np.uint8)
         raw[:, at : at + its.shape[1]] = its
@@ -61,7 +61,7 @@ def random_rows(kind: str, rows: int, depth: int, seed: int) -> Array:
 
 
 def numbers_of(kind: str, raw: Array) -> Array:
-    """Return what the `gguf` package reads in blocks; of Q8_K, which it does not know, what ggml's ``block_q8_K`` means."""
+    """Return the numbers that the `gguf` package dequantizes; of Q8_K, which it lacks, those of ggml's ``block_q8_K``."""
     if kind == "Q8_K":
         blocks = raw.reshape(-1, 292)
         codes = blocks[:, 4:260].view(np.int8).astype(np.float32)
@@ -72,9 +72,9 @@ def numbers_of(kind: str, raw: Array) -> Array:
 
 
 def in_blocks(row: Row, kind_of: Callable[[str], str], target: Path) -> Row:
-    """Return the row with other matrices, those of blocks; whoever makes it has the file at ``target``.
+    """Return the row with random blocks as matrices; making the row writes the file to ``target``.
 
-    kind_of: from the file's name of a tensor to its type; F32: it stays what it is.
+    kind_of: maps a tensor's name in the file to its type; F32 keeps the tensor.
     """
 
     def make(folder: Path) -> Logits:
@@ -103,7 +103,7 @@ def in_blocks(row: Row, kind_of: Callable[[str], str], target: Path) -> Row:
 
 
 def of_gpt_oss(row: Row, target: Path) -> Row:
-    """Return a row of gpt-oss whose experts are random blocks of MXFP4, as in all of its files; that has them at ``target``."""
+    """Return a row of gpt-oss with random MXFP4 blocks as experts, as in its files; making it writes the file to ``target``."""
 
     def make(folder: Path) -> Logits:
         row.make(folder)
@@ -115,13 +115,11 @@ def of_gpt_oss(row: Row, target: Path) -> Row:
                 continue
             experts, rows, depth = each.shape
             raw = np.random.default_rng(seed).integers(0, 256, (experts * rows * depth // 32, 17), np.uint8)
-            raw[:, 0] = np.random.default_rng(seed).integers(
-                120, 123, len(raw)
-            )  # exponents: 2^-7 and its neighbours
+            raw[:, 0] = np.random.default_rng(seed).integers(120, 123, len(raw))  # exponents around 2^-7
             raw = raw.reshape(experts, rows, -1)
             numbers = torch.from_numpy(numbers_of("MXFP4", raw)).transpose(1, 2)
             begin = {"gate": 0, "up": 1, "down": 0}[found[2]]
-            step = 1 if found[2] == "down" else 2  # gates and ups take turns in a folder
+            step = 1 if found[2] == "down" else 2  # gates and ups are interleaved in a folder
             (source,) = each.laid.sources
             tensors[source][..., begin::step] = numbers
             moved = torch.from_numpy(raw)

@@ -1,4 +1,4 @@
-"""BitNet b1.58 as llama.cpp's converters wrote it: three values for a weight, a scale in the numbers or beside them."""
+"""BitNet b1.58 as llama.cpp's converters wrote it: ternary weights, with the scale multiplied in or separate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quintet.deploy.cli.main import main
-from tests.gguf.test_tokens import said_by_llama_cpp
+from tests.gguf.test_tokens import llama_cpp_outputs
 from tests.gguf.vocabularies import LLAMA_CPP
 from tests.models.equality import alone, load
 from tests.models.random_checkpoints import Expectation, Logits, Row, batched_logits, of_transformers
@@ -39,12 +39,12 @@ NAMES = {
     "self_attn.o_proj": "attn_output",
     **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
 }
-SCHEDULES = ("numbers", "scales", "TQ1_0", "TQ2_0")
-"""Of writing matrices: whole numbers; three values and a scale beside them; blocks of three values."""
+WAYS = ("numbers", "scales", "TQ1_0", "TQ2_0")
+"""Encodings of matrices: floating-point numbers; ternary values and a separate scale; ternary blocks."""
 
 
-def named(name: str) -> str:
-    """Return what a file calls a folder's tensor."""
+def name_in_file(name: str) -> str:
+    """Return the file's name of a folder's tensor."""
     module = name.removesuffix(".weight")
     if module in NAMES:
         return NAMES[module]
@@ -52,8 +52,8 @@ def named(name: str) -> str:
     return f"blk.{layer}.{NAMES[leaf]}"
 
 
-def of_three_values(schedule: str, target: Path, theta: float = THETA) -> Row:
-    """Return a model whose layers have three values; whoever makes it has the file at ``target``."""
+def ternary_model(way: str, target: Path, theta: float = THETA) -> Row:
+    """Return a model with ternary layers; making it writes the file to ``target``."""
     activation = "relu2" if theta == THETA_OF_2B4T else "silu"
     rope = {"rope_type": "default", "rope_theta": theta}
     plain = of_transformers("BitNetConfig", **SETTINGS, hidden_act=activation, rope_parameters=rope)
@@ -64,12 +64,12 @@ def of_three_values(schedule: str, target: Path, theta: float = THETA) -> Row:
         writer = writer_of(target, len(tensors["model.embed_tokens.weight"]), theta)
         for number, (name, tensor) in enumerate(sorted(tensors.items())):
             if not name.endswith("_proj.weight"):
-                writer.add_tensor(f"{named(name)}.weight", tensor.float().numpy())
+                writer.add_tensor(f"{name_in_file(name)}.weight", tensor.float().numpy())
                 continue
             scale = float(np.float16(tensor.shape[1] ** -0.5 * (1 + number / 64)))
             values = torch.randint(-1, 2, tensor.shape, generator=draw).float()
             tensors[name] = values * scale
-            add(writer, named(name), values.numpy(), scale, schedule)
+            add(writer, name_in_file(name), values.numpy(), scale, way)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -82,7 +82,7 @@ def of_three_values(schedule: str, target: Path, theta: float = THETA) -> Row:
 
 
 def writer_of(target: Path, num_tokens: int, theta: float) -> gguf.GGUFWriter:
-    """Return a writer that has said what the model is, as llama.cpp's converter says it."""
+    """Return a writer with the model's metadata, as written by llama.cpp's converter."""
     writer = gguf.GGUFWriter(str(target), "bitnet")
     writer.add_block_count(SETTINGS["num_hidden_layers"])
     writer.add_context_length(256)
@@ -104,19 +104,17 @@ def writer_of(target: Path, num_tokens: int, theta: float) -> gguf.GGUFWriter:
     return writer
 
 
-def add(
-    writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], scale: float, schedule: str
-) -> None:
-    """Write a matrix of three values, times a scale."""
-    if schedule == "scales":
+def add(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], scale: float, way: str) -> None:
+    """Write a ternary matrix, times a scale."""
+    if way == "scales":
         writer.add_tensor(f"{name}.scale", np.array([scale], np.float32))
         writer.add_tensor(f"{name}.weight", values.astype(np.float16))
         return
     numbers = values * np.float32(scale)
-    if schedule == "numbers":
+    if way == "numbers":
         writer.add_tensor(f"{name}.weight", numbers)
         return
-    kind = gguf.GGMLQuantizationType[schedule]
+    kind = gguf.GGMLQuantizationType[way]
     writer.add_tensor(f"{name}.weight", gguf.quantize(numbers, kind), raw_dtype=kind)
 
 
@@ -125,26 +123,26 @@ def _outputs(expected: list[Expectation]) -> list[list[int]]:
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_files_of_three_values_say_what_the_model_says(schedule: str, tmp_path: Path) -> None:
-    expected = made(of_three_values(schedule, tmp_path / "model.gguf"), tmp_path)
+@pytest.mark.parametrize("way", WAYS)
+def test_ternary_files_give_the_tokens_of_the_model(way: str, tmp_path: Path) -> None:
+    expected = made(ternary_model(way, tmp_path / "model.gguf"), tmp_path)
     loaded = load(tmp_path / "model.gguf")
     assert alone(loaded, [each.prompt for each in expected]).outputs == _outputs(expected)
 
 
-def test_what_rotates_as_2b4t_has_its_activation(tmp_path: Path) -> None:
-    expected = made(of_three_values("TQ2_0", tmp_path / "model.gguf", THETA_OF_2B4T), tmp_path)
+def test_the_rope_base_of_2b4t_selects_its_activation(tmp_path: Path) -> None:
+    expected = made(ternary_model("TQ2_0", tmp_path / "model.gguf", THETA_OF_2B4T), tmp_path)
     loaded = load(tmp_path / "model.gguf")
     assert alone(loaded, [each.prompt for each in expected]).outputs == _outputs(expected)
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed beside")
-@pytest.mark.parametrize("schedule", ["numbers", "scales"])
-def test_llama_cpp_says_the_same(schedule: str, tmp_path: Path) -> None:
-    """Its products with blocks of three values round what they multiply."""
-    expected = made(of_three_values(schedule, tmp_path / "model.gguf"), tmp_path)
-    assert said_by_llama_cpp(tmp_path / "model.gguf", expected) == _outputs(expected)
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed")
+@pytest.mark.parametrize("way", ["numbers", "scales"])
+def test_llama_cpp_gives_the_same_tokens(way: str, tmp_path: Path) -> None:
+    """llama.cpp rounds activations in products with ternary blocks."""
+    expected = made(ternary_model(way, tmp_path / "model.gguf"), tmp_path)
+    assert llama_cpp_outputs(tmp_path / "model.gguf", expected) == _outputs(expected)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +153,10 @@ def test_llama_cpp_says_the_same(schedule: str, tmp_path: Path) -> None:
         ("TQ2_0", np.float32, torch.bfloat16),
     ],
 )
-def test_a_product_is_rounded_once(kind: str, scales: type, written: torch.dtype, tmp_path: Path) -> None:
-    """A matrix that is quantized, and its scale, become bf16; a plain one keeps all its bits, whatever else the file has."""
+def test_a_ternary_product_is_rounded_once(
+    kind: str, scales: type, written: torch.dtype, tmp_path: Path
+) -> None:
+    """A quantized matrix and its scale become bf16; a plain one keeps all bits, even in a mixed file."""
     of_transformers("BitNetConfig", **SETTINGS).make(tmp_path)
     tensors, draw = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)
     writer = writer_of(tmp_path / "model.gguf", 512, THETA)
@@ -168,18 +168,18 @@ def test_a_product_is_rounded_once(kind: str, scales: type, written: torch.dtype
                 numbers = 0.3 * torch.randint(-1, 2, tensor.shape, generator=draw)
             raw_kind, scale = gguf.GGMLQuantizationType[kind], np.array([0.7], scales)
             raw = gguf.quantize(numbers.numpy(), raw_kind)
-            writer.add_tensor(f"{named(name)}.weight", raw, raw_dtype=raw_kind)
-            writer.add_tensor(f"{named(name)}.scale", scale)
+            writer.add_tensor(f"{name_in_file(name)}.weight", raw, raw_dtype=raw_kind)
+            writer.add_tensor(f"{name_in_file(name)}.scale", scale)
             exact = gguf.dequantize(raw, raw_kind).astype(np.float32) * scale.astype(np.float32)
             wanted[name] = torch.from_numpy(exact).to(written)
         elif tensor.dim() == 2:
             kind_of_rows = gguf.GGMLQuantizationType.Q8_0
             rows = torch.randn(512, tensor.shape[1], generator=draw).numpy()
             writer.add_tensor(
-                f"{named(name)}.weight", gguf.quantize(rows, kind_of_rows), raw_dtype=kind_of_rows
+                f"{name_in_file(name)}.weight", gguf.quantize(rows, kind_of_rows), raw_dtype=kind_of_rows
             )
         else:
-            writer.add_tensor(f"{named(name)}.weight", tensor.float().numpy())
+            writer.add_tensor(f"{name_in_file(name)}.weight", tensor.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,4 +1,4 @@
-"""The card that is made of a file's metadata: whatever that says, there is a model or one line."""
+"""The model configuration from a file's metadata: arbitrary metadata gives a model or a one-line error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WILD = st.one_of(
 )
 
 
-def parts_of(metadata: dict[str, Any], tensors: tuple[str, ...] = ("token_embd.weight",)) -> Parts:
+def parsed(metadata: dict[str, Any], tensors: tuple[str, ...] = ("token_embd.weight",)) -> Parts:
     shapes = {name: Tensor(TYPES[0], (64, 8), 0, 2048) for name in tensors}
     return Parts((Header(Path("model.gguf"), 1 << 20, 0, metadata, shapes, b""),))
 
@@ -65,7 +65,7 @@ def parts_of(metadata: dict[str, Any], tensors: tuple[str, ...] = ("token_embd.w
 def _check(arch: str, values: dict[str, Any]) -> None:
     metadata = {f"{arch}.{key}": value for key, value in values.items()} | {"general.architecture": arch}
     try:
-        card = json.loads(card_of_gguf(parts_of(metadata)))
+        card = json.loads(card_of_gguf(parsed(metadata)))
         FAMILIES[card["architectures"][0]].read(ModelCard(card, "model.gguf"))
     except ConfigError as error:
         assert str(error).startswith("model.gguf: ") and "\n" not in str(error)
@@ -76,27 +76,27 @@ _VALUES = st.dictionaries(st.sampled_from(KEYS), WILD) | st.fixed_dictionaries(d
 
 @settings(max_examples=150, deadline=None)
 @given(arch=st.sampled_from(sorted(ARCHITECTURES)), values=_VALUES)
-def test_any_metadata_is_a_model_or_one_line(arch: str, values: dict[str, Any]) -> None:
+def test_any_metadata_is_a_model_or_a_one_line_error(arch: str, values: dict[str, Any]) -> None:
     _check(arch, values)
 
 
 @pytest.mark.whole
 @settings(max_examples=20_000, deadline=None)
 @given(arch=st.sampled_from(sorted(ARCHITECTURES)), values=_VALUES)
-def test_much_metadata_is_a_model_or_one_line(arch: str, values: dict[str, Any]) -> None:
+def test_more_metadata_is_a_model_or_a_one_line_error(arch: str, values: dict[str, Any]) -> None:
     _check(arch, values)
 
 
-def test_an_architecture_that_is_not_read_is_named_with_those_that_are() -> None:
+def test_an_unsupported_architecture_is_named_with_the_supported_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"unsupported GGUF architecture 'rwkv9'; supported: apertus, arcee, baichuan"
     ):
-        card_of_gguf(parts_of({"general.architecture": "rwkv9"}))
+        card_of_gguf(parsed({"general.architecture": "rwkv9"}))
     with pytest.raises(ConfigError, match=r"general\.architecture is None"):
-        card_of_gguf(parts_of({}))
+        card_of_gguf(parsed({}))
 
 
-def test_every_architecture_that_gguf_names_is_read_or_told_why_not() -> None:
+def test_every_architecture_of_gguf_is_supported_or_has_a_reason() -> None:
     named = set(gguf.MODEL_ARCH_NAMES.values())
     assert named == ARCHITECTURES.keys() | REFUSED.keys()
     assert not ARCHITECTURES.keys() & REFUSED.keys()
@@ -105,11 +105,11 @@ def test_every_architecture_that_gguf_names_is_read_or_told_why_not() -> None:
     with pytest.raises(
         ConfigError, match="unsupported GGUF architecture 'rwkv7': its recurrent layers are not implemented"
     ):
-        card_of_gguf(parts_of({"general.architecture": "rwkv7"}))
+        card_of_gguf(parsed({"general.architecture": "rwkv7"}))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "expected"),
     [
         ({"attention.head_count_kv": 3}, "llama.attention.head_count_kv is 3; it must be a divisor of"),
         ({"rope.freq_base": "high"}, "llama.rope.freq_base is 'high'; it must be a number"),
@@ -119,7 +119,7 @@ def test_every_architecture_that_gguf_names_is_read_or_told_why_not() -> None:
         ),
     ],
 )
-def test_errors_name_the_files_own_keys(wrong: dict[str, Any], said: str) -> None:
+def test_errors_name_the_keys_of_the_file(wrong: dict[str, Any], expected: str) -> None:
     values = {
         "block_count": 2,
         "context_length": 64,
@@ -129,8 +129,8 @@ def test_errors_name_the_files_own_keys(wrong: dict[str, Any], said: str) -> Non
         "attention.layer_norm_rms_epsilon": 1e-5,
     }
     metadata = {f"llama.{key}": value for key, value in (values | wrong).items()}
-    card = json.loads(card_of_gguf(parts_of(metadata | {"general.architecture": "llama"})))
-    with pytest.raises(ConfigError, match=rf"^model\.gguf: {re.escape(said)}"):
+    card = json.loads(card_of_gguf(parsed(metadata | {"general.architecture": "llama"})))
+    with pytest.raises(ConfigError, match=rf"^model\.gguf: {re.escape(expected)}"):
         FAMILIES[card["architectures"][0]].read(ModelCard(card, "model.gguf"))
 
 
@@ -142,19 +142,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model.gguf"
 
 
-def test_facts_are_the_files(file: Path) -> None:
+def test_model_facts_are_those_of_the_file(file: Path) -> None:
     facts = read_facts(file)
     assert (facts.architecture, facts.dtype, facts.vocab_size) == ("LlamaForCausalLM", "float16", 211)
     assert facts.path == file and len(facts.kv_needs) == 3
 
 
-def test_transformers_computes_no_file(file: Path) -> None:
+def test_model_impl_transformers_rejects_gguf(file: Path) -> None:
     with pytest.raises(ConfigError, match="--model-impl transformers does not support GGUF"):
         read_facts(file, model_impl="transformers")
 
 
-def test_tensors_that_the_architecture_has_no_place_for_are_refused(file: Path) -> None:
-    """A bias that nobody adds would be another model."""
+def test_unexpected_tensors_are_rejected(file: Path) -> None:
+    """Ignoring a bias would give a wrong model."""
     from tests.models.equality import load
 
     raw = file.read_bytes()

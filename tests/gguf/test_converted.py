@@ -1,4 +1,4 @@
-"""Folders that `quintet convert` makes of GGUF files: their numbers, said by us and by transformers."""
+"""Folders that `quintet convert` writes from GGUF files: logits of Quintet and of transformers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.models.rows import moe
 from tests.models.test_equal import made
 
 CLOSE = 0.1
-"""How far logits may be when quantized numbers were rounded to bf16, in deviations: 0.03 here, and above 1 for another matrix."""
+"""Maximum error of logits after rounding to bf16, in standard deviations: 0.03 here, above 1 for a wrong matrix."""
 
 
-def furthest_first(folder: Path, expected: Sequence[Expectation]) -> float:
-    """Return how far the logits behind prompts are, at the most: what follows may be another choice, and then anything."""
+def furthest_first_token(folder: Path, expected: Sequence[Expectation]) -> float:
+    """Return the maximum error of the logits after prompts: later tokens may differ after a near tie."""
     outcome = alone(load(folder), [each.prompt for each in expected])
     found = (logits_of(outcome, i, len(each.prompt))[0] for i, each in enumerate(expected))
     return max(
@@ -45,7 +45,9 @@ def converted(file: Path) -> Path:
 
 
 @pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
-def test_a_folder_says_what_its_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_converted_folder_has_the_logits_of_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "model.gguf"
     expected = made(in_blocks(of_transformers("Qwen2Config", **WIDE), as_q4_k_m, file), tmp_path)
     out = converted(file)
@@ -53,7 +55,7 @@ def test_a_folder_says_what_its_file_says(tmp_path: Path, capsys: pytest.Capture
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in out.iterdir()
     }
-    assert furthest_first(out, expected) < CLOSE
+    assert furthest_first_token(out, expected) < CLOSE
     tensors, stored = (
         load_file(out / "model.safetensors"),
         {each.name: each for each in gguf.GGUFReader(file).tensors},
@@ -72,7 +74,7 @@ def test_a_folder_says_what_its_file_says(tmp_path: Path, capsys: pytest.Capture
             assert (rows[-1] - each.logits[0]).abs().amax() < CLOSE * each.logits[0].std()
 
 
-def test_a_converted_file_is_quantized_again_from_exact_numbers(tmp_path: Path) -> None:
+def test_a_converted_folder_is_quantized_from_exact_numbers(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     in_blocks(of_transformers("Qwen2Config", **WIDE), as_q4_k_m, file).make(tmp_path)
     out, again = tmp_path / "converted", tmp_path / "again.gguf"
@@ -96,7 +98,7 @@ def test_a_converted_file_is_quantized_again_from_exact_numbers(tmp_path: Path) 
     "family",
     ["LlamaConfig", "Gemma2Config", "MixtralConfig", "GptOssConfig"],
 )
-def test_other_families_load_again(family: str, tmp_path: Path) -> None:
+def test_other_families_are_converted_and_loaded(family: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     if family == "GptOssConfig":
         more = moe.GPT_OSS | WIDE | {"swiglu_limit": 7.0, "intermediate_size": 256}
@@ -104,10 +106,12 @@ def test_other_families_load_again(family: str, tmp_path: Path) -> None:
     else:
         expected = made(of_transformers(family, **WIDE), tmp_path)
         write_model(tmp_path, file, "f32")
-    assert furthest_first(converted(file), expected) < CLOSE
+    assert furthest_first_token(converted(file), expected) < CLOSE
 
 
-def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_conversion_is_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "model.gguf"
     of_transformers("LlamaConfig").make(tmp_path)
     write_model(tmp_path, file)

@@ -1,4 +1,4 @@
-"""Numbers of GGML's blocks, against the `gguf` package's own reading of the same bytes."""
+"""Dequantized GGML blocks, against the `gguf` package on the same bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BLOCKS = 300
 @pytest.mark.parametrize(
     "kind", [each for each in TYPES.values() if each.name != "Q8_K"], ids=lambda kind: kind.name
 )
-def test_numbers_are_the_gguf_packages_byte_for_byte(kind):
-    """Random bytes: every scale there is, infinities and those that are no number among them."""
+def test_dequantized_bytes_equal_the_gguf_package(kind):
+    """Random bytes cover every scale, including infinities and NaN."""
     raw = np.random.default_rng(1).integers(0, 256, BLOCKS * kind.block_bytes, np.uint8)
     ours = torch.empty(BLOCKS * kind.block)
     dequantize(torch.from_numpy(raw), kind, ours)
@@ -29,8 +29,8 @@ def test_numbers_are_the_gguf_packages_byte_for_byte(kind):
     assert np.isnan(ours.numpy()[~numbers]).all()
 
 
-def test_q8_k_is_its_scale_times_its_numbers():
-    """The package does not read what llama.cpp keeps activations in."""
+def test_q8_k_is_scale_times_integers():
+    """The package lacks this type, which llama.cpp uses for activations."""
     numbers = np.arange(256).astype(np.uint8)
     raw = np.concatenate(
         [np.frombuffer(np.float32(0.3).tobytes(), np.uint8), numbers, np.zeros(32, np.uint8)]

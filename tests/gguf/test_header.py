@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what a right one says, and that a wrong one is one line that names file, byte and subject."""
+"""Headers of GGUF files: valid ones are parsed, and an invalid one is a one-line error with file, byte and subject."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def written(folder: Path, raw: bytes, name: str = "model.gguf") -> Path:
     return path
 
 
-def test_a_header_says_what_was_written(tmp_path: Path) -> None:
+def test_a_header_is_parsed(tmp_path: Path) -> None:
     header = read_header(written(tmp_path, WHOLE))
     words, scores = header.metadata.pop("words"), header.metadata.pop("scores")
     assert header.metadata == {"general.architecture": "llama", "a.count": 7, "a.eps": 1e-6, "a.yes": True}
@@ -52,11 +52,11 @@ def test_a_header_says_what_was_written(tmp_path: Path) -> None:
 
 _DATA = bytes(64)
 TIMES_THE_FILE = 12
-"""A tensor takes 33 bytes of a file or more; here a name, a shape, where it lies, and an entry by which it is found: ten times
-that. A key takes seven times what it does in a file, a text six times, while it is made.
+"""Memory per byte of the file. A tensor takes at least 33 bytes in the file, and ten times that as parsed name, shape,
+offset and index entry. While parsed, a key takes seven times its bytes, a text six times.
 """
 ANY_FILE = 1 << 15
-"""Bytes that reading any file takes."""
+"""Bytes that parsing any file takes."""
 WRONG = {
     "no file of GGUF": (file_of(magic=b"PK\3\4"), "at byte 0, the file begins with b'PK"),
     "shorter than a header": (b"GGUF\3", "only 5 bytes, less than a header"),
@@ -140,17 +140,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_header_is_one_line(what: str, tmp_path: Path) -> None:
-    raw, said = WRONG[what]
+def test_an_invalid_header_is_a_one_line_error(what: str, tmp_path: Path) -> None:
+    raw, expected = WRONG[what]
     path = written(tmp_path, raw)
     with pytest.raises(ConfigError) as raised:
         read_header(path)
     message = str(raised.value)
-    assert message.startswith(f"{path}: not a readable GGUF file: at byte ") and said in message
+    assert message.startswith(f"{path}: not a readable GGUF file: at byte ") and expected in message
     assert "\n" not in message and len(message) < 500
 
 
-def test_every_beginning_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_every_truncated_file_is_rejected(tmp_path: Path) -> None:
     for size in range(len(WHOLE)):
         with pytest.raises(ConfigError, match="at byte"):
             read_header(written(tmp_path, WHOLE[:size]))
@@ -164,7 +164,7 @@ def _flipped(raw: bytes, places: list[tuple[int, int]]) -> bytes:
 
 
 def _check_bounded(path: Path, raw: bytes) -> None:
-    """It is read or refused, with memory of the file's order."""
+    """Check that the file is parsed or rejected, with memory proportional to its size."""
     path.write_bytes(raw)
     tracemalloc.start()
     try:
@@ -194,7 +194,7 @@ MANY = {
 
 
 @pytest.mark.parametrize("what", MANY)
-def test_a_file_of_nothing_but_the_dearest_takes_memory_of_its_order(what: str, tmp_path: Path) -> None:
+def test_a_file_of_expensive_entries_takes_proportional_memory(what: str, tmp_path: Path) -> None:
     _check_bounded(tmp_path / "many.gguf", MANY[what])
 
 
@@ -215,27 +215,27 @@ def _fuzz(folder: Path, changes: list[tuple[int, int]], words: list[tuple[int, i
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=_CHANGES, words=_WORDS, cut=st.integers(0, 400))
-def test_changed_bytes_are_read_or_refused(tmp_path: Path, changes, words, cut) -> None:
+def test_changed_bytes_are_parsed_or_rejected(tmp_path: Path, changes, words, cut) -> None:
     _fuzz(tmp_path, changes, words, cut)
 
 
 @pytest.mark.whole
 @settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=_CHANGES, words=_WORDS, cut=st.integers(0, 400))
-def test_many_changed_bytes_are_read_or_refused(tmp_path: Path, changes, words, cut) -> None:
+def test_more_changed_bytes_are_parsed_or_rejected(tmp_path: Path, changes, words, cut) -> None:
     _fuzz(tmp_path, changes, words, cut)
 
 
-def test_strings_are_bounded_in_number(tmp_path: Path) -> None:
-    """A sparse file as long as its claims: reading ends at once, without going through them."""
+def test_the_number_of_strings_is_limited(tmp_path: Path) -> None:
+    """A sparse file as long as its claims: parsing ends at once, without reading them."""
     path = tmp_path / "sparse.gguf"
     count = MAX_STRINGS + 1
     path.write_bytes(file_of([key("k", ARRAY, array(STRING, count, b""))]))
     os.truncate(path, 8 * count + 1000)
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(ConfigError, match=f"claims {count} strings"):
         read_header(path)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started < 5
 
 
 def _split(folder: Path, changes: dict[int, list[bytes]] | None = None, count: int = 2) -> Path:
@@ -251,14 +251,14 @@ def _split(folder: Path, changes: dict[int, list[bytes]] | None = None, count: i
     return folder / f"m-00001-of-{count:05}.gguf"
 
 
-def test_parts_are_found_from_any_of_them(tmp_path: Path) -> None:
+def test_all_parts_are_found_from_any_part(tmp_path: Path) -> None:
     first = _split(tmp_path, count=3)
     for name in ("m-00001-of-00003.gguf", "m-00003-of-00003.gguf"):
         parts = read_parts(tmp_path / name)
         assert parts.path == first and [name for name, _ in parts.tensors()] == ["x0", "x1", "x2"]
 
 
-def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_parts_of_different_models_are_rejected(tmp_path: Path) -> None:
     second = _split(tmp_path).with_name("m-00002-of-00002.gguf")
     alone = written(tmp_path, _split(tmp_path).read_bytes(), "renamed.gguf")
     with pytest.raises(ConfigError, match=r"split\.count is 2"):

@@ -1,4 +1,4 @@
-"""``OWNER/NAME:file.gguf``: one file of a hub name, or all parts of a model that is split."""
+"""``OWNER/NAME:file.gguf``: one file of a hub repository, or all parts of a split model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IN_FOLDERS = ("Q4_0/m-00001-of-00002.gguf", "Q4_0/m-00002-of-00002.gguf", "Q8_0/
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where files of the hub come to lie, of a repository that has `FILES`: empty, unless there is a content in ``hub``."""
+    """Simulate the hub cache of a repository with `FILES`; files are empty unless the folder ``hub`` has their content."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "hub").mkdir()
 
@@ -50,24 +50,24 @@ def test_a_file_is_fetched_alone(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [1, 3])
-def test_all_parts_are_fetched_whichever_is_named(named: int, cache: Path) -> None:
+def test_all_parts_are_fetched_for_any_named_part(named: int, cache: Path) -> None:
     first = locate_model(f"owner/name:m-F32-0000{named}-of-00003.gguf", with_weights=True)
     assert first == cache / "m-F32-00001-of-00003.gguf"
     assert sorted(path.name for path in cache.iterdir()) == list(FILES[-3:])
 
 
-def test_files_lie_in_folders_of_the_repository_too(cache: Path) -> None:
+def test_files_in_subfolders_are_fetched(cache: Path) -> None:
     first = locate_model("owner/name:Q4_0/m-00002-of-00002.gguf", with_weights=True)
     assert first == cache / "Q4_0/m-00001-of-00002.gguf"
     assert sorted(cache.rglob("*.gguf")) == [cache / file for file in IN_FOLDERS[:2]]
 
 
-def test_without_weights_the_part_that_describes_the_model_will_do(cache: Path) -> None:
+def test_without_weights_only_the_first_part_is_fetched(cache: Path) -> None:
     first = locate_model("owner/name:m-F32-00002-of-00003.gguf", with_weights=False)
     assert [*cache.iterdir()] == [first] == [cache / "m-F32-00001-of-00003.gguf"]
 
 
-def test_a_file_of_the_hub_is_planned_like_one_that_lies_here(
+def test_a_hub_file_is_planned_like_a_local_file(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "folder"

@@ -1,4 +1,4 @@
-"""A GGUF file on a device, its blocks in codes: what the model of its numbers says, and the same bits in any company."""
+"""A GGUF file on a device, with weights in codes: tokens of the dequantized model, and the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models.random_checkpoints import of_transformers, write_checkpoint
 
 
 @pytest.mark.whole
-def test_a_file_of_mixed_types_is_the_model_of_its_numbers(tmp_path: Path) -> None:
+def test_a_file_of_mixed_types_has_the_tokens_of_the_dequantized_model(tmp_path: Path) -> None:
     row = in_blocks(of_transformers("Qwen2Config", **WIDE), as_q4_k_m, tmp_path / "model.gguf")
     write_checkpoint(row, tmp_path / "plain")
     agree(tmp_path / "model.gguf", load(tmp_path / "plain"), EmulatedDevice())

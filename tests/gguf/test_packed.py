@@ -1,4 +1,4 @@
-"""The numbers of a GGUF file are computed with as they are: the dequantized model's tokens, and the same bits in every batch."""
+"""Packed GGUF weights: the tokens of the dequantized model, and the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.models.test_equal import check_bits, check_quantized, made
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 CLOSE = 3e-3
-"""How far logits may be from those of the dequantized numbers, in deviations: activations are integers of 16 bits."""
+"""Maximum error of logits against the dequantized model, in standard deviations: activations are integers of 16 bits."""
 
 
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", SCALES)
-def test_packed_blocks_are_the_numbers_they_stand_for(kind: str, tmp_path: Path) -> None:
+def test_packed_blocks_are_dequantized_exactly(kind: str, tmp_path: Path) -> None:
     row = in_blocks(of_transformers("LlamaConfig", **WIDE), lambda name: kind, tmp_path / "model.gguf")
     expected = made(row, tmp_path)
     loaded = load(tmp_path / "model.gguf")
@@ -43,8 +43,8 @@ def test_packed_blocks_are_the_numbers_they_stand_for(kind: str, tmp_path: Path)
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", WIDENED)
-def test_blocks_without_a_packed_form_are_the_numbers_they_stand_for(kind: str, tmp_path: Path) -> None:
-    """In the model's format: fp32, so nothing is rounded."""
+def test_blocks_without_a_packed_form_are_dequantized_exactly(kind: str, tmp_path: Path) -> None:
+    """In the model's dtype fp32 nothing is rounded."""
     row = in_blocks(of_transformers("LlamaConfig", **WIDE), lambda name: kind, tmp_path / "model.gguf")
     expected = made(row, tmp_path)
     loaded = load(tmp_path / "model.gguf")
@@ -53,7 +53,7 @@ def test_blocks_without_a_packed_form_are_the_numbers_they_stand_for(kind: str, 
 
 
 @pytest.mark.parametrize("kind", [each for each in BY_NAME if each not in PLAIN])
-def test_what_is_estimated_before_loading_is_what_blocks_take(kind: str) -> None:
+def test_estimated_bytes_equal_the_loaded_bytes(kind: str) -> None:
     type_, (rows, depth) = BY_NAME[kind], (512, 2048)
     entry = Entry(kind, (rows, depth), 0, type_.num_bytes(rows * depth))
     estimated = Gguf((kind,)).memory_bytes({"q": entry}, 2)
@@ -67,7 +67,7 @@ def test_what_is_estimated_before_loading_is_what_blocks_take(kind: str) -> None
 
 
 def as_q4_k_m(name: str) -> str:
-    """The types of a usual file: better ones of values and downs in some layers, and of the output layer."""
+    """Return the types of a usual file: larger ones for values and downs in some layers, and for the output layer."""
     if name.startswith("blk.0.") and name.split(".")[2] in ("attn_v", "ffn_down"):
         return "Q6_K"
     return "Q6_K" if name.startswith(("output", "token_embd")) else "Q4_K"
@@ -85,14 +85,14 @@ def test_layers_of_mixed_types_have_the_same_bits_in_every_batch(tied: bool, tmp
 
 
 def _stacks(name: str) -> str:
-    """Types of queries, keys and values: all different, the first two alike, or one that is kept in floating-point numbers."""
+    """Return types of queries, keys and values: all different, the first two equal, or one in floating point."""
     layer, _, tensor = name.removeprefix("blk.").partition(".")
     of_stack = {"0": ("Q4_K", "Q5_0", "Q6_K"), "1": ("Q8_0", "Q8_0", "F32")}.get(layer)
     stacked = ("attn_q.weight", "attn_k.weight", "attn_v.weight")
     return of_stack[stacked.index(tensor)] if of_stack and tensor in stacked else "Q4_K"
 
 
-def test_each_type_of_a_stacked_layer_is_packed_for_itself(
+def test_each_type_of_a_fused_layer_is_packed_separately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled = []
@@ -116,18 +116,18 @@ def test_each_type_of_a_stacked_layer_is_packed_for_itself(
     assert by_torch.outputs == outcome.outputs
     filled.clear()
     assert alone(load(file, packed_cache=cache), prompts).bits == outcome.bits
-    assert not filled, "what is packed is not packed again"
+    assert not filled, "packed blocks must not be packed again"
     check_bits(load(file, "bfloat16"), prompts, SCHEDULES)
 
 
 def _gates(name: str) -> str:
-    """Gates and ups of two types in one layer, of one type in the other, kept in floating-point numbers in the third."""
+    """Return types of gates and ups: two in one layer, one in the next, floating point in the third."""
     layer, _, tensor = name.removeprefix("blk.").partition(".")
     kinds = {"ffn_gate.weight": ("Q4_K", "Q8_0", "F32"), "ffn_up.weight": ("Q6_K", "Q8_0", "Q5_K")}
     return kinds[tensor][int(layer)] if tensor in kinds else "Q4_K"
 
 
-def test_gates_and_ups_of_different_types_are_packed_each(
+def test_gates_and_ups_of_different_types_are_packed_separately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled = []
@@ -150,8 +150,8 @@ def test_gates_and_ups_of_different_types_are_packed_each(
     check_bits(load(tmp_path / "model.gguf", "bfloat16"), prompts, SCHEDULES)
 
 
-def test_experts_are_packed_too(tmp_path: Path) -> None:
-    """A file of Q8_0 says about what the numbers did before they were rounded to it."""
+def test_experts_are_packed(tmp_path: Path) -> None:
+    """The logits of a Q8_0 file are close to the original ones."""
     expected = made(
         of_transformers("MixtralConfig", num_local_experts=4, num_experts_per_tok=4, **WIDE), tmp_path
     )
@@ -172,7 +172,7 @@ _STACKED = {
     ),
     "grouped queries, keys and values": of_transformers("GPTNeoXConfig", **WIDE),
 }
-"""What checkpoints hold in stacks of some order, and a file apart."""
+"""Layers that checkpoints store fused in some order, and files store separately."""
 
 
 def test_experts_of_gpt_oss_stay_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +193,10 @@ def test_experts_of_gpt_oss_stay_mxfp4(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.whole
 @pytest.mark.parametrize("family", _STACKED)
-def test_what_a_family_stacks_is_packed_too(
+def test_fused_layers_of_a_family_are_packed(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All blocks of the file, those of the embedding to be read, and the numbers are those that they stand for."""
+    """All blocks of the file are packed, those of the embedding readable, with exact numbers."""
     filled, fill = [], PackedWeight.fill_blocks
 
     def counting(self: PackedWeight, raw: torch.Tensor, first_column: int = 0) -> None:
@@ -221,12 +221,12 @@ def test_what_a_family_stacks_is_packed_too(
         assert float((ours - its).abs().max() / its.std()) < CLOSE
 
 
-def test_a_flag_rounds_what_a_file_has(tmp_path: Path) -> None:
+def test_the_quantization_flag_rounds_a_file(tmp_path: Path) -> None:
     row = in_blocks(of_transformers("LlamaConfig", **WIDE), as_q4_k_m, tmp_path / "model.gguf")
     check_quantized(tmp_path / "model.gguf", row, made(row, tmp_path))
 
 
-def test_a_file_is_of_no_other_format(tmp_path: Path) -> None:
+def test_another_quantization_of_a_file_is_rejected(tmp_path: Path) -> None:
     in_blocks(of_transformers("LlamaConfig", **WIDE), as_q4_k_m, tmp_path / "model.gguf").make(tmp_path)
     words = r"--quantization gptq, but the checkpoint is already quantized \(gguf: .*model\.gguf\)"
     with pytest.raises(ConfigError, match=words):

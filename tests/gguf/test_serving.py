@@ -1,4 +1,4 @@
-"""A GGUF file served as a user would: one file, with its tokenizer and chat template."""
+"""A GGUF file served as one file, with its tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     special = [{"id": at, "content": tokens[at], **flags} for at in range(len(tokens) - 3, len(tokens))]
     model = {"type": "BPE", "vocab": named, "merges": [each.split(" ") for each in vocabulary["merges"]]}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    said = {
+    tokenizer = {
         "version": "1.0",
         "model": model,
         "added_tokens": special,
         "pre_tokenizer": level,
         "decoder": level,
     }
-    (folder / "tokenizer.json").write_text(json.dumps(said))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     assert main(["quantize", str(folder), str(folder / "model.gguf"), "--format", "q8_0"]) == 0
     for path in folder.iterdir():
@@ -51,13 +51,13 @@ def test_a_chat_is_rendered_and_answered(server: Server) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "don't"}], max_tokens=7, temperature=0
     )
-    status, told = server.post("/tokenize", {"prompt": "<|im_start|>user\ndon't<|im_end|>\n"})
+    status, tokenized = server.post("/tokenize", {"prompt": "<|im_start|>user\ndon't<|im_end|>\n"})
     assert status == 200 and answer.usage is not None
-    assert answer.usage.prompt_tokens == told["count"]
+    assert answer.usage.prompt_tokens == tokenized["count"]
 
 
 @pytest.mark.whole
-def test_a_stream_goes_on_when_the_executor_is_killed(server: Server) -> None:
+def test_a_stream_resumes_after_the_executor_is_killed(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused")
 
     def text(kills: bool) -> str:

@@ -1,4 +1,4 @@
-"""A GGUF file of a model gives the tokens of the model, by us and by llama.cpp: so our own writer of files is right, too."""
+"""GGUF files written by Quintet give the model's tokens, in Quintet and in llama.cpp."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.drawn(10)
 @pytest.mark.parametrize("family", ROWS)
-def test_a_files_tokens_are_its_models(family: str, tmp_path: Path) -> None:
+def test_a_file_has_the_tokens_of_its_model(family: str, tmp_path: Path) -> None:
     row = ROWS[family]
     expected = made(row, tmp_path)
     file = tmp_path / "model.gguf"
@@ -42,24 +42,24 @@ def test_a_files_tokens_are_its_models(family: str, tmp_path: Path) -> None:
     check_once(load(file), row, expected)
 
 
-def _with_latents_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What heads make of latents is one tensor, and no key is of what is kept."""
+def _with_fused_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write files of older converters: one tensor of latent projections, and no keys for the compressed cache."""
     monkeypatch.delitem(CONVERT, "deepseek2")
     known = routed_metadata.ROUTED["deepseek2"]
 
     def older(config: dict[str, Any]) -> dict[str, Any]:
-        said = known(config)
+        metadata = known(config)
         heads = {"attention.head_count_kv": config["num_attention_heads"]}
         widths = {
-            f"attention.{kind}_length": said[f"attention.{kind}_length_mla"] for kind in ("key", "value")
+            f"attention.{kind}_length": metadata[f"attention.{kind}_length_mla"] for kind in ("key", "value")
         }
-        return said | heads | widths | {f"{key}_mla": None for key in widths}
+        return metadata | heads | widths | {f"{key}_mla": None for key in widths}
 
     monkeypatch.setitem(routed_metadata.ROUTED, "deepseek2", older)
 
 
-def _with_projections_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries, keys, values and gates are one tensor, head by head of keys."""
+def _with_fused_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write files of older converters: one tensor of queries, keys, values and gates, by KV head."""
     known = CONVERT["qwen3next"]
 
     def older(block: str, leaf: str, name: str, config: dict[str, Any]) -> Iterator[Named]:
@@ -71,11 +71,11 @@ def _with_projections_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONVERT, "qwen3next", older)
 
 
-_OLDER = {"deepseek2": _with_latents_whole, "qwen3next": _with_projections_whole}
+_OLDER = {"deepseek2": _with_fused_latents, "qwen3next": _with_fused_projections}
 
 
 @pytest.mark.parametrize("family", _OLDER)
-def test_files_of_older_converters_are_read(
+def test_files_of_older_converters_are_loaded(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, file = made(ROWS[family], tmp_path), tmp_path / "model.gguf"
@@ -87,78 +87,82 @@ def test_files_of_older_converters_are_read(
     check_once(load(file), ROWS[family], expected)
 
 
-_SEES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
-"""Architectures that also see, and those that compute the same of text."""
+_MULTIMODAL = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+"""Multimodal architectures, and the text architectures with the same computation."""
 
 
-def _write_as(seeing: str, folder: Path) -> None:
-    """Write the folder's model as the text part of one that sees."""
-    plan, plain = plan_of(folder, MIXES["f32"]), _SEES[seeing]
-    said = {key.replace(f"{plain}.", f"{seeing}."): value for key, value in plan.metadata.items()}
-    said |= {f"{seeing}.rope.dimension_sections": [3, 3, 2, 0], f"{seeing}.n_deepstack_layers": 0}
-    write_gguf(replace(plan, arch=seeing, metadata=said), folder / "model.gguf", names_of_ids(folder))
+def _write_as(multimodal: str, folder: Path) -> None:
+    """Write the folder's model as the text part of a multimodal one."""
+    plan, plain = plan_of(folder, MIXES["f32"]), _MULTIMODAL[multimodal]
+    metadata = {key.replace(f"{plain}.", f"{multimodal}."): value for key, value in plan.metadata.items()}
+    metadata |= {f"{multimodal}.rope.dimension_sections": [3, 3, 2, 0], f"{multimodal}.n_deepstack_layers": 0}
+    write_gguf(replace(plan, arch=multimodal, metadata=metadata), folder / "model.gguf", names_of_ids(folder))
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("seeing", _SEES)
-def test_what_sees_is_read_for_its_text(seeing: str, tmp_path: Path) -> None:
-    expected = made(ROWS[_SEES[seeing]], tmp_path)
-    _write_as(seeing, tmp_path)
-    check_once(load(tmp_path / "model.gguf"), ROWS[_SEES[seeing]], expected)
+@pytest.mark.parametrize("multimodal", _MULTIMODAL)
+def test_a_multimodal_file_is_loaded_as_its_text_model(multimodal: str, tmp_path: Path) -> None:
+    expected = made(ROWS[_MULTIMODAL[multimodal]], tmp_path)
+    _write_as(multimodal, tmp_path)
+    check_once(load(tmp_path / "model.gguf"), ROWS[_MULTIMODAL[multimodal]], expected)
 
 
-_OTHERWISE = {
-    "phi3, window": "llama.cpp lets every layer of it see everything",
-    "exaone4, some layers slide": "llama.cpp slides in models of 64 layers alone",
-    "command-r, normed queries": "llama.cpp reads these norms in models of 64 layers alone",
-    "baichuan": "llama.cpp rotates in models of 32 layers alone",
-    "chatglm": "llama.cpp takes the width of all heads for the model's",
-    "deci": "llama.cpp takes the width of heads from the first layer, which has none here",
-    "deepseek": "llama.cpp does not divide the weights of the chosen by their sum in it, as this one does",
-    "deepseek2, softmax": "llama.cpp makes queries at once in models of 27 layers alone",
-    "deepseek2, softmax, groups": "llama.cpp judges a group by its two best, as DeepSeek V3 does",
-    "gpt-oss": "llama.cpp rounds where its rotation begins and ends to be stretched",
-    "phimoe": "llama.cpp takes a softmax where the model mixes sparsely",
+_LLAMA_CPP_DIFFERS = {
+    "phi3, window": "llama.cpp has no sliding window in it",
+    "exaone4, some layers slide": "llama.cpp has a sliding window only in models of 64 layers",
+    "command-r, normed queries": "llama.cpp reads these norms only in models of 64 layers",
+    "baichuan": "llama.cpp applies RoPE only in models of 32 layers",
+    "chatglm": "llama.cpp assumes that the width of all heads equals the hidden size",
+    "deci": "llama.cpp takes the head width from the first layer, which has no heads here",
+    "deepseek": "llama.cpp does not normalize the router weights, which this model does",
+    "deepseek2, softmax": "llama.cpp has uncompressed queries only in models of 27 layers",
+    "deepseek2, softmax, groups": "llama.cpp ranks groups by their two best experts, as for DeepSeek V3",
+    "gpt-oss": "llama.cpp rounds the borders of YaRN scaling",
+    "phimoe": "llama.cpp uses softmax routing instead of the model's sparse mixer",
 }
-_ASK = """
+_LLAMA_CPP_GENERATE = """
 import json, sys
 from llama_cpp import Llama
 file, prompts, count = json.load(sys.stdin)
 model = Llama(file, n_ctx=96, n_threads=1, type_k=0, type_v=0, verbose=False)
-told = []
+outputs = []
 for prompt in prompts:
     tokens = []
     for token in model.generate(prompt, top_k=1, temp=0.0):
         tokens.append(int(token))
         if len(tokens) == count:
             break
-    told.append(tokens)
-print(json.dumps(told))
+    outputs.append(tokens)
+print(json.dumps(outputs))
 """
 
 
-def said_by_llama_cpp(file: Path, expected: list[Expectation]) -> list[list[int]]:
-    asked = [str(file), [each.prompt for each in expected], NUM_TOKENS]
+def llama_cpp_outputs(file: Path, expected: list[Expectation]) -> list[list[int]]:
+    arguments = [str(file), [each.prompt for each in expected], NUM_TOKENS]
     done = subprocess.run(
-        [LLAMA_CPP, "-c", _ASK], input=json.dumps(asked), capture_output=True, text=True, check=True
+        [LLAMA_CPP, "-c", _LLAMA_CPP_GENERATE],
+        input=json.dumps(arguments),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    said: list[list[int]] = json.loads(done.stdout)
-    return said
+    outputs: list[list[int]] = json.loads(done.stdout)
+    return outputs
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed beside")
-@pytest.mark.parametrize("family", [family for family in ROWS if family not in _OTHERWISE])
-def test_llama_cpp_says_the_same(family: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed")
+@pytest.mark.parametrize("family", [family for family in ROWS if family not in _LLAMA_CPP_DIFFERS])
+def test_llama_cpp_gives_the_same_tokens(family: str, tmp_path: Path) -> None:
     expected = made(ROWS[family], tmp_path)
     write_model(tmp_path, tmp_path / "model.gguf", "f32")
-    assert said_by_llama_cpp(tmp_path / "model.gguf", expected) == [each.outputs for each in expected]
+    assert llama_cpp_outputs(tmp_path / "model.gguf", expected) == [each.outputs for each in expected]
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed beside")
-@pytest.mark.parametrize("seeing", _SEES)
-def test_llama_cpp_says_the_same_of_what_sees(seeing: str, tmp_path: Path) -> None:
-    expected = made(ROWS[_SEES[seeing]], tmp_path)
-    _write_as(seeing, tmp_path)
-    assert said_by_llama_cpp(tmp_path / "model.gguf", expected) == [each.outputs for each in expected]
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed")
+@pytest.mark.parametrize("multimodal", _MULTIMODAL)
+def test_llama_cpp_gives_the_same_tokens_for_multimodal_files(multimodal: str, tmp_path: Path) -> None:
+    expected = made(ROWS[_MULTIMODAL[multimodal]], tmp_path)
+    _write_as(multimodal, tmp_path)
+    assert llama_cpp_outputs(tmp_path / "model.gguf", expected) == [each.outputs for each in expected]

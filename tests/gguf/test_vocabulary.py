@@ -1,4 +1,4 @@
-"""What a file says of its tokenizer: whatever that is, there is a tokenizer or one line, with memory of the file's order."""
+"""Tokenizer metadata of a file: it gives a tokenizer or a one-line error, with memory proportional to the file."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.gguf.bytes_of_files import ARRAY, STRING, array, file_of, key, text
 
 PREFIX = "tokenizer.ggml."
 TIMES_THE_FILE = 48
-"""A token takes 9 bytes of a file or more, and here a text, an entry by which it is found, and of a special one what it is."""
+"""Memory per byte of the file. A token takes at least 9 bytes in the file; parsed, a text, an index entry and its type."""
 ANY_FILE = 1 << 21
-"""Bytes that any file may take: a small vocabulary's merges."""
+"""Bytes that any file may take: the merges of a small vocabulary."""
 
 
 def texts(*values: str | bytes) -> bytes:
     return array(STRING, len(values), b"".join(map(text, values)))
 
 
-def written(said: Mapping[str, tuple[int, bytes]]) -> bytes:
-    """Return a file that says this of its tokenizer; values: kind, and bytes."""
-    return file_of([key(name, *value) for name, value in said.items()])
+def written(metadata: Mapping[str, tuple[int, bytes]]) -> bytes:
+    """Return a file with this tokenizer metadata; values: kind, and bytes."""
+    return file_of([key(name, *value) for name, value in metadata.items()])
 
 
 def vocabulary(model: str, tokens: Sequence[str | bytes], **more: tuple[int, bytes]) -> bytes:
@@ -41,7 +41,7 @@ def vocabulary(model: str, tokens: Sequence[str | bytes], **more: tuple[int, byt
 
 
 def made(folder: Path, raw: bytes) -> Tokenizer:
-    """Return the tokenizer of a file; what answers end with is read, too."""
+    """Return the tokenizer of a file; its stop tokens are parsed as well."""
     path = folder / "model.gguf"
     path.write_bytes(raw)
     parts = read_parts(path)
@@ -50,7 +50,7 @@ def made(folder: Path, raw: bytes) -> Tokenizer:
 
 
 def refused(folder: Path, raw: bytes) -> str:
-    """Return why a file is refused: one line that names it."""
+    """Return the error of a rejected file: one line that names it."""
     with pytest.raises(ConfigError) as raised:
         made(folder, raw)
     message = str(raised.value)
@@ -98,7 +98,7 @@ WRONG = {
         vocabulary("gpt2", _ONE, merges=(ARRAY, texts(b"\xff a"))),
         "merges contains a string that is not UTF-8",
     ),
-    "cuts that nobody knows": (
+    "an unknown pre-tokenizer": (
         vocabulary("gpt2", _ONE, merges=(ARRAY, texts("a a")), pre=(STRING, text("\n" * 1000))),
         r"pre is '\n\n",
     ),
@@ -110,14 +110,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_vocabulary_is_one_line(what: str, tmp_path: Path) -> None:
-    raw, said = WRONG[what]
+def test_an_invalid_vocabulary_is_a_one_line_error(what: str, tmp_path: Path) -> None:
+    raw, metadata = WRONG[what]
     message = refused(tmp_path, raw)
-    assert said in message and len(message) < 1000
+    assert metadata in message and len(message) < 1000
 
 
-def test_tokens_that_are_each_others_beginnings_take_no_memory_beyond_the_file(tmp_path: Path) -> None:
-    """Of 2,000 such tokens all merges would be 2.7 GB of text."""
+def test_nested_prefixes_take_bounded_memory(tmp_path: Path) -> None:
+    """The merges of 2,000 such tokens would take 2.7 GB of text."""
     raw = vocabulary("llama", ["a" * length for length in range(1, 2001)])
     tracemalloc.start()
     message = refused(tmp_path, raw)
@@ -126,17 +126,17 @@ def test_tokens_that_are_each_others_beginnings_take_no_memory_beyond_the_file(t
     assert most < 5 * len(raw) and "tokens of up to 2000 characters" in message
 
 
-def test_a_huge_token_takes_no_time_beyond_the_file(tmp_path: Path) -> None:
-    """It can be two others only where their lengths make up its own."""
+def test_a_huge_token_takes_bounded_time(tmp_path: Path) -> None:
+    """A token can only be a merge of two tokens with its total length."""
     raw = vocabulary("llama", ["a", "b", "ab", "ab" * 200_000])
-    begun = time.process_time()
+    start = time.process_time()
     tokenizer = made(tmp_path, raw)
-    assert time.process_time() - begun < 1  # every way to cut it would be 80 GB of text
+    assert time.process_time() - start < 1  # all splits would take 80 GB of text
     assert tokenizer.token_to_id("ab" * 200_000) == 3
 
 
 def test_a_vocabulary_of_runs_keeps_its_merges(tmp_path: Path) -> None:
-    """Files of Gemma have runs of up to 31 spaces and lines: all ways to make one are merges."""
+    """Files of Gemma have runs of up to 31 spaces and lines; all splits of a run are merges."""
     runs = [each * length for each in "▁\n" for length in range(1, 32)]
     scores = struct.pack(f"<{len(runs)}f", *(len(run) for run in runs))
     flags = {"add_space_prefix": (7, b"\0"), "add_bos_token": (7, b"\0")}
@@ -178,7 +178,7 @@ _ANYTHING = st.one_of(
     *(_LISTS, _KINDS, _SCORES, _ID, _FLAG, _TEXTS.map(lambda each: (STRING, text(each)))),
     st.just((12, struct.pack("<d", float("nan")))),
 )
-_PRE = st.sampled_from(["default", "llama-bpe", "qwen2", "deepseek-llm", "nobody's"])
+_PRE = st.sampled_from(["default", "llama-bpe", "qwen2", "deepseek-llm", "unknown"])
 _RIGHT = {
     "tokens": _TOKENS,
     "token_type": _KINDS,
@@ -190,30 +190,30 @@ _RIGHT = {
 }
 
 
-_MAY_WAIT = [HealthCheck.too_slow]
-"""How long the first examples take to draw is the machine's affair: other tests run beside these."""
+_MAY_BE_SLOW = [HealthCheck.too_slow]
+"""The first examples may be slow: other tests run in parallel."""
 
 
 @st.composite
-def _said(draw: st.DrawFn) -> dict[str, tuple[int, bytes]]:
-    """Draw keys, most with a value of their kind, some with anything."""
+def _metadata(draw: st.DrawFn) -> dict[str, tuple[int, bytes]]:
+    """Draw keys, most with a value of their type, some with an arbitrary one."""
     model = draw(st.sampled_from(["llama", "gpt2"]))
-    said = {f"{PREFIX}model": (STRING, text(model))}
+    metadata = {f"{PREFIX}model": (STRING, text(model))}
     odd = draw(st.none() | st.sampled_from(sorted(_RIGHT)))
     missing = draw(st.sets(st.sampled_from(sorted(_RIGHT.keys() - {"tokens", "merges"})), max_size=8))
     for name, strategy in _RIGHT.items():
         if name == odd or name not in missing:
-            said[f"{PREFIX}{name}"] = draw(_ANYTHING if name == odd else strategy)
+            metadata[f"{PREFIX}{name}"] = draw(_ANYTHING if name == odd else strategy)
     if draw(st.integers(0, 3)) == 0:
         named = draw(st.sampled_from(["", ".tool_use", ".a/../b", f".{'x' * 80}", "."]))
-        said[f"tokenizer.chat_template{named}"] = (STRING, text(draw(st.text(max_size=9))))
-    return said
+        metadata[f"tokenizer.chat_template{named}"] = (STRING, text(draw(st.text(max_size=9))))
+    return metadata
 
 
-def _check(said: Mapping[str, tuple[int, bytes]]) -> bool:
-    """Return whether a file that says this has a tokenizer; else it is one line. Memory follows the file."""
-    raw, tokenizer = written(said), None
-    for last in (False, False, True):  # what other threads of this process allocate meanwhile is counted too
+def _check(metadata: Mapping[str, tuple[int, bytes]]) -> bool:
+    """Return whether a file with these keys has a tokenizer; otherwise check its one-line error. Memory follows the file."""
+    raw, tokenizer = written(metadata), None
+    for last in (False, False, True):  # allocations of other threads are counted too
         with tempfile.TemporaryDirectory() as folder:
             tracemalloc.start()
             try:
@@ -231,22 +231,22 @@ def _check(said: Mapping[str, tuple[int, bytes]]) -> bool:
     return tokenizer is not None
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=_MAY_WAIT)
-@given(said=_said())
-def test_whatever_is_said_of_a_tokenizer_is_one_or_one_line(said: dict[str, tuple[int, bytes]]) -> None:
-    _check(said)
+@settings(max_examples=60, deadline=None, suppress_health_check=_MAY_BE_SLOW)
+@given(metadata=_metadata())
+def test_any_metadata_is_a_tokenizer_or_a_one_line_error(metadata: dict[str, tuple[int, bytes]]) -> None:
+    _check(metadata)
 
 
 @pytest.mark.whole
-@settings(max_examples=10_000, deadline=None, suppress_health_check=_MAY_WAIT, print_blob=True)
-@given(said=_said())
-def test_much_that_is_said_of_a_tokenizer_is_one_or_one_line(said: dict[str, tuple[int, bytes]]) -> None:
-    _check(said)
+@settings(max_examples=10_000, deadline=None, suppress_health_check=_MAY_BE_SLOW, print_blob=True)
+@given(metadata=_metadata())
+def test_more_metadata_is_a_tokenizer_or_a_one_line_error(metadata: dict[str, tuple[int, bytes]]) -> None:
+    _check(metadata)
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
-def test_many_small_tokens_take_memory_of_the_files_order(kind: int, tmp_path: Path) -> None:
-    """Nothing takes more here than texts of a few characters, be they made of each other or special."""
+def test_many_small_tokens_take_proportional_memory(kind: int, tmp_path: Path) -> None:
+    """The most expensive tokens per byte are short texts, merged or special."""
     tokens = [f"{number:x}" for number in range(10_000)]
     raw = vocabulary("llama", tokens, token_type=(ARRAY, array(0, len(tokens), bytes([kind]) * len(tokens))))
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Files that `quintet quantize` writes: types as llama.cpp gives them, numbers as they were meant, vocabularies as they were."""
+"""Files that `quintet quantize` writes: types equal llama.cpp's, and numbers and vocabularies are exact."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
 CLOSE = 3e-3
 """See `tests.gguf.test_packed`."""
 CLEAR = 0.1
-"""By how much a choice must lead, in deviations, for llama.cpp to make it, too: it rounds activations to 8 bits."""
+"""Minimum lead of a choice, in standard deviations, to compare with llama.cpp, which rounds activations to 8 bits."""
 
 
 def rounded(row: Row, mix: str, target: Path) -> Row:
-    """Return the row with the numbers that its file has; whoever makes it has the file at ``target``."""
+    """Return the row with the numbers of its file, which making the row writes to ``target``."""
 
     def make(folder: Path) -> Logits:
         row.make(folder)
@@ -56,41 +56,41 @@ def rounded(row: Row, mix: str, target: Path) -> Row:
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_files_tokens_are_those_of_its_numbers(mix: str, tmp_path: Path) -> None:
+def test_a_file_has_the_tokens_of_its_numbers(mix: str, tmp_path: Path) -> None:
     expected = made(rounded(of_transformers("Qwen2Config", **_WIDE), mix, tmp_path / "model.gguf"), tmp_path)
     outcome = alone(load(tmp_path / "model.gguf", "float32"), [each.prompt for each in expected])
     assert max_difference(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
 
 
-_ASK = """
+_LLAMA_CPP_GENERATE = """
 import ctypes, json, sys
 import gguf, llama_cpp
 files, prompts, count, plain, kinds = json.load(sys.stdin)
-told = {}
+outputs = {}
 for file in files:
     model = llama_cpp.Llama(file, n_ctx=96, n_threads=1, verbose=False)
-    told[file] = []
+    outputs[file] = []
     for prompt in prompts[file]:
         tokens = []
         for token in model.generate(prompt, top_k=1, temp=0.0):
             tokens.append(int(token))
             if len(tokens) == count:
                 break
-        told[file].append(tokens)
+        outputs[file].append(tokens)
 types = {}
 for kind, number in kinds.items():
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, target = number, plain + kind
     assert llama_cpp.llama_model_quantize(plain.encode(), target.encode(), ctypes.byref(params)) == 0
     types[kind] = {each.name: each.tensor_type.name for each in gguf.GGUFReader(target).tensors}
-print(json.dumps([told, types]))
+print(json.dumps([outputs, types]))
 """
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed beside")
-def test_llama_cpp_says_the_same_and_gives_the_same_types(tmp_path: Path) -> None:
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="llama.cpp is not installed")
+def test_llama_cpp_gives_the_same_tokens_and_types(tmp_path: Path) -> None:
     expected: dict[str, list[Expectation]] = {}
     for mix in ("q8_0", "q5_1", "iq4_nl", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k"):
         (tmp_path / mix).mkdir()
@@ -100,17 +100,21 @@ def test_llama_cpp_says_the_same_and_gives_the_same_types(tmp_path: Path) -> Non
         )
     kinds = {mix: int(gguf.LlamaFileType[each.file_type]) for mix, each in MIXES.items()}
     prompts = {file: [each.prompt for each in its] for file, its in expected.items()}
-    deep = tmp_path / "deep"  # layers enough for every rule of which get more
+    deep = tmp_path / "deep"  # enough layers for every rule of layer types
     of_transformers("Qwen2Config", hidden_size=256, intermediate_size=256, num_hidden_layers=17).make(deep)
     write_model(deep, deep / "bf16", "bf16")
-    asked = [list(expected), prompts, 12, str(deep / "bf16"), kinds]
+    arguments = [list(expected), prompts, 12, str(deep / "bf16"), kinds]
     done = subprocess.run(
-        [LLAMA_CPP, "-c", _ASK], input=json.dumps(asked), capture_output=True, text=True, check=True
+        [LLAMA_CPP, "-c", _LLAMA_CPP_GENERATE],
+        input=json.dumps(arguments),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    told, types = json.loads(done.stdout)
+    outputs, types = json.loads(done.stdout)
     compared = 0
     for file, its in expected.items():
-        for each, tokens in zip(its, told[file], strict=True):
+        for each, tokens in zip(its, outputs[file], strict=True):
             clear = num_clear(each)
             assert tokens[:clear] == each.outputs[:clear], file
             compared += clear
@@ -121,13 +125,13 @@ def test_llama_cpp_says_the_same_and_gives_the_same_types(tmp_path: Path) -> Non
 
 
 def num_clear(expected: Expectation) -> int:
-    """Return how many of the first choices lead clearly."""
+    """Return the number of first choices with a clear lead."""
     best = expected.logits.topk(2, dim=1).values
     leads = (best[:, 0] - best[:, 1]) / expected.logits.std(1)
     return next((place for place, lead in enumerate(leads.tolist()) if lead < CLEAR), len(leads))
 
 
-def test_rows_of_no_whole_blocks_have_another_type() -> None:
+def test_rows_that_are_not_whole_blocks_use_another_type() -> None:
     names = {
         "blk.0.attn_q.weight": (896, 896),
         "blk.0.ffn_up.weight": (512, 1024),
@@ -141,26 +145,26 @@ def test_rows_of_no_whole_blocks_have_another_type() -> None:
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_vocabulary_is_written_as_it_was_read(name: str, tmp_path: Path) -> None:
+def test_a_vocabulary_is_written_unchanged(name: str, tmp_path: Path) -> None:
     wanted = tokenizer_made(name, tmp_path)
     (folder,) = (tmp_path / "cache").iterdir()
     size = wanted.get_vocab_size()
     config = {"model_type": "llama", "vocab_size": size + 3, "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
     again = tmp_path / "again.gguf"
-    said = vocabulary_of(folder, folder)
-    write_vocabulary(said, again)
+    metadata = vocabulary_of(folder, folder)
+    write_vocabulary(metadata, again)
     read = tokenizer_of_gguf(read_parts(again), tmp_path / "cache")
     found = Tokenizer.from_file(str(read / "tokenizer.json"))
     for text in strings(400, seed=3):
         assert found.encode(text).ids == wanted.encode(text).ids, text
-    kinds = said["tokenizer.ggml.token_type"]
+    kinds = metadata["tokenizer.ggml.token_type"]
     assert len(kinds) == size + 3 and kinds[-3:] == [5, 5, 5]
 
 
-def write_vocabulary(said: Mapping[str, Any], target: Path) -> None:
+def write_vocabulary(metadata: Mapping[str, Any], target: Path) -> None:
     writer = gguf.GGUFWriter(str(target), "llama")
-    for key, value in said.items():
+    for key, value in metadata.items():
         add_value(writer, key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -168,7 +172,7 @@ def write_vocabulary(said: Mapping[str, Any], target: Path) -> None:
     writer.close()
 
 
-def test_whole_numbers_of_a_card_are_real_where_the_format_says_so(tmp_path: Path) -> None:
+def test_integers_are_written_as_floats_if_the_format_requires_it(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "granite")
     for key, value in {"granite.embedding_scale": 12, "granite.block_count": 2}.items():
         add_value(writer, key, value)
@@ -179,7 +183,7 @@ def test_whole_numbers_of_a_card_are_real_where_the_format_says_so(tmp_path: Pat
     }
 
 
-def test_a_setting_without_a_word_is_refused(tmp_path: Path) -> None:
+def test_a_setting_without_a_gguf_key_is_rejected(tmp_path: Path) -> None:
     of_transformers("Qwen2Config", use_sliding_window=True, sliding_window=9, max_window_layers=1).make(
         tmp_path
     )
@@ -190,7 +194,7 @@ def test_a_setting_without_a_word_is_refused(tmp_path: Path) -> None:
         write_gguf(plan_of(tmp_path, MIXES["q8_0"]), tmp_path / "model.gguf", names_of_ids(tmp_path))
 
 
-def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_without_a_gguf_name_is_rejected(tmp_path: Path) -> None:
     of_transformers("Qwen2Config").make(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | {"model.layers.0.odd.weight": torch.ones(4, 4)}
     save_file(tensors, tmp_path / "model.safetensors")

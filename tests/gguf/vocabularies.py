@@ -1,6 +1,6 @@
-"""Small vocabularies as GGUF files, strings to cut up, and what llama.cpp makes of them.
+"""Small vocabularies as GGUF files, strings to tokenize, and their ids in llama.cpp.
 
-``vocabularies.json`` and ``expected_ids.json`` were written, and are written again, by
+To write ``vocabularies.json`` and ``expected_ids.json``, run
 
     python -m tests.gguf.vocabularies
 
@@ -26,25 +26,25 @@ HERE = Path(__file__).parent
 VOCABULARIES, EXPECTED = HERE / "vocabularies.json", HERE / "expected_ids.json"
 LLAMA_CPP = Path.home() / ".cache/quintet-peers/llamacpp/bin/python"
 NUM_EXPECTED = 120
-"""Strings whose ids are kept here."""
+"""Number of strings with recorded ids."""
 
-_ASK = """
+_LLAMA_CPP_IDS = """
 import json, sys
 from llama_cpp import Llama
 files, strings = json.load(sys.stdin)
 def ids(model, **how):
     return [model.tokenize(each.encode(), **how) for each in strings]
-told = {}
+ids_by_file = {}
 for name, file in files.items():
     model = Llama(file, vocab_only=True, verbose=False)
-    told[name] = [ids(model, add_bos=False, special=True), ids(model, add_bos=True, special=True)[:3]]
-print(json.dumps(told))
+    ids_by_file[name] = [ids(model, add_bos=False, special=True), ids(model, add_bos=True, special=True)[:3]]
+print(json.dumps(ids_by_file))
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One tokenizer: a vocabulary, and what the file says of it."""
+    """A tokenizer: a vocabulary and the file's metadata for it."""
 
     vocabulary: str
     pre: str | None = None
@@ -75,7 +75,7 @@ BPE_PRES = (
     "jais-2",
     "minicpm5",
 )
-"""A name of every meaning."""
+"""One name of each pre-tokenizer."""
 KINDS = {f"byte pairs, {pre}": Kind("bpe", pre) for pre in BPE_PRES} | {
     "SentencePiece": Kind("spm"),
     "SentencePiece, no space before": Kind(
@@ -95,7 +95,7 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<extra>")
 
 
 def strings(count: int, seed: int) -> list[str]:
-    """Return texts of all sorts: words of many scripts, digits, signs, spaces, now and then a special token."""
+    """Return various texts: words of many scripts, digits, punctuation, spaces, sometimes a special token."""
     draw = random.Random(seed)
     fixed = [
         "",
@@ -127,7 +127,7 @@ def strings(count: int, seed: int) -> list[str]:
 
 
 def comparable_strings(kind: Kind, count: int, seed: int) -> list[str]:
-    """Return so many of `strings` that are comparable."""
+    """Return a number of `strings` that are comparable."""
     drawn = count
     while len(found := [text for text in strings(drawn, seed) if is_comparable(kind, text)]) < count:
         drawn *= 2
@@ -135,10 +135,10 @@ def comparable_strings(kind: Kind, count: int, seed: int) -> list[str]:
 
 
 def is_comparable(kind: Kind, text: str) -> bool:
-    """Whether llama.cpp cuts a text as the models do that a pre-tokenizer is named after, as we do.
+    """Return whether llama.cpp splits a text like the models of the pre-tokenizer, and like Quintet.
 
-    Of GPT-4o's expression, and Tekken's, it knows capitals of ASCII alone, and no marks; of Kimi K2's and Youtu's no capitals
-    either; of DeepSeek's first ones it takes ideographic spaces for none of the characters that the expressions name.
+    Of GPT-4o's and Tekken's expression, llama.cpp knows only ASCII capitals, and no marks; of Kimi K2's and Youtu's no capitals
+    either. In DeepSeek's first expressions, ideographic spaces match none of the named characters.
     """
     if kind.pre in ("kimi-k2", "youtu"):
         return all(each in ascii_lowercase or unicodedata.category(each) not in _CASED for each in text)
@@ -158,7 +158,7 @@ _RANGES = (
 
 
 def write_file(kind: Kind, target: Path) -> None:
-    """Write a file of nothing but a vocabulary."""
+    """Write a file with only a vocabulary."""
     vocabulary = json.loads(VOCABULARIES.read_text())[kind.vocabulary]
     writer = gguf.GGUFWriter(str(target), "llama")
     writer.add_tokenizer_model({"bpe": "gpt2", "spm": "llama"}[kind.vocabulary])
@@ -181,15 +181,17 @@ def write_file(kind: Kind, target: Path) -> None:
 
 
 def ids_of_llama_cpp(files: dict[str, Path], texts: Sequence[str]) -> dict[str, Any]:
-    """Return, for each file, the ids of the texts, and of the first three with what the file begins texts with."""
-    asked = json.dumps([{name: str(file) for name, file in files.items()}, texts])
-    done = subprocess.run([LLAMA_CPP, "-c", _ASK], input=asked, capture_output=True, text=True, check=True)
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    """Return, for each file, the ids of the texts, and of the first three with the file's BOS token."""
+    arguments = json.dumps([{name: str(file) for name, file in files.items()}, texts])
+    done = subprocess.run(
+        [LLAMA_CPP, "-c", _LLAMA_CPP_IDS], input=arguments, capture_output=True, text=True, check=True
+    )
+    ids_by_file: dict[str, Any] = json.loads(done.stdout)
+    return ids_by_file
 
 
 def _trained() -> dict[str, Any]:
-    """Train both vocabularies on the strings: words are not cut, so that merges cross every place where a cut may be."""
+    """Train both vocabularies on the strings; words are not split, so that merges cross every possible split."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     texts = [text for text in strings(3000, seed=5) if not any(special in text for special in SPECIAL)]
@@ -247,7 +249,7 @@ def _trained() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train the vocabularies, and ask llama.cpp for the ids of some strings."""
+    """Train the vocabularies, and record llama.cpp's ids of some strings."""
     VOCABULARIES.write_text(json.dumps(_trained(), ensure_ascii=False, indent=0))
     texts = strings(NUM_EXPECTED, seed=1)
     with tempfile.TemporaryDirectory() as folder:

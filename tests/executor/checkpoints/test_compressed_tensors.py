@@ -1,4 +1,4 @@
-"""What we read of compressed-tensors' formats, against what its own package makes of the same tensors."""
+"""Reading of compressed-tensors' formats, compared with its own package on the same tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def integers(bits: int, group: int, symmetric: bool) -> Tensors:
 
 
 def package(module: str) -> Any:
-    """Import a part of it, whose own imports warn."""
+    """Import a module of the package; its imports cause warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(f"compressed_tensors.{module}")
@@ -57,7 +57,7 @@ def compare(kind: str, compressor: str, arguments: dict[str, Any], tensors: Tens
 
 
 def decoded(kind: str, weights: Any, stored: Tensors) -> torch.Tensor:
-    """Return what we make of a layer's tensors."""
+    """Return the numbers that Quintet reads from a layer's tensors."""
     section = {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -80,7 +80,7 @@ def decoded(kind: str, weights: Any, stored: Tensors) -> torch.Tensor:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [32, 0])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
-def test_integers_in_words(bits: int, group: int, symmetric: bool) -> None:
+def test_packed_integers(bits: int, group: int, symmetric: bool) -> None:
     arguments = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group or None}
     arguments["strategy"] = "group" if group else "channel"
     compressor = "pack_quantized:PackedQuantizationCompressor"
@@ -89,7 +89,7 @@ def test_integers_in_words(bits: int, group: int, symmetric: bool) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_integers_in_bytes(symmetric: bool) -> None:
+def test_int8(symmetric: bool) -> None:
     arguments = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel"}
     compressor = "naive_quantized:IntQuantizationCompressor"
     compare("int-quantized", compressor, arguments, integers(8, 0, symmetric))
@@ -105,7 +105,7 @@ def scales_of(strategy: str) -> torch.Tensor:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
-def test_floats_in_bytes(strategy: str) -> None:
+def test_fp8(strategy: str) -> None:
     arguments: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
     if strategy == "block":
         arguments["block_structure"] = [128, 128]
@@ -114,7 +114,7 @@ def test_floats_in_bytes(strategy: str) -> None:
 
 
 @pytest.mark.whole
-def test_floats_of_4_bits_with_exponents() -> None:
+def test_mxfp4() -> None:
     arguments = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
     largest = weight().view(ROWS, -1, 32).abs().amax(2)
     tensors = {"weight": weight(), "weight_scale": 2.0 ** torch.ceil(torch.log2(largest / 6))}
@@ -123,7 +123,7 @@ def test_floats_of_4_bits_with_exponents() -> None:
 
 
 @pytest.mark.whole
-def test_floats_of_8_bits_with_exponents() -> None:
+def test_mxfp8() -> None:
     arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
     largest = weight().view(ROWS, -1, 32).abs().amax(2)
     tensors = {"weight": weight(), "weight_scale": 2.0 ** torch.ceil(torch.log2(largest / 448))}
@@ -136,7 +136,7 @@ def test_floats_of_8_bits_with_exponents() -> None:
 
 
 @pytest.mark.whole
-def test_floats_of_4_bits_with_a_scale_for_all() -> None:
+def test_nvfp4() -> None:
     quantization, helpers = package("quantization"), package("compressors.nvfp4")
     arguments = {
         "num_bits": 4,
@@ -156,12 +156,12 @@ def test_floats_of_4_bits_with_a_scale_for_all() -> None:
         x_q=codes, scale=stored["weight_scale"].float(), args=weights, global_scale=one, dtype=torch.float32
     )
     written = decoded("nvfp4-pack-quantized", weights, stored)
-    # It divides where we multiply by the reciprocal: two roundings of fp32 instead of one.
+    # The package divides by the scale, Quintet multiplies by its reciprocal: two fp32 roundings instead of one.
     torch.testing.assert_close(written, expected, rtol=2**-22, atol=0)
 
 
 @pytest.mark.whole
-def test_groups_of_layers_are_those_of_the_package() -> None:
+def test_config_groups_match_the_package() -> None:
     quantization = package("quantization")
     four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     eight = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -198,8 +198,8 @@ def test_groups_of_layers_are_those_of_the_package() -> None:
 
 
 @pytest.mark.whole
-def test_a_scale_for_each_token_is_finer_than_one_for_all() -> None:
-    """A checkpoint's own scale for inputs, from the largest of them, rounds each token by as much or more."""
+def test_token_scales_are_finer_than_a_static_scale() -> None:
+    """A static input scale, from the largest input, rounds each token as much or more."""
     args = package("quantization").QuantizationArgs(num_bits=8, type="int", strategy="tensor", symmetric=True)
     x = (
         torch.randn(6, DEPTH, generator=torch.Generator().manual_seed(2))

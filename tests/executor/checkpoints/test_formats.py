@@ -1,4 +1,4 @@
-"""Layers of quantized checkpoints against the numbers that their tensors stand for: equal, wherever kernels can hold them."""
+"""Layers of quantized checkpoints against the dequantized numbers of their tensors: exact where kernels can hold them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from quintet.executor.model_config.card import ModelCard
 from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 from quintet.wire.errors import ConfigError
 
-needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
+requires_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
 
-DEPTH = 160  # a group of 128 and a part of one; of 64 likewise; five of 32
+DEPTH = 160  # a group of 128 and a partial one; also of 64; five of 32
 CPU = torch.device("cpu")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -196,7 +196,7 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "squeezellm, 3 bits": (tools.squeezellm(3), WeightFormat.TABLES, 0),
     "squeezellm, 3 bits, tables alone": (tools.squeezellm(3, outliers=False), WeightFormat.TABLES, 0),
 }
-"""With the numbers in which the host keeps them, and their groups."""
+"""With the format and group in which the host keeps them."""
 
 ROUNDED = {
     "modelopt, factors of inputs": tools.modelopt_integers("W4A16_AWQ", 32, factors=True),
@@ -208,7 +208,7 @@ ROUNDED = {
         {"quant_method": "fp8"}, layers.eight_bit_floats("weight_scale", (1, 0), torch.float8_e5m2)
     ),
 }
-"""What is rounded to the model's numbers, as no kernel multiplies it."""
+"""Formats without a kernel: rounded to the model's dtype."""
 
 
 @dataclass
@@ -227,9 +227,9 @@ def loaded(
     plain: dict[str, torch.Tensor] | None = None,
     where: torch.device | None = None,
 ) -> tuple[Linear, dict[str, torch.Tensor]]:
-    """Return a layer with its weights, and the numbers that each tensor of its parts stands for.
+    """Return a layer with its weights, and the dequantized numbers of each tensor of its parts.
 
-    where: the device whose kernels multiply; None: the host's do.
+    where: device that multiplies; None: the host.
     """
     numbers, tensors = {}, dict(plain or {})
     for seed, part in enumerate({part.name: part for part in parts}.values()):
@@ -253,10 +253,10 @@ def loaded(
     return layer, numbers
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", KEPT)
-def test_packed_numbers_are_the_checkpoints(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MOST_CODES", 1)  # a step of rows at a time
+def test_packed_weights_equal_the_checkpoint(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MOST_CODES", 1)  # one row at a time
     written, weight_format, group = KEPT[name]
     layer, numbers = loaded(written, [RowRange("q", 288), RowRange("k", 32), RowRange("v", 32)])
     packed = layer.method.packed
@@ -266,13 +266,13 @@ def test_packed_numbers_are_the_checkpoints(name: str, monkeypatch: pytest.Monke
     assert torch.equal(packed.read(), whole if order is None else whole[:, order])
     assert not layer.method.is_quantized
     x = torch.from_numpy(noise(3, seed=4)).bfloat16()
-    # Activations of 16 bits, and a rounding of the sums, of about 10, to bf16.
+    # Activations of 16 bits, and a rounding of sums of about 10 to bf16.
     torch.testing.assert_close(layer(x).float(), x.float() @ whole.t(), rtol=2**-7, atol=2**-5)
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Int4WeightOnlyConfig"])
-def test_factors_of_inputs_are_the_weights(name: str) -> None:
+def test_input_factors_are_folded_into_the_weights(name: str) -> None:
     plain = tools.torchao(name, 32)
     factors = torch.rand(DEPTH, generator=torch.Generator().manual_seed(3)) + 0.5
 
@@ -287,16 +287,16 @@ def test_factors_of_inputs_are_the_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("nf4", WeightFormat.NF4), ("fp4", WeightFormat.FP4)])
-def test_tables_are_kept(kind: str, kept: WeightFormat) -> None:
+def test_lookup_tables_are_kept(kind: str, kept: WeightFormat) -> None:
     found = recognise(ModelCard({"quantization_config": layers.bitsandbytes(kind).section}, "config.json"))
     assert found is not None
     scheme = found.scheme(StoredLayer("q", 96, 128, False, None))
     assert packed_format_of([scheme, scheme], torch.bfloat16) == PackedFormat(kept, 64)
 
 
-@needs_kernels
-def test_zeros_are_made_of_what_is_added() -> None:
-    """torchao's 4 bits are ``code * scale + added`` with added / scale no integers: off by the rounding of that to fp32."""
+@requires_kernels
+def test_zero_points_are_computed_from_added_terms() -> None:
+    """torchao's 4 bits are ``code * scale + added``; if added / scale is no integer, its fp32 rounding is the error."""
     layer, numbers = loaded(tools.torchao("Int4WeightOnlyConfig", 32, symmetric=False), [RowRange("q", 96)])
     packed = layer.method.packed
     assert packed is not None and (packed.format, packed.group) == (WeightFormat.INT4_SINGLE_ZEROS, 32)
@@ -304,8 +304,8 @@ def test_zeros_are_made_of_what_is_added() -> None:
     assert float((packed.read() - numbers["q"]).abs().max() / largest) < 2**-22
 
 
-@needs_kernels
-def test_layers_that_are_computed_together_have_one_order() -> None:
+@requires_kernels
+def test_fused_layers_must_have_the_same_input_order() -> None:
     def turned(name: str, weight: Array) -> tuple[Tensors, Array]:
         tensors, numbers = written.tensors(name, weight)
         if name == "k":
@@ -317,10 +317,10 @@ def test_layers_that_are_computed_together_have_one_order() -> None:
         loaded(Written(written.section, turned), [RowRange("q", 96), RowRange("k", 32)])
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", KEPT)
 def test_inputs_are_rounded_if_integers_are_multiplied(name: str) -> None:
-    """By token where the checkpoint says so, or where the weight has no groups."""
+    """By token if the checkpoint requires it or the weight has no groups."""
     layer, _ = loaded(KEPT[name][0], [RowRange("q", 96)])
     (run,) = layer.method.runs
     says_so = run.inputs is Inputs.EIGHT_BITS
@@ -329,16 +329,16 @@ def test_inputs_are_rounded_if_integers_are_multiplied(name: str) -> None:
     assert run.inputs is (rounded if KEPT[name][1].is_integer else Inputs.SIXTEEN_BITS)
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", ROUNDED)
-def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
+def test_formats_without_kernel_are_rounded_once(name: str) -> None:
     layer, numbers = loaded(ROUNDED[name], [RowRange("q", 96), RowRange("k", 32)])
     packed = layer.method.packed
     assert packed is not None and packed.format is WeightFormat.BF16
     assert torch.equal(packed.read(), torch.cat([numbers["q"], numbers["k"]]).bfloat16().float())
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize(
     "written",
     [
@@ -353,7 +353,7 @@ def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
     ],
     ids=lambda each: each.section["quant_method"],
 )
-def test_what_is_estimated_before_loading_is_what_weights_take(written: Written) -> None:
+def test_estimated_weight_bytes_equal_the_loaded_bytes(written: Written) -> None:
     layer, _ = loaded(written, [RowRange("q", 960)])
     its, _ = written.tensors("q", noise(960))
     contents = {
@@ -363,11 +363,11 @@ def test_what_is_estimated_before_loading_is_what_weights_take(written: Written)
     found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
     assert found is not None
     packed = sum(run.num_bytes for run in layer.method.runs)
-    # Zeros that are not kept, and whole groups of 128 of what is in groups of all of a row, 256 inputs here for 160.
+    # Except zero points that are not kept, and full groups of 128 for a row's single group: 256 inputs instead of 160.
     assert 0.95 * packed < found.memory_bytes(contents, 2) < 1.1 * packed
 
 
-def test_experts_with_outliers_are_estimated_as_what_they_are_rounded_to() -> None:
+def test_experts_with_outliers_are_estimated_by_their_rounded_format() -> None:
     written = tools.squeezellm(4)
     weight = noise(960)
     its, _ = written.tensors("q", weight)
@@ -383,9 +383,9 @@ def test_experts_with_outliers_are_estimated_as_what_they_are_rounded_to() -> No
         assert at_least <= found.memory_bytes(contents, 2) / weight.size < at_most
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", ["compressed-tensors", "torchao", "modelopt", "quark"])
-def test_activations_of_8_bits_are_as_the_checkpoint_says(name: str) -> None:
+def test_activations_of_8_bits_follow_the_checkpoint(name: str) -> None:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     written = {
         "compressed-tensors": layers.compressed(BY_ROW, "int-quantized", inputs),
@@ -405,7 +405,7 @@ def test_activations_of_8_bits_are_as_the_checkpoint_says(name: str) -> None:
 
 
 def _with_zeros(written: Written, *path: str) -> Written:
-    """Return what is written, its activations with zero points: what says so lies at the path."""
+    """Return the checkpoint with activation zero points; ``path`` leads to the field that enables them."""
     section = copy.deepcopy(dict(written.section))
     inner: Any = section
     for key in path[:-1]:
@@ -414,7 +414,7 @@ def _with_zeros(written: Written, *path: str) -> Written:
     return Written(section, written.tensors)
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", ["compressed-tensors", "torchao", "quark"])
 def test_activations_with_zero_points_keep_16_bits(name: str) -> None:
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}
@@ -435,10 +435,10 @@ def test_activations_with_zero_points_keep_16_bits(name: str) -> None:
     assert torch.equal(layer.method.packed.read(), torch.cat([numbers["q"], numbers["k"]]))
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("name", ["gptq, 4 bits", "awq"])
-def test_parts_of_one_tensor_are_its_rows(name: str, groups: int) -> None:
+def test_parts_of_a_fused_tensor_are_its_rows(name: str, groups: int) -> None:
     heads = {"q": (192, 0), "k": (64, 192 // groups), "v": (64, 256 // groups)}
     parts = [RowRange("qkv", rows, 320, begin, groups) for rows, begin in heads.values()]
     layer, numbers = loaded(KEPT[name][0], parts)
@@ -450,8 +450,8 @@ def test_parts_of_one_tensor_are_its_rows(name: str, groups: int) -> None:
     assert torch.equal(layer.method.packed.read(), torch.cat(expected))
 
 
-@needs_kernels
-def test_gates_and_ups_have_scales_of_their_own() -> None:
+@requires_kernels
+def test_gates_and_ups_have_separate_scales() -> None:
     layer, numbers = loaded(
         KEPT["awq"][0], [RowRange("gate", 64), RowRange("up", 64)], GatedActivation.SILU_AND_MUL
     )
@@ -459,7 +459,7 @@ def test_gates_and_ups_have_scales_of_their_own() -> None:
     assert torch.equal(layer.method.packed.read(), torch.cat([numbers["gate"], numbers["up"]]))
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize(
     ("other", "weight_format", "group"),
     [
@@ -470,7 +470,7 @@ def test_gates_and_ups_have_scales_of_their_own() -> None:
         ({"group_size": -1}, WeightFormat.INT4, 32),
     ],
 )
-def test_parts_with_unlike_numbers_get_the_wider_kind(
+def test_parts_of_different_formats_use_the_wider_one(
     other: dict[str, int | bool], weight_format: WeightFormat, group: int
 ) -> None:
     layer, values = loaded(with_another_k(other), [RowRange("q", 96), RowRange("k", 32)])
@@ -480,7 +480,7 @@ def test_parts_with_unlike_numbers_get_the_wider_kind(
 
 
 def with_another_k(other: dict[str, int | bool]) -> Written:
-    """Return 4 bits in groups of 32, but for the layer ``k``."""
+    """Return 4 bits in groups of 32, except for the layer ``k``."""
     plain = layers.gptq(4, 32, symmetric=True)
     numbers = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False} | other
     its = layers.gptq(
@@ -496,8 +496,8 @@ def with_another_k(other: dict[str, int | bool]) -> Written:
     return Written({**plain.section, "dynamic": {"k": other}}, tensors)
 
 
-@needs_kernels
-def test_a_part_whose_inputs_are_ordered_is_a_weight_of_its_own() -> None:
+@requires_kernels
+def test_a_part_with_reordered_inputs_is_a_separate_weight() -> None:
     layer, numbers = loaded(
         with_another_k({"desc_act": True}), [RowRange("q", 96), RowRange("k", 32), RowRange("v", 32)]
     )
@@ -508,8 +508,8 @@ def test_a_part_whose_inputs_are_ordered_is_a_weight_of_its_own() -> None:
     torch.testing.assert_close(layer(x).float(), x.float() @ whole.t(), rtol=2**-7, atol=2**-5)
 
 
-@needs_kernels
-def test_so_is_a_part_that_was_left_out() -> None:
+@requires_kernels
+def test_an_unquantized_part_is_a_separate_weight() -> None:
     left_out = {"k.weight": torch.from_numpy(noise(32)).bfloat16()}
     layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [RowRange("q", 96), RowRange("k", 32)], plain=left_out)
     q, k = (run.packed for run in layer.method.runs)
@@ -517,8 +517,8 @@ def test_so_is_a_part_that_was_left_out() -> None:
     assert torch.equal(q.read(), numbers["q"]) and torch.equal(k.read(), left_out["k.weight"].float())
 
 
-@needs_kernels
-def test_a_gate_and_its_up_are_of_one_weight() -> None:
+@requires_kernels
+def test_a_gate_and_its_up_share_one_weight() -> None:
     left_out = {"up.weight": torch.from_numpy(noise(64)).bfloat16()}
     gate_up = [RowRange("gate", 64), RowRange("up", 64)]
     layer, numbers = loaded(KEPT["gptq, 4 bits"][0], gate_up, GatedActivation.SILU_AND_MUL, left_out)
@@ -527,7 +527,7 @@ def test_a_gate_and_its_up_are_of_one_weight() -> None:
     assert torch.equal(layer.method.packed.read(), whole.float())
 
 
-def test_without_the_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("none", "stored"):
         monkeypatch.setattr(f"quintet.executor.checkpoints.quant.{module}.linear_library", lambda: None)
     layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [RowRange("q", 96), RowRange("k", 32)])
@@ -546,7 +546,7 @@ def test_without_the_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -
         (tools.quark_integers("int4", 32), True),
     ],
 )
-def test_a_device_keeps_codes_of_groups_of_neighbours(written: Written, is_kept: bool) -> None:
+def test_a_device_keeps_codes_of_contiguous_groups(written: Written, is_kept: bool) -> None:
     found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
     assert found is not None
     kept = kept_of(found.scheme(StoredLayer("q", 96, 128, False, None)), 128, torch.bfloat16)

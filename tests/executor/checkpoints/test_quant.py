@@ -1,4 +1,4 @@
-"""Quantized layers against the numbers they really hold, and those against the numbers they were given."""
+"""Quantized layers against the numbers they hold, and these against the original numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quintet.executor.checkpoints.weights.store import reserve
 from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear, RowRange
 from quintet.wire.errors import ConfigError
 
-needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
+requires_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
 
-DEPTH = 200  # one whole group of 128 and a part of one
+DEPTH = 200  # one full group of 128 and a partial one
 QKV = (RowRange("q", 96), RowRange("k", 37), RowRange("v", 37))  # the second and third begin inside a tile
 GATE_UP = (RowRange("gate", 72), RowRange("up", 72))
 
@@ -36,7 +36,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def deliver(plan: WeightPlan, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Do a loader's work with random numbers; return them by name."""
+    """Fill the plan with random numbers, as a loader does; return them by name."""
     reserve(plan.stores)
     given = {}
     for seed, (name, expected) in enumerate(plan.expected.items()):
@@ -59,14 +59,12 @@ def layer_of(
     return layer, deliver(plan)
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_parts_of_one_tensor_are_what_they_would_be_in_tensors_of_their_own(
-    name: str, transposed: bool, groups: int
-) -> None:
-    """Three query heads for each KV head: ``qqqkv qqqkv`` in two groups, all queries first in one."""
+def test_parts_of_a_fused_tensor_equal_separate_tensors(name: str, transposed: bool, groups: int) -> None:
+    """Three query heads for each KV head: ``qqqkv qqqkv`` in two groups, or all queries first."""
     heads = {"q": (48, 0), "k": (16, 48 // groups), "v": (16, 64 // groups)}
     parts = [RowRange("qkv", rows, 80, begin, groups, transposed) for rows, begin in heads.values()]
     layer, given = layer_of(name, tuple(parts))
@@ -93,23 +91,23 @@ def test_parts_of_one_tensor_are_what_they_would_be_in_tensors_of_their_own(
     assert torch.equal(layer(noise(3, DEPTH).bfloat16()), alone(noise(3, DEPTH).bfloat16()))
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 @pytest.mark.parametrize("parts", [QKV, GATE_UP])
-def test_parts_arrive_in_their_rows(name: str, parts: tuple[RowRange, ...]) -> None:
+def test_parts_are_loaded_into_their_rows(name: str, parts: tuple[RowRange, ...]) -> None:
     activation = GatedActivation.SILU_AND_MUL if parts is GATE_UP else GatedActivation.NONE
     layer, given = layer_of(name, parts, activation)
     whole = torch.cat([given[f"{part.name}.weight"] for part in parts]).float()
     assert layer.method.packed is not None and layer.method.bias is not None
     held = layer.method.packed.read()
-    # Of normal numbers, rounding in 127 steps to the largest (up to 5) loses 5 / 127 / sqrt(12) = 1.1 % at most, and 16
-    # equal steps lose 10.7 % at best (Max, "Quantizing for minimum distortion", 1960). A row at the wrong place loses 141 %.
+    # Of normal numbers, rounding in 127 steps to the largest (up to 5) loses at most 5 / 127 / sqrt(12) = 1.1 %. 16 equal
+    # steps lose at least 10.7 % (Max, "Quantizing for minimum distortion", 1960). A row in the wrong place loses 141 %.
     lost = (held - whole).square().sum(1).sqrt() / whole.square().sum(1).sqrt()
     assert lost.max() <= {"none": 0.0, "int8": 0.012, "w8a8": 0.012, "int4": 0.15}[name]
     assert torch.equal(layer.method.bias, torch.cat([given[f"{part.name}.bias"] for part in parts]))
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 @pytest.mark.parametrize("rows", [1, 5, 33])
 def test_a_layer_multiplies_by_the_numbers_it_holds(name: str, rows: int) -> None:
@@ -119,8 +117,8 @@ def test_a_layer_multiplies_by_the_numbers_it_holds(name: str, rows: int) -> Non
     y = layer(x)
     expected = linear(x.double(), method.packed.read().double(), method.bias.double())  # type: ignore[union-attr]
     expected = expected.bfloat16()
-    # A rounding to bf16 (8 bits) of sums of about 40; with 8-bit activations also half a step of 1/127 of the largest
-    # of x, about 3, in each of 200 products: a standard deviation of 0.17.
+    # Rounding to bf16 (8 bits) of sums of about 40. With 8-bit activations also half a step of 1/127 of the largest x,
+    # about 3, in each of 200 products: a standard deviation of 0.17.
     torch.testing.assert_close(y, expected, rtol=2**-7, atol=1.0 if name == "w8a8" else 0.25)
 
 
@@ -134,10 +132,10 @@ def rounded_layer(name: str, **options: bool) -> tuple[Linear, RoundedInputs]:
     return layer, quantization
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("name", QUANTIZATIONS)
-def test_inputs_are_rounded_where_weights_are_integers(name: str) -> None:
-    """Those of int8 by token, as w8a8's are; those of int4 by group."""
+def test_inputs_are_rounded_if_weights_are_integers(name: str) -> None:
+    """int8 rounds them by token, like w8a8; int4 by group."""
     x = noise(3, DEPTH).bfloat16()
     x[:, :128] *= 100
     (layer, quantization), (as_it_is, _) = rounded_layer(name), layer_of(name, QKV)
@@ -147,7 +145,7 @@ def test_inputs_are_rounded_where_weights_are_integers(name: str) -> None:
         assert torch.equal(layer(x), layer_of("w8a8", QKV)[0](x))
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("kept", ["is_output_layer", "is_exact"])
 def test_inputs_of_some_layers_are_never_rounded(kept: str) -> None:
     layer, quantization = rounded_layer("int4", **{kept: True})
@@ -155,7 +153,7 @@ def test_inputs_of_some_layers_are_never_rounded(kept: str) -> None:
     assert run.inputs is Inputs.SIXTEEN_BITS and quantization.num_layers == 0
 
 
-@needs_kernels
+@requires_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_checkpoint_of_another_dtype_is_rounded_as_torch_does(
@@ -169,8 +167,8 @@ def test_a_checkpoint_of_another_dtype_is_rounded_as_torch_does(
     assert torch.equal(layer.method.packed.read(), whole.float().to(dtype).float())
 
 
-@needs_kernels
-def test_gates_and_ups_meet() -> None:
+@requires_kernels
+def test_gates_multiply_their_ups() -> None:
     layer, _ = layer_of("int8", GATE_UP, GatedActivation.SILU_AND_MUL)
     method, x = layer.method, noise(7, DEPTH).bfloat16() / 16
     assert method.packed is not None and method.bias is not None and layer.width == 72
@@ -181,7 +179,7 @@ def test_gates_and_ups_meet() -> None:
     torch.testing.assert_close(layer(x), expected.bfloat16(), rtol=2**-6, atol=2**-6)
 
 
-@needs_kernels
+@requires_kernels
 def test_the_output_layer_of_int4_has_8_bits() -> None:
     layer, _ = layer_of("int4", (RowRange("head", 65),), is_output_layer=True)
     assert layer.method.packed is not None
@@ -202,7 +200,9 @@ def test_a_tied_embedding_is_never_quantized(name: str) -> None:
     assert (embedding.packed is None) != (embedding.table is None)
 
 
-def test_without_the_kernels_torch_computes_or_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_torch_computes_or_the_error_names_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for module in ("none", "packed"):
         monkeypatch.setattr(f"quintet.executor.checkpoints.quant.{module}.linear_library", lambda: None)
     layer, given = layer_of("none", QKV)

@@ -1,4 +1,4 @@
-"""Folders that `quintet quantize` writes: the `compressed-tensors` package reads what was meant, and so do we; GPTQ."""
+"""Folders written by `quintet quantize`: the `compressed-tensors` package and Quintet read the same numbers; GPTQ and AWQ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quintet.executor.model_config.card import ModelCard
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 CLOSE = 3e-3
-"""How far logits may be from those of the numbers, in deviations: activations are integers of 16 bits."""
+"""Maximum error of logits, in standard deviations: activations are integers of 16 bits."""
 _WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 FAMILIES = {
     "llama": of_transformers("LlamaConfig", **_WIDE),
@@ -48,9 +48,9 @@ FAMILIES = {
 
 
 def decompressed(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a folder in fp32, by the package's own reading of its configuration and its tensors."""
+    """Return the weights of a folder in fp32, as the package decompresses them."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its imports'
+        warnings.simplefilter("ignore")  # warnings of its imports
         quantization = importlib.import_module("compressed_tensors.quantization")
         packed = importlib.import_module("compressed_tensors.compressors.pack_quantized")
         naive = importlib.import_module("compressed_tensors.compressors.naive_quantized")
@@ -67,14 +67,16 @@ def decompressed(folder: Path) -> dict[str, torch.Tensor]:
             stem = name.removesuffix("_scale").removesuffix(".weight")
             its = {each.rpartition(".")[2]: each for each in tensors if each.rpartition(".")[0] == stem}
             stored = {ending: tensors[each] for ending, each in its.items() if ending != "bias"}
-            stored["weight_scale"] = stored["weight_scale"].float()  # it multiplies in the scales' format
+            stored["weight_scale"] = stored[
+                "weight_scale"
+            ].float()  # the package multiplies in the scales' dtype
             found[f"{stem}.weight"] = compressor.decompress(stored, scheme)["weight"].float()
     rest = {name: tensor for name, tensor in tensors.items() if ".weight_" not in name and name not in found}
     return {**rest, **found}
 
 
-def quantized(row: Row, name: str, target: Path) -> Row:
-    """Return the row with the numbers that its quantized folder has; whoever makes it has that at ``target``."""
+def quantized_row(row: Row, name: str, target: Path) -> Row:
+    """Return the row with the numbers of its quantized folder, which making the row writes to ``target``."""
 
     def make(folder: Path) -> Logits:
         row.make(folder)
@@ -109,14 +111,14 @@ def write(folder: Path, target: Path, name: str) -> None:
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["int8", "w8a8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_has_the_numbers_that_were_meant(family: str, name: str, tmp_path: Path) -> None:
+def test_a_folder_has_the_quantized_numbers(family: str, name: str, tmp_path: Path) -> None:
     out = tmp_path / "quantized"
-    expected = made(quantized(FAMILIES[family], name, out), tmp_path / "plain")
+    expected = made(quantized_row(FAMILIES[family], name, out), tmp_path / "plain")
     (out / "tokenizer.json").write_text("{}")
     loaded = load(out, "float32")
     assert loaded.config.executor.quantization == "compressed-tensors"
     outcome = alone(loaded, [each.prompt for each in expected])
-    if name == "w8a8":  # activations, too
+    if name == "w8a8":  # also rounds activations
         for i, each in enumerate(expected):
             first = torch.frombuffer(bytearray(outcome.bits[i, len(each.prompt)]), dtype=torch.float32)
             assert torch.corrcoef(torch.stack([first, each.logits[0]]))[0, 1] > 0.99
@@ -126,7 +128,7 @@ def test_a_folder_has_the_numbers_that_were_meant(family: str, name: str, tmp_pa
 
 
 def correlated(count: int, depth: int) -> torch.Tensor:
-    """Inputs that say much of each other, as those of a model do; the last never says anything."""
+    """Return correlated inputs, like those of a model; the last column is zero."""
     draw = torch.Generator().manual_seed(1)
     few = torch.randn(count, depth // 8, generator=draw) @ torch.randn(depth // 8, depth, generator=draw)
     inputs = few + 0.3 * torch.randn(count, depth, generator=draw)
@@ -134,17 +136,19 @@ def correlated(count: int, depth: int) -> torch.Tensor:
     return inputs
 
 
-def test_gptq_loses_less_of_what_a_layer_gives() -> None:
+def test_gptq_reduces_the_output_error() -> None:
     target, inputs = TARGETS["gptq"], correlated(2000, 256)
     weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(2))
     by_nearest = rounded(weight, target, torch.bfloat16).numbers
     by_gptq = gptq(weight, inputs.t() @ inputs, target, torch.bfloat16).numbers
     lost = [float((inputs @ (each - weight).t()).square().sum()) for each in (by_nearest, by_gptq)]
     assert lost[1] < 0.5 * lost[0]
-    assert (by_gptq - weight).square().sum() > (by_nearest - weight).square().sum()  # of the weights more
+    assert (by_gptq - weight).square().sum() > (
+        by_nearest - weight
+    ).square().sum()  # the weights' own error is larger
 
 
-def test_gptq_of_inputs_that_say_nothing_of_each_other_is_the_nearest() -> None:
+def test_gptq_of_uncorrelated_inputs_rounds_to_nearest() -> None:
     target = TARGETS["gptq"]
     weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(3))
     found = gptq(weight, torch.eye(256) * 7, target, torch.bfloat16)
@@ -166,7 +170,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The embedded model with two layers."""
+    """Return the embedded model with two layers."""
     from quintet.deploy.embedded import default_model_path
 
     source, folder = Path(default_model_path()), tmp_path / "model"
@@ -181,7 +185,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_calibrated_model_is_nearer_to_what_it_was(folder: Path, tmp_path: Path) -> None:
+def test_calibration_reduces_the_error_of_logits(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text(Path(json.__file__).read_text()[:9000])
     words = ["quantize", str(folder)]
@@ -197,7 +201,7 @@ def test_a_calibrated_model_is_nearer_to_what_it_was(folder: Path, tmp_path: Pat
 
 
 def unpacked(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of AutoAWQ's folder in fp32, written from its format: words of eight rows, which take turns."""
+    """Return the weights of AutoAWQ's folder in fp32, decoded by its format: words of eight interleaved rows."""
     tensors = load_file(folder / "model.safetensors")
     rows = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 
@@ -215,7 +219,7 @@ def unpacked(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.float() for name, tensor in tensors.items()} | found
 
 
-def test_awq_is_nearer_and_says_what_its_words_stand_for(folder: Path, tmp_path: Path) -> None:
+def test_awq_reduces_the_error_and_writes_its_format(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text(Path(json.__file__).read_text()[:9000])
     words = ["quantize", str(folder)]
@@ -245,8 +249,8 @@ def logits_of(tensors: dict[str, torch.Tensor], folder: Path, prompts: list[list
     return torch.as_tensor(model(torch.tensor(prompts)).logits)
 
 
-TOGETHER = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "up_proj")}
-"""Layers that see the same inputs, by the first."""
+SAME_INPUTS = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "up_proj")}
+"""Layers with the same inputs, by the first of them."""
 
 
 @pytest.mark.drawn(3)
@@ -254,19 +258,23 @@ TOGETHER = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj",
     ("name", "more", "in_each_layer"),
     [
         ("Qwen2Config", {}, 3),
-        ("Gemma2Config", {}, 3),  # norms' weights are less one
+        ("Gemma2Config", {}, 3),  # stores norm weights minus one
         (
             "Phi3Config",
             {"pad_token_id": 0},
             3,
-        ),  # gates and ups are one tensor, as queries, keys and values are
-        ("StableLmConfig", {}, 3),  # norms have biases
-        ("CohereConfig", {}, 1),  # one norm is read by attention and feed-forward
-        ("Olmo2Config", {}, 1),  # what they read is no norm's
-        ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}, 2),  # an activation is before downs
+        ),  # fuses gates and ups, and queries, keys and values
+        ("StableLmConfig", {}, 3),  # has biases in its norms
+        ("CohereConfig", {}, 1),  # shares one norm between attention and feed-forward
+        ("Olmo2Config", {}, 1),  # has layers without a norm before them
+        (
+            "OPTConfig",
+            {"ffn_dim": 96, "word_embed_proj_dim": 64},
+            2,
+        ),  # has an activation before the down projection
     ],
 )
-def test_dividing_what_makes_inputs_is_multiplying_columns(
+def test_folding_scales_keeps_the_logits(
     name: str, more: dict[str, int], in_each_layer: int, tmp_path: Path
 ) -> None:
     of_transformers(name, num_hidden_layers=2, hidden_size=64, **more).make(tmp_path)
@@ -280,7 +288,7 @@ def test_dividing_what_makes_inputs_is_multiplying_columns(
     for first, maker in makers.items():
         factors = 0.5 + torch.rand(tensors[first].shape[1], generator=draw)
         stem, _, last = first.removesuffix(".weight").rpartition(".")
-        for reader in TOGETHER.get(last, (last,)):
+        for reader in SAME_INPUTS.get(last, (last,)):
             tensors[f"{stem}.{reader}.weight"] = tensors[f"{stem}.{reader}.weight"] * factors
         made = tensors[f"{maker.name}.weight"]
         if made.dim() == 2:
@@ -294,7 +302,9 @@ def test_dividing_what_makes_inputs_is_multiplying_columns(
     assert (after - before).abs().max() < 1e-4 * before.std()
 
 
-def test_what_no_such_folder_can_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_models_and_flags_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(row: Row, name: str, words: str) -> None:
         folder = tmp_path / words[:4]
         row.make(folder)
@@ -308,12 +318,12 @@ def test_what_no_such_folder_can_hold_is_refused(tmp_path: Path, capsys: pytest.
     )
     (tmp_path / "text").write_text("some words")
     words = ["quantize", str(tmp_path / "experts"), str(tmp_path / "out")]
-    for more, told in (
+    for more, error in (
         (["--format", "gptq"], "--format gptq requires --calibration FILE"),
         (["--format", "int8", "--calibration", str(tmp_path / "text")], "--calibration is for gptq and awq"),
         (["--format", "gptq", "--calibration", str(tmp_path / "text")], "has experts"),
         (["--format", "awq"], "--format awq requires --calibration FILE"),
     ):
         assert main([*words, *more]) == EXIT_CONFIG
-        assert told in capsys.readouterr().err
+        assert error in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The embedded model still knows its language when it is quantized."""
+"""The loss of the embedded model stays small after quantization."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from quintet.deploy.tools.quantize.target import WINDOW
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 
 HELD_OUT = "fnmatch.py"
-"""A library file that TRAINING.json lists as kept from the model."""
+"""A library file that TRAINING.json lists as held out."""
 
-# A few times what bench.quantization.loss prints over all held-out files: one file of two thousand tokens scatters around that.
-# A scale or a zero point read at the wrong place costs more than half a nat.
+# A few times the result of bench.quantization.loss over all held-out files, as one file of two thousand tokens varies by that.
+# A scale or a zero point read from the wrong place costs more than half a nat.
 ALLOWED: Mapping[str, float] = {"int8": 0.005, "w8a8": 0.005, "int4": 0.13}
 
 
@@ -38,22 +38,22 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def exact(prompts: list[list[int]]) -> float:
-    exact = loss(prompts)
-    assert exact < 3.5  # of log(4096) = 8.3
-    return exact
+def unquantized_loss(prompts: list[list[int]]) -> float:
+    unquantized_loss = loss(prompts)
+    assert unquantized_loss < 3.5  # log(4096) = 8.3 for a uniform distribution
+    return unquantized_loss
 
 
-@pytest.mark.drawn(1)  # `tests/models` rounds models in every way, and boots no processes for each
+@pytest.mark.drawn(1)  # `tests/models` rounds models in every format without starting processes
 @pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
 @pytest.mark.parametrize("quantization", ALLOWED)
-def test_quantization_costs_little_loss(prompts: list[list[int]], exact: float, quantization: str) -> None:
-    assert abs(loss(prompts, quantization=quantization) - exact) <= ALLOWED[quantization]
+def test_quantization_costs_little_loss(
+    prompts: list[list[int]], unquantized_loss: float, quantization: str
+) -> None:
+    assert abs(loss(prompts, quantization=quantization) - unquantized_loss) <= ALLOWED[quantization]
 
 
 @pytest.mark.whole
 @pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
-def test_keys_and_values_of_4_bits_stay_within_two_hundredths_of_a_nat(
-    prompts: list[list[int]], exact: float
-) -> None:
-    assert abs(loss(prompts, kv_cache_dtype="int4") - exact) <= 0.02
+def test_a_4_bit_kv_cache_costs_little_loss(prompts: list[list[int]], unquantized_loss: float) -> None:
+    assert abs(loss(prompts, kv_cache_dtype="int4") - unquantized_loss) <= 0.02

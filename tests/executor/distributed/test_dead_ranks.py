@@ -1,4 +1,4 @@
-"""A rank that dies takes the others with it: rank 0 ends at once, whatever its main thread is waiting for."""
+"""The death of a rank ends all ranks: rank 0 exits immediately, even while its main thread waits."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ threading.Event().wait()
     ("status", "words"),
     [(0, "exited with status 0"), (-9, "was killed by SIGKILL"), (-37, "was killed by signal 37")],
 )
-def test_every_ending_has_words(status: int, words: str) -> None:
+def test_every_exit_status_has_a_description(status: int, words: str) -> None:
     assert ending(status) == words
 
 
-def test_rank_0_ends_with_another(tmp_path: Path) -> None:
+def test_rank_0_exits_with_another_rank(tmp_path: Path) -> None:
     config = msgspec.json.encode(config_of(tmp_path, tensor_parallel_size=2, pipeline_parallel_size=2))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", RANK_0], **pipes) as first:
@@ -52,12 +52,12 @@ def test_rank_0_ends_with_another(tmp_path: Path) -> None:
         assert first.wait(60) == 1
     words = error_file(tmp_path, WorkerId(Role.EXECUTOR, 3, 7)).read_text()
     assert words in [f"rank {rank} was killed by SIGKILL; all ranks exit" for rank in (1, 2, 3)]
-    assert not psutil.wait_procs(ranks, 60)[1], "a rank outlives the first"
+    assert not psutil.wait_procs(ranks, 60)[1], "a rank is still running after the first exited"
 
 
 @pytest.mark.whole  # it imports torch
-def test_the_mistake_of_a_configuration_is_told_by_the_rank_that_finds_it(tmp_path: Path) -> None:
-    config = msgspec.json.encode(config_of(tmp_path, tensor_parallel_size=2))  # of a model that is not there
+def test_a_configuration_error_is_reported_by_its_rank(tmp_path: Path) -> None:
+    config = msgspec.json.encode(config_of(tmp_path, tensor_parallel_size=2))  # the model does not exist
     words = [sys.executable, "-c", RANK_0]
     done = subprocess.run(words, input=config + b"\n", capture_output=True, timeout=60, check=False)
     assert done.returncode == EXIT_CONFIG

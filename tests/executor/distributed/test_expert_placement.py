@@ -1,4 +1,4 @@
-"""Which experts are copied where: what must hold of every placement, whatever is asked of experts."""
+"""Placement of expert copies: properties that hold for every placement and load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quintet.executor.distributed.parallel.placement import (
 )
 
 SIZES = [(8, 2, 1), (13, 3, 2), (64, 4, 2), (128, 8, 2), (256, 8, 4)]
-"""Experts, ranks, places of each."""
+"""Experts, ranks, copies per rank."""
 
 
 def zipf(rng: random.Random, experts: int, power: float) -> list[float]:
@@ -28,7 +28,7 @@ def zipf(rng: random.Random, experts: int, power: float) -> list[float]:
 
 
 def drawn(seed: int) -> tuple[list[float], list[int], Spares]:
-    """Return loads, homes, and places with anything in them that may be there."""
+    """Return random loads, homes and existing copies."""
     rng = random.Random(seed)
     experts, ranks, places = rng.choice(SIZES)
     homes = homes_of(experts, ranks)
@@ -43,29 +43,29 @@ def drawn(seed: int) -> tuple[list[float], list[int], Spares]:
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_a_placement_is_lawful_no_worse_and_stays(seed: int) -> None:
+def test_a_placement_is_valid_and_no_worse_and_stable(seed: int) -> None:
     loads, homes, spares = drawn(seed)
     found = placed(loads, homes, spares)
     assert [len(places) for places in found] == [len(places) for places in spares]
     for rank, places in enumerate(found):
         there = [expert for expert in places if expert is not None]
-        assert len(set(there)) == len(there), "twice at one rank"
-        assert all(homes[expert] != rank for expert in there), "copied to where it is at home"
+        assert len(set(there)) == len(there), "an expert has two copies on one rank"
+        assert all(homes[expert] != rank for expert in there), "an expert has a copy on its home rank"
     mean = sum(loads) / len(spares)
     assert mean <= busiest(loads, homes, found) + 1e-6
     assert busiest(loads, homes, found) <= busiest(loads, homes, spares) + MIN_GAIN * mean + 1e-6
-    assert placed(loads, homes, spares) == found, "drawn by nothing but the loads"
+    assert placed(loads, homes, spares) == found, "placement must be deterministic"
     soon = placed(loads, homes, found)
-    assert placed(loads, homes, soon) == soon, "who is asked again moves nothing"
-    begun = placed(loads, homes, no_copies(len(spares), len(spares[0])))
-    assert placed(loads, homes, begun) == begun
+    assert placed(loads, homes, soon) == soon, "repeating the placement must move nothing"
+    initial = placed(loads, homes, no_copies(len(spares), len(spares[0])))
+    assert placed(loads, homes, initial) == initial
     for copy in copies_between(spares, found, homes):
         assert homes[copy.expert] == copy.source != copy.target
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_placement_of_one_copy_is_better(seed: int) -> None:
-    """Two ranks, one place each: all that could be are tried."""
+    """Two ranks, one copy each: compare with all possible placements."""
     rng = random.Random(seed)
     loads, homes = zipf(rng, 8, 1.2), homes_of(8, 2)
     least = min(
@@ -84,8 +84,8 @@ def test_the_load_of_one_hot_expert_is_divided_evenly() -> None:
     assert busiest(loads, homes, found) == pytest.approx(25.0)
 
 
-def test_places_that_level_nothing_have_what_is_asked_for_most() -> None:
-    """Loads are even on average, and places empty: a step may ask for more of one rank's. What is nearly as hot stays."""
+def test_unneeded_copies_hold_the_hottest_experts() -> None:
+    """Average loads are even and copies are empty: one step may need one rank's experts more. Nearly as hot experts remain."""
     homes, loads = homes_of(8, 2), [4.0, 3.0, 2.0, 1.0, 4.0, 3.0, 2.0, 1.0]
     found = placed(loads, homes, no_copies(2, 2))
     assert found == ((4, 5), (0, 1))
@@ -95,7 +95,7 @@ def test_places_that_level_nothing_have_what_is_asked_for_most() -> None:
     assert placed(loads, homes, found) == ((4, 5), (0, 2))
 
 
-def test_few_experts_move_when_what_is_asked_for_changes_a_little() -> None:
+def test_few_experts_move_when_loads_change_a_little() -> None:
     rng = random.Random(3)
     loads, homes = zipf(rng, 64, 1.0), homes_of(64, 4)
     now = placed(loads, homes, no_copies(4, 3))

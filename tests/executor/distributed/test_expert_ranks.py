@@ -1,6 +1,6 @@
-"""Whole experts over ranks: the bits of one process, wherever experts lie and whoever computes their rows.
+"""Expert parallelism over ranks: the bits of one process, for every placement of experts.
 
-Ranks are threads of the test, each with a program, weights and places of its own.
+Ranks are threads of the test, each with its own program, weights and expert copies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Each rank has one."""
+    """Each rank has one thread."""
     library = open_library()
     assert library is not None
     set_threads(library, 1, False)
@@ -57,8 +57,8 @@ def one_thread() -> Iterator[None]:
     set_threads(library, 1, False)
 
 
-class House:
-    """Ranks that have a layer of experts, and one process that has all of it."""
+class RankBench:
+    """Ranks that share a layer of experts, and one process that has all of it."""
 
     def __init__(self, name: str, kind: str, size: int) -> None:
         weight_format, group, self.dtype, eight = FORMATS[kind]
@@ -92,7 +92,7 @@ class House:
         group: int,
         eight: bool,
     ) -> HostExperts:
-        """Return a rank's, with zeros in its places."""
+        """Return a rank's layer with zeros in its expert copies."""
         kept = share.of_experts(self.routing.experts)
 
         def own(table: torch.Tensor | None) -> torch.Tensor:
@@ -111,22 +111,22 @@ class House:
             homes=Homes(share.rank, share.size, share.places),
         )
 
-    def at_all(self, do: Callable[[int], None]) -> None:
-        """Have each rank do something, all at once."""
+    def on_all_ranks(self, do: Callable[[int], None]) -> None:
+        """Run a function on all ranks in parallel."""
         threads = [threading.Thread(target=do, args=(rank,), daemon=True) for rank in range(len(self.ranks))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(DEADLINE_S)
-            assert not thread.is_alive(), "a rank waits for one that does not come"
+            assert not thread.is_alive(), "a rank waits forever"
 
     def copy(self, copy: Copy) -> None:
-        """Copy an expert, as orders of rank 0 have all ranks do it."""
+        """Copy an expert on all ranks, as orders of rank 0 do."""
         for piece in self.copies[0].chunks_of(0, copy):
-            self.at_all(lambda rank, piece=piece: self.copies[rank]._move(piece))  # type: ignore[misc]
+            self.on_all_ranks(lambda rank, piece=piece: self.copies[rank]._move(piece))  # type: ignore[misc]
 
     def compute(self, x: torch.Tensor, scores: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return what every rank has behind the layer, ``[ranks, tokens, hidden]``."""
+        """Return the layer's output of every rank, ``[ranks, tokens, hidden]``."""
         results = torch.full((len(self.ranks), *x.shape), torch.nan, dtype=x.dtype)
         library = open_library()
         assert library is not None
@@ -144,11 +144,11 @@ class House:
             programs.run(program, step.address, 0, programs.size(program))
             programs.delete(program)
 
-        self.at_all(run)
+        self.on_all_ranks(run)
         return results
 
     def drawn(self, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return inputs, scores by which few experts are asked for most, and what is added."""
+        """Return inputs, router scores that favour few experts, and a residual."""
         hot = noise(self.routing.experts, seed=3) * 2
         scores = (noise(tokens, self.routing.experts, seed=seed) + hot).to(self.dtype)
         x, residual = (noise(tokens, HIDDEN, dtype=self.dtype, seed=seed + i) for i in (1, 2))
@@ -166,49 +166,47 @@ class House:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "deepseek v3", "llama4"])
-def test_every_rank_has_the_bits_of_one_process_wherever_experts_lie(name: str, kind: str, size: int) -> None:
-    """Before, while and after experts are copied, one over another, until the loads say that it is enough."""
-    house = House(name, kind, size)
-    experts = house.routing.experts
+def test_every_rank_has_the_bits_of_one_process_for_every_placement(name: str, kind: str, size: int) -> None:
+    """Before, during and after experts are copied, until the loads need no more copies."""
+    ranks = RankBench(name, kind, size)
+    experts = ranks.routing.experts
     for tokens in (1, 5, MAX_TOKENS):
-        house.check(tokens, seed=10 * tokens)
+        ranks.check(tokens, seed=10 * tokens)
     homes = homes_of(experts, size)
     for rank in range(size):
         others = [expert for expert in range(experts) if homes[expert] != rank]
         for expert in others[: PLACES + 1]:
             place = expert % PLACES
-            pieces = list(house.copies[0].chunks_of(0, Copy(expert, homes[expert], rank, place)))
+            pieces = list(ranks.copies[0].chunks_of(0, Copy(expert, homes[expert], rank, place)))
             assert len(pieces) > 1
             for piece in pieces:
-                house.at_all(lambda one, piece=piece: house.copies[one]._move(piece))  # type: ignore[misc]
+                ranks.on_all_ranks(lambda one, piece=piece: ranks.copies[one]._move(piece))  # type: ignore[misc]
                 is_there = piece is pieces[-1]
                 assert all(
-                    each.copies[rank, place] == (expert if is_there else NO_EXPERT) for each in house.layers
+                    each.copies[rank, place] == (expert if is_there else NO_EXPERT) for each in ranks.layers
                 )
-                house.check(7, seed=expert)
-            house.check(MAX_TOKENS, seed=expert)
+                ranks.check(7, seed=expert)
+            ranks.check(MAX_TOKENS, seed=expert)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_copies_of_what_is_asked_for_most_level_the_work(size: int) -> None:
-    house = House("olmoe", "bf16", size)
+def test_copies_of_hot_experts_balance_the_load(size: int) -> None:
+    ranks = RankBench("olmoe", "bf16", size)
 
     def busiest(seeds: range) -> float:
-        begun = house.layers[0].asked.copy()
+        loads_before = ranks.layers[0].asked.copy()
         for seed in seeds:
-            house.compute(*house.drawn(MAX_TOKENS, seed))
-        asked = [layer.asked for layer in house.layers]
-        assert all((each == asked[0]).all() for each in asked), (
-            "ranks that do not count alike divide differently"
-        )
-        most, everybody = (asked[0] - begun)[-2:].tolist()
-        return float(most) * size / float(everybody)
+            ranks.compute(*ranks.drawn(MAX_TOKENS, seed))
+        asked = [layer.asked for layer in ranks.layers]
+        assert all((each == asked[0]).all() for each in asked), "all ranks must count the same loads"
+        most, total = (asked[0] - loads_before)[-2:].tolist()
+        return float(most) * size / float(total)
 
     before = busiest(range(4))
-    loads, homes = house.layers[0].asked[:-2].tolist(), homes_of(house.routing.experts, size)
+    loads, homes = ranks.layers[0].asked[:-2].tolist(), homes_of(ranks.routing.experts, size)
     now = no_copies(size, PLACES)
     for copy in copies_between(now, placed(loads, homes, now), homes):
-        house.copy(copy)
+        ranks.copy(copy)
     after = busiest(range(4, 8))
-    assert before > 1.25, "there is nothing to level"
+    assert before > 1.25, "the loads must be uneven before"
     assert after - 1 < (before - 1) / 2, (before, after)

@@ -1,4 +1,4 @@
-"""Ranks on several hosts meet, without the network: each has memory of its own, and finds in it what the others have left."""
+"""Collectives of ranks on several hosts, without the network: each host has its own memory, which receives the others' rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shape_of(size: int) -> CRanksShape:
 
 
 class Group:
-    """Ranks on so many hosts, all in this process, and what passes between the hosts."""
+    """Ranks on several hosts, all in this process, and the messages between the hosts."""
 
     def __init__(self, size: int, count: int) -> None:
         hosts = HostsConfig(count=count, address="", key_file="")
@@ -60,7 +60,7 @@ class Group:
         )
 
     def carry(self) -> None:
-        """Do what a hub and members do, once there is something to do."""
+        """Do the work of a hub and members after a wakeup."""
         self.rung.wait(0.05)
         self.rung.clear()
         for each in self.meetings:
@@ -73,7 +73,7 @@ class Group:
                     self.meetings[other].take_done(message)
 
     def run(self, work: Callable[[Ranks], None]) -> None:
-        """Have each rank do something, and carry until all have."""
+        """Run a function on each rank, and carry messages until all end."""
         threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in self.ranks]
         for thread in threads:
             thread.start()
@@ -90,10 +90,8 @@ def programs() -> ProgramLibrary:
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 2), (4, 2), (3, 3)])
-def test_every_rank_adds_what_all_have_left_on_whatever_host(
-    size: int, count: int, programs: ProgramLibrary
-) -> None:
-    """More additions than there are places: nobody adds what a later layer has left."""
+def test_every_rank_adds_the_rows_of_all_hosts(size: int, count: int, programs: ProgramLibrary) -> None:
+    """More additions than buffers: a rank must not add the rows of a later layer."""
     rounds = 9
     sums = torch.randn(rounds, size, TOKENS, WIDTH)
     results = torch.zeros(rounds, size, TOKENS, WIDTH)
@@ -120,7 +118,7 @@ def test_every_rank_adds_what_all_have_left_on_whatever_host(
         assert torch.allclose(results[:, 0], sums.sum(1), atol=1e-5)
 
 
-def test_columns_are_put_together_and_logits_are_for_the_first_rank_alone(programs: ProgramLibrary) -> None:
+def test_columns_are_gathered_and_logits_go_to_the_first_rank(programs: ProgramLibrary) -> None:
     group = Group(2, 2)
     columns, logits = torch.randn(TOKENS, GATHERED), torch.randn(3, VOCAB)
 
@@ -151,7 +149,7 @@ def test_columns_are_put_together_and_logits_are_for_the_first_rank_alone(progra
 
 
 def leave(programs: ProgramLibrary, mine: Ranks) -> None:
-    """Meet once, with sums."""
+    """Run one collective with sums."""
     step, program = Step(programs, 8, 8), programs.new()
     step.c.num_tokens = TOKENS
     place = mine.library.sums(mine.handle, 0, WIDTH)
@@ -167,9 +165,7 @@ def leave(programs: ProgramLibrary, mine: Ranks) -> None:
         ({"offset": 0}, 16), ({"offset": -1}, 16), ({"offset": 1 << 40}, 16), ({"stride": 1 << 40}, 32),
     ],
 )  # fmt: skip
-def test_rows_that_cannot_be_are_put_nowhere(
-    changes: dict[str, int], size: int, programs: ProgramLibrary
-) -> None:
+def test_invalid_rows_are_rejected(changes: dict[str, int], size: int, programs: ProgramLibrary) -> None:
     group = Group(2, 2)
     group.run(lambda mine: leave(programs, mine))
     right = next(message for to, message in group.carried if to == 0 and isinstance(message, CollectiveRows))
@@ -179,8 +175,8 @@ def test_rows_that_cannot_be_are_put_nowhere(
         group.meetings[0].take_rows(msgspec.structs.replace(right, **changes), memoryview(bytes(size)))
 
 
-def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
-    """Two of four ranks are on another host; what they are told is no part of a stage's orders."""
+def test_orders_reach_ranks_on_both_hosts_and_wait_for_all() -> None:
+    """Two of four ranks are on another host; the orders are not those of a stage."""
     shape, library = shape_of(4), open_ranks_library()
     here, there = os.memfd_create("here"), os.memfd_create("there")
     rung = threading.Event()
@@ -192,10 +188,10 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
         (OrderKind.COPY_BLOCKS, b"a pair's"),
         (OrderKind.IDLE_TASK, b""),
     ] * 2
-    heard: list[list[tuple[int, bytes]]] = [[], [], []]
+    received: list[list[tuple[int, bytes]]] = [[], [], []]
     carried_out: list[list[int]] = []
 
-    def tell() -> None:
+    def send_all() -> None:
         first.wait_for_all()
         for kind, mail in orders:
             if mail:
@@ -203,17 +199,17 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
             else:
                 first.send_idle_task()
             first.wait_for_all()
-            carried_out.append([len(each) for each in heard])
+            carried_out.append([len(each) for each in received])
 
     def receive(rank: int) -> None:
         mine, step = others[rank], ctypes.create_string_buffer(4096)
         mine.done()
         for kind, _ in orders:
             order = mine.receive(step)
-            heard[rank].append((order.kind, mine.mail(order) if kind is not OrderKind.IDLE_TASK else b""))
+            received[rank].append((order.kind, mine.mail(order) if kind is not OrderKind.IDLE_TASK else b""))
             mine.done()
 
-    threads = [threading.Thread(target=tell, daemon=True)]
+    threads = [threading.Thread(target=send_all, daemon=True)]
     threads += [threading.Thread(target=receive, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:
         thread.start()
@@ -225,16 +221,16 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
             receiver.done(done)
         taken = receiver.take()
         if taken is not None:
-            told, content, payload = taken
-            sender.send_order(told, memoryview(content), memoryview(bytes(payload)))
-    assert heard == [orders] * 3
+            order, content, payload = taken
+            sender.send_order(order, memoryview(content), memoryview(bytes(payload)))
+    assert received == [orders] * 3
     assert carried_out == [[count + 1] * 3 for count in range(len(orders))]
     unknown = LinkOrder(1, (OrderKind.MOVE_EXPERT, 0, 8, 0, 0, 0, 0))
     with pytest.raises(InvalidMessage, match="sent an invalid order on link 1"):
         sender.send_order(unknown, memoryview(bytes(8)), memoryview(b""))
 
 
-def test_no_meeting_is_left_out() -> None:
+def test_a_skipped_collective_is_rejected() -> None:
     group = Group(2, 2)
     group.meetings[0].take_done(CollectivesDone(1, 0, 1))
     for meetings in (1, 3, -1):

@@ -1,4 +1,4 @@
-"""A link between stages on two hosts, without the network: what one end takes, the other tells, as if memory were shared."""
+"""A pipeline link between two hosts, without the network: the orders of one end arrive at the other, as with shared memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shape_of(*, is_last: bool) -> CRanksShape:
 
 
 class Bridge:
-    """Two stages in this process, and the ends between them."""
+    """Two stages in this process, and the link between them."""
 
     def __init__(self, *, is_last: bool = False) -> None:
         library, shape = open_ranks_library(), shape_of(is_last=is_last)
@@ -50,21 +50,21 @@ class Bridge:
             return Ranks(memory, share, shape, spins=0)
 
         self.sending_rank, self.receiving_rank = view(here, SENDER), view(there, RECEIVER)
-        self.rung = threading.Event()
-        self.receiver = LinkReceiver(LinkEnd(library, here, shape, 0, [1], is_last=is_last), self.rung.set)
-        self.sender = LinkSender(LinkEnd(library, there, shape, 0, [0], is_last=is_last), self.rung.set)
+        self.wakeup = threading.Event()
+        self.receiver = LinkReceiver(LinkEnd(library, here, shape, 0, [1], is_last=is_last), self.wakeup.set)
+        self.sender = LinkSender(LinkEnd(library, there, shape, 0, [0], is_last=is_last), self.wakeup.set)
 
     def carry(self) -> tuple[LinkOrder, bytes, memoryview] | None:
-        """Do what a `Carrier` and its network do, once there is something to do; return what was told, if that is it."""
-        assert self.rung.wait(DEADLINE_S)
-        self.rung.clear()
+        """Do the work of a `Carrier` and its network after a wakeup; return the order that was sent, if any."""
+        assert self.wakeup.wait(DEADLINE_S)
+        self.wakeup.clear()
         orders = self.sender.newly_done()
         if orders is not None:
             self.receiver.done(orders)
         taken = self.receiver.take()
         if taken is not None:
-            told, content, payload = taken
-            self.sender.send_order(told, memoryview(content), memoryview(bytes(payload)))
+            order, content, payload = taken
+            self.sender.send_order(order, memoryview(content), memoryview(bytes(payload)))
         return taken
 
 
@@ -81,7 +81,7 @@ def in_background(work: Callable[[], None]) -> threading.Thread:
 
 
 def a_step(library: ProgramLibrary) -> Step:
-    """Two rows: three tokens of slot 2 from position 5 on, one of slot 0 at 0; both tables of each."""
+    """Return two rows: three tokens of slot 2 from position 5, one of slot 0 at 0; both tables of each."""
     step = Step(library, MAX_TOKENS, 4)
     for name, values in {
         "token_ids": [7, 8, 9, 3], "positions": [5, 6, 7, 0], "row_slots": [2, 0], "row_starts": [5, 0],
@@ -89,7 +89,7 @@ def a_step(library: ProgramLibrary) -> Step:
     }.items():  # fmt: skip
         step.columns[name][: len(values)] = values
     tables = np.arange(2 * 4 * 4, dtype=np.int32).reshape(2, 4, 4)
-    step.columns["tables"] = tables  # keeps them
+    step.columns["tables"] = tables  # keeps them alive
     step.c.num_tokens, step.c.num_rows, step.c.num_outputs = 4, 2, 2
     step.c.block_table, step.c.block_table_stride, step.c.block_table_group_stride = (
         tables.ctypes.data,
@@ -103,23 +103,23 @@ def column(address: int | None, count: int, kind: type) -> list[int]:
     return list((kind * count).from_address(address or 0))
 
 
-def test_a_step_arrives_with_its_tables_and_its_hidden_states() -> None:
+def test_a_step_is_sent_with_tables_and_hidden_states() -> None:
     bridge, programs = Bridge(), ProgramLibrary(host_library())
-    told, heard = a_step(programs), Step(programs, MAX_TOKENS, 4)
+    sent, received = a_step(programs), Step(programs, MAX_TOKENS, 4)
     hidden = torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
     bridge.sending_rank.payload(WIDTH, torch.float32)[:4] = hidden
-    bridge.sending_rank.send_run(told.address, StepPart.LAYERS, StepPart.END, 8)
-    bridge.receiving_rank.done()  # is there
+    bridge.sending_rank.send_run(sent.address, StepPart.LAYERS, StepPart.END, 8)
+    bridge.receiving_rank.done()  # is ready
     while bridge.carry() is None:
         pass
-    order = bridge.receiving_rank.receive(heard.address)
+    order = bridge.receiving_rank.receive(received.address)
     assert (order.kind, order.begin, order.end, order.length) == (
         OrderKind.RUN,
         StepPart.LAYERS,
         StepPart.END,
         8,
     )
-    c = heard.c
+    c = received.c
     assert (c.num_tokens, c.num_rows, c.num_outputs) == (4, 2, 2)
     assert column(c.token_ids, 4, ctypes.c_int32) == [7, 8, 9, 3]
     for name, values in (("positions", [5, 6, 7, 0]), ("row_slots", [2, 0]), ("row_counts", [3, 1])):
@@ -133,37 +133,37 @@ def test_a_step_arrives_with_its_tables_and_its_hidden_states() -> None:
     assert torch.equal(bridge.receiving_rank.payload(WIDTH, torch.float32)[:4], hidden)
 
 
-def test_as_many_orders_are_under_way_as_between_stages_of_one_host() -> None:
-    """The third waits until the first was carried out there, and the teller hears when all were."""
+def test_orders_in_flight_are_limited_as_on_one_host() -> None:
+    """The third order waits until the first was executed on the other host; the sender then sees that all were."""
     bridge, step = Bridge(), Step(ProgramLibrary(host_library()), MAX_TOKENS, 4)
     pairs = [np.array([[i, i + 1]], np.int32).tobytes() for i in range(3)]
 
-    def tell() -> None:
+    def send_all() -> None:
         bridge.sending_rank.wait_for_all()
         for each in pairs:
             bridge.sending_rank.send_mail(OrderKind.COPY_BLOCKS, each, 8)
         bridge.sending_rank.wait_for_all()
 
-    sending_rank = in_background(tell)
+    sending_rank = in_background(send_all)
     bridge.receiving_rank.done()
     for count in range(2):
         while bridge.carry() is None:
             pass
         order = bridge.receiving_rank.receive(step.address)
         assert bridge.receiving_rank.mail(order) == pairs[count]
-    assert bridge.receiver.take() is None, "a third, for which there is no room"
+    assert bridge.receiver.take() is None, "a third order exceeds the depth"
     bridge.receiving_rank.done()
     while bridge.carry() is None:
         pass
     assert bridge.receiving_rank.mail(bridge.receiving_rank.receive(step.address)) == pairs[2]
     bridge.receiving_rank.done()
     while sending_rank.is_alive():
-        bridge.rung.wait(0.05)
-        bridge.rung.set()
+        bridge.wakeup.wait(0.05)
+        bridge.wakeup.set()
         bridge.carry()
 
 
-def test_logits_come_back_as_many_as_there_are() -> None:
+def test_logits_of_all_outputs_are_returned() -> None:
     bridge = Bridge(is_last=True)
     logits = torch.rand(3, VOCAB)
     bridge.sending_rank.payload(VOCAB, torch.float32)[:3] = logits
@@ -178,7 +178,7 @@ def test_logits_come_back_as_many_as_there_are() -> None:
     assert torch.equal(bridge.receiving_rank.payload(VOCAB, torch.float32)[:3], logits)
 
 
-def test_what_a_stage_says_of_itself_is_said_at_the_other_end() -> None:
+def test_notes_of_a_stage_are_copied_to_the_other_host() -> None:
     bridge = Bridge()
     bridge.receiving_rank.note(Note.PROGRESS, 7)
     bridge.receiving_rank.note(Note.IDLE_TASKS, 1)
@@ -186,17 +186,17 @@ def test_what_a_stage_says_of_itself_is_said_at_the_other_end() -> None:
     assert (bridge.sending_rank.noted(Note.PROGRESS), bridge.sending_rank.noted(Note.IDLE_TASKS)) == (7, 1)
 
 
-def test_what_cannot_be_is_told_to_nobody() -> None:
+def test_invalid_orders_are_rejected() -> None:
     bridge = Bridge()
     step = a_step(ProgramLibrary(host_library()))
     bridge.sending_rank.send_run(step.address, StepPart.LAYERS, StepPart.END, 8)
     taken = None
     while taken is None:
-        bridge.rung.wait(DEADLINE_S)
+        bridge.wakeup.wait(DEADLINE_S)
         taken = bridge.receiver.take()
-    told, content, payload = taken[0], taken[1], bytes(taken[2])
-    fields = told.order
-    slots = 4 * 4 + 4 * 8  # behind token ids and positions
+    valid, content, payload = taken[0], taken[1], bytes(taken[2])
+    fields = valid.order
+    slots = 4 * 4 + 4 * 8  # after token ids and positions
 
     def changed(at: int, value: int) -> bytes:
         return content[:at] + value.to_bytes(8, "little", signed=True) + content[at + 8 :]
@@ -207,21 +207,21 @@ def test_what_cannot_be_is_told_to_nobody() -> None:
 
     bridge.receiving_rank.done()
     while bridge.sender.newly_done() is None:
-        bridge.rung.wait(0.05)
+        bridge.wakeup.wait(0.05)
     for what, sent, arrays, states in (
-        ("too short", told, content[:-4], payload),
-        ("too long", told, content + b"\0" * 4, payload),
-        ("no arrays", told, b"", payload),
-        ("hidden states of fewer tokens", told, content, payload[:-4]),
-        ("a slot that is not there", told, changed(slots, 4), payload),
-        ("a slot before the first", told, changed(slots, -1), payload),
-        ("a position beyond every table", told, changed(slots + 16, 1 << 40), payload),
-        ("more tokens in a row than in the step", told, changed(slots + 32, 4), payload),
-        ("an output that is no token", told, changed(slots + 64, 4), payload),
+        ("too short", valid, content[:-4], payload),
+        ("too long", valid, content + b"\0" * 4, payload),
+        ("no arrays", valid, b"", payload),
+        ("hidden states of fewer tokens", valid, content, payload[:-4]),
+        ("a slot that is not there", valid, changed(slots, 4), payload),
+        ("a slot before the first", valid, changed(slots, -1), payload),
+        ("a position beyond every table", valid, changed(slots + 16, 1 << 40), payload),
+        ("more tokens in a row than in the step", valid, changed(slots + 32, 4), payload),
+        ("an output that is no token", valid, changed(slots + 64, 4), payload),
         ("more tokens than there is room for", order(num_tokens=MAX_TOKENS + 1), content, payload),
         ("rows below zero", order(num_rows=-1), content, payload),
         ("no part of a step", order(begin=2), content, payload),
-        ("an order that ranks of a stage are told", order(kind=OrderKind.EMBEDS), content, payload),
+        ("an order of ranks within a stage", order(kind=OrderKind.EMBEDS), content, payload),
         ("half a pair", order(kind=OrderKind.COPY_BLOCKS, end=4), b"\0" * 4, b""),
         ("more mail than it says", order(kind=OrderKind.COPY_BLOCKS, end=8), b"\0" * 16, b""),
     ):
@@ -230,14 +230,14 @@ def test_what_cannot_be_is_told_to_nobody() -> None:
             pytest.fail(what)
     bridge.sender.take_chunk(memoryview(payload)[:4])
     with pytest.raises(InvalidMessage, match=f"sent {len(payload) + 4} bytes of payload on link 0"):
-        bridge.sender.send_order(told, memoryview(content), memoryview(payload))
+        bridge.sender.send_order(valid, memoryview(content), memoryview(payload))
     with pytest.raises(InvalidMessage, match="more payload on link 0 than an order can have"):
         bridge.sender.take_chunk(memoryview(bytes(4 * WIDTH * MAX_TOKENS)))
-    bridge.sender.send_order(told, memoryview(content), memoryview(payload)[4:])
-    bridge.sender.send_order(told, memoryview(content), memoryview(payload))
+    bridge.sender.send_order(valid, memoryview(content), memoryview(payload)[4:])
+    bridge.sender.send_order(valid, memoryview(content), memoryview(payload))
     with pytest.raises(InvalidMessage, match="more orders on link 0 than its depth"):
         bridge.sender.take_chunk(memoryview(payload))
     with pytest.raises(InvalidMessage, match="more orders on link 0 than its depth"):
-        bridge.sender.send_order(told, memoryview(content), memoryview(payload))
+        bridge.sender.send_order(valid, memoryview(content), memoryview(payload))
     with pytest.raises(InvalidMessage, match="reports 2 finished orders of link 0, of 1 sent"):
         bridge.receiver.done(2)

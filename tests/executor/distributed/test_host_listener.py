@@ -1,4 +1,4 @@
-"""Whom the first host lets take part, and how the others are told no: one line each, and nobody waits for ever."""
+"""Admission of hosts by the first host: refusals have a one-line reason, and no host waits forever."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 from tests.executor.distributed.test_host_processes import hosts, on, place
-from tests.executor.distributed.test_rank_processes import ME, config_of
+from tests.executor.distributed.test_rank_processes import EXECUTOR_ID, config_of
 
 from quintet.executor.distributed.hosts import member as member_module
 from quintet.executor.distributed.hosts.hub import Hub
@@ -45,20 +45,20 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.ids import WorkerId
 
 __all__ = ["hosts"]
-PATIENCE_MS = 30_000
+TIMEOUT_MS = 30_000
 
 
-class Door:
-    """A hub in a thread, how it ended, and those who knock."""
+class HubBench:
+    """A hub in a thread, its result, and its clients."""
 
-    def __init__(self, config: EngineConfig, *, epoch: int = ME.epoch) -> None:
+    def __init__(self, config: EngineConfig, *, epoch: int = EXECUTOR_ID.epoch) -> None:
         assert config.executor.hosts is not None
         self.hosts = config.executor.hosts
         links = [os.memfd_create("link") for _ in range(config.executor.pipeline_parallel_size)]
-        self.hub = Hub(ChildIdentity(WorkerId(ME.role, ME.index, epoch), 0), config, links)
+        self.hub = Hub(ChildIdentity(WorkerId(EXECUTOR_ID.role, EXECUTOR_ID.index, epoch), 0), config, links)
         self.parts = parts_of(config, RUNNER)
         self._context = Context()
-        self._guests: list[Guest] = []
+        self._clients: list[Client] = []
         self._ended = threading.Event()
         self._error: Exception | None = None
         threading.Thread(target=self._run, daemon=True).start()
@@ -72,52 +72,52 @@ class Door:
         self._ended.set()
 
     def ending(self) -> str:
-        assert self._ended.wait(PATIENCE_MS / 1000)
+        assert self._ended.wait(TIMEOUT_MS / 1000)
         return str(self._error)
 
-    def guest(self) -> Guest:
-        guest = Guest(self.hosts, self._context)
-        self._guests.append(guest)
-        return guest
+    def client(self) -> Client:
+        client = Client(self.hosts, self._context)
+        self._clients.append(client)
+        return client
 
-    def member(self) -> Guest:
-        """Return one that takes part."""
-        guest = self.guest()
-        guest.say(Join(VERSION, 1, sources()))
-        assert isinstance(guest.hear(), Welcome)
-        guest.say(Parts(self.parts))
-        assert isinstance(guest.hear(), Begin)
-        return guest
+    def member(self) -> Client:
+        """Return a client that is a member of the group."""
+        client = self.client()
+        client.send(Join(VERSION, 1, sources()))
+        assert isinstance(client.receive(), Welcome)
+        client.send(Parts(self.parts))
+        assert isinstance(client.receive(), Begin)
+        return client
 
     def close(self) -> None:
-        """End the hub as the loss of a host does."""
-        for guest in self._guests:
-            guest.close()
+        """Stop the hub by the loss of a member."""
+        for client in self._clients:
+            client.close()
         if not self._ended.wait(0.3):
             self.member().socket.close()
         self.ending()
         self._context.destroy(linger=0)
 
 
-class Guest:
-    """Somebody who knows the key, and says what a test wants."""
+class Client:
+    """A client with the group key that sends arbitrary messages."""
 
-    def __init__(self, told: HostsConfig, context: Context) -> None:
+    def __init__(self, settings: HostsConfig, context: Context) -> None:
         self.socket = context.socket(zmq.DEALER)
-        read_key(told.key_file, *GROUP_KEY).protect(self.socket, listens=False)
-        self.socket.setsockopt(zmq.IPV6, int(told.address.startswith("[")))
-        self.socket.connect(f"tcp://{told.address}")
+        read_key(settings.key_file, *GROUP_KEY).protect(self.socket, listens=False)
+        self.socket.setsockopt(zmq.IPV6, int(settings.address.startswith("[")))
+        self.socket.connect(f"tcp://{settings.address}")
 
     def close(self) -> None:
         self.socket.close()
 
-    def say(self, message: msgspec.Struct, *frames: bytes) -> None:
+    def send(self, message: msgspec.Struct, *frames: bytes) -> None:
         self.socket.send_multipart([encode(message), *frames])
 
-    def hear(self) -> Any:
-        """Return what comes next and is not a beat."""
+    def receive(self) -> Any:
+        """Return the next message that is not a heartbeat."""
         while True:
-            assert self.socket.poll(PATIENCE_MS), "nothing came"
+            assert self.socket.poll(TIMEOUT_MS), "no message arrived"
             [frame] = self.socket.recv_multipart()
             message = msgspec.msgpack.decode(frame, type=FromHub)
             if not isinstance(message, HostHeartbeat):
@@ -130,31 +130,33 @@ def config(tmp_path: Path, hosts: HostsConfig) -> EngineConfig:
 
 
 @pytest.fixture
-def door(config: EngineConfig) -> Iterator[Door]:
-    with closing(Door(config)) as door:
-        yield door
+def hub_bench(config: EngineConfig) -> Iterator[HubBench]:
+    with closing(HubBench(config)) as hub_bench:
+        yield hub_bench
 
 
-def test_a_host_is_told_what_is_computed_and_none_of_the_keys(config: EngineConfig) -> None:
+def test_a_host_receives_the_configuration_without_api_keys(config: EngineConfig) -> None:
     frontend = msgspec.structs.replace(config.frontend, api_keys=["sk-secret"], admin_key="sk-more")
-    with closing(Door(msgspec.structs.replace(config, frontend=frontend))) as door:
-        guest = door.guest()
-        guest.say(Join(VERSION, 1, sources()))
-        welcome = guest.hear()
-        told = msgspec.json.decode(welcome.config, type=EngineConfig)
+    with closing(HubBench(msgspec.structs.replace(config, frontend=frontend))) as hub_bench:
+        client = hub_bench.client()
+        client.send(Join(VERSION, 1, sources()))
+        welcome = client.receive()
+        received = msgspec.json.decode(welcome.config, type=EngineConfig)
         assert b"sk-" not in welcome.config and config.run_dir.encode() not in welcome.config
-        assert (told.executor.num_hosts, told.model.card) == (2, config.model.card)
-        guest.say(Parts({}))
-        refused = guest.hear()
+        assert (received.executor.num_hosts, received.model.card) == (2, config.model.card)
+        client.send(Parts({}))
+        refused = client.receive()
         assert refused.is_final and "weights" in refused.reason and "kernels" in refused.reason
-        guest.say(Join(VERSION, 1, sources()))
-        assert isinstance(guest.hear(), Welcome), "the place is free again"
-        guest.say(Parts(door.parts | {"instruction_set": "other"}))
-        assert guest.hear().reason.endswith("set QUINTET_ISA to an instruction set that all processors have")
+        client.send(Join(VERSION, 1, sources()))
+        assert isinstance(client.receive(), Welcome), "the host rank must be free again"
+        client.send(Parts(hub_bench.parts | {"instruction_set": "other"}))
+        assert client.receive().reason.endswith(
+            "set QUINTET_ISA to an instruction set that all processors have"
+        )
 
 
-def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
-    door.member()
+def test_an_invalid_host_is_refused_with_a_reason_and_the_group_continues(hub_bench: HubBench) -> None:
+    hub_bench.member()
     for join, words, is_final in (
         (Join(VERSION + 1, 1, sources()), "its version of Quintet differs", True),
         (Join(VERSION, 1, "other"), "its version of Quintet differs", True),
@@ -162,15 +164,15 @@ def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
         (Join(VERSION, 0, sources()), "--node-rank must be 1 to 1", True),
         (Join(VERSION, 1, sources()), "another host uses this --node-rank", False),
     ):
-        other = door.guest()
-        other.say(join)
-        answer = other.hear()
+        other = hub_bench.client()
+        other.send(join)
+        answer = other.receive()
         assert isinstance(answer, Refused) and words in answer.reason and answer.is_final is is_final
-    stranger = door.guest()
-    stranger.say(HostHeartbeat())
+    stranger = hub_bench.client()
+    stranger.send(HostHeartbeat())
     stranger.socket.send(b"\xc1")
-    stranger.say(Join(VERSION, 2, sources()))
-    assert isinstance(stranger.hear(), Refused), "what made no sense was passed over"
+    stranger.send(Join(VERSION, 2, sources()))
+    assert isinstance(stranger.receive(), Refused), "the invalid message must be ignored"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
             LinkProgress(1, 0),
             (),
             "host 1 sent a message of foreign link 1",
-        ),  # which it tells, and does not hear
+        ),  # a link on which this host sends only
         (LinkProgress(7, 0), (), "host 1 sent a message of unknown link 7"),
         (LinkProgress(0, 3), (), "host 1 reports 3 finished orders of link 0, of 0 sent"),
         (LinkOrder(0, (0,) * 7), (b"", b""), "host 1 sent a message of foreign link 0"),
@@ -194,85 +196,85 @@ def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
         (Join(VERSION, 1, ""), (), "host 1 sent an invalid message"),
     ],
 )
-def test_who_takes_part_and_says_what_cannot_be_ends_the_group(
-    message: msgspec.Struct, frames: tuple[bytes, ...], words: str, door: Door
+def test_an_invalid_message_of_a_member_ends_the_group(
+    message: msgspec.Struct, frames: tuple[bytes, ...], words: str, hub_bench: HubBench
 ) -> None:
-    door.member().say(message, *frames)
-    assert words in door.ending()
+    hub_bench.member().send(message, *frames)
+    assert words in hub_bench.ending()
 
 
-def test_leaving_ends_the_group(door: Door) -> None:
-    door.member().socket.close()
-    assert door.ending() == "host 1 closed the connection"
+def test_a_closed_connection_ends_the_group(hub_bench: HubBench) -> None:
+    hub_bench.member().socket.close()
+    assert hub_bench.ending() == "host 1 closed the connection"
 
 
-def test_who_leaves_before_it_begins_leaves_its_place(door: Door) -> None:
-    guest = door.guest()
-    guest.say(Join(VERSION, 1, sources()))
-    assert isinstance(guest.hear(), Welcome)
-    guest.socket.close()
+def test_a_host_that_leaves_before_the_start_frees_its_rank(hub_bench: HubBench) -> None:
+    client = hub_bench.client()
+    client.send(Join(VERSION, 1, sources()))
+    assert isinstance(client.receive(), Welcome)
+    client.socket.close()
     answer: Any = None
-    while not isinstance(answer, Welcome):  # until the hub has heard of it
-        other = door.guest()
-        other.say(Join(VERSION, 1, sources()))
-        answer = other.hear()
+    while not isinstance(answer, Welcome):  # until the hub has processed the close
+        other = hub_bench.client()
+        other.send(Join(VERSION, 1, sources()))
+        answer = other.receive()
         assert isinstance(answer, Welcome) or not answer.is_final
 
 
-def test_who_is_gone_before_it_is_heard_ends_nothing(door: Door) -> None:
-    for _ in range(20):  # of which some are gone before they are answered
+def test_a_host_that_leaves_before_the_reply_ends_nothing(hub_bench: HubBench) -> None:
+    for _ in range(20):  # some close before the reply is sent
         context = Context()
-        with closing(Guest(door.hosts, context)) as guest:
-            guest.say(Join(VERSION, 1, sources()))
-        context.term()  # when it is sent
+        with closing(Client(hub_bench.hosts, context)) as client:
+            client.send(Join(VERSION, 1, sources()))
+        context.term()  # after the message is sent
     answer: Any = None
-    while not isinstance(answer, Welcome):  # until the hub has heard that the last is gone
-        guest = door.guest()
-        guest.say(Join(VERSION, 1, sources()))
-        answer = guest.hear()
+    while not isinstance(answer, Welcome):  # until the hub has processed the last close
+        client = hub_bench.client()
+        client.send(Join(VERSION, 1, sources()))
+        answer = client.receive()
         assert isinstance(answer, Welcome) or not answer.is_final
 
 
-def test_who_speaks_for_another_host_ends_the_group(
+def test_a_message_in_the_name_of_another_host_ends_the_group(
     config: EngineConfig, hosts: HostsConfig, tmp_path: Path
 ) -> None:
     of_ranks = on(hosts, config_of(tmp_path, 2))
-    for told, said, words in (
+    for settings, message, words in (
         (of_ranks, CollectivesDone(0, 0, 1), "sent a message in the name of another host"),
         (of_ranks, CollectivesDone(1, 2, 1), "sent a message in the name of another host"),
         (of_ranks, CollectivesDone(1, 0, 2), "reports collective 2 after 0"),
         (of_ranks, LinkOrder(2, (0,) * 7), "sent a message of unknown link 2"),
         (config, CollectivesDone(1, 0, 1), "sent a collective, but there are no ranks on several hosts"),
     ):
-        with closing(Door(told)) as door:
-            door.member().say(said, *[b""] * (2 * isinstance(said, LinkOrder)))
-            assert door.ending() == f"host 1 {words}"
+        with closing(HubBench(settings)) as hub_bench:
+            hub_bench.member().send(message, *[b""] * (2 * isinstance(message, LinkOrder)))
+            assert hub_bench.ending() == f"host 1 {words}"
 
 
-def test_silence_ends_the_group(config: EngineConfig) -> None:
+def test_a_missing_heartbeat_ends_the_group(config: EngineConfig) -> None:
     processes = msgspec.structs.replace(config.processes, stall_s=0.6)
-    with closing(Door(msgspec.structs.replace(config, processes=processes))) as door:
-        door.member()
-        assert door.ending() == "host 1 sent nothing for 0.6 s"
+    with closing(HubBench(msgspec.structs.replace(config, processes=processes))) as hub_bench:
+        hub_bench.member()
+        assert hub_bench.ending() == "host 1 sent nothing for 0.6 s"
 
 
-def test_a_member_says_in_a_line_why_it_cannot_take_part(door: Door, tmp_path: Path) -> None:
-    own = place(door.hosts, tmp_path / "there")
+def test_a_refused_member_logs_the_reason_in_one_line(hub_bench: HubBench, tmp_path: Path) -> None:
+    own = place(hub_bench.hosts, tmp_path / "there")
     other = tmp_path / "other"
     other.write_bytes(b"o" * 32)
-    others = msgspec.structs.replace(door.hosts, key_file=str(other))
-    with asked(HostLost, "failed: its --group-key differs"):
+    others = msgspec.structs.replace(hub_bench.hosts, key_file=str(other))
+    with raises(HostLost, "failed: its --group-key differs"):
         run(msgspec.structs.replace(own, hosts=others))
-    with asked(ConfigError, "the first host refused this host: --node-rank must be 1 to 1"):
+    with raises(ConfigError, "the first host refused this host: --node-rank must be 1 to 1"):
         run(msgspec.structs.replace(own, host=2))
-    with asked(ConfigError, "this host has 0 MiB of memory, but its part needs"):
+    with raises(ConfigError, "this host has 0 MiB of memory, but its part needs"):
         run(msgspec.structs.replace(own, available_bytes=1))
 
 
-def test_a_member_is_told_that_its_place_is_taken_and_may_ask_again(door: Door, tmp_path: Path) -> None:
-    door.member()
-    with asked(ExpectedEnd, "another host uses this --node-rank"):
-        run(place(door.hosts, tmp_path / "there"))
+def test_a_member_with_a_used_rank_may_retry(hub_bench: HubBench, tmp_path: Path) -> None:
+    hub_bench.member()
+    with raises(ExpectedEnd, "another host uses this --node-rank"):
+        run(place(hub_bench.hosts, tmp_path / "there"))
 
 
 def run(own: MemberSettings) -> None:
@@ -280,18 +282,18 @@ def run(own: MemberSettings) -> None:
         member.run()
 
 
-def asked(kind: type[Exception], words: str) -> AbstractContextManager[object]:
+def raises(kind: type[Exception], words: str) -> AbstractContextManager[object]:
     return pytest.raises(kind, match=re.escape(words))
 
 
-def test_an_address_of_another_machine_is_refused(config: EngineConfig) -> None:
+def test_an_address_of_another_machine_is_rejected(config: EngineConfig) -> None:
     assert config.executor.hosts is not None
     far = msgspec.structs.replace(config.executor.hosts, address="192.0.2.1:29501")
-    with asked(ConfigError, "--master-addr 192.0.2.1 --master-port 29501: "):
-        Door(on(far, config))
+    with raises(ConfigError, "--master-addr 192.0.2.1 --master-port 29501: "):
+        HubBench(on(far, config))
 
 
-def test_a_group_that_was_there_waits_for_its_address(
+def test_a_restarted_group_waits_for_its_address(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known, asked_for = socket.getaddrinfo, []
@@ -303,56 +305,56 @@ def test_a_group_that_was_there_waits_for_its_address(
         return known(name, *rest, **named)
 
     monkeypatch.setattr(socket, "getaddrinfo", lost_once)
-    with closing(Door(config, epoch=2)) as door:
-        door.member()
+    with closing(HubBench(config, epoch=2)) as hub_bench:
+        hub_bench.member()
     assert "Name or service not known; retrying" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["::1", "localhost"])
-def test_hosts_meet_at_a_name_and_at_an_address_of_ipv6(
+def test_hosts_connect_to_a_name_and_to_an_ipv6_address(
     name: str, config: EngineConfig, tmp_path: Path
 ) -> None:
     assert config.executor.hosts is not None
     port = config.executor.hosts.address.rpartition(":")[2]
     address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
     there = msgspec.structs.replace(config.executor.hosts, address=address)
-    with closing(Door(on(there, config))) as door:
-        door.member()
-        with asked(ExpectedEnd, "another host uses this --node-rank"):
+    with closing(HubBench(on(there, config))) as hub_bench:
+        hub_bench.member()
+        with raises(ExpectedEnd, "another host uses this --node-rank"):
             run(place(there, tmp_path / "there"))
 
 
-def test_a_member_says_that_nobody_is_there_and_finds_who_comes_later(
+def test_a_member_logs_a_missing_hub_and_joins_when_it_starts(
     config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert config.executor.hosts is not None
     own = place(config.executor.hosts, tmp_path / "there", host=2)
-    told: list[str] = []
+    errors: list[str] = []
 
-    def seek() -> None:
+    def join() -> None:
         try:
             run(own)
         except ConfigError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
-    seeking = threading.Thread(target=seek, daemon=True)
-    seeking.start()
+    joining = threading.Thread(target=join, daemon=True)
+    joining.start()
     while "cannot reach the first host" not in caplog.text:
-        seeking.join(0.05)
-        assert seeking.is_alive()
-    with closing(Door(config)):
-        seeking.join(PATIENCE_MS / 1000)
-    assert told == ["the first host refused this host: --node-rank must be 1 to 1, since --nnodes is 2"]
+        joining.join(0.05)
+        assert joining.is_alive()
+    with closing(HubBench(config)):
+        joining.join(TIMEOUT_MS / 1000)
+    assert errors == ["the first host refused this host: --node-rank must be 1 to 1, since --nnodes is 2"]
 
 
-def test_an_address_where_somebody_is_silent_is_not_the_last_that_is_tried(
+def test_a_silent_address_is_followed_by_the_next(
     config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert config.executor.hosts is not None
     own = place(config.executor.hosts, tmp_path / "there", host=2)
     monkeypatch.setattr(member_module, "JOIN_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as silent, closing(Door(config)) as door:
-        addresses = [f"tcp://127.0.0.1:{silent.getsockname()[1]}", f"tcp://{door.hosts.address}"]
+    with socket.create_server(("127.0.0.1", 0)) as silent, closing(HubBench(config)) as hub_bench:
+        addresses = [f"tcp://127.0.0.1:{silent.getsockname()[1]}", f"tcp://{hub_bench.hosts.address}"]
         monkeypatch.setattr(member_module, "endpoints_of", lambda address: addresses)
-        with asked(ConfigError, "--node-rank must be 1 to 1"):
+        with raises(ConfigError, "--node-rank must be 1 to 1"):
             run(own)

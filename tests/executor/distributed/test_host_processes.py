@@ -1,4 +1,4 @@
-"""A model whose stages, or ranks, are on two hosts, which are processes of this machine that share nothing but a connection."""
+"""A model with stages or ranks on two hosts, which are local processes that share only a connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 from tests.deploy.config.model_folder import write_model
-from tests.executor.distributed.test_rank_processes import ME, config_of, prompt, ranks_of
+from tests.executor.distributed.test_rank_processes import EXECUTOR_ID, config_of, prompt, ranks_of
 from tests.processes.test_disaggregation import free_port
 
 from quintet.deploy import embedded
@@ -64,28 +64,30 @@ def member(own: MemberSettings) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def check_two_hosts(tmp_path: Path, hosts: HostsConfig, config: EngineConfig, alone: StepResult) -> None:
-    """Two hosts draw what was drawn alone, and a rank that is killed ends both."""
+    """Check that two hosts draw the tokens of one, and that a killed rank ends both."""
     there = tmp_path / "there"
     with (
         member(place(hosts, there)) as second,
         ranks_of(on(hosts, config)) as (first, together),
     ):
         assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
-        assert len(psutil.Process(first.pid).children()) == 1, "the hub alone: no rank"
+        assert len(psutil.Process(first.pid).children()) == 1, "the hub must be the only child"
         [rank] = psutil.Process(second.pid).children()
         rank.kill()
         assert second.wait(60) == 1 and first.wait(60) == 1
-    assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
-    assert error_file(tmp_path, ME).read_text() == "hub: host 1 closed the connection"
+    assert error_file(there, EXECUTOR_ID).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
+    assert error_file(tmp_path, EXECUTOR_ID).read_text() == "hub: host 1 closed the connection"
 
 
-def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, hosts: HostsConfig) -> None:
+def test_stages_on_two_hosts_draw_the_tokens_of_one_process_and_end_together(
+    tmp_path: Path, hosts: HostsConfig
+) -> None:
     alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
     check_two_hosts(tmp_path, hosts, config_of(tmp_path, 1, stages=2), alone)
 
 
 @pytest.mark.whole
-def test_ranks_of_one_stage_on_two_hosts_draw_what_they_draw_on_one_and_end_together(
+def test_ranks_on_two_hosts_draw_the_tokens_of_one_host_and_end_together(
     tmp_path: Path, hosts: HostsConfig
 ) -> None:
     with ranks_of(config_of(tmp_path, 2)) as (_, alone):
@@ -94,9 +96,7 @@ def test_ranks_of_one_stage_on_two_hosts_draw_what_they_draw_on_one_and_end_toge
 
 
 @pytest.mark.whole
-def test_bits_of_no_layout_are_those_of_one_process_on_two_hosts_too(
-    tmp_path: Path, hosts: HostsConfig
-) -> None:
+def test_layout_invariant_bits_on_two_hosts_equal_one_process(tmp_path: Path, hosts: HostsConfig) -> None:
     def invariant(size: int) -> EngineConfig:
         config = config_of(tmp_path, size)
         executor = msgspec.structs.replace(config.executor, sum_leaves=4)
@@ -120,7 +120,7 @@ def test_bits_of_no_layout_are_those_of_one_process_on_two_hosts_too(
     ],
     ids=["queries and keys", "what channels choose", "states"],
 )  # fmt: skip
-def test_what_all_ranks_have_to_know_is_put_together_over_hosts(
+def test_values_that_all_ranks_need_are_gathered_over_hosts(
     card: dict[str, object], tmp_path: Path, hosts: HostsConfig
 ) -> None:
     shape = {
@@ -142,7 +142,7 @@ def test_what_all_ranks_have_to_know_is_put_together_over_hosts(
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("count", "size"), [(2, 4), (4, 4)])
-def test_more_ranks_on_more_hosts_draw_what_they_draw_on_one(
+def test_more_ranks_on_more_hosts_draw_the_tokens_of_one_host(
     count: int, size: int, tmp_path: Path, hosts: HostsConfig
 ) -> None:
     with ranks_of(config_of(tmp_path, size)) as (_, alone):
@@ -156,9 +156,7 @@ def test_more_ranks_on_more_hosts_draw_what_they_draw_on_one(
 
 
 @pytest.mark.whole
-def test_what_two_of_the_others_tell_each_other_goes_through_the_first(
-    tmp_path: Path, hosts: HostsConfig
-) -> None:
+def test_messages_between_two_members_pass_through_the_hub(tmp_path: Path, hosts: HostsConfig) -> None:
     alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
     three = msgspec.structs.replace(hosts, count=3)
     with (

@@ -1,4 +1,4 @@
-"""Ranks as processes, without the server around them: what they compute together, and how they end."""
+"""Ranks as processes, without the server: their common result and their end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan, StepResult
 
-ME = WorkerId(Role.EXECUTOR, 0, 1)
+EXECUTOR_ID = WorkerId(Role.EXECUTOR, 0, 1)
 RANK_0 = """
 import sys, threading
 import msgspec
@@ -46,7 +46,7 @@ threading.Event().wait()
 
 
 def config_of(run_dir: Path, size: int, threads: int = 1, stages: int = 1) -> EngineConfig:
-    """Of the embedded model."""
+    """Return the configuration of the embedded model."""
     options = Options(
         device="cpu", tensor_parallel_size=size, pipeline_parallel_size=stages, threads=threads,
         max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB",
@@ -55,7 +55,7 @@ def config_of(run_dir: Path, size: int, threads: int = 1, stages: int = 1) -> En
 
 
 def prompt() -> StepPlan:
-    """A step that computes a prompt and draws what follows."""
+    """Return a step that computes a prompt and draws the next token."""
     drawer = Drawer(SamplingParams(temperature=0.0, logprobs=5), prompt=list(range(40, 52)))
     columns = {"starts": pack_i32([0]), "counts": pack_i32([len(drawer.prompt)])}
     return msgspec.structs.replace(plan_of([drawer], [2]), blocks=pack_i32([2, 0, 0, 3]), **columns)
@@ -63,7 +63,7 @@ def prompt() -> StepPlan:
 
 @contextmanager
 def ranks_of(config: EngineConfig) -> Iterator[tuple[subprocess.Popen[bytes], StepResult]]:
-    """Run the ranks, rank 0 first; yield its process and what they have computed."""
+    """Run the ranks, rank 0 first; yield its process and its result."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", RANK_0], **pipes) as first:
         assert first.stdin is not None and first.stdout is not None
@@ -75,26 +75,26 @@ def ranks_of(config: EngineConfig) -> Iterator[tuple[subprocess.Popen[bytes], St
             first.kill()
 
 
-def test_two_processes_draw_what_one_does_and_end_together(tmp_path: Path) -> None:
+def test_two_ranks_draw_the_tokens_of_one_process_and_end_together(tmp_path: Path) -> None:
     alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
     with ranks_of(config_of(tmp_path, 2)) as (first, together):
         assert together.token_ids == alone.token_ids
         ours, theirs = (np.frombuffer(each.logprobs[0].logprobs, np.float32) for each in (alone, together))
-        assert np.allclose(ours, theirs, atol=0.1), "not the same model"
+        assert np.allclose(ours, theirs, atol=0.1), "logits must be those of the same model"
         [rank] = psutil.Process(first.pid).children()
         rank.kill()
         assert first.wait(60) == 1
-    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
+    assert error_file(tmp_path, EXECUTOR_ID).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
 
 
-def test_two_stages_draw_what_one_process_does_and_end_together(tmp_path: Path) -> None:
+def test_two_stages_draw_the_tokens_of_one_process_and_end_together(tmp_path: Path) -> None:
     alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
     with ranks_of(config_of(tmp_path, 1, stages=2)) as (first, together):
         assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
         [stage] = psutil.Process(first.pid).children()
         stage.kill()
         assert first.wait(60) == 1
-    assert error_file(tmp_path, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
+    assert error_file(tmp_path, EXECUTOR_ID).read_text() == "rank 1 was killed by SIGKILL; all ranks exit"
 
 
 @pytest.mark.whole

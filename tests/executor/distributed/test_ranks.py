@@ -1,4 +1,4 @@
-"""Ranks: which rows and columns of a tensor each keeps, and how they wait for each other and add."""
+"""Ranks: their rows and columns of a tensor, and their barriers and additions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ DEADLINE_S = 60.0
     [
         RowRange("all", 12),
         RowRange("transposed", 12, transposed=True),
-        RowRange("behind others", 12, total=30, begin=10),
+        RowRange("after others", 12, total=30, begin=10),
         RowRange("of each group", 12, total=36, begin=2, groups=3),
         RowRange("lengths", 12, unit_rows=True),
     ],
     ids=lambda part: part.name,
 )
-def test_the_rows_of_all_ranks_are_those_of_the_part(part: RowRange, size: int) -> None:
+def test_the_rows_of_all_ranks_form_the_part(part: RowRange, size: int) -> None:
     tensor = torch.arange(part.height * DEPTH).float().view(part.weight_shape(DEPTH)) + 1
     bias = torch.arange(part.height)
     shares = [part.keeping(Share(rank, size).of(12)) for rank in range(size)]
@@ -48,7 +48,7 @@ def test_the_rows_of_all_ranks_are_those_of_the_part(part: RowRange, size: int) 
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_columns_of_all_ranks_are_those_of_the_part(transposed: bool) -> None:
+def test_the_columns_of_all_ranks_form_the_part(transposed: bool) -> None:
     part = RowRange("down", 4, transposed=transposed)
     tensor = torch.arange(4 * DEPTH).view(part.weight_shape(DEPTH))
     shares = [part.of_inputs(Share(rank, 2).of(DEPTH), 1) for rank in range(2)]
@@ -56,14 +56,14 @@ def test_the_columns_of_all_ranks_are_those_of_the_part(transposed: bool) -> Non
     assert all(share.weight_shape(DEPTH // 2) == part.weight_shape(DEPTH) for share in shares)
 
 
-def test_a_kv_head_is_kept_by_all_whose_queries_meet_it() -> None:
+def test_a_kv_head_is_on_all_ranks_with_its_queries() -> None:
     assert [Share(rank, 4).of_kv_heads(2) for rank in range(4)] == [
         KeptRange(0, 1, 2), KeptRange(0, 1, 2), KeptRange(1, 2, 2), KeptRange(1, 2, 2),
     ]  # fmt: skip
     assert Share(1, 2).of_kv_heads(4) == KeptRange(2, 4, 4)
 
 
-def test_numbers_that_cannot_be_divided_evenly_are_divided_all_the_same() -> None:
+def test_uneven_sizes_are_divided() -> None:
     kept = [Share(rank, 3).of(211) for rank in range(3)]
     assert [each.begin for each in kept] == [0, *(each.end for each in kept[:-1])]
     assert kept[-1].end == 211 and {each.count for each in kept} == {70, 71}
@@ -74,7 +74,7 @@ WIDTH, ROWS = 700, 5
 
 
 def ranks_of(size: int, memory: int | None = None, spins: int = 0, depth: int = 1) -> list[Ranks]:
-    """All ranks of one memory, in this process. depth: orders that may be under way."""
+    """Return all ranks of one memory, in this process. depth: maximum orders in flight."""
     shape = CRanksShape(
         ranks=size, max_tokens=8, max_rows=8, max_outputs=8, tables=1, slots=8, table_stride=4,
         block_size=16, sums_width=WIDTH, logits_row_bytes=64, rotated_row_bytes=0, gathered_row_bytes=0, depth=depth,
@@ -85,7 +85,7 @@ def ranks_of(size: int, memory: int | None = None, spins: int = 0, depth: int = 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) -> None:
-    """Twice as many additions as there are places for sums: nobody adds what the next layer has written."""
+    """Twice as many additions as sum buffers: a rank must not add the sums of the next layer."""
     code = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]
     library = open_library()
     assert library is not None
@@ -124,40 +124,40 @@ def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) 
         assert torch.equal(results[:, rank], expected), rank
 
 
-def test_orders_with_mail_are_told_without_waiting_while_there_is_room() -> None:
-    """Blocks are copied and swapped in the middle of a pipeline that stays full."""
-    teller, hearer = ranks_of(2, depth=2)
-    hearer.done()  # is there
+def test_orders_with_mail_are_sent_without_waiting_up_to_the_depth() -> None:
+    """Blocks are copied and swapped while the pipeline stays full."""
+    sender, receiver = ranks_of(2, depth=2)
+    receiver.done()  # is ready
     mails = (bytes(range(8)), bytes(range(8, 24)))
 
-    def tell() -> None:
+    def send_all() -> None:
         for mail in mails:
-            teller.send_mail(OrderKind.COPY_BLOCKS, mail, 8)
+            sender.send_mail(OrderKind.COPY_BLOCKS, mail, 8)
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=send_all, daemon=True)
     thread.start()
     thread.join(DEADLINE_S)
-    assert not thread.is_alive(), "it waits for an order that was heard by nobody"
+    assert not thread.is_alive(), "the sender waits for an order that was not received"
     for mail in mails:
-        assert hearer.mail(hearer.receive(ctypes.byref(CStep()))) == mail
-        hearer.done()
+        assert receiver.mail(receiver.receive(ctypes.byref(CStep()))) == mail
+        receiver.done()
 
 
-LINES, LINE_BYTES, MET = 64, 256, 64
-"""Where the numbers of meetings lie: behind the number of orders, in the second part of each rank's line."""
+LINES, LINE_BYTES, COUNTER = 64, 256, 64
+"""Offsets of the barrier counters: after the order counter, in the second part of each rank's line."""
 
 
 @pytest.mark.parametrize("spins", [0, 4000])
-def test_meetings_go_on_where_their_number_begins_anew(spins: int) -> None:
+def test_barriers_continue_after_their_counter_wraps(spins: int) -> None:
     library = open_library()
     assert library is not None
     programs, size, rounds, last = ProgramLibrary(library), 3, 6, 2**32 - 3
     memory = os.memfd_create("ranks")
     ranks = ranks_of(size, memory, spins)
     for rank in range(size):
-        os.pwrite(memory, last.to_bytes(4, "little"), LINES + rank * LINE_BYTES + MET)
-    come = [0] * size
-    behind: list[int] = []
+        os.pwrite(memory, last.to_bytes(4, "little"), LINES + rank * LINE_BYTES + COUNTER)
+    arrived = [0] * size
+    late: list[int] = []
 
     def barrier(mine: Ranks) -> None:
         step = Step(programs, 8, 8)
@@ -165,9 +165,9 @@ def test_meetings_go_on_where_their_number_begins_anew(spins: int) -> None:
         program = programs.new()
         mine.library.barrier(program, mine.handle, 0, None, 0, 0, 0)
         for turn in range(1, rounds + 1):
-            come[mine.share.rank] = turn
+            arrived[mine.share.rank] = turn
             programs.run(program, step.address, 0, 1)
-            behind.extend(rank for rank in range(size) if come[rank] < turn)
+            late.extend(rank for rank in range(size) if arrived[rank] < turn)
         programs.delete(program)
 
     threads = [threading.Thread(target=barrier, args=(each,)) for each in ranks]
@@ -175,15 +175,15 @@ def test_meetings_go_on_where_their_number_begins_anew(spins: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert behind == []
+    assert late == []
     for rank in range(size):
-        met = int.from_bytes(os.pread(memory, 4, LINES + rank * LINE_BYTES + MET), "little")
-        assert met == (last + rounds) % 2**32, "not the place of that number"
+        counter = int.from_bytes(os.pread(memory, 4, LINES + rank * LINE_BYTES + COUNTER), "little")
+        assert counter == (last + rounds) % 2**32, "the barrier counter is at another offset"
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_what_is_counted_as_shared_is_what_is_mapped(experts: bool, tmp_path: Path) -> None:
-    """But for the mail, and a step's arrays and tables, which are no larger than it."""
+def test_shared_memory_is_counted_as_mapped(experts: bool, tmp_path: Path) -> None:
+    """Except mail, step arrays and tables, which are no larger than the mail."""
     library = open_library()
     assert library is not None
     routed = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2}
@@ -201,19 +201,19 @@ def test_what_is_counted_as_shared_is_what_is_mapped(experts: bool, tmp_path: Pa
     assert mail_bytes <= rest < 2 * mail_bytes
 
 
-def test_orders_come_one_by_one_with_the_step_they_are_for() -> None:
+def test_each_order_is_received_with_its_step() -> None:
     library = open_library()
     assert library is not None
     programs = ProgramLibrary(library)
     first, second = ranks_of(2)
-    told, heard = Step(programs, 8, 8), Step(programs, 8, 8)
+    sent, received = Step(programs, 8, 8), Step(programs, 8, 8)
     seen: list[tuple[int, int, int, list[int]]] = []
 
     def receive() -> None:
         second.done()
         for _ in range(3):
-            order = second.receive(heard.address)
-            tokens = (ctypes.c_int32 * heard.c.num_tokens).from_address(heard.c.token_ids or 0)
+            order = second.receive(received.address)
+            tokens = (ctypes.c_int32 * received.c.num_tokens).from_address(received.c.token_ids or 0)
             seen.append((order.kind, order.begin, order.end, list(tokens)))
             second.done()
 
@@ -221,9 +221,9 @@ def test_orders_come_one_by_one_with_the_step_they_are_for() -> None:
     thread.start()
     first.wait_for_all()
     for count in (1, 3):
-        told.c.num_tokens = count
-        told.columns["token_ids"][:count] = range(10 * count, 11 * count)
-        first.send_run(told.address, 0, count, 0)
+        sent.c.num_tokens = count
+        sent.columns["token_ids"][:count] = range(10 * count, 11 * count)
+        first.send_run(sent.address, 0, count, 0)
     first.send_idle_task()
     thread.join()
     assert seen == [

@@ -1,4 +1,4 @@
-"""Programs in C++ beside the kernels: what setup.py compiles, and a program of it and of tests, once for each content."""
+"""C++ programs linked with the kernels: the sources that setup.py compiles, and programs cached by content."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ INCLUDES = tuple(
 )
 """Compiler flags: folders of headers."""
 NATIVE = shlex.split(os.environ.get("CXX", "g++"))
-"""In words, as make has it: a launcher such as ccache may stand first."""
+"""Split like make's CXX: a launcher such as ccache may precede the compiler."""
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> str:
-    """Return what a command writes, which must succeed."""
+    """Return the output of a command, which must succeed."""
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
     return done.stdout
 
 
 def kernel_sources(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
-    """What setup.py compiles for a machine, and with which options."""
+    """Return the sources that setup.py compiles for a machine, each with its options."""
     tree = ast.parse((ROOT / "setup.py").read_text())
     assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     tables = [node for node in assigned if not any(isinstance(part, ast.Call) for part in ast.walk(node))]
-    said: dict[str, Any] = {}
-    exec(compile(ast.Module(tables, []), "setup.py", "exec"), said)
-    flags = (*said["FLAGS"], *INCLUDES)
+    tables_of_setup: dict[str, Any] = {}
+    exec(compile(ast.Module(tables, []), "setup.py", "exec"), tables_of_setup)
+    flags = (*tables_of_setup["FLAGS"], *INCLUDES)
     once = [
         path for path in sorted(KERNELS.rglob("*.cpp")) if "kernels" not in path.relative_to(KERNELS).parts
     ]
     sources = [
         (path, flags) for path in once if path.name != "library.cpp"
     ]  # it needs definitions of setup.py
-    for name, (its_flags, patterns) in (said["BASELINE"] | said["INSTRUCTION_SETS"][machine]).items():
+    for name, (its_flags, patterns) in (
+        tables_of_setup["BASELINE"] | tables_of_setup["INSTRUCTION_SETS"][machine]
+    ).items():
         for pattern in patterns:
             for path in sorted((KERNELS / "kernels").rglob(f"{pattern}.cpp")):
                 sources.append((path, (*flags, *its_flags, f"-DQT_ISA={name}")))
@@ -55,7 +57,7 @@ def kernel_sources(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
 def compiled(
     compiler: Sequence[str], name: str, sources: list[tuple[Path, tuple[str, ...]]], *link: str | Path
 ) -> Path:
-    """Return the program of these sources, compiled unless one of the same content lies there.
+    """Return the program of these sources, compiled unless one with the same content exists.
 
     link: options and libraries.
     """
@@ -82,5 +84,5 @@ def compiled(
             objects = list(threads.map(compile_one, enumerate(sources)))
         program = Path(temporary) / name
         run(*compiler, *objects, *map(str, link), "-pthread", "-o", str(program))
-        program.replace(target)  # whole or not at all, whoever else compiles the same
+        program.replace(target)  # atomic if several processes compile the same
     return target

@@ -1,7 +1,7 @@
-"""Blocks of GGUF files: random ones, and what they stand for, written in numpy from ggml's definitions of its types.
+"""Random GGUF blocks and their dequantization, written in numpy from ggml's definitions of its types.
 
-Each function takes ``uint8[blocks, bytes]`` and returns ``float32[blocks, k]``: scales first, times the integer, then the
-minimum, each rounded to fp32.
+Each function takes ``uint8[blocks, bytes]`` and returns ``float32[blocks, k]``: scale times integer, then the minimum, each
+rounded to fp32.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def half(blocks: Bytes, at: int) -> Floats:
 
 
 def nibbles(packed: Bytes) -> Bytes:
-    """Low halves of all bytes, then high ones."""
+    """Return the low halves of all bytes, then the high ones."""
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
 def bits(packed: Bytes, apart: int, count: int) -> Bytes:
-    """``[blocks, 8 / apart, bytes]``: every ``apart``-th place of each byte, so many bits."""
+    """Return ``[blocks, 8 / apart, bytes]``: ``count`` bits at every ``apart``-th bit of each byte."""
     places = np.arange(0, 8, apart, dtype=np.uint8)[None, :, None]
     return packed[:, None, :] >> places & (2**count - 1)
 
@@ -146,18 +146,18 @@ BLOCKS: dict[WeightFormat, tuple[Callable[[Bytes], Floats], tuple[int, ...]]] = 
     WeightFormat.IQ4_XS: (iq4_xs, (0,)),
     WeightFormat.MXFP4: (mxfp4, ()),
 }
-"""Each format's reference, and where a block has fp16 numbers."""
+"""Reference of each format, and offsets of the fp16 numbers in a block."""
 
 
 def group_of(form: WeightFormat) -> int:
-    """What a weight of blocks is made with."""
+    """Return the group size of a weight of blocks."""
     return 0 if form.has_own_group else 32
 
 
 def random_rows(
     form: WeightFormat, columns: int, depth: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return blocks ``uint8[columns, row bytes]`` of any bits, scales finite, and what they stand for ``[columns, depth]``."""
+    """Return random blocks ``uint8[columns, row bytes]`` with finite scales, and their numbers ``[columns, depth]``."""
     block = form.block(group_of(form))
     assert block is not None
     k, size = block

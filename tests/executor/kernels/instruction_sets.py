@@ -1,25 +1,25 @@
-"""Which instruction sets the kernels can compute with here: their tests are repeated with those that are not the best."""
+"""Instruction sets of this processor: kernel tests are repeated with all but the best one."""
 
 from __future__ import annotations
 
 from quintet.executor.backends.cpu.ops.host_library import instruction_set, instruction_sets, open_library
 
 REPEATING = "QUINTET_TEST_REPEATING"
-"""Names the instruction set that tests are being repeated with."""
+"""Environment variable with the instruction set of a repeated run."""
 
 MATRIX_UNITS = ("amx", "amx_emulated")
-"""Those that multiply matrices: the processor's unit, and its arithmetic in plain C++."""
+"""Instruction sets with matrix products: the processor's unit, and its emulation in plain C++."""
 
 
 def isa() -> str:
-    """The instruction set that this process computes with."""
+    """Return the instruction set of this process."""
     library = open_library()
     assert library is not None, "the host kernels are not built"
     return instruction_set(library)
 
 
 def others() -> tuple[str, ...]:
-    """What the kernels' tests are to be repeated with: nothing where there are no kernels."""
+    """Return the instruction sets to repeat the kernel tests with; none without kernels."""
     library = open_library()
     if library is None:
         return ()
@@ -27,5 +27,5 @@ def others() -> tuple[str, ...]:
 
 
 def all_of_them() -> tuple[str, ...]:
-    """What the kernels can compute with here, the best last; nothing where there are none."""
+    """Return the usable instruction sets, the best last; none without kernels."""
     return () if open_library() is None else (*others(), isa())

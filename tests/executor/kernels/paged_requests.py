@@ -1,4 +1,4 @@
-"""A world for tests of attention: requests with known queries, keys and values, and a cache to be filled step by step."""
+"""Requests with known queries, keys and values, and a KV cache that is filled step by step, for attention tests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Row = tuple[int, int, int]
 
 
 FP8_SCALES = 0.00785, 0.5
-"""Of the first head's keys, some of which are then beyond what e4m3 holds, and of its values, many of which are below its normal
-numbers; those of each other head are 1.375 times the last one's."""
+"""Of the first head's keys, some of which overflow e4m3, and of its values, many of which are subnormal. The scales of each
+further head are 1.375 times the previous ones."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shape:
     head_dim: int = 64
     block_size: int = 16
     kv_dtype: torch.dtype | None = None
-    """None: the same. What fp8 is divided by is `FP8_SCALES`."""
+    """None: the same. fp8 is divided by `FP8_SCALES`."""
     value_dim: int | None = None
     """None: the same."""
     values_in_keys: bool = False
@@ -44,14 +44,14 @@ class Shape:
 
     @property
     def kv_scales(self) -> KvScales:
-        """Of each head its own."""
+        """Return separate scales for each head."""
         key, value = (each * 1.375 ** torch.arange(self.kv_heads, dtype=torch.float32) for each in FP8_SCALES)
         return KvScales(key, key if self.values_in_keys else value)
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a layer has besides."""
+    """Optional features of a layer."""
 
     window: int | None = None
     softcap: float | None = None
@@ -60,7 +60,7 @@ class Features:
     sinks: torch.Tensor | None = None
 
     def layer(self, shape: Shape, scale: float) -> AttentionLayer:
-        """A layer without rotation."""
+        """Return a layer without rotation."""
         return AttentionLayer(
             index=0,
             num_heads=shape.heads,
@@ -82,13 +82,13 @@ PLAIN = Features()
 
 
 def noise(*shape: int, seed: int) -> torch.Tensor:
-    """Normal numbers."""
+    """Return normally distributed numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass
 class Requests:
-    """``lengths[i]`` tokens of request ``i``, in blocks scattered over a cache full of NaN."""
+    """``lengths[i]`` tokens of request ``i``, in scattered blocks of a cache full of NaN."""
 
     shape: Shape
     lengths: list[int]
@@ -148,7 +148,7 @@ class Requests:
         return self.run([(i, 0, length) for i, length in enumerate(self.lengths)])
 
     def parts(self, request: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, and keys and values as the cache holds them, ``[tokens, heads, head_dim]`` of a request in fp64."""
+        """Return a request's queries, and its keys and values as cached, ``[tokens, heads, head_dim]`` in fp64."""
         shape = self.shape
         q, k, v = self.qkv[request].split(self._widths, 1)
         q, k = (x.unflatten(1, (-1, shape.head_dim)) for x in (q, k))
@@ -168,15 +168,15 @@ class Requests:
 
 
 def in_255_steps(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest of 255 steps between the largest magnitude of a head and its negative, in fp64."""
+    """Round to the nearest of 255 steps between the largest magnitude of a head and its negative, in fp64."""
     most = x.float().abs().amax(-1, keepdim=True)
-    # Not `127.0 / most`: torch computes that by the reciprocal, which rounds twice.
+    # Not `127.0 / most`: torch computes it by the reciprocal, which rounds twice.
     steps = torch.full_like(most, 127.0) / most
     return (x.float() * steps).round().double() * (most / 127.0).double()
 
 
 def in_16_steps(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest of 16 steps between the least and the largest of each 32 numbers of a head, in fp64."""
+    """Round to the nearest of 16 steps between the minimum and maximum of each 32 numbers of a head, in fp64."""
     groups = []
     for group in x.float().split(32, -1):
         low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
@@ -188,19 +188,19 @@ def in_16_steps(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_eighths(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the nearest e4m3 of what ``scale`` divides, at most 448, times it, in fp64. scale: fp32, of all or of each head."""
+    """Divide by ``scale``, round to e4m3 with a maximum of 448, and multiply, in fp64. scale: fp32, of all or of each head."""
     codes = (x.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     return codes.double() * scale.double()
 
 
 def away_to_bf16(x: torch.Tensor) -> torch.Tensor:
-    """Return what a matrix unit reads of a number in four bits: the nearest bf16 of its fp32, ties away from zero."""
+    """Round to bf16 as a matrix unit reads 4-bit numbers: nearest bf16 of the fp32 value, ties away from zero."""
     bits = (x.float().view(torch.int32) + 0x8000) & -0x10000
     return bits.view(torch.float32).double()
 
 
 def in_half(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest fp16, which is never infinite."""
+    """Round to the nearest fp16, saturating instead of infinity."""
     return x.clamp(-65504.0, 65504.0).half().float()
 
 
@@ -208,13 +208,13 @@ STORED: dict[torch.dtype | None, Callable[[torch.Tensor], torch.Tensor]] = {
     torch.int8: in_255_steps,
     torch.quint4x2: in_16_steps,
 }
-"""What a cache keeps of numbers, in fp64, where it does not keep them as they are."""
+"""Rounding of numbers in the cache, in fp64, for formats that do not keep them exactly."""
 
 
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, features: Features
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``[tokens, heads * value_dim]`` in fp64: attention, and the average of the values' magnitudes with its weights."""
+    """Return attention ``[tokens, heads * value_dim]`` in fp64, and the same weighted average of the values' magnitudes."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale

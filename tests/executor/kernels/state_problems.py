@@ -1,4 +1,4 @@
-"""Random inputs for each operation with a state: what to call, on which states, and how to cut its rows."""
+"""Random inputs for each operation with a recurrent state: operation, states, and split of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Operation = Callable[[StateRows, torch.Tensor, Sequence[torch.Tensor]], torch.Te
 
 @dataclass(slots=True)
 class Problem:
-    """An operation's values of some tokens; its parameters are bound."""
+    """Inputs of an operation for some tokens; its parameters are bound."""
 
     name: str
     values: list[torch.Tensor]
@@ -28,14 +28,14 @@ class Problem:
     def run(
         self, module: ModuleType, rows: StateRows, states: torch.Tensor, tokens: slice = slice(None)
     ) -> torch.Tensor:
-        """Call the operation of that name that ``module`` has, over some of the tokens."""
+        """Call ``module``'s operation of that name for some of the tokens."""
         result: torch.Tensor = getattr(module, self.name)(
             rows, states, *(value[tokens] for value in self.values), **self.arguments
         )
         return result
 
     def states(self, num_blocks: int) -> torch.Tensor:
-        """Blocks full of what a former tenant left: NaN."""
+        """Return blocks full of NaN, as left by an earlier request."""
         return torch.full((num_blocks, *self.state_shape), torch.nan, dtype=self.state_dtype)
 
 
@@ -44,7 +44,7 @@ def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def columns(num_tokens: int, dtype: torch.dtype, *widths: int, seed: int = 0) -> list[torch.Tensor]:
-    """Values side by side in wider rows, as those of a fused projection lie."""
+    """Return adjacent columns of wider rows, like the outputs of a fused projection."""
     whole = noise(num_tokens, sum(widths) + 5, seed=seed).to(dtype)
     return list(whole[:, : sum(widths)].split(widths, 1))
 
@@ -131,7 +131,7 @@ def rows_of(
     targets: Sequence[int] | None = None,
     fresh: Sequence[bool] | None = None,
 ) -> StateRows:
-    """Rows of so many tokens each, one behind the other; without ``fresh`` all begin."""
+    """Return consecutive rows with these token counts; without ``fresh`` all start from zero."""
     counted = torch.tensor(counts)
     return StateRows(
         sources=torch.tensor(sources),

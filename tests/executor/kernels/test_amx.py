@@ -1,7 +1,7 @@
-"""The matrix unit (csrc/cpu/runtime/amx.hpp): its arithmetic in plain C++ against sums written here, and the kernels that use it.
+"""The matrix unit (csrc/cpu/runtime/amx.hpp): its emulation in plain C++ against sums computed here, and kernels that use it.
 
-The plain C++ is compared with the sums on every processor, compiled for what each of its kind has. What the unit does is compared
-with it wherever there is such a processor: operation by operation, and linear layers whole.
+The emulation is compared with the sums on every processor, compiled for each instruction set. On a processor with the unit,
+the unit is compared with the emulation: single operations, and whole linear layers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ FLAGS = {
     "amx_emulated": (*AVX512, "-DQT_AMX_EMULATED"),
     "amx": (*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
-"""Plain: the body that is C++ alone, by what every processor of its kind has."""
-LEAST = np.float32(2.0**-126)
+"""Plain: the generic C++ body, with the instructions that all processors of its kind have."""
+SMALLEST_NORMAL = np.float32(2.0**-126)
 """The smallest normal number."""
 
 Array = npt.NDArray[np.generic]
@@ -70,7 +70,7 @@ def compiled(built: Path, name: str, *sources: Path) -> Path:
 
 @pytest.fixture(scope="module", params=list(FLAGS))
 def unit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The operations of a unit, compiled; skipped where the processor cannot run them."""
+    """The compiled operations of a unit; skipped if the processor cannot run them."""
     name: str = request.param
     if not HAS[name]:
         pytest.skip(f"this processor cannot run {name}")
@@ -83,7 +83,7 @@ def unit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def run(unit: ctypes.CDLL, a: Array, b: Array, c: Array, stride: int = 64) -> Array:
     """Multiply whole or partial registers: a [rows, 4 * depth bytes], b [depth, 4 * columns bytes], c [rows, columns].
 
-    Rows lie `stride` bytes apart, what is between them is not to be touched.
+    Rows are `stride` bytes apart; the bytes between them must not change.
     """
     rows, columns, depth = len(a), c.shape[1], len(b)
     memory = [np.full((16, stride), 0xA5, dtype=np.uint8) for _ in range(3)]
@@ -100,15 +100,15 @@ def run(unit: ctypes.CDLL, a: Array, b: Array, c: Array, stride: int = 64) -> Ar
 
 
 def flushed(value: Array) -> Array:
-    """Numbers below the smallest normal one are zero of their sign."""
-    return np.where(np.abs(value) < LEAST, np.copysign(np.float32(0), value), value)
+    """Flush numbers below the smallest normal one to zero, keeping the sign."""
+    return np.where(np.abs(value) < SMALLEST_NORMAL, np.copysign(np.float32(0), value), value)
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
     """a * b + c of numbers with the mantissas of bf16 and fp32, rounded once to fp32.
 
-    The product is exact in fp64. The sum is rounded there to the odd neighbour, by its error (Knuth's two-sum), so that
-    rounding it again, to fp32, is rounding the exact sum (Boldo and Melquiond, 2008).
+    The product is exact in fp64. The sum is rounded to odd in fp64, by its error (Knuth's two-sum). Rounding it again to
+    fp32 then rounds the exact sum (Boldo and Melquiond, 2008).
     """
     product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = product + addend
@@ -125,7 +125,7 @@ def widened(bf16: Array) -> Array:
 
 
 def expected_bf16(a: Array, b: Array, c: Array) -> Array:
-    """a [rows, 2 * depth], b [depth, 2 * columns] as bits, as the manual has it: two chains, then their sum."""
+    """Multiply a [rows, 2 * depth] and b [depth, 2 * columns] as bits, as in the manual: two chains, then their sum."""
     low, high = widened(b[:, 0::2]), widened(b[:, 1::2])
     even, odd = np.zeros_like(c), np.zeros_like(c)
     for p in range(len(b)):
@@ -135,13 +135,13 @@ def expected_bf16(a: Array, b: Array, c: Array) -> Array:
 
 
 def same_bits(left: Array, right: Array) -> bool:
-    """Whether all bits are equal; which NaN it is does not matter."""
+    """Return whether all bits are equal, except for the payload of NaN."""
     either = np.isnan(left) & np.isnan(right)
     return bool(np.all(either | (left.view(np.uint32) == right.view(np.uint32))))
 
 
 def numbers_of(exponents: tuple[int, int]) -> Callable[[np.random.Generator, tuple[int, int]], Array]:
-    """Random bf16 with biased exponents in a range: 0 has what is below the smallest normal number, 255 NaN and infinity."""
+    """Draw bf16 with biased exponents in a range: 0 includes denormals, 255 NaN and infinity."""
 
     def draw(random: np.random.Generator, shape: tuple[int, int]) -> Array:
         sign, mantissa = random.integers(0, 2, shape), random.integers(0, 128, shape)
@@ -161,7 +161,7 @@ KINDS = {
     "with infinities and NaN": numbers_of((240, 255)),
 }
 SHAPES = [(16, 16, 16), (16, 16, 1), (1, 16, 16), (5, 7, 3), (15, 1, 16), (16, 9, 12), (1, 1, 1)]
-"""Rows, columns, pairs or fours."""
+"""Rows, columns, pairs or quadruples."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,7 +177,7 @@ def test_products_of_bf16(unit: ctypes.CDLL, kind: str) -> None:
 
 
 def test_products_of_bytes(unit: ctypes.CDLL) -> None:
-    """Exact modulo 2^32, the first factor signed, the second not."""
+    """Exact modulo 2^32, the first factor signed, the second unsigned."""
     random = np.random.default_rng(2)
     for rows, columns, depth in SHAPES:
         for extreme in (False, True):
@@ -198,11 +198,11 @@ def test_registers_are_cleared(unit: ctypes.CDLL) -> None:
     assert not out.any()
 
 
-# --- asked once, when an instruction set is chosen ---
+# --- checked once, when an instruction set is selected ---
 
 
 def known_products() -> int:
-    """The digest of csrc/cpu/kernels/matrix_products.hpp, by the sums of this file."""
+    """Return the digest of csrc/cpu/kernels/matrix_products.hpp, from the sums of this file."""
     state, digest, mask = 1, 0xCBF29CE484222325, 2**64 - 1
 
     def draw() -> int:
@@ -246,7 +246,7 @@ def known_products() -> int:
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The choice of an instruction set, with a unit in the emulated one's place that is not what it should be."""
+    """The selection of an instruction set, with a faulty unit instead of the emulated one."""
     if not HAS["amx_emulated"]:
         pytest.skip("this processor cannot run amx_emulated")
     built = tmp_path_factory.mktemp("faulty") / "faulty.so"
@@ -255,7 +255,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_wrong_products_are_told_from_right_ones(tmp_path: Path) -> None:
+def test_wrong_products_are_detected(tmp_path: Path) -> None:
     library = ctypes.CDLL(str(compiled(tmp_path / "faulty.so", "plain", SOURCE.with_name("faulty.cpp"))))
     for function in library.digest, library.right:
         function.restype = ctypes.c_uint64
@@ -286,8 +286,8 @@ def test_a_unit_with_wrong_products_is_not_used(faulty: Path) -> None:
 
 @pytest.mark.skipif(not HAS["amx"], reason="this processor has no matrix unit")
 @pytest.mark.whole
-def test_attention_has_the_same_bits_with_either() -> None:
-    """Heads whose last step is half empty and those that fill it, one row and many, both kinds of cache."""
+def test_attention_has_the_same_bits_with_unit_and_emulation() -> None:
+    """Heads with a full or half-empty last step, one row and many, both kinds of cache."""
     answers = [
         subprocess.run(
             [sys.executable, "-m", "tests.executor.kernels.amx.attention"],
@@ -299,9 +299,7 @@ def test_attention_has_the_same_bits_with_either() -> None:
         ).stdout.splitlines()
         for name in UNITS
     ]
-    assert [answer[0] for answer in answers] == list(UNITS), (
-        "not computed with the instruction sets asked for"
-    )
+    assert [answer[0] for answer in answers] == list(UNITS), "the requested instruction sets were not used"
     assert len(answers[0]) > 1
     assert answers[0][1:] == answers[1][1:]
 
@@ -329,35 +327,35 @@ INTEGERS = [
     (WeightFormat.IQ4_XS, 0, Inputs.SIXTEEN_BITS),
     (WeightFormat.MXFP4, 0, Inputs.SIXTEEN_BITS),
 ]
-"""Format, group, what x becomes."""
+"""Format, group, precision of x."""
 DEPTHS = (1100, 64, 70, 33, 4)
-"""Four slices and what is left of a group; whole steps; the rest of a step; hardly more, and less, than one."""
+"""Four slices and a partial group; whole steps; a partial step; slightly more, and less, than one step."""
 BLOCK_DEPTHS = (1280, 256)
-"""Of what has blocks of 256."""
+"""For formats with blocks of 256."""
 FORMATS = [(WeightFormat.BF16, 0, Inputs.SIXTEEN_BITS), *INTEGERS]
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ctypes.CDLL]]:
-    """The kernels of each instruction set of interest, in this process: a library chooses once, so each is a copy of it."""
+    """Kernels of each tested instruction set, in this process: a library selects once, so each is a copy of the file."""
     path = Path(host_library.__file__).with_name(f"_host{sysconfig.get_config_var('EXT_SUFFIX')}")
     if not path.exists() or not HAS["amx_emulated"]:
         pytest.skip("the host kernels are not built, or this processor cannot run them")
     loaded = {}
-    asked = os.environ.get("QUINTET_ISA")
+    requested = os.environ.get("QUINTET_ISA")
     for name in ("avx512_bf16", *(unit for unit in UNITS if HAS[unit])):
         os.environ["QUINTET_ISA"] = name
         copy = tmp_path_factory.mktemp(name) / path.name
         copy.write_bytes(path.read_bytes())
         loaded[name] = ctypes.CDLL(str(copy))
         assert instruction_set(loaded[name]) == name
-    if asked is None:
+    if requested is None:
         del os.environ["QUINTET_ISA"]
     else:
-        os.environ["QUINTET_ISA"] = asked
+        os.environ["QUINTET_ISA"] = requested
     yield loaded
     for library in loaded.values():
-        set_threads(library, 1, False)  # no thread of a copy waits for work when nobody has any
+        set_threads(library, 1, False)  # idle threads of a copy would spin
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -379,7 +377,7 @@ def pack(
 
 
 def outputs(library: ctypes.CDLL, form: WeightFormat, group: int, inputs: Inputs) -> list[torch.Tensor]:
-    """Products of all depths at numbers of rows about those of units; columns fill a tile, or end within a register."""
+    """Return products for all depths at row counts around those of units; columns fill a tile, or end within a register."""
     results = []
     for depth in BLOCK_DEPTHS if form.has_own_group else DEPTHS:
         for columns, rows, paired in (
@@ -407,8 +405,8 @@ def test_integers_have_the_same_bits_without_the_unit(
         assert all(torch.equal(*pair) for pair in zip(expected, results, strict=True)), name
 
 
-def test_denormal_products_of_integers_are_zero_whoever_multiplies(libraries: dict[str, ctypes.CDLL]) -> None:
-    """As the conversion to bf16 is one instruction with AVX512_BF16 only, and integers are multiplied by more than one kernel."""
+def test_denormal_products_of_integers_are_zero_in_every_kernel(libraries: dict[str, ctypes.CDLL]) -> None:
+    """Only AVX512_BF16 converts to bf16 in one instruction, and several kernels multiply integers."""
     x = noise(40, 64, seed=1) * 3e-19
     for library in libraries.values():
         packed = pack(library, noise(70, 64) * 1e-19, WeightFormat.INT8)
@@ -419,7 +417,7 @@ def test_denormal_products_of_integers_are_zero_whoever_multiplies(libraries: di
 
 @pytest.mark.skipif(not HAS["amx"], reason="this processor has no matrix unit")
 @pytest.mark.parametrize(("form", "group", "inputs"), FORMATS)
-def test_linear_layers_have_the_same_bits_with_either(
+def test_linear_layers_have_the_same_bits_with_unit_and_emulation(
     libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, inputs: Inputs
 ) -> None:
     units = [outputs(libraries[name], form, group, inputs) for name in UNITS]
@@ -428,7 +426,7 @@ def test_linear_layers_have_the_same_bits_with_either(
 
 @pytest.mark.parametrize(("depth", "slices"), [(1100, 256), (70, 70), (1, 1)])
 def test_bf16_is_multiplied_step_by_step(libraries: dict[str, ctypes.CDLL], depth: int, slices: int) -> None:
-    """Steps of 32 k ascending, each as the unit has it; slices of k from zero, and then their sums, ascending."""
+    """Steps of 32 k ascending, each as the unit computes it; slices of k from zero, then their sums, ascending."""
     columns, rows = 70, 36
     weight, x = noise(columns, depth), noise(rows, depth, seed=1)
     total: Array | None = None
@@ -453,7 +451,7 @@ def test_bf16_is_multiplied_step_by_step(libraries: dict[str, ctypes.CDLL], dept
 def test_a_row_has_the_same_bits_at_every_number_of_rows(
     libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, inputs: Inputs
 ) -> None:
-    """From 1 to 200, among others, in whole tiles and parts of them, on one to three threads and on more than there are tiles."""
+    """From 1 to 200 rows, in full and partial tiles, on one to three threads and on more threads than tiles."""
     for name in libraries.keys() & set(UNITS):
         library = libraries[name]
         packed = pack(library, noise(70, 288), form, group)
@@ -467,8 +465,8 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
             assert torch.equal(part, whole[begin : begin + rows]), (name, rows)
 
 
-def test_rows_of_x_may_lie_anywhere(libraries: dict[str, ctypes.CDLL]) -> None:
-    """Apart, and at odd addresses; what lies between and behind them is not read."""
+def test_rows_of_x_may_have_any_address_and_stride(libraries: dict[str, ctypes.CDLL]) -> None:
+    """Rows at a stride and at odd addresses; bytes between and after them are not read."""
     for name in libraries.keys() & set(UNITS):
         packed = pack(libraries[name], noise(40, 70), WeightFormat.BF16)
         around = torch.full((40, 101), float("nan"), dtype=torch.bfloat16)

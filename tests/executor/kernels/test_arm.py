@@ -28,7 +28,7 @@ from quintet.executor.backends.cpu.ops.host_library import open_library
 CHECKS = ROOT / "tests/executor/kernels/arm"
 PARTS = ("linear", "attention", "rows", "sampling")
 ARM = ("baseline", "neon_dot", "neon_i8mm", "neon_bf16")
-# Contraction is off, or the numbers that the checks begin with would differ between processors.
+# Contraction is off: otherwise the input numbers of the checks would differ between processors.
 CHECK_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", *INCLUDES)
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
@@ -37,16 +37,16 @@ def checks() -> list[tuple[Path, tuple[str, ...]]]:
     return [(path, CHECK_FLAGS) for path in sorted(CHECKS.glob("*.cpp"))]
 
 
-def digest_of(said: str, name: str) -> str:
-    """What the check of linear layers, run with the instruction set ``name``, says of integer weights' results."""
-    found = re.search(rf"^{name}: linear: .* digest ([0-9a-f]{{16}})$", said, re.MULTILINE)
-    assert found, said
+def digest_of(output: str, name: str) -> str:
+    """Return the digest of integer weights' results in the check's output, for the instruction set ``name``."""
+    found = re.search(rf"^{name}: linear: .* digest ([0-9a-f]{{16}})$", output, re.MULTILINE)
+    assert found, output
     return found[1]
 
 
 @pytest.fixture(scope="module")
 def program_here() -> Path:
-    """The checks, with this processor's kernels as they are installed."""
+    """The checks with this processor's installed kernels."""
     library = open_library()
     if library is None:
         pytest.skip("the host kernels are not built")
@@ -57,25 +57,25 @@ def program_here() -> Path:
 
 @pytest.fixture(scope="module")
 def digest_here(program_here: Path) -> str:
-    """Of the results of integer weights: the same wherever a product and a sum are rounded once."""
-    said = run(str(program_here), "linear", env={**os.environ, "QUINTET_ISA": isa()})
-    return digest_of(said, isa())
+    """The digest of integer weights' results, which is equal if each product and sum is rounded once."""
+    output = run(str(program_here), "linear", env={**os.environ, "QUINTET_ISA": isa()})
+    return digest_of(output, isa())
 
 
-@pytest.mark.whole  # compiles the checks; of the kernels here, `test_*_kernels.py` say the same
+@pytest.mark.whole  # compiles the checks; `test_*_kernels.py` cover the kernels here
 @pytest.mark.parametrize("name", all_of_them())
 def test_on_this_processor(program_here: Path, digest_here: str, name: str) -> None:
-    said = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})
-    assert [line.partition(":")[0] for line in said.splitlines()] == [name] * len(PARTS)
-    if (platform.machine(), name) != ("x86_64", "baseline"):  # whose products are rounded as well
-        assert digest_of(said, name) == digest_here, name
+    output = run(str(program_here), env={**os.environ, "QUINTET_ISA": name})
+    assert [line.partition(":")[0] for line in output.splitlines()] == [name] * len(PARTS)
+    if (platform.machine(), name) != ("x86_64", "baseline"):  # baseline also rounds products
+        assert digest_of(output, name) == digest_here, name
 
 
 @pytest.fixture(scope="module")
 def arm_program() -> Path:
     """The checks and the kernels for 64-bit ARM."""
     if platform.machine() in {"aarch64", "arm64"}:
-        pytest.skip("this is ARM: the other test is enough")
+        pytest.skip("this is ARM: test_on_this_processor covers it")
     if shutil.which(CROSS) is None:
         pytest.skip(f"needs the compiler {CROSS} (Debian: g++-aarch64-linux-gnu)")
     if shutil.which(EMULATOR) is None:
@@ -91,8 +91,8 @@ def test_on_arm(arm_program: Path, digest_here: str) -> None:
 
     jobs = [("baseline", part) for part in PARTS] + [(name, "linear") for name in ARM if name != "baseline"]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        said = "".join(threads.map(check, jobs))
-    assert {digest_of(said, name) for name in ARM} == {digest_here}
+        output = "".join(threads.map(check, jobs))
+    assert {digest_of(output, name) for name in ARM} == {digest_here}
 
 
 @pytest.mark.whole
@@ -100,6 +100,6 @@ def test_on_arm(arm_program: Path, digest_here: str) -> None:
     ("processor", "chosen"),
     [("cortex-a72", "baseline"), ("neoverse-n1", "neon_dot"), ("max", "neon_bf16")],
 )
-def test_which_is_chosen_on_arm(arm_program: Path, processor: str, chosen: str) -> None:
-    """By what the kernel says of the processor. qemu 7.2 has no processor with FEAT_I8MM and without FEAT_BF16."""
+def test_the_instruction_set_chosen_on_arm(arm_program: Path, processor: str, chosen: str) -> None:
+    """The kernel reports the processor's features. qemu 7.2 has no processor with FEAT_I8MM and without FEAT_BF16."""
     assert run(EMULATOR, "-cpu", processor, str(arm_program), "isa").strip() == chosen

@@ -1,12 +1,12 @@
-"""Attention over the paged cache and the write to it, against fp64 and against themselves.
+"""Attention over the paged cache and the write to it, against fp64 and with the same bits in every batch.
 
-Bounds. The result is rounded once: bf16 2^-8, fp16 2^-11; for fp32 there are sums of up to a thousand products in order. Where
-bf16 is multiplied in pairs, weights are rounded as well (2^-8 of each) and with them their sum: what they average to is off
-by at most twice that share of the values' average magnitude. So they are on a matrix unit, from powers of two that are off by
-9e-5, a fortieth of that; an int8 cache's with their scales, and not their sum. A cache of fewer bits is compared with what it
-should hold; of int4 on a matrix unit, that is rounded to bf16.
+Bounds. The result is rounded once: bf16 2^-8, fp16 2^-11; for fp32 it is a sum of up to a thousand products in order. Where
+bf16 is multiplied in pairs, weights and their sum are rounded as well (2^-8 of each): the average is off by at most twice
+that share of the values' average magnitude. A matrix unit also rounds them, from powers of two that are off by 9e-5, a
+fortieth of that; of an int8 cache with their scales, and not their sum. A cache of fewer bits is compared with its rounded
+contents; int4 on a matrix unit is also rounded to bf16.
 
-The cache is full of NaN at first: whatever of it reaches a result is seen.
+The cache is full of NaN at first, so that reads outside a request are detected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BF16, FP16, FP32, INT8, INT4 = torch.bfloat16, torch.float16, torch.float32, tor
 FP8 = torch.float8_e4m3fn
 DTYPES = [BF16, FP16, FP32]
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-17}
-"""Of the values' average magnitude; see above."""
+"""Relative to the values' average magnitude; see above."""
 
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000]
 """Lengths around the ends of tiles, chunks and partitions."""
@@ -48,16 +48,16 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 @dataclass(frozen=True)
 class Format:
-    """What rows and cache are made of."""
+    """Dtypes of rows and cache."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
     in_pairs: bool = False
-    """Multiply bf16 in pairs, where the processor can."""
+    """Multiply bf16 in pairs, if the processor can."""
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether weights are rounded to bf16."""
+        """Return whether weights are rounded to bf16."""
         return self.in_pairs or (self.dtype is BF16 and isa() in MATRIX_UNITS)
 
     def shape(
@@ -98,7 +98,7 @@ def form(request: pytest.FixtureRequest) -> Iterator[Format]:
 
 @pytest.fixture(autouse=True, params=[2] if REPEATING in os.environ else [1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Run on so many threads."""
+    """Run with this number of threads."""
     library = open_library()
     assert library is not None
     library.qt_set_threads(request.param, 0)
@@ -107,12 +107,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def check(form: Format, out: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:
-    """``size``: the average magnitude of what was averaged."""
-    # 1.05: fp32 noise before the rounding. Numbers below the smallest normal one are rounded as that is.
+    """``size``: average magnitude of the averaged values."""
+    # 1.05: fp32 noise before the rounding. Numbers below the smallest normal one are rounded like that one.
     of_formats = (size + torch.finfo(out.dtype).smallest_normal) * UNIT[out.dtype]
     bound = of_formats * (3 if form.rounds_weights else 1.05)
     error = (out.double() - expected).abs()
-    assert (error <= bound).all(), f"{(error / bound).max()} times what is allowed"
+    assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
 
 
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
     ],
 )
 @pytest.mark.parametrize("block_size", [16, 48])
-def test_equals_the_reference(
+def test_attention_equals_the_reference(
     form: Format, heads: int, kv_heads: int, head_dim: int, value_dim: int, block_size: int
 ) -> None:
     shape = form.shape(heads, kv_heads, head_dim, block_size, value_dim)
@@ -144,10 +144,10 @@ def test_equals_the_reference(
     ("heads", "kv_heads", "head_dim", "value_dim"),
     [(16, 1, 576, 512), (4, 2, 40, 24), (70, 1, 48, 48), (3, 3, 20, 3)],
 )
-def test_values_that_keys_begin_with(
+def test_values_as_prefix_of_the_keys(
     form: Format, heads: int, kv_heads: int, head_dim: int, value_dim: int
 ) -> None:
-    """Stored once, the bits are those of values that are stored again; but of int8 and fp8, where they have the keys' scale."""
+    """Values stored as a prefix of the keys have the bits of separate values, except int8 and fp8 with the keys' scale."""
     lengths, scale = EDGES[:-4] if heads > 7 else EDGES, head_dim**-0.5
     shape = replace(form.shape(heads, kv_heads, head_dim, 16, value_dim), values_in_keys=True)
     if form.kv_dtype is INT4:
@@ -159,7 +159,7 @@ def test_values_that_keys_begin_with(
     for i, numbers in enumerate(twice.qkv):
         keys = numbers[:, heads * head_dim : (heads + kv_heads) * head_dim].unflatten(1, (kv_heads, -1))
         numbers[:, (heads + kv_heads) * head_dim :] = keys[..., :value_dim].flatten(1)
-        once.qkv[i][:, (heads + kv_heads) * head_dim :] = torch.nan  # nobody reads it
+        once.qkv[i][:, (heads + kv_heads) * head_dim :] = torch.nan  # not read
     whole: list[Row] = [(i, 0, length) for i, length in enumerate(lengths)]
     pieces: list[list[Row]] = [
         [(i, start, min(length, start + 37) - start) for i, length in enumerate(lengths) if start < length]
@@ -206,21 +206,21 @@ def test_features(form: Format, features: Features) -> None:
 
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize("sees", [{}, {"window": 33}, {"chunk": 48}], ids=["all", "window", "chunk"])
+@pytest.mark.parametrize("visible", [{}, {"window": 33}, {"chunk": 48}], ids=["all", "window", "chunk"])
 @pytest.mark.parametrize("sloped", [False, True])
 @pytest.mark.parametrize("sunken", [False, True])
 @pytest.mark.parametrize("widths", [(64, 64), (24, 40), (100, 64)])
 def test_features_together(
     form: Format,
     softcap: float | None,
-    sees: dict[str, int],
+    visible: dict[str, int],
     sloped: bool,
     sunken: bool,
     widths: tuple[int, int],
 ) -> None:
     slopes, sinks = noise(6, seed=1).abs() * 0.1, noise(6, seed=2) * 3
     features = Features(
-        **sees,
+        **visible,
         softcap=softcap,
         alibi_slopes=slopes if sloped else None,
         sinks=sinks if sunken else None,
@@ -243,7 +243,7 @@ CHUNKINGS = {
 
 
 def cut(requests: Requests, counts: list[int], features: Features = PLAIN) -> torch.Tensor:
-    """Compute the only request in chunks of so many tokens."""
+    """Compute the only request in chunks of these sizes."""
     starts = np.cumsum(counts) - counts
     chunks = [
         requests.run([(0, int(start), count)], 0.2, features)[0]
@@ -258,7 +258,7 @@ def cut(requests: Requests, counts: list[int], features: Features = PLAIN) -> to
     ids=["plain", "window", "chunk with sinks"],
 )
 @pytest.mark.parametrize("widths", [(48, 48), (72, 36)])
-def test_a_prompt_has_the_same_bits_however_it_is_cut(
+def test_a_prompt_has_the_same_bits_in_any_chunks(
     form: Format, features: Features, widths: tuple[int, int]
 ) -> None:
     shape = form.shape(6, 2, widths[0], 16, widths[1])
@@ -267,8 +267,8 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(
         assert_same_bits(out, outs[0])
 
 
-def test_sums_below_the_smallest_normal_number_are_cut_like_others(form: Format) -> None:
-    """Instructions that multiply bf16 make zeros of such sums, those on vectors do not; walking unseen keys must do neither."""
+def test_denormal_sums_have_the_same_bits_in_any_chunks(form: Format) -> None:
+    """bf16 instructions flush such sums, vector instructions do not; unseen keys must change neither."""
     outs = []
     for counts in ([300], [1] * 20 + [100, 9, 171]):
         requests = Requests(form.shape(6, 2, 48), [300])
@@ -279,10 +279,10 @@ def test_sums_below_the_smallest_normal_number_are_cut_like_others(form: Format)
     assert_same_bits(*outs)
 
 
-@pytest.mark.parametrize("threads", [1], indirect=True)  # who computes a request computes the one before
+@pytest.mark.parametrize("threads", [1], indirect=True)  # one thread computes this request and the one before
 @pytest.mark.parametrize("features", [PLAIN, Features(window=17)], ids=["plain", "window"])
-def test_infinities_of_a_request_reach_no_other(form: Format, features: Features) -> None:
-    """What a thread kept of it lies where tiles are that the next request does not have, or does not see any more."""
+def test_infinities_do_not_affect_other_requests(form: Format, features: Features) -> None:
+    """A thread's leftover values lie in tiles that the next request lacks, or no longer visible."""
     requests = Requests(form.shape(), [128, 16, 48])
     rows: list[Row] = [(1, 0, 16), (2, 0, 48), (2, 47, 1)]
     expected = [requests.run([row], features=features)[0] for row in rows]
@@ -319,7 +319,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch(form: Format, features: 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)
 def test_threads_change_no_bits(form: Format) -> None:
-    """Long rows beside short ones, so that several threads share a row."""
+    """Long and short rows, so that several threads share a row."""
     library = open_library()
     assert library is not None
     outs = []
@@ -359,10 +359,10 @@ def test_threads_that_share_a_kv_head_change_no_bits(form: Format) -> None:
     ids=["plain", "window", "chunk, cap and sinks"],
 )
 @pytest.mark.parametrize("widths", [(64, 64), (72, 100)])
-def test_scores_that_are_a_work_of_their_own_change_no_bits(
+def test_separate_score_tasks_change_no_bits(
     form: Format, features: Features, widths: tuple[int, int]
 ) -> None:
-    """One row leaves 8 threads idle, three rows of one and two tokens in several partitions 64."""
+    """One row leaves 8 threads idle; three rows of one and two tokens in several partitions leave 64 idle."""
     library = open_library()
     assert library is not None
     lengths = [1400, 702, 497]
@@ -379,13 +379,13 @@ def test_scores_that_are_a_work_of_their_own_change_no_bits(
 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)
-def test_more_long_rows_than_their_scratch_has_room_for(threads: int) -> None:
-    """96 heads over 12 partitions take 1.2 MB a row, which all rows of a step may share 32 MB of: then some are not cut."""
+def test_more_long_rows_than_fit_in_scratch_memory(threads: int) -> None:
+    """96 heads over 12 partitions take 1.2 MB a row; with 32 MB for all rows of a step, some rows are not split."""
     library = open_library()
     assert library is not None
     rows, heads, head_dim, length = 40, 96, 256, 12 * 512
     assert rows * heads * 12 * (head_dim + 2) * 4 > ATTENTION_SCRATCH_BYTES
-    kv = PagedKv.of_blocks(4, FP32, 1, head_dim, 512)  # that the rows share, each in an order of its own
+    kv = PagedKv.of_blocks(4, FP32, 1, head_dim, 512)  # shared by the rows, each in its own order
     layer = PLAIN.layer(Shape(FP32, heads, 1, head_dim, 512), 0.01)
     for number, block in enumerate(kv.memory.view(FP32).view(4, -1)):
         block.copy_(noise(block.numel(), seed=number))
@@ -393,14 +393,14 @@ def test_more_long_rows_than_their_scratch_has_room_for(threads: int) -> None:
     step, arrays = step_of([length - 1] * rows, table)
     q = noise(rows, heads * head_dim, seed=9)
     outs = []
-    for count in (1, 32):  # so many that half a row is a thread's share
+    for count in (1, 32):  # 32 rows: half a row is a thread's share
         library.qt_set_threads(count, 0)
         outs.append(attend(step, layer, q, kv))
     assert arrays is not None
     assert_same_bits(*outs)
 
 
-def test_the_scratch_is_as_large_as_a_plan_says() -> None:
+def test_scratch_memory_has_the_planned_size() -> None:
     library = open_library()
     assert library is not None
     assert declare(library, "qt_attention_scratch_bytes", result=ctypes.c_int64)() == ATTENTION_SCRATCH_BYTES
@@ -409,7 +409,7 @@ def test_the_scratch_is_as_large_as_a_plan_says() -> None:
 def step_of(
     positions: list[int], table: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 ) -> tuple[CStep, object]:
-    """A step of single tokens, each in the row of its own index."""
+    """Return a step of single tokens, each in the row of its own index."""
     count = len(positions)
     slots, starts = np.arange(count, dtype=np.int64), np.array(positions, np.int64)
     ones = np.ones(count, np.int64)
@@ -431,7 +431,7 @@ def rms(weight: torch.Tensor, offset: float) -> Norm:
 
 
 def angles_of(dtype: torch.dtype, rows: int, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[rows, rotary_dim]``."""
+    """Return cosines and sines ``[rows, rotary_dim]``."""
     angles = noise(rows, rotary_dim // 2, seed=2)
     cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin()))
     return cos, sin
@@ -441,27 +441,27 @@ ROTATED = {
     "whole": (64, 64, 0, False),
     "a part": (80, 24, 0, False),
     "none": (32, 0, 0, False),
-    "neighbours": (64, 64, 0, True),
-    "a part, neighbours": (100, 36, 0, True),
+    "adjacent": (64, 64, 0, True),
+    "a part, adjacent": (100, 36, 0, True),
     "the tail": (72, 10, 62, False),
-    "the tail, neighbours": (576, 64, 512, True),
+    "the tail, adjacent": (576, 64, 512, True),
 }
-"""Width of a head, of what is rotated, where that begins, and whether neighbours are pairs."""
+"""Head width, rotary width, first rotary dimension, and whether pairs are adjacent."""
 
 
 @dtypes
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("norm_last", [False, True])
 @pytest.mark.parametrize("rotated", ROTATED.values(), ids=ROTATED.keys())
 def test_write_norms_and_rotates(
     dtype: torch.dtype,
     by_token: bool,
     norm_offset: float | None,
-    behind: bool,
+    norm_last: bool,
     rotated: tuple[int, int, int, bool],
 ) -> None:
-    """The reference rounds once more than the kernel; so each is held to fp64, from the normed numbers on that both round."""
+    """The reference rounds once more than the kernel, so both are compared with fp64 from the normed numbers on."""
     head_dim, rotary_dim, first, interleaved = rotated
     heads, kv_heads = 4, 2
     positions = [0, 16, 32, 48, 64]
@@ -483,7 +483,7 @@ def test_write_norms_and_rotates(
         interleaved=interleaved,
         q_norm=q_norm,
         k_norm=k_norm,
-        norms_after_rope=behind and norm_offset is not None,
+        norms_after_rope=norm_last and norm_offset is not None,
         temperature=Temperature(0.5, 16, 1),
     )
     kv = PagedKv.of_blocks(25, dtype, kv_heads, head_dim, 16, 8)
@@ -498,15 +498,15 @@ def test_write_norms_and_rotates(
     assert arrays is not None
 
     given = q.reshape(5, heads, head_dim)
-    given = given if q_norm is None or behind else q_norm(given)
+    given = given if q_norm is None or norm_last else q_norm(given)
     rows = torch.arange(5) if by_token else torch.tensor(positions)
     wide = (part[rows].unsqueeze(1).double() for part in (cos, sin))
     turned = rope(given.double(), *wide, first, interleaved)
-    if q_norm is not None and behind:
+    if q_norm is not None and norm_last:
         turned = given = q_norm(turned.to(dtype)).double()
     assert layer.temperature is not None
     factors = temperatures(layer.temperature, torch.tensor(positions))[:, None, None]
-    # One rounding, or two where the norms' fp32 noise may round a factor the other way; and the temperature's.
+    # One rounding, or two where the norms' fp32 noise may round a factor the other way, and the temperature's.
     unit = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-22}[dtype]
     size = given.double().abs().amax(-1, keepdim=True) * 2 * factors
     error = (written[..., :head_dim].double() - turned * factors).abs() / size
@@ -517,7 +517,7 @@ def test_write_norms_and_rotates(
 @dtypes
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_keys_are_normed_and_rotated_like_queries(dtype: torch.dtype, interleaved: bool) -> None:
-    """With keys that equal the queries, the scores of a softmax over two positions tell the keys' rotation."""
+    """Keys equal the queries, so the scores of a softmax over two positions show the keys' rotation."""
     head_dim, rotary_dim = 40, 16
     cos, sin = angles_of(dtype, 2, rotary_dim)
     norm = rms(noise(head_dim, seed=2).to(dtype), 0.0)
@@ -556,20 +556,20 @@ def test_keys_are_normed_and_rotated_like_queries(dtype: torch.dtype, interleave
     check(Format(dtype, dtype, True), out[1:], share.expand(1, head_dim), torch.ones(1, head_dim))
 
 
-def test_an_int4_cache_takes_what_the_core_counts() -> None:
+def test_an_int4_cache_has_the_size_that_the_core_counts() -> None:
     assert kv_block_bytes(INT4, 3, 80, 72, 32) == 3 * 2 * (40 + 3 * 4) * 32, (
-        "half a byte a number, zeros up to multiples of 16, and for each 32 and the rest two numbers in fp16"
+        "half a byte per number, padding to 16, and two fp16 numbers per 32"
     )
     assert kv_block_bytes(INT4, 1, 64, 32, 16) == (32 + 2 * 4 + 16 + 4) * 16
 
 
-def test_an_int8_cache_takes_what_the_core_counts() -> None:
+def test_an_int8_cache_has_the_size_that_the_core_counts() -> None:
     assert kv_block_bytes(INT8, 3, 80, 72, 32) == 3 * (80 + 80 + 8) * 32, (
-        "a number a byte, zeros up to multiples of 16, and a scale for each head"
+        "one byte per number, padding to 16, and one scale per head"
     )
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_unsupported_shapes_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"block size is 24 tokens.*--block-size"):
         kv_block_bytes(BF16, 2, 64, 64, 24)
     with pytest.raises(ConfigError, match=r"head dimensions are 640 \(keys\) and 64 \(values\).*576 and 512"):

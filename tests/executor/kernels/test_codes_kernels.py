@@ -1,4 +1,4 @@
-"""Packed weights filled with a checkpoint's own integers: what is read back is ``(code - zero) * scale`` in fp32, to the bit."""
+"""Packed weights filled with a checkpoint's integers: reading returns ``(code - zero) * scale`` in fp32, to the bit."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def draw(most: int, *shape: int) -> torch.Tensor:
 
 
 def scales(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Of both signs, over as many powers of two as all of these types hold."""
+    """Return scales of both signs, over all powers of two that these dtypes hold."""
     powers = torch.randint(-12, 2, shape, generator=DRAWS)
     signs = torch.randint(0, 2, shape, generator=DRAWS) * 2 - 1
     return (signs * (1 + torch.rand(shape, generator=DRAWS)) * 2.0**powers).bfloat16().to(dtype)
 
 
 def numbers(codes: torch.Tensor, factors: torch.Tensor, zeros: torch.Tensor, group: int) -> torch.Tensor:
-    """Written from the definition."""
+    """Dequantize by the definition."""
     place = torch.arange(codes.shape[1]) // group
     return (codes.float() - zeros.float()[:, place]) * factors.float()[:, place]
 
@@ -82,7 +82,7 @@ WITH_ZEROS = [form for form in WeightFormat if form.has_zeros]
 
 @pytest.mark.parametrize("form", [*WITH_ZEROS, WeightFormat.INT4_SINGLE, WeightFormat.INT8_SINGLE])
 def test_scales_and_zero_points_are_multiplied(form: WeightFormat) -> None:
-    """x in 16 bits is off by 2^-16 of its group's largest magnitude, and sums in fp32 by less than that."""
+    """x in 16 bits is off by 2^-16 of its group's largest magnitude; fp32 sums are off by less than that."""
     levels, columns, depth, group = form.code_levels, 70, 1100, 32
     codes, zeros = draw(levels, columns, depth), draw(levels, columns, -(-depth // group))
     factors = torch.rand(zeros.shape, generator=DRAWS)
@@ -104,8 +104,8 @@ def test_scales_and_zero_points_are_multiplied(form: WeightFormat) -> None:
         assert torch.equal(weight.linear(x[begin:end]), whole[begin:end])
 
 
-def test_parts_of_a_paired_weight_and_of_a_stack() -> None:
-    """Parts in any order, gates and ups; of one memory for several weights; rows that lie apart."""
+def test_parts_of_paired_and_stacked_weights() -> None:
+    """Parts in any order; gates and ups; several weights in one memory; strided rows."""
     columns, depth, group = 140, 320, 64
     codes, zeros = draw(16, 2, columns, depth), draw(16, 2, columns, 5)
     factors = scales(torch.float16, 2, columns, 5)
@@ -134,7 +134,7 @@ def test_parts_of_a_paired_weight_and_of_a_stack() -> None:
 
 @pytest.mark.parametrize("form", [WeightFormat.MXFP4, WeightFormat.NVFP4])
 def test_fp4(form: WeightFormat) -> None:
-    """Every scale that is a number; factors of columns; products of them."""
+    """Every finite scale, factors of columns, and products of both."""
     columns, depth, group = 260, 160, form.bytes_group
     codes = draw(16, columns, depth)
     if form is WeightFormat.MXFP4:
@@ -152,7 +152,7 @@ def test_fp4(form: WeightFormat) -> None:
     factors = torch.rand(columns, generator=DRAWS) + 0.5
     weight.fill_fp4(codes, scales, factors)
     exact = table[codes.int()].unflatten(1, (-1, group)) * (values * factors[:, None])[:, :, None]
-    some = slice(100, 140)  # of MXFP4 those whose products are no denormals, and finite
+    some = slice(100, 140)  # of MXFP4 those with finite products that are not denormal
     assert torch.equal(weight.read()[some], exact.flatten(1)[some])
     x = torch.randn(20, depth, generator=DRAWS)
     part = exact.flatten(1)[some].double()
@@ -170,7 +170,7 @@ def test_fp4(form: WeightFormat) -> None:
 
 
 def bitsandbytes_table(form: WeightFormat) -> torch.Tensor:
-    """nf4 by its published numbers; fp4 by what its bits mean: 0.0625, 8, 12, 4, 6, 2, 3 of twelve, and a sign."""
+    """nf4 by its published numbers; fp4 by the meaning of its bits: 0.0625, 8, 12, 4, 6, 2, 3 of twelve, and a sign."""
     if form is WeightFormat.NF4:
         values = """
             -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
@@ -189,7 +189,7 @@ def bitsandbytes_table(form: WeightFormat) -> torch.Tensor:
     ("form", "group"), [(WeightFormat.FP8, 128), (WeightFormat.NF4, 64), (WeightFormat.FP4, 64)]
 )
 def test_coded_floats(form: WeightFormat, group: int, columns: int, depth: int, paired: bool) -> None:
-    """Numbers, products (fp32 sums are off by at most their count of roundings), and the same bits in every number of rows."""
+    """Numbers, products (fp32 sums are off by at most their count of roundings), and the same bits for every number of rows."""
     codes = draw(form.code_levels, columns, depth)
     if form is WeightFormat.FP8:
         codes[codes % 128 == 127] = 3
@@ -218,7 +218,7 @@ def test_coded_floats(form: WeightFormat, group: int, columns: int, depth: int, 
     assert torch.equal(narrow, weight.linear(x[:3].bfloat16().float()).bfloat16())
 
 
-def test_coded_floats_are_not_what_others_are() -> None:
+def test_invalid_arguments_of_coded_floats_are_rejected() -> None:
     weight = PackedWeight(kernels(), WeightFormat.FP8, 64, 128, group=128)
     codes = torch.zeros(64, 128, dtype=torch.uint8)
     with pytest.raises(PackedWeightError, match="NaN"):
@@ -231,7 +231,7 @@ def test_coded_floats_are_not_what_others_are() -> None:
         weight.fill(torch.zeros(64, 128))
 
 
-def test_what_is_not_held_exactly_is_refused() -> None:
+def test_codes_that_are_not_exact_are_rejected() -> None:
     weight = PackedWeight(kernels(), WeightFormat.INT4, 64, 128, group=32)
     codes, factors = draw(16, 64, 128), torch.ones(64, 4)
     wrong = codes.clone()

@@ -1,7 +1,7 @@
-"""Experts by the host kernels against torch: how tokens choose, what their experts compute, and the same bits in every batch.
+"""Experts by the host kernels against torch: routing, results, and the same bits in every batch.
 
-Bounds are those of two linear layers one behind the other: sums of products in fp32 in another order, and a rounding
-of what lies between to the rows' format, where either side may round the other way.
+Bounds are those of two consecutive linear layers: fp32 sums of products in another order, and a rounding of the hidden
+values to the rows' dtype, where either side may round the other way.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CORRECTED = ("deepseek v3",)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Leave one thread behind."""
+    """Reset to one thread afterwards."""
     yield
     set_threads(1)
 
@@ -111,7 +111,7 @@ def packed_experts(
     inputs: Inputs = WIDE,
     down_format: WeightFormat | None = None,
 ) -> HostExperts:
-    """down_format: where downs have another one than gates and ups, without groups and rounded inputs."""
+    """down_format: format of downs if it differs from gates and ups, without groups and rounded inputs."""
     chosen = FLOATS[tables.down.dtype] if weight_format is None else weight_format
     return HostExperts(
         ROUTINGS[name],
@@ -128,7 +128,7 @@ def packed_experts(
 @pytest.mark.parametrize("tokens", [1, 3, 17, 150])
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_experts_are_the_reference(name: str, gate: Gate, tokens: int) -> None:
+def test_experts_equal_the_reference(name: str, gate: Gate, tokens: int) -> None:
     """In fp32, on one thread and on several: 24-bit sums in another order."""
     routing = ROUTINGS[name]
     tables = tables_of(routing, torch.float32, biased=gate is CLAMPED)
@@ -142,8 +142,8 @@ def test_experts_are_the_reference(name: str, gate: Gate, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_formats(dtype: torch.dtype) -> None:
-    """A number between the multiplications may round the other way: half a unit, of some dozens that are summed."""
+def test_experts_of_16_bits(dtype: torch.dtype) -> None:
+    """A hidden value may round the other way: half a unit, of some dozens that are summed."""
     routing = ROUTINGS["mixtral"]
     tables = tables_of(routing, dtype, biased=True)
     x, scores = noise(9, HIDDEN, dtype=dtype, seed=6), noise(9, routing.experts, dtype=dtype, seed=7)
@@ -163,10 +163,10 @@ def test_narrow_formats(dtype: torch.dtype) -> None:
     ],
 )
 @pytest.mark.parametrize("down_format", [None, WeightFormat.FP32])
-def test_integers(
+def test_quantized_experts(
     weight_format: WeightFormat, group: int, inputs: Inputs, slack: float, down_format: WeightFormat | None
 ) -> None:
-    """Compared with the numbers that the packed weights stand for; x in 8 bits is off by 2^-8 of its group's largest."""
+    """Compared with the dequantized weights; x in 8 bits is off by 2^-8 of its group's largest."""
     routing = ROUTINGS["mixtral"]
     host = packed_experts(
         "mixtral", tables_of(routing, torch.float32, False), SILU, weight_format, group, inputs, down_format
@@ -193,7 +193,7 @@ def test_integers(
     ],
 )
 @pytest.mark.parametrize("name", ["deepseek v3", "llama4"])
-def test_the_same_bits(
+def test_experts_have_the_same_bits_in_every_batch(
     name: str, weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs
 ) -> None:
     """A token alone, in parts of a batch, and on 1, 2 and 40 threads."""
@@ -214,7 +214,7 @@ def test_the_same_bits(
             )
 
 
-def test_of_equal_scores_the_first_are_chosen() -> None:
+def test_equal_scores_select_the_lowest_experts() -> None:
     routing = ROUTINGS["granite"]
     tables = tables_of(routing, torch.float32, False)
     x, scores = noise(2, HIDDEN), torch.zeros(2, routing.experts)
@@ -225,8 +225,8 @@ def test_of_equal_scores_the_first_are_chosen() -> None:
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_row_that_is_not_finite_stays_alone(name: str) -> None:
-    """Scores that cannot be compared choose something, and no other row's result is another."""
+def test_a_row_that_is_not_finite_does_not_affect_others(name: str) -> None:
+    """Incomparable scores select arbitrary experts, and the results of other rows do not change."""
     routing = ROUTINGS[name]
     host = packed_experts(name, tables_of(routing, torch.float32, False))
     x, scores = noise(5, HIDDEN, seed=6), noise(5, routing.experts, seed=7)

@@ -1,4 +1,4 @@
-"""What programs of the tests declare of the compiled library by hand is what it exports: no linker compares arguments."""
+"""Hand-written declarations in C++ test programs equal the library's exports: the linker does not compare arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAMS = sorted(
 
 
 def signatures(texts: list[str], pattern: re.Pattern[str]) -> dict[str, str]:
-    """Return, by a function's name, what it returns and takes, without names and spaces."""
+    """Return result and argument types by function name, without names and spaces."""
     found = {}
     for signature in (match for text in texts for match in pattern.findall(text)):
         result, name, taken = re.fullmatch(r"(.*?)\b(qt_\w+)\((.*)\)", signature, re.DOTALL).groups()  # type: ignore[union-attr]

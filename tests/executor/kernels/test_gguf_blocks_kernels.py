@@ -1,7 +1,7 @@
-"""Packed weights filled with blocks of GGUF files: what they stand for to the bit, and products of it.
+"""Packed weights filled with GGUF blocks: exact dequantization, and products.
 
-Bounds: x in 16 bits is off by 2^-16 of its group's largest magnitude; fp32 sums of groups, of integers about their middle and of
-minima, by 2^-24 for each group of the sum of their magnitudes, which is less than four times the largest weight's for each k.
+Bounds: x in 16 bits is off by 2^-16 of its group's largest magnitude. fp32 sums of groups, of centred integers and of minima,
+are off by 2^-24 for each group of the sum of magnitudes, which is less than four times the largest weight's for each k.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def noise(*shape: int, seed: int = 1) -> torch.Tensor:
 
 @forms
 @pytest.mark.parametrize("paired", [False, True])
-def test_blocks_are_what_the_format_says(form: WeightFormat, paired: bool) -> None:
-    """Parts in any order, which lie apart in their source; the embedding of a row is the same.
+def test_blocks_are_dequantized_exactly(form: WeightFormat, paired: bool) -> None:
+    """Parts in any order and strided in their source; the embedding of a row is the same.
 
-    Blocks of 32 are taken eight at a time: three times all, and one.
+    Blocks of 32 are processed eight at a time: three full batches, and one block.
     """
     columns, depth = 150, 768 + form.block(group_of(form))[0] % 256
     blocks, numbers = random_rows(form, columns, depth)
@@ -71,8 +71,8 @@ def test_blocks_are_what_the_format_says(form: WeightFormat, paired: bool) -> No
 
 
 @forms
-def test_products(form: WeightFormat) -> None:
-    """Rows that are multiplied with codes as they lie, and with bytes made of them."""
+def test_products_of_blocks(form: WeightFormat) -> None:
+    """Row counts that multiply packed codes, and those that unpack them to bytes."""
     columns, depth = 70, 1280
     blocks, numbers = random_rows(form, columns, depth)
     weight = empty(form, columns, depth)
@@ -94,8 +94,8 @@ def test_products(form: WeightFormat) -> None:
 @forms
 @pytest.mark.parametrize("inputs", Inputs)
 @pytest.mark.parametrize("paired", [False, True])
-def test_the_same_bits(form: WeightFormat, inputs: Inputs, paired: bool) -> None:
-    """Alone and among others, on 1, 2 and 40 threads, which cut tiles and k."""
+def test_blocks_have_the_same_bits_in_every_batch(form: WeightFormat, inputs: Inputs, paired: bool) -> None:
+    """Alone and among others, on 1, 2 and 40 threads, which split tiles and k."""
     columns, depth = 140, 2304
     blocks, _ = random_rows(form, columns, depth)
     weight = empty(form, columns, depth, paired)
@@ -116,7 +116,7 @@ def test_the_same_bits(form: WeightFormat, inputs: Inputs, paired: bool) -> None
 
 @pytest.mark.whole
 def test_instruction_sets_give_the_same_bits() -> None:
-    """All that multiply and add in one rounding, which the baseline cannot."""
+    """All with fused multiply-add, which the baseline lacks."""
     library = open_library()
     assert library is not None
     names = [name for name in instruction_sets(library) if name != "baseline"]
@@ -134,7 +134,7 @@ def test_instruction_sets_give_the_same_bits() -> None:
     assert len(set(answers.values())) <= 1, answers
 
 
-def test_what_is_no_block_is_refused() -> None:
+def test_invalid_blocks_are_rejected() -> None:
     blocks, _ = random_rows(WeightFormat.Q4_K, 64, 512)
     weight = empty(WeightFormat.Q4_K, 64, 512)
     with pytest.raises(PackedWeightError, match="expected uint8"):

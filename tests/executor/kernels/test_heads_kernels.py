@@ -1,4 +1,4 @@
-"""A matrix for each head against torch, and the same bits in every batch."""
+"""Linear layers per head against torch, and the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADS, COLUMNS, DEPTH = 5, 70, 40
 
 
 class RowMajor:
-    """Makes what torch multiplies."""
+    """Makes the matrices that torch multiplies."""
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         return RowMajorStack(shape, plan)
@@ -29,7 +29,7 @@ class RowMajor:
 
 @pytest.fixture(params=[1, 3])
 def library(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
-    """On so many threads; leaves one behind."""
+    """Run with this number of threads; reset to one afterwards."""
     library = open_library()
     assert library is not None
     set_threads(library, request.param, False)
@@ -52,8 +52,8 @@ def layer(quantization: Unquantized | RowMajor, dtype: torch.dtype) -> HeadLinea
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 7, 60])
-def test_heads_are_the_reference(library: ctypes.CDLL, tokens: int, dtype: torch.dtype) -> None:
-    """Sums of 40 products in another order, rounded once: a unit of the result, or of the largest that were summed."""
+def test_heads_equal_the_reference(library: ctypes.CDLL, tokens: int, dtype: torch.dtype) -> None:
+    """Sums of 40 products in another order, rounded once: a unit of the result, or of the largest term."""
     x = torch.randn(tokens, HEADS * DEPTH, generator=torch.Generator().manual_seed(2)).to(dtype)
     ours, theirs = layer(Unquantized(), dtype), layer(RowMajor(), dtype)
     unit = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]

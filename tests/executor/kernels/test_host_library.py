@@ -1,4 +1,4 @@
-"""The compiled library and Python: that they are of the same sources, and what a mistake of ours meets in it."""
+"""The compiled library and Python: check of equal sources, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ for dtype, in_pairs in ((torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16
 """
 
 
-def test_attention_needs_no_large_stack() -> None:
+def test_attention_runs_on_a_small_stack() -> None:
     done = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_headers_can_be_read_together(tmp_path: Path) -> None:
-    """Two of them must not define one name in two ways: the linker would take either."""
+def test_headers_can_be_included_together(tmp_path: Path) -> None:
+    """Headers must not define a name twice in different ways: the linker would take either."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -83,7 +83,7 @@ def sources(tmp_path: Path) -> Path:
     return Path(shutil.copytree(SOURCES, tmp_path / "cpu"))
 
 
-def test_a_library_of_the_same_sources_is_taken(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_of_the_same_sources_is_loaded(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "quintet"):
         check_library(loaded(), sources, "_host.so")
     assert caplog.messages == []
@@ -112,7 +112,7 @@ def test_a_library_of_the_same_sources_is_taken(sources: Path, caplog: pytest.Lo
         ("pool.cpp", "int qt_threads()", "int qt_num_threads()"),
     ],
 )
-def test_a_library_with_another_interface_is_refused(sources: Path, file: str, old: str, new: str) -> None:
+def test_a_library_with_another_interface_is_rejected(sources: Path, file: str, old: str, new: str) -> None:
     (path,) = sources.rglob(file)
     text = path.read_text()
     assert text.count(old) == 1
@@ -123,12 +123,12 @@ def test_a_library_with_another_interface_is_refused(sources: Path, file: str, o
         check_library(loaded(), sources, "_host.so")
 
 
-def test_a_library_from_before_there_was_such_a_name_is_refused(sources: Path) -> None:
+def test_a_library_without_a_source_digest_is_rejected(sources: Path) -> None:
     with pytest.raises(ConfigError, match="make install"):
         check_library(ctypes.CDLL(None), sources, "_host.so")
 
 
-def test_older_kernels_behind_the_same_interface_are_named(
+def test_older_kernels_with_the_same_interface_are_logged(
     sources: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (sources / "kernels" / "attention" / "kv_write.cpp").open("a") as file:
@@ -138,7 +138,7 @@ def test_older_kernels_behind_the_same_interface_are_named(
     assert "make install" in caplog.text
 
 
-def test_the_library_is_checked_when_it_is_opened(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+def test_the_library_is_checked_when_opened(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
     (sources / "runtime" / "work.hpp").write_text("")
     monkeypatch.setattr(host_library, "SOURCES", sources)
     with pytest.raises(ConfigError, match="make install"):
@@ -153,7 +153,7 @@ def test_the_library_is_checked_when_it_is_opened(monkeypatch: pytest.MonkeyPatc
         ("qt_attention_layer_bytes", ctypes.sizeof(CAttention)),
     ],
 )
-def test_a_struct_of_another_size_is_refused(function: str, size: int) -> None:
+def test_a_struct_of_another_size_is_rejected(function: str, size: int) -> None:
     check_layout(loaded(), function, size)
     with pytest.raises(
         ConfigError,
@@ -162,14 +162,14 @@ def test_a_struct_of_another_size_is_refused(function: str, size: int) -> None:
         check_layout(loaded(), function, size + 8)
 
 
-def test_a_steps_fields_are_laid_out_in_the_same_order() -> None:
+def test_step_fields_have_the_same_order() -> None:
     assert fields_of("program.hpp", "Step") == [name for name, _ in CStep._fields_]
     assert fields_of("program.hpp", "Rotation") == [name for name, _ in CRotation._fields_]
     assert fields_of("attention.hpp", "AttentionLayer") == [name for name, _ in CAttention._fields_]
     assert fields_of("sampling.hpp", "DrawSettings") == list(RECORD.names or ())
 
 
-def test_formats_of_weights_are_listed_in_the_same_order() -> None:
+def test_weight_formats_have_the_same_order() -> None:
     listed = re.findall(
         r"^    \{Codes::.*\},? +// (\w+)$", (SOURCES / "linear" / "weight_formats.hpp").read_text(), re.M
     )
@@ -202,7 +202,7 @@ def test_formats_of_weights_are_listed_in_the_same_order() -> None:
     ],
 )
 @pytest.mark.parametrize("attends", [False, True])
-def test_what_the_kernels_rely_on_is_checked_when_it_is_recorded(
+def test_kernel_arguments_are_checked_when_recorded(
     changed: dict[str, float], words: str, attends: bool
 ) -> None:
     library, at, wide = program_library(), 64, 1 << 20
@@ -219,7 +219,7 @@ def test_what_the_kernels_rely_on_is_checked_when_it_is_recorded(
         else:
             library.rope_kv_write(program, layer, *(at, wide, at, wide, at, wide), place, at, wide)
 
-    assert words in last_words(record)
+    assert words in stderr_of_abort(record)
 
 
 def loaded() -> ctypes.CDLL:
@@ -228,9 +228,9 @@ def loaded() -> ctypes.CDLL:
     return library
 
 
-def last_words(act: Callable[[], None]) -> str:
-    """Return what a child that does this, and aborts, writes to its standard error."""
-    gc.collect()  # who holds more memory than there is, be it unused KV of tests before, cannot be forked
+def stderr_of_abort(act: Callable[[], None]) -> str:
+    """Return the standard error of a child process that runs this and aborts."""
+    gc.collect()  # a process with more memory than is free, even unused KV of earlier tests, cannot fork
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -240,13 +240,13 @@ def last_words(act: Callable[[], None]) -> str:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as words:
-        said = words.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT, said
-    return said
+        output = words.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT, output
+    return output
 
 
 def fields_of(header: str, struct: str) -> list[str]:
-    """Return the names of a struct's fields, in order."""
+    """Return the field names of a struct, in order."""
     (path,) = SOURCES.rglob(header)
     found = re.search(rf"^struct {struct} {{\n(.*?)^}};", path.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None

@@ -1,7 +1,7 @@
-"""The kernels' tests again, with each other instruction set that this processor can compute with.
+"""Kernel tests repeated with each other instruction set of this processor.
 
-In the fast suite a drawn tenth of them, with one set. One process for each: it is chosen once, when the library is loaded.
-With a matrix unit the bits of whole models too, as any test is drawn: its order of summing is another one.
+The fast suite runs a tenth of them, with one set. Each set has its own process, as it is selected when the library is loaded.
+With a matrix unit, tests of whole models' bits are repeated too, as it sums in another order.
 """
 
 from __future__ import annotations

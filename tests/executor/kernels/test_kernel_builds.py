@@ -1,4 +1,4 @@
-"""`QUINTET_KERNELS`: which instruction sets are built, and which of them optimised less, where GCC can tell what is native."""
+"""`QUINTET_KERNELS`: the instruction sets that are built, and those with less optimisation if GCC knows the native one."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 COMPILER = """#!/bin/sh
-# Says what is native, and keeps what it is asked to compile.
+# Report the native processor, and record the compile commands.
 case "$*" in *-march=native*) {answer};; esac
-echo "$@" >> {asked}
+echo "$@" >> {commands}
 while [ "$1" != -o ]; do shift; done
 : > "$2"
 """
 
 
 def build(folder: Path, machine: str, answer: str, kernels: str = "quick") -> list[str]:
-    """What a compiler is asked to compile, a line a source, that answers so when asked what is native."""
-    compiler, asked = folder / "compiler", folder / "asked"
-    compiler.write_text(COMPILER.format(answer=answer, asked=asked))
+    """Return the compile commands, one for each source, of a compiler that gives this answer about the native processor."""
+    compiler, commands = folder / "compiler", folder / "commands"
+    compiler.write_text(COMPILER.format(answer=answer, commands=commands))
     compiler.chmod(0o755)
     run_setup(folder, machine, compiler, kernels)
-    return [line for line in asked.read_text().splitlines() if " -c " in line]
+    return [line for line in commands.read_text().splitlines() if " -c " in line]
 
 
 def run_setup(folder: Path, machine: str, compiler: Path, kernels: str = "quick") -> None:
@@ -53,7 +53,7 @@ def sets_of(lines: list[str]) -> set[str]:
 AVX2 = "; ".join(f"echo '  {flag}  [enabled]'" for flag in ("-mavx2", "-mfma", "-mf16c")) + "; exit 0"
 
 
-def test_native_builds_what_the_processor_chooses_and_the_portable_set(tmp_path: Path) -> None:
+def test_native_builds_the_selected_and_the_portable_set(tmp_path: Path) -> None:
     lines = build(tmp_path, "x86_64", AVX2, "native")
     assert sets_of(lines) == {"avx2", "baseline"}
     assert optimised_less(lines) == {"baseline"}
@@ -65,18 +65,18 @@ def test_all_builds_every_set_optimised(tmp_path: Path) -> None:
     assert {"baseline", "avx2", "avx512", "amx"} <= sets_of(lines) and not optimised_less(lines)
 
 
-def test_sets_that_the_processor_does_not_choose_are_optimised_less(tmp_path: Path) -> None:
+def test_other_sets_are_optimised_less(tmp_path: Path) -> None:
     lines = build(tmp_path, "x86_64", AVX2)
     assert {"baseline", "avx512", "avx2_vnni"} <= optimised_less(lines)
     assert not {"avx2", "amx_emulated"} & optimised_less(lines)
 
 
-def test_all_is_optimised_where_the_compiler_does_not_know_what_is_native(tmp_path: Path) -> None:
+def test_all_sets_are_optimised_if_the_native_one_is_unknown(tmp_path: Path) -> None:
     lines = build(tmp_path, "x86_64", "exit 1")
     assert lines and not optimised_less(lines)
 
 
-def test_all_is_optimised_on_arm_where_flags_of_sets_are_not_those_of_a_processor(tmp_path: Path) -> None:
+def test_all_sets_are_optimised_on_arm(tmp_path: Path) -> None:
     lines = build(tmp_path, "aarch64", "echo '  -mbranch-protection= [enabled]'; exit 0")
     assert any("neon_dot" in line for line in lines) and not optimised_less(lines)
 

@@ -1,9 +1,9 @@
 """Packed weights against torch in fp64, on shapes that straddle tiles and panels, in every format and instruction set.
 
 Bounds. Sums of K products in fp32 are off by at most K 2^-24 of the sum of the products' magnitudes (Higham, Accuracy and
-Stability of Numerical Algorithms, 2002, section 3.1), in practice by the square root of that; rounding to the output
-format adds half a unit of the result, and once more for a residual. Integer weights are compared with the numbers they stand
-for; x in 16 bits is off by at most 2^-16 of its group's largest magnitude, in 8 bits by 2^-8 of its row's.
+Stability of Numerical Algorithms, 2002, section 3.1), in practice by the square root of that. Rounding to the output dtype
+adds half a unit of the result, and once more for a residual. Integer weights are compared with their dequantized numbers; x
+in 16 bits is off by at most 2^-16 of its group's largest magnitude, in 8 bits by 2^-8 of its row's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ shapes = pytest.mark.parametrize(("columns", "depth"), SHAPES)
 
 @pytest.fixture(autouse=True, params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Run on so many threads."""
+    """Run with this number of threads."""
     set_threads(request.param)
     yield request.param
     set_threads(1)
@@ -83,12 +83,12 @@ def pack(
 
 
 def magnitudes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The sums of the magnitudes of the products: what errors of sums are relative to."""
+    """Return the sums of the products' magnitudes: errors of sums are relative to them."""
     return x.double().abs() @ weight.double().abs().T
 
 
 def check(out: torch.Tensor, exact: torch.Tensor, noise_of_sums: torch.Tensor, roundings: int = 1) -> None:
-    """``exact``: in fp64; ``noise_of_sums``: how far off a sum may be before it is rounded."""
+    """``exact``: in fp64; ``noise_of_sums``: error of a sum before it is rounded."""
     error = (out.double() - exact).abs()
     bound = 1.01 * (noise_of_sums + roundings * HALF_UNIT[out.dtype] * (exact.abs() + noise_of_sums)) + 1e-7
     worst = int((error - bound).argmax())
@@ -116,7 +116,7 @@ def test_linear(dtype: torch.dtype, columns: int, depth: int) -> None:
 
 
 def test_dot_products_of_pairs() -> None:
-    """What bf16 is multiplied with where it is fast, here whether it is or not."""
+    """The fast path of bf16, tested on every processor."""
     library = open_library()
     assert library is not None
     set_dot = declare(library, "qt_weight_set_dot", ctypes.c_void_p, ctypes.c_int)
@@ -136,9 +136,9 @@ def test_dot_products_of_pairs() -> None:
 @floats
 @pytest.mark.parametrize(("columns", "depth"), [(2, 3), (64, 128), (66, 127), (200, 65)])
 def test_paired(dtype: torch.dtype, activation: GatedActivation, columns: int, depth: int) -> None:
-    """Against the reference applied to the product of the same kernel, unpaired: the activation's exponential may differ in
-    its last bits, which may round each of its two halves the other way; and where a gate is far below zero torch computes
-    1 + tanh, which is off by 2^-24, times a gate and an up of up to 6 each."""
+    """Against the reference applied to the unpaired product of the same kernel. The last bits of the activation's exponential
+    may differ, and round both halves the other way. For a gate far below zero torch computes 1 + tanh, which is off by 2^-24,
+    times a gate and an up of up to 6 each."""
     weight, bias = noise(columns, depth, dtype=dtype) * 0.3, noise(columns, dtype=dtype, seed=2)
     packed, plain = PackedWeight(kernels(), FLOATS[dtype], columns, depth, paired=True), pack(weight)
     half = columns // 2
@@ -174,7 +174,7 @@ def test_integers(weight_format: WeightFormat, group: int, columns: int, depth: 
 
 @pytest.mark.parametrize(("weight_format", "group"), [each for each in INTEGERS if each[1]])
 def test_inputs_of_8_bits_have_a_scale_for_each_group(weight_format: WeightFormat, group: int) -> None:
-    """So a group of small inputs is not lost beside one of large ones, as it is where the token has one scale."""
+    """A group of small inputs keeps its precision next to one of large inputs, unlike with one scale for the token."""
     depth = 4 * group + group // 2
     packed = pack(noise(70, depth), weight_format, group)
     numbers = packed.read().double()
@@ -212,15 +212,15 @@ def test_integers_with_narrow_activations(dtype: torch.dtype) -> None:
         (WeightFormat.INT4_ZEROS, 128, 0.1),
     ],
 )
-def test_how_well_normal_weights_are_quantized(weight_format: WeightFormat, group: int, most: float) -> None:
-    """The root mean square error relative to the weights'. Uniform steps of a largest magnitude of 3 to 3.5 deviations give
-    step / sqrt(12): 0.0079 for 127 steps, 0.13 for 7.5; the least-squares choice of 4-bit scales must do better than that."""
+def test_quantization_error_of_normal_weights(weight_format: WeightFormat, group: int, most: float) -> None:
+    """The root mean square error relative to the weights'. Uniform steps with a largest magnitude of 3 to 3.5 deviations give
+    step / sqrt(12): 0.0079 for 127 steps, 0.13 for 7.5. The least-squares 4-bit scales must be better than that."""
     weight = noise(256, 1024)
     packed = pack(weight, weight_format, group)
     assert float((packed.read() - weight).pow(2).mean().sqrt()) < most
 
 
-def test_quantizing_keeps_columns_of_zeros_and_of_any_size() -> None:
+def test_quantizing_keeps_zero_and_extreme_columns() -> None:
     weight = noise(64, 256)
     weight[3] = 0
     weight[4] *= 1e-6
@@ -237,7 +237,9 @@ def test_quantizing_keeps_columns_of_zeros_and_of_any_size() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @integers
-def test_a_row_that_is_not_finite_stays_alone(weight_format: WeightFormat, group: int, bad: float) -> None:
+def test_a_row_that_is_not_finite_does_not_affect_others(
+    weight_format: WeightFormat, group: int, bad: float
+) -> None:
     packed = pack(noise(70, 200), weight_format, group)
     x = noise(5, 200, seed=1)
     for inputs in Inputs:
@@ -271,10 +273,10 @@ ALL_FORMATS = [
 
 
 @pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
-def test_results_in_float32_are_the_sums(
+def test_float32_results_are_the_unrounded_sums(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs, threads: int
 ) -> None:
-    """Rounded, they are what is written otherwise: whole tiles and parts of one, k in slices, one row and whole panels."""
+    """Rounding them gives the usual output: full and partial tiles, k in slices, one row and full panels."""
     for columns, depth in ((130, 200), (100, 2300)):
         packed = pack(noise(columns, depth, dtype=dtype), weight_format, group)
         x, bias = noise(197, depth, dtype=dtype, seed=1), noise(columns, dtype=dtype, seed=2)
@@ -288,7 +290,9 @@ def test_results_in_float32_are_the_sums(
 
 @pytest.mark.parametrize("threads", [1], indirect=True)
 @pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
-def test_the_same_bits(weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(
+    weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs
+) -> None:
     """A row alone, in 2 to 64 rows, across the borders of panels, and on 1, 2 and 40 threads, which split tiles."""
     columns, depth, rows = 130, 1100, 210
     packed = pack(noise(columns, depth, dtype=dtype), weight_format, group)
@@ -316,10 +320,10 @@ def test_the_same_bits(weight_format: WeightFormat, group: int, dtype: torch.dty
 @pytest.mark.parametrize("threads", [1], indirect=True)
 @pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
 @pytest.mark.parametrize("paired", [False, True])
-def test_the_same_bits_however_depth_is_cut(
+def test_sliced_depth_has_the_same_bits_in_every_batch(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs, paired: bool
 ) -> None:
-    """Narrow and deep, so that k has slices: one item's, or items of their own where threads want them; tiles whole and cut."""
+    """Narrow and deep, so that k has slices: in one task, or in separate ones for more threads; full and partial tiles."""
     columns, depth = 140, 2300
     activation = GatedActivation.SILU_AND_MUL if paired else GatedActivation.NONE
     packed = pack(noise(columns, depth, dtype=dtype), weight_format, group, paired)
@@ -331,7 +335,7 @@ def test_the_same_bits_however_depth_is_cut(
         return bits(packed.linear(x[:rows], bias, part, activation=activation, inputs=inputs))
 
     whole = compute(200)
-    for count in (1, 2, 3, 8, 32, 100):  # far more than there are cores; more than 64
+    for count in (1, 2, 3, 8, 32, 100):  # far more than cores; more than 64
         set_threads(count)
         for rows in (1, 2, 3, 5, 12, 13, 33, 64, 65, 130, 200):
             assert torch.equal(compute(rows), whole[:rows]), (count, rows)
@@ -339,10 +343,10 @@ def test_the_same_bits_however_depth_is_cut(
 
 @pytest.mark.parametrize("threads", [1, 32], indirect=True)
 @floats
-def test_a_sum_is_its_slices_one_after_another(dtype: torch.dtype, threads: int) -> None:
-    """((first + second) + third) ...: each of 256 k and begun at zero, as a weight of that depth alone has it, in fp32."""
+def test_slices_are_summed_in_order(dtype: torch.dtype, threads: int) -> None:
+    """((first + second) + third) ...: each of 256 k from zero, like a weight of that depth, in fp32."""
     if dtype is torch.bfloat16 and isa() in MATRIX_UNITS:
-        pytest.skip("the unit's order within a slice is its own: see test_amx.py")
+        pytest.skip("the matrix unit sums in another order within a slice: see test_amx.py")
     library = open_library()
     assert library is not None
     columns, depth = 100, 1100
@@ -356,7 +360,7 @@ def test_a_sum_is_its_slices_one_after_another(dtype: torch.dtype, threads: int)
     assert torch.equal(bits(packed.linear(x)), bits(total.to(dtype)))
 
 
-LEAVED = [
+FORMATS_WITH_LEAVES = [
     (None, 0, Inputs.SIXTEEN_BITS),
     (WeightFormat.INT8, 0, Inputs.SIXTEEN_BITS),
     (WeightFormat.INT8, 0, Inputs.EIGHT_BITS),
@@ -367,11 +371,11 @@ LEAVED = [
 
 @pytest.mark.parametrize("threads", [1, 32], indirect=True)
 @pytest.mark.parametrize("depth", [8 * 28, 8 * 700])
-@pytest.mark.parametrize(("weight_format", "group", "inputs"), LEAVED)
+@pytest.mark.parametrize(("weight_format", "group", "inputs"), FORMATS_WITH_LEAVES)
 def test_leaves_are_added_as_a_tree(
     weight_format: WeightFormat | None, group: int, inputs: Inputs, depth: int, threads: int
 ) -> None:
-    """Each has the bits of a weight of its own, sliced alike: so who has half of the leaves has half of the sum."""
+    """Each leaf has the bits of a separate weight, with the same slices: half of the leaves gives half of the sum."""
     columns, chosen = 100, weight_format or WeightFormat.FP32
     weight, x = noise(columns, depth), noise(130, depth, seed=1)
 
@@ -407,9 +411,9 @@ def test_leaves_are_added_as_a_tree(
 
 @integers
 def test_integers_have_the_bits_of_exact_sums(weight_format: WeightFormat, group: int) -> None:
-    """One group of k: the result is a product of exact integers, scaled. So it is the same on every instruction set."""
+    """With one group of k the result is a product of exact integers, scaled: the same for every instruction set."""
     if weight_format.has_zeros:
-        return  # the zero point's share is added in floating point
+        return  # the zero point's term is added in floating point
     depth = 32
     packed = pack(noise(70, depth), weight_format, group)
     numbers = packed.read()
@@ -422,7 +426,7 @@ def test_integers_have_the_bits_of_exact_sums(weight_format: WeightFormat, group
     torch.testing.assert_close(out.double(), exact, rtol=2.0**-21, atol=0)
 
 
-def test_rows_of_x_and_y_may_lie_apart() -> None:
+def test_rows_of_x_and_y_may_be_strided() -> None:
     for dtype, weight_format in ((torch.bfloat16, WeightFormat.BF16), (torch.float32, WeightFormat.INT8)):
         packed = pack(noise(40, 24, dtype=dtype), weight_format)
         x, out = noise(40, 48, dtype=dtype, seed=1), torch.full((40, 50), 7.0, dtype=dtype)
@@ -435,8 +439,8 @@ def test_rows_of_x_and_y_may_lie_apart() -> None:
     ("weight_format", "group"), [(WeightFormat.FP16, 0), (WeightFormat.BF16, 0), *INTEGERS]
 )
 @pytest.mark.parametrize("paired", [False, True])
-def test_filled_in_parts(weight_format: WeightFormat, group: int, paired: bool) -> None:
-    """The packed bytes do not depend on how many calls brought the columns, in which order, or how far apart rows lie."""
+def test_a_weight_can_be_filled_in_parts(weight_format: WeightFormat, group: int, paired: bool) -> None:
+    """The packed bytes do not depend on the number of calls, their order, or the stride of rows."""
     weight = noise(150, 130, dtype=torch.bfloat16)
     whole = pack(weight, weight_format, group, paired)
     parts = PackedWeight(kernels(), weight_format, 150, 130, group=group, paired=paired)
@@ -448,14 +452,14 @@ def test_filled_in_parts(weight_format: WeightFormat, group: int, paired: bool) 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 @floats
-def test_filled_from_another_format(dtype: torch.dtype, source: torch.dtype) -> None:
+def test_a_weight_can_be_filled_from_another_dtype(dtype: torch.dtype, source: torch.dtype) -> None:
     weight = noise(70, 65, dtype=source)
     packed = PackedWeight(kernels(), FLOATS[dtype], 70, 65)
     packed.fill(weight)
     assert torch.equal(packed.read(), weight.to(dtype).float())
 
 
-def test_packed_bytes_are_taken_as_they_are() -> None:
+def test_packed_bytes_are_loaded_unchanged() -> None:
     packed = pack(noise(70, 65), WeightFormat.INT4, 32)
     again = PackedWeight(kernels(), WeightFormat.INT4, 70, 65, group=32, memory=packed.memory)
     x = noise(3, 65, seed=1)
@@ -469,7 +473,7 @@ def test_packed_bytes_are_taken_as_they_are() -> None:
         PackedWeight(kernels(), WeightFormat.INT4, 70, 65, group=32, memory=memory)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     packed = pack(noise(40, 24, dtype=torch.bfloat16))
     with pytest.raises(PackedWeightError, match=r"bfloat16\[9, 48\].*\[rows, 24\]"):
         packed.linear(noise(9, 48, dtype=torch.bfloat16))
@@ -493,7 +497,7 @@ def programs() -> ProgramLibrary:
 
 @pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
 @pytest.mark.parametrize("extent", [0, 1])
-def test_a_program_computes_the_same(
+def test_a_program_computes_the_same_bits(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs, extent: int
 ) -> None:
     library = programs()
@@ -532,7 +536,7 @@ def test_embeddings_from_a_packed_weight(
     library.delete(program)
 
 
-def test_the_instruction_set_is_one_of_those_repeated() -> None:
+def test_the_instruction_set_is_covered_by_repeated_runs() -> None:
     library = open_library()
     assert library is not None
     assert isa() in instruction_sets(library)

@@ -1,7 +1,7 @@
-"""The pointwise kernels against torch, on widths that straddle vectors, in every format and instruction set.
+"""Pointwise kernels against torch, on widths that straddle vectors, in every format and instruction set.
 
-Bounds: where an operation rounds once, its result is within one unit in the last place of the reference computed in fp32
-(half a unit for the rounding, half because fp32 noise may turn a near tie); a second rounding of a factor adds one more.
+Bounds: an operation that rounds once is within one unit in the last place of the reference in fp32 (half a unit for the
+rounding, half because fp32 noise may turn a near tie). A second rounding of a factor adds one more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
-"""One unit in the last place, relative, at most; for fp32, which is never rounded to, what sums and exponentials may lose."""
+"""At most one unit in the last place, relative; for unrounded fp32, the error of sums and exponentials."""
 TINY = {torch.bfloat16: 1e-38, torch.float16: 2.0**-24, torch.float32: 1e-37}
 """Below this the formats lose bits: denormals (which AVX512_BF16 makes zero)."""
 
@@ -40,7 +40,7 @@ widths = pytest.mark.parametrize("width", WIDTHS)
 
 @pytest.fixture(autouse=True, params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Run on so many threads."""
+    """Run with this number of threads."""
     library = open_library()
     assert library is not None
     library.qt_set_threads(request.param, 0)
@@ -59,7 +59,7 @@ def check(out: torch.Tensor, expected: torch.Tensor, roundings: int = 1, atol: f
     )
 
 
-def test_computes_with_the_instruction_set_that_was_asked_for() -> None:
+def test_the_requested_instruction_set_is_used() -> None:
     assert isa() == os.environ.get(REPEATING, isa())
 
 
@@ -78,9 +78,9 @@ def test_rms_norm(dtype: torch.dtype, width: int) -> None:
 @dtypes
 @widths
 def test_layer_norm(dtype: torch.dtype, width: int) -> None:
-    """Against fp64: torch's own takes the mean's rounding error for a deviation where rows are short.
+    """Against fp64: torch's own layer norm takes the mean's rounding error for a deviation of short rows.
 
-    A result near zero is a difference of terms of size up to 10: their fp32 noise stays, absolutely.
+    A result near zero is a difference of terms up to 10; their fp32 noise remains as an absolute error.
     """
     x = noise(ROWS, width, dtype=dtype, scale=3) + 2
     weight, bias = noise(width, dtype=dtype, seed=1), noise(width, dtype=dtype, seed=2)
@@ -92,7 +92,7 @@ def test_layer_norm(dtype: torch.dtype, width: int) -> None:
 
 @dtypes
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_groups_are_normed_like_rows(dtype: torch.dtype, offset: float) -> None:
+def test_groups_are_normalised_like_rows(dtype: torch.dtype, offset: float) -> None:
     x, weight = noise(ROWS, 3 * 17, dtype=dtype), noise(3 * 17, dtype=dtype, seed=1)
     apart = x.view(ROWS, 3, 17)
     for group, part in enumerate(weight.view(3, 17)):
@@ -116,13 +116,13 @@ def test_sums_and_products_are_exact(dtype: torch.dtype, width: int) -> None:
     x[0, 0] = torch.nan
     assert torch.equal(pointwise.clip(x, 0.7).nan_to_num(9), x.clamp(-0.7, 0.7).nan_to_num(9))
     x[0, 0] = 0
-    factor = 29.93  # not a number of any of the formats
+    factor = 29.93  # no format represents it exactly
     assert torch.equal(pointwise.scale(x, factor), (x.float() * factor).to(dtype))
 
 
 @dtypes
 def test_softcap(dtype: torch.dtype) -> None:
-    """Small and large arguments; two roundings in the middle, each magnified by less than 1."""
+    """Small and large arguments; two intermediate roundings, each magnified by less than 1."""
     x = noise(ROWS, 131, dtype=dtype) * torch.logspace(-3, 2.5, ROWS).to(dtype)[:, None]
     expected = torch.tanh(x / 30.0) * 30.0
     check(pointwise.softcap(x, 30.0), expected, roundings=2)
@@ -130,7 +130,7 @@ def test_softcap(dtype: torch.dtype) -> None:
 
 @dtypes
 def test_xielu(dtype: torch.dtype) -> None:
-    """Near 0, where an exponential less one would cancel, and far below; where the curve crosses 0 fp32 noise stays."""
+    """Near 0, where an exponential minus one would cancel, and far below; fp32 noise remains where the curve crosses 0."""
     x = noise(ROWS, 131, dtype=dtype) * torch.logspace(-5, 1.5, ROWS).to(dtype)[:, None]
     x[0, :6] = torch.tensor([0.0, -0.0, 80.0, -80.0, -1.0, -1e-7])
     numbers = torch.tensor([0.8, 0.3, 0.5, -1e-6])
@@ -142,7 +142,7 @@ def test_xielu(dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("kind", Activation)
 def test_activations(dtype: torch.dtype, kind: Activation) -> None:
-    """The factor of x that a sum of 1 and something makes is known to 2e-7 only, near x's negative tail."""
+    """Near x's negative tail, the factor from 1 plus a term is accurate to 2e-7 only."""
     x = noise(ROWS, 131, dtype=dtype, scale=4)
     x[0, :6] = torch.tensor([0.0, -0.0, 80.0, -80.0, 1e-3, -1e-3])
     expected = activate(x.double(), kind)
@@ -162,7 +162,7 @@ def test_gates(dtype: torch.dtype, width: int, kind: Activation) -> None:
 
 @dtypes
 @pytest.mark.parametrize("kind", Activation)
-def test_not_a_number_stays_one(dtype: torch.dtype, kind: Activation) -> None:
+def test_nan_is_kept(dtype: torch.dtype, kind: Activation) -> None:
     x = torch.full((2, 18), torch.nan, dtype=dtype)
     assert pointwise.activation(kind, x).isnan().all()
     assert pointwise.rms_norm(x, None, 1e-6).isnan().all()
@@ -196,7 +196,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_at_every_stride(dtype: torch
         assert torch.equal(pointwise.activation_and_mul(Activation.SILU, x[begin:end]), gates[begin:end])
 
 
-def test_other_shapes_are_refused() -> None:
+def test_other_shapes_are_rejected() -> None:
     x = noise(4, 8, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"weight is torch.bfloat16\[8\]; expected torch.float32\[8\]"):
         pointwise.rms_norm(x, noise(8, dtype=torch.bfloat16), 1e-6)
@@ -206,8 +206,8 @@ def test_other_shapes_are_refused() -> None:
         pointwise.activation_and_mul(Activation.SILU, x[:, :7])
 
 
-def test_a_program_computes_what_its_operations_do() -> None:
-    """Embedding, positions, scale, norm, gate, residual, activation; then the rows that are wanted, normalised and capped."""
+def test_a_program_has_the_bits_of_its_operations() -> None:
+    """Embedding, positions, scale, norm, gate, residual, activation; then the requested rows, normalised and capped."""
     library, functions = open_library(), pointwise_functions()
     assert library is not None
     assert functions is not None
@@ -256,5 +256,5 @@ def test_a_program_computes_what_its_operations_do() -> None:
     expected = pointwise.activation(Activation.GELU, expected)[torch.from_numpy(outputs)]
     expected = pointwise.softcap(pointwise.rms_norm(expected, weight, 1e-6), 5.0)
     assert torch.equal(out[:2], expected)
-    assert out[2:].isnan().all(), "rows that nobody asked for were written"
+    assert out[2:].isnan().all(), "rows that were not requested were written"
     assert x[5:].isnan().all()

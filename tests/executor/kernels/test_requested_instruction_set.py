@@ -1,4 +1,4 @@
-"""An instruction set that is asked for and not to be had: computed with another one, and said so."""
+"""A requested instruction set that is unavailable: another one is used, and the refusal has the reason."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from quintet.executor.backends.cpu.ops.host_library import instruction_sets, ope
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 
-TELL = """
+PRINT_SELECTION = """
 from quintet.executor.backends.cpu.ops.host_library import instruction_set, instruction_set_refusal, open_library
 library = open_library()
 print(instruction_set(library), instruction_set_refusal(library), sep="|")
 """
 
 
-def told(asked: str) -> tuple[str, str]:
-    """The name of what is computed with, and why that is not what was asked for."""
+def selected(requested: str) -> tuple[str, str]:
+    """Return the selected instruction set, and the reason if it is not the requested one."""
     run = subprocess.run(
-        [sys.executable, "-c", TELL],
-        env={**os.environ, "QUINTET_ISA": asked},
+        [sys.executable, "-c", PRINT_SELECTION],
+        env={**os.environ, "QUINTET_ISA": requested},
         capture_output=True,
         text=True,
         check=True,
@@ -32,14 +32,14 @@ def told(asked: str) -> tuple[str, str]:
     return name, why
 
 
-def test_a_name_that_is_none_is_refused_by_name() -> None:
+def test_an_unknown_instruction_set_is_rejected_by_name() -> None:
     library = open_library()
     assert library is not None
-    name, why = told("amxx")
+    name, why = selected("amxx")
     assert name in instruction_sets(library)
     assert why.startswith("QUINTET_ISA=amxx: no such instruction set; there are ")
     assert all(f" {each}" in why for each in instruction_sets(library))
 
 
-def test_what_can_be_had_is_taken_without_a_word() -> None:
-    assert told("baseline") == ("baseline", "None")
+def test_an_available_instruction_set_is_used() -> None:
+    assert selected("baseline") == ("baseline", "None")

@@ -1,7 +1,7 @@
-"""The kernels that draw and report, against their definitions and their torch references, in every instruction set.
+"""Kernels for draws and log-probabilities, against definitions and torch references, in every instruction set.
 
-Sums of weights are rounded in an order of their own, so a draw may differ from the reference on a border: `acceptable` says
-which tokens are right; the tests count how often that is exactly one.
+Sums of weights are rounded in another order, so a draw may differ from the reference at a border. `acceptable` returns the
+correct tokens; the tests count how often there is exactly one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def test_computes_with_the_instruction_set_that_was_asked_for() -> None:
+def test_the_requested_instruction_set_is_used() -> None:
     assert isa() == os.environ.get(REPEATING, isa())
 
 
@@ -64,7 +64,7 @@ def host_draw(logits: torch.Tensor, params: list[SamplingParams]) -> list[int]:
 
 
 def test_the_random_numbers_are_philox() -> None:
-    """From equal weights, whose sums are exact, the upper 12 bits of the number choose."""
+    """With equal weights, which have exact sums, the upper 12 bits of the number select the token."""
     count, size = 500, 4096
     slots = np.arange(count)
     settings = np.zeros(count, RECORD)
@@ -78,7 +78,7 @@ def test_the_random_numbers_are_philox() -> None:
 
 @dtypes
 @pytest.mark.parametrize("vocab_size", [1, 3, 15, 16, 127, 128, 129, 1000, 5003])
-def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype, vocab_size: int) -> None:
+def test_greedy_takes_the_lowest_of_equal_tokens(dtype: torch.dtype, vocab_size: int) -> None:
     logits = (noise(60, vocab_size) * 3).round().to(dtype)  # many ties
     logits[1] = -logits[1].abs() - 1  # none positive
     logits[2, ::2], logits[2, 1::2] = -0.0, 0.0
@@ -99,10 +99,10 @@ def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype, vocab_size: int) 
 @dtypes
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 14])
 @pytest.mark.parametrize("vocab_size", [40, 5003, 20011, 151936])
-def test_a_program_draws_the_same_whoever_looks_for_the_largest_logits(
+def test_a_program_draws_the_same_on_any_number_of_threads(
     dtype: torch.dtype, num_rows: int, vocab_size: int
 ) -> None:
-    """With few rows, threads look for them in parts of a row."""
+    """With few rows, threads search parts of a row."""
     logits = (noise(num_rows, vocab_size) * 4).to(dtype)
     params = [SamplingParams(**FILTERS[name]) for name in FILTERS][:num_rows]  # type: ignore[arg-type]
     params = params + [SamplingParams(temperature=0.0)] * (num_rows - len(params))
@@ -142,7 +142,7 @@ def program_draw(logits: torch.Tensor, plan: StepPlan, tables: SlotTables, setti
 @dtypes
 @pytest.mark.parametrize("vocab_size", [1, 5, 130, 2000, 20011])
 @pytest.mark.parametrize("scale", [0.05, 2.0, 12.0])
-def test_draws_are_what_the_definition_says(dtype: torch.dtype, vocab_size: int, scale: float) -> None:
+def test_draws_follow_the_definition(dtype: torch.dtype, vocab_size: int, scale: float) -> None:
     count = 2 * len(FILTERS)
     params = [SamplingParams(**FILTERS[name]) for name in FILTERS] * 2  # type: ignore[arg-type]
     logits = (noise(count, vocab_size, seed=vocab_size) * scale).to(dtype)
@@ -160,46 +160,48 @@ def test_draws_are_what_the_definition_says(dtype: torch.dtype, vocab_size: int,
     assert sum(len(tokens) == 1 for tokens in right) >= 0.7 * count
 
 
-def kept(logits: torch.Tensor, params: SamplingParams, draws: int = 3000) -> set[int]:
-    """What one row of logits can give, found by drawing often; for rows of few, similarly likely tokens."""
+def possible_tokens(logits: torch.Tensor, params: SamplingParams, draws: int = 3000) -> set[int]:
+    """Return the tokens that many draws of one row give; for rows of few, similarly likely tokens."""
     settings = np.array([settings_of(params, 5)] * draws, RECORD)
     rows = np.zeros(draws, np.int64)
     return set(draw_on_host(logits[None], settings, np.arange(draws), np.arange(draws), rows).tolist())
 
 
 @dtypes
-def test_equals_of_the_last_one_kept_are_all_kept(dtype: torch.dtype) -> None:
+def test_ties_with_the_last_kept_token_are_kept(dtype: torch.dtype) -> None:
     logits = torch.full((300,), -9.0, dtype=dtype)
     logits[[7, 200]] = 2.0
     logits[[3, 150, 151, 299]] = 1.0
     logits[[4, 5, 6]] = 0.5
     two, four, three = {7, 200}, {3, 150, 151, 299}, {4, 5, 6}
-    assert kept(logits, SamplingParams(top_k=1)) == two
-    assert kept(logits, SamplingParams(top_k=2)) == two
-    assert kept(logits, SamplingParams(top_k=3)) == two | four
-    assert kept(logits, SamplingParams(top_k=7)) == two | four | three
+    assert possible_tokens(logits, SamplingParams(top_k=1)) == two
+    assert possible_tokens(logits, SamplingParams(top_k=2)) == two
+    assert possible_tokens(logits, SamplingParams(top_k=3)) == two | four
+    assert possible_tokens(logits, SamplingParams(top_k=7)) == two | four | three
     # of the 9, the two weigh 0.49, the six 0.86
-    assert kept(logits, SamplingParams(top_k=7, top_p=0.5)) == two | four
-    assert kept(logits, SamplingParams(top_p=0.4)) == two
-    assert kept(logits, SamplingParams(min_p=0.3)) == two | four  # e^-1 is more than 0.3, e^-1.5 less
+    assert possible_tokens(logits, SamplingParams(top_k=7, top_p=0.5)) == two | four
+    assert possible_tokens(logits, SamplingParams(top_p=0.4)) == two
+    assert (
+        possible_tokens(logits, SamplingParams(min_p=0.3)) == two | four
+    )  # e^-1 is more than 0.3, e^-1.5 less
     zeros = torch.tensor([0.0, -0.0, 0.0, -5.0], dtype=dtype)
-    assert kept(zeros, SamplingParams(top_k=1)) == {0, 1, 2}
-    assert kept(zeros, SamplingParams(top_p=0.1)) == {0, 1, 2}
+    assert possible_tokens(zeros, SamplingParams(top_k=1)) == {0, 1, 2}
+    assert possible_tokens(zeros, SamplingParams(top_p=0.1)) == {0, 1, 2}
 
 
-def test_logits_that_division_makes_equal_are_equal() -> None:
-    """Neighbours in fp32 whose quotients round alike are both kept, as in the reference, where they are divided first."""
+def test_logits_with_equal_quotients_are_ties() -> None:
+    """Adjacent fp32 numbers with equal rounded quotients are both possible_tokens, as in the reference, which divides first."""
     second = torch.tensor(3.9)
     first = torch.nextafter(second, torch.tensor(4.0))
-    if first / 1.9 != second / 1.9:  # then the next two are: their quotients lie half a unit apart
+    if first / 1.9 != second / 1.9:  # then the next two are equal: their quotients are half a unit apart
         first, second = torch.nextafter(first, torch.tensor(4.0)), first
     logits = torch.stack((first, second, torch.tensor(1.0)))
     assert first > second
     assert first / 1.9 == second / 1.9
-    assert kept(logits, SamplingParams(temperature=1.9, top_k=1)) == {0, 1}
-    assert kept(logits, SamplingParams(temperature=1.9, top_p=0.1)) == {0, 1}
-    assert kept(logits, SamplingParams(temperature=1.9, min_p=1.0)) == {0, 1}
-    assert kept(logits, SamplingParams(temperature=1.0, top_k=1)) == {0}
+    assert possible_tokens(logits, SamplingParams(temperature=1.9, top_k=1)) == {0, 1}
+    assert possible_tokens(logits, SamplingParams(temperature=1.9, top_p=0.1)) == {0, 1}
+    assert possible_tokens(logits, SamplingParams(temperature=1.9, min_p=1.0)) == {0, 1}
+    assert possible_tokens(logits, SamplingParams(temperature=1.0, top_k=1)) == {0}
 
 
 @dtypes
@@ -219,8 +221,8 @@ def test_rows_without_a_distribution_draw_token_0(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("value", [1e-39, -1e-39, 0.0, -3e38])
-def test_equal_logits_are_equally_likely_whatever_they_are(value: float) -> None:
-    """Denormals too, which some instructions take for zero; wide enough for every way through the kernel."""
+def test_equal_logits_are_equally_likely(value: float) -> None:
+    """Also denormals, which some instructions flush to zero; wide enough for every path of the kernel."""
     logits = torch.full((2, 6000), value, dtype=torch.bfloat16)
     for filters in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 1.0, "top_p": 0.5}):
         params = [SamplingParams(**filters)] * 2  # type: ignore[arg-type]
@@ -229,7 +231,7 @@ def test_equal_logits_are_equally_likely_whatever_they_are(value: float) -> None
 
 
 def test_a_row_has_the_same_token_in_every_batch_and_on_any_number_of_threads() -> None:
-    """On borders too: one row drawn 40 times among others, with settings that go every way through the kernel."""
+    """Also at borders: one row drawn 40 times among others, with settings that cover every path of the kernel."""
     params = [SamplingParams(**each) for each in FILTERS.values()]  # type: ignore[arg-type]
     params.append(SamplingParams(temperature=0.0))
     wide = noise(len(params), 2 * 9000, seed=3).bfloat16()
@@ -249,7 +251,7 @@ def test_a_row_has_the_same_token_in_every_batch_and_on_any_number_of_threads() 
         assert alone == together
 
 
-def test_other_layouts_are_refused() -> None:
+def test_other_layouts_are_rejected() -> None:
     with pytest.raises(ValueError, match="contiguous elements"):
         host_draw(noise(8, 4).t(), [SamplingParams()] * 4)
     with pytest.raises(ValueError, match="float64"):
@@ -259,8 +261,8 @@ def test_other_layouts_are_refused() -> None:
 @dtypes
 @pytest.mark.parametrize("vocab_size", [1, 16, 129, 5003])
 @pytest.mark.parametrize("num_top", [0, 1, 20, 700])
-def test_entries(dtype: torch.dtype, vocab_size: int, num_top: int) -> None:
-    """Values are sums of two numbers of size up to 20: their last bits, 2^-19 each."""
+def test_logprob_entries(dtype: torch.dtype, vocab_size: int, num_top: int) -> None:
+    """Values are sums of two numbers up to 20: the error is the last bit of each, 2^-19."""
     num_top = min(num_top, vocab_size)
     logits = (noise(9, vocab_size) * 4).to(dtype)
     logits[0, ::2] = -torch.inf
@@ -282,7 +284,7 @@ def test_entries(dtype: torch.dtype, vocab_size: int, num_top: int) -> None:
     np.testing.assert_array_equal(again.ids, found.ids[some])
 
 
-def test_entries_of_a_row_without_a_distribution_are_nan() -> None:
+def test_logprobs_of_a_row_without_a_distribution_are_nan() -> None:
     logits = noise(3, 200)
     logits[0, 100] = torch.nan
     logits[1] = -torch.inf

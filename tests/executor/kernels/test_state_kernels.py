@@ -1,8 +1,7 @@
-"""The kernels of operations with a state: against the references, and the same bits however a request is cut.
+"""Kernels with a recurrent state: against the references, and the same bits for every split of a request.
 
-Tolerance: 16-bit results may round to the neighbour, a unit in the last place of the largest term that they are the
-sum of (the SiLU of a convolution: of its rounded argument as well); in fp32 what sums of up to 256 terms in another
-order lose.
+Tolerance: 16-bit results may round the other way, by a unit in the last place of the largest term (SiLU of a convolution: also
+of its rounded argument). In fp32, the rounding of sums of up to 256 terms in another order.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES)
 
 @pytest.fixture(autouse=True, params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Run on so many threads."""
+    """Run with this number of threads."""
     library = open_library()
     assert library is not None
     library.qt_set_threads(request.param, 0)
@@ -49,7 +48,7 @@ def close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None
 
 @dtypes
 @shapes
-def test_computes_what_the_reference_does(shape: str, dtype: torch.dtype) -> None:
+def test_state_kernels_equal_the_reference(shape: str, dtype: torch.dtype) -> None:
     counts = [3, 1, 21, 9]
     problem = SHAPES[shape](sum(counts), dtype)
     rows = rows_of(counts, [5, 0, 2, 1])
@@ -57,12 +56,12 @@ def test_computes_what_the_reference_does(shape: str, dtype: torch.dtype) -> Non
     close(problem.run(host_states, rows, states), problem.run(REFERENCES, rows, expected_states), dtype)
     for block in (5, 0, 2, 1):
         close(states[block], expected_states[block], problem.state_dtype)
-    assert states[3].isnan().all() and states[4].isnan().all(), "a block of nobody was written"
+    assert states[3].isnan().all() and states[4].isnan().all(), "an unused block was written"
 
 
 @dtypes
 @shapes
-def test_goes_on_from_one_block_into_another(shape: str, dtype: torch.dtype) -> None:
+def test_a_state_continues_in_another_block(shape: str, dtype: torch.dtype) -> None:
     counts = [4, 1, 10]
     problem = SHAPES[shape](sum(counts), dtype)
     states = problem.states(8)
@@ -75,13 +74,13 @@ def test_goes_on_from_one_block_into_another(shape: str, dtype: torch.dtype) -> 
     close(problem.run(host_states, rows, states), problem.run(REFERENCES, rows, expected_states), dtype)
     for block in (3, 1, 7):
         close(states[block], expected_states[block], problem.state_dtype)
-    assert torch.equal(states[[0, 2]], before[[0, 2]]), "a row wrote the block that it read"
+    assert torch.equal(states[[0, 2]], before[[0, 2]]), "a row wrote its source block"
 
 
 @dtypes
 @shapes
-def test_the_same_bits_however_it_is_cut(shape: str, dtype: torch.dtype) -> None:
-    """Whole, token by token, in chunks, beside others and from block to block."""
+def test_a_request_has_the_same_bits_in_any_chunks(shape: str, dtype: torch.dtype) -> None:
+    """Whole, token by token, in chunks, in a batch, and from block to block."""
     num_tokens = 26
     problem = SHAPES[shape](num_tokens, dtype)
     whole = problem.states(1)
@@ -97,7 +96,7 @@ def test_the_same_bits_however_it_is_cut(shape: str, dtype: torch.dtype) -> None
 
 
 @shapes
-def test_the_same_bits_in_a_batch(shape: str) -> None:
+def test_a_request_has_the_same_bits_in_every_batch(shape: str) -> None:
     counts = [1, 17, 1, 8, 30, 2]
     problem = SHAPES[shape](sum(counts), torch.bfloat16)
     states = problem.states(len(counts))

@@ -1,4 +1,4 @@
-"""Weights whose codes choose from a table of each output, and outliers besides: numbers, products, and what is refused."""
+"""Weights with lookup tables per output, and outliers: numbers, products, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels
 
 DRAWS = torch.Generator().manual_seed(7)
 SHAPES = [(1, 1), (63, 7), (70, 130), (140, 2300)]
-"""The last one's inputs are cut into slices, and are no whole words of codes."""
+"""The depth of the last one has several slices, and a partial word of codes."""
 
 
 def kernels() -> LinearLibrary:
@@ -28,7 +28,7 @@ def kernels() -> LinearLibrary:
 
 
 def draw(columns: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and tables, each of 16 numbers that no other has."""
+    """Return codes and tables, each of 16 distinct numbers."""
     codes = torch.randint(0, 16, (columns, depth), generator=DRAWS, dtype=torch.uint8)
     return codes, torch.randn(columns, 16, generator=DRAWS) * 0.1
 
@@ -41,7 +41,7 @@ def draw_outliers(columns: int, depth: int, share: float, whole_row: bool = Fals
 
 
 def numbers(codes: torch.Tensor, tables: torch.Tensor, outliers: Outliers | None) -> torch.Tensor:
-    """Written from the definition."""
+    """Dequantize by the definition."""
     whole = torch.gather(tables, 1, codes.long())
     for row in range(len(codes) if outliers is not None else 0):
         assert outliers is not None
@@ -53,7 +53,7 @@ def numbers(codes: torch.Tensor, tables: torch.Tensor, outliers: Outliers | None
 def packed(
     columns: int, depth: int, share: float, paired: bool = False, whole_row: bool = True
 ) -> tuple[PackedWeight, torch.Tensor]:
-    """Return a weight that was filled in two parts, the last one first, and its numbers."""
+    """Return a weight filled in two parts, the last one first, and its numbers."""
     codes, tables = draw(columns, depth)
     outliers = draw_outliers(columns, depth, share, whole_row) if share else None
     count = 0 if outliers is None else len(outliers.inputs)
@@ -67,13 +67,13 @@ def packed(
 
 @pytest.mark.parametrize("share", [0.0, 0.02])
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
-def test_products(columns: int, depth: int, share: float) -> None:
-    """Numbers to the bit; sums in fp32 are off by at most their count of roundings, and the same in every number of rows."""
+def test_products_of_tables(columns: int, depth: int, share: float) -> None:
+    """Exact numbers; fp32 sums are off by at most their count of roundings, with the same bits for every number of rows."""
     weight, exact = packed(columns, depth, share)
     assert torch.equal(weight.read(), exact)
     x = torch.randn(70, depth, generator=DRAWS)
     whole = weight.linear(x)
-    parts = exact.abs() + (1.0 if share else 0.0)  # a number and what is added to it may all but cancel
+    parts = exact.abs() + (1.0 if share else 0.0)  # a number and its outlier may nearly cancel
     error = (whole.double() - x.double() @ exact.double().T).abs()
     assert bool((error <= (depth + 4) * 2**-24 * (x.double().abs() @ parts.double().T) + 1e-30).all())
     for begin, end in ((0, 1), (5, 8), (3, 50), (60, 70)):
@@ -85,7 +85,7 @@ def test_products(columns: int, depth: int, share: float) -> None:
 @pytest.mark.parametrize(("columns", "depth"), [(140, 2300), (4700, 520)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 12, 40])
 def test_products_of_integers_are_exact(columns: int, depth: int, rows: int) -> None:
-    """Small ones, whose sums have no rounding in any order: every number meets its own input."""
+    """Small integers have exact sums in any order: every weight is multiplied by its own input."""
     codes, _ = draw(columns, depth)
     tables = torch.stack([torch.randperm(16, generator=DRAWS) - 8.0 for _ in range(columns)])
     drawn = draw_outliers(columns, depth, 0.01, whole_row=True)
@@ -110,7 +110,7 @@ def test_gates_and_ups(columns: int) -> None:
 
 
 def test_bits_do_not_depend_on_threads() -> None:
-    """Of 40, items are slices of inputs, of fewer columns."""
+    """With 40 threads, tasks are slices of inputs, of fewer columns."""
     library = open_library()
     assert library is not None
     set_threads = declare(library, "qt_set_threads", ctypes.c_int, ctypes.c_int)
@@ -123,7 +123,7 @@ def test_bits_do_not_depend_on_threads() -> None:
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
-def test_columns_that_are_filled_again_have_their_new_outliers_alone() -> None:
+def test_refilled_columns_have_only_new_outliers() -> None:
     (codes, tables), first = draw(100, 600), draw_outliers(100, 600, 0.02)
     weight = PackedWeight(kernels(), WeightFormat.TABLES, 100, 600, outliers=2 * len(first.inputs))
     fill_tables(weight, codes, tables, first)
@@ -137,7 +137,7 @@ def test_columns_that_are_filled_again_have_their_new_outliers_alone() -> None:
     assert torch.equal(weight.read(), expected)
 
 
-def test_what_was_packed_before_is_mapped() -> None:
+def test_packed_bytes_are_mapped() -> None:
     weight, exact = packed(70, 300, 0.02)
     memory = torch.empty(len(weight.memory) + 64, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 64 :][: len(weight.memory)]
@@ -146,7 +146,7 @@ def test_what_was_packed_before_is_mapped() -> None:
     assert torch.equal(other.read(), exact)
 
 
-def test_what_is_not_held_is_refused() -> None:
+def test_invalid_tables_are_rejected() -> None:
     codes, tables = draw(64, 128)
     outliers = draw_outliers(64, 128, 0.01)
     count = len(outliers.inputs)

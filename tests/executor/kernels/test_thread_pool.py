@@ -1,4 +1,4 @@
-"""What the threads of csrc/cpu keep to themselves: how long each spins before it sleeps, and what it counts."""
+"""Internals of the thread pool of csrc/cpu: spins before a thread sleeps, and counts of tasks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tests.executor.kernels.compiled_checks import INCLUDES, KERNELS, NATIVE, run
 
 SOURCES = (Path(__file__).parent / "pool/checks.cpp", KERNELS / "runtime/cores.cpp")
-MOST, FEWEST = 4000, 400
-"""Spins before sleep: of a pool that has a processor for each thread, and however short waits have been."""
+MAX_SPINS, MIN_SPINS = 4000, 400
+"""Spins before sleep: of a pool with a processor for each thread, and the minimum."""
 
 
 @pytest.fixture(scope="module")
@@ -27,37 +27,39 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return library
 
 
-def learnt(pool: ctypes.CDLL, spins: int, endless: int = 0, most: int = MOST) -> list[int]:
-    """Spins before sleep: at first, after many waits of so many spins, and after some that had no end."""
+def spins_before_sleep(
+    pool: ctypes.CDLL, spins: int, endless: int = 0, max_spins: int = MAX_SPINS
+) -> list[int]:
+    """Return the spins before sleep: at first, after many waits of ``spins`` spins, and after ``endless`` waits without end."""
     out = (ctypes.c_int * 3)()
-    pool.learn(most, spins, endless, out)
+    pool.learn(max_spins, spins, endless, out)
     return list(out)
 
 
-def test_a_thread_spins_twice_as_long_as_its_waits_have_taken(pool: ctypes.CDLL) -> None:
-    at_first, learned, _ = learnt(pool, 900)
+def test_a_thread_spins_twice_as_long_as_recent_waits(pool: ctypes.CDLL) -> None:
+    at_first, learned, _ = spins_before_sleep(pool, 900)
     assert at_first == 1000
     assert 2 * 880 <= learned <= 2 * 900
 
 
-def test_but_not_for_less_than_wakes_it_nor_for_ever(pool: ctypes.CDLL) -> None:
-    assert learnt(pool, 3)[1] == FEWEST
-    assert learnt(pool, 390, most=600)[1] == 600
+def test_spins_have_a_minimum_and_a_maximum(pool: ctypes.CDLL) -> None:
+    assert spins_before_sleep(pool, 3)[1] == MIN_SPINS
+    assert spins_before_sleep(pool, 390, max_spins=600)[1] == 600
 
 
-def test_waits_without_end_are_slept_through(pool: ctypes.CDLL) -> None:
-    """Eight of them have a quarter of the patience off each: a thread that nobody needs gives its processor away."""
-    _, learned, after = learnt(pool, 900, endless=8)
-    assert after == FEWEST < learned
+def test_endless_waits_reduce_the_spins(pool: ctypes.CDLL) -> None:
+    """Each of eight endless waits reduces the limit by a quarter: an idle thread gives its processor away."""
+    _, learned, after = spins_before_sleep(pool, 900, endless=8)
+    assert after == MIN_SPINS < learned
 
 
 @pytest.mark.parametrize("threads", [1, 3, 300])
-def test_threads_count_each_piece_once(pool: ctypes.CDLL, threads: int) -> None:
-    """Those beyond the lines that there are share some."""
+def test_each_task_is_counted_once(pool: ctypes.CDLL, threads: int) -> None:
+    """Threads beyond the number of counter lines share some."""
     assert pool.counted(threads, 1000) == 20 * 1000
 
 
-def test_threads_count_on_lines_of_their_own(pool: ctypes.CDLL) -> None:
+def test_thread_counters_are_on_separate_cache_lines(pool: ctypes.CDLL) -> None:
     out = (ctypes.c_int * 2)()
-    pool.lie(out)
+    pool.counter_layout(out)
     assert tuple(out) == (64, 0)

@@ -26,13 +26,13 @@ SANITIZED = (
     ),
 )
 NEEDED = ("weight", "weight_outliers", "pool", "cores", "dispatch", "linear_pack", "matrix_check")
-"""Sources that filling and reading a packed weight comes to."""
+"""Sources that fill and read a packed weight."""
 SECONDS = "4"
 
 
 @pytest.fixture(scope="module")
 def fuzz() -> Path:
-    """The program, with those sources."""
+    """The compiled program with those sources."""
     if shutil.which(NATIVE[0]) is None:
         pytest.skip(f"needs the compiler {NATIVE[0]}")
     sources = [
@@ -40,13 +40,13 @@ def fuzz() -> Path:
         for path, flags in kernel_sources(platform.machine())
         if path.stem in NEEDED
     ]
-    counted = f"-DQT_NUM_FORMATS={len(WeightFormat)}"  # it does not compile where it lacks one
+    counted = f"-DQT_NUM_FORMATS={len(WeightFormat)}"  # the program does not compile if it lacks a format
     sources.append((ROOT / "tests/executor/kernels/unpacking/fuzz.cpp", (*SANITIZED, counted)))
     return compiled(NATIVE, "fuzz", sources, *SANITIZED)
 
 
-@pytest.mark.whole  # compiles some of the kernels once more
+@pytest.mark.whole  # compiles some kernels again
 @pytest.mark.parametrize("name", all_of_them())
-def test_nothing_in_a_file_makes_unpacking_err(fuzz: Path, name: str) -> None:
+def test_unpacking_of_any_file_passes_the_sanitizers(fuzz: Path, name: str) -> None:
     packed, fewest = map(int, run(str(fuzz), "1", SECONDS, env={**os.environ, "QUINTET_ISA": name}).split())
     assert packed > 100 and fewest > 0

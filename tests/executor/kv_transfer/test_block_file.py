@@ -1,4 +1,4 @@
-"""Files of KV blocks: what was written is read again, by whoever opens them next, and nothing else ever is."""
+"""Files of KV blocks: reopening finds the written blocks and rejects everything else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quintet.process import own_files
 from quintet.wire.errors import ConfigError
 
 BLOCK_BYTES = 1000
-WHOSE = b"w" * 32
+IDENTITY = b"w" * 32
 KEYS = [bytes([number]) * (32 if number % 2 else 34) for number in range(1, 5)]
 
 
@@ -32,14 +32,14 @@ def _closed() -> Iterator[None]:
         _OPENED.pop().close()
 
 
-def opened(folder: Path, *, whose: bytes = WHOSE, num_places: int = 4) -> BlockFile:
-    file = BlockFile(folder / "engine-0", whose, BLOCK_BYTES, num_places)
+def opened(folder: Path, *, identity: bytes = IDENTITY, num_places: int = 4) -> BlockFile:
+    file = BlockFile(folder / "engine-0", identity, BLOCK_BYTES, num_places)
     _OPENED.append(file)
     return file
 
 
 def written(folder: Path) -> BlockFile:
-    """Return a file with every key in a place of its own, the last one written first."""
+    """Return a file with every key in its own slot, the last one written first."""
     file = opened(folder)
     for place, key in reversed([*enumerate(KEYS)]):
         assert file.write(place, key, memoryview(block_of(key)))
@@ -51,15 +51,15 @@ def found(file: BlockFile, place: int, key: bytes) -> bytes | None:
     return bytes(into) if file.read(place, key, memoryview(into)) else None
 
 
-def test_what_was_written_is_read_by_whoever_opens_it_next(tmp_path: Path) -> None:
-    written(tmp_path)  # and never closed: its writer was killed
+def test_blocks_are_read_after_reopening(tmp_path: Path) -> None:
+    written(tmp_path)  # never closed: the writer was killed
     file = opened(tmp_path)
-    assert file.kept() == [*reversed([*enumerate(KEYS)])], "in the order of writing"
+    assert file.kept() == [*reversed([*enumerate(KEYS)])], "blocks must be in the order of writing"
     assert [found(file, place, key) for place, key in enumerate(KEYS)] == [block_of(key) for key in KEYS]
     assert found(file, 0, KEYS[1]) is None
 
 
-def test_a_place_holds_what_was_written_last(tmp_path: Path) -> None:
+def test_a_slot_holds_the_last_written_block(tmp_path: Path) -> None:
     file = written(tmp_path)
     assert file.write(0, b"n" * 32, memoryview(block_of(b"n")))
     file = opened(tmp_path)
@@ -67,14 +67,14 @@ def test_a_place_holds_what_was_written_last(tmp_path: Path) -> None:
     assert found(file, 0, b"n" * 32) == block_of(b"n") and found(file, 0, KEYS[0]) is None
 
 
-@pytest.mark.parametrize("change", [{"whose": b"o" * 32}, {"num_places": 2}])
-def test_files_of_another_model_begin_anew_and_of_another_size_are_cut(
+@pytest.mark.parametrize("change", [{"identity": b"o" * 32}, {"num_places": 2}])
+def test_files_of_another_model_are_cleared_and_of_another_size_resized(
     tmp_path: Path, change: dict[str, object]
 ) -> None:
     written(tmp_path)
     file = opened(tmp_path, **change)  # type: ignore[arg-type]
     places = [place for place, _ in file.kept()]
-    assert places == ([] if "whose" in change else [1, 0])
+    assert places == ([] if "identity" in change else [1, 0])
     assert (tmp_path / "engine-0" / "blocks.kv").stat().st_size <= 2 * BLOCK_BYTES
 
 
@@ -96,7 +96,7 @@ DAMAGES: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_whole_is_a_miss(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_block_is_a_miss(tmp_path: Path, damage: str) -> None:
     written(tmp_path)
     folder = tmp_path / "engine-0"
     DAMAGES[damage](folder / "blocks.kv", folder / "blocks.index")
@@ -116,7 +116,7 @@ def test_a_writer_killed_between_block_and_entry_leaves_a_miss(tmp_path: Path) -
     assert found(opened(tmp_path), 0, KEYS[0]) is None
 
 
-def test_random_bytes_are_no_files(tmp_path: Path) -> None:
+def test_random_bytes_are_not_a_block_file(tmp_path: Path) -> None:
     rng = random.Random(1)
     for _ in range(20):
         written(tmp_path)
@@ -130,7 +130,7 @@ def test_random_bytes_are_no_files(tmp_path: Path) -> None:
             assert found(file, place, key) in (None, block_of(key))
 
 
-def test_a_disk_that_is_full_holds_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path)
 
     def full(*_: object) -> int:
@@ -142,17 +142,17 @@ def test_a_disk_that_is_full_holds_nothing_of_it(tmp_path: Path, monkeypatch: py
     assert found(file, 0, KEYS[0]) is None and found(opened(tmp_path), 0, KEYS[0]) is None
 
 
-def test_what_is_read_is_used_last(tmp_path: Path) -> None:
+def test_reading_makes_a_block_most_recently_used(tmp_path: Path) -> None:
     file = written(tmp_path)
     assert found(file, 3, KEYS[3]) and not found(file, 2, KEYS[3])
     assert [place for place, _ in file.kept()] == [2, 1, 0, 3]
     assert opened(tmp_path).kept() == file.kept()
 
 
-def test_links_and_what_belongs_to_others_are_refused(
+def test_symbolic_links_and_files_of_other_users_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody else would choose what is written over, or read as ours."""
+    """Another user could choose the file that is overwritten, or provide the contents."""
     written(tmp_path)
     folder, secret = tmp_path / "engine-0", tmp_path / "secret"
     secret.write_bytes(b"not to be cut")
@@ -174,7 +174,7 @@ def test_links_and_what_belongs_to_others_are_refused(
         opened(tmp_path)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "engine-0").write_text("")
     with pytest.raises(ConfigError, match=r"--kv-disk .*File exists"):
         opened(tmp_path)

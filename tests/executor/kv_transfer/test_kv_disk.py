@@ -1,4 +1,4 @@
-"""KV on disk, the device's half: orders are done beside the loop, in time or not at all, and answered for their tables only."""
+"""KV on disk, device side: transfers run in a thread, and results belong to the current tables only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = [bytes([number]) * 32 for number in range(1, 5)]
 
 
 class Bench:
-    """Two layers of KV memory with a disk, and the loop that waits for its answers."""
+    """Two layers of KV memory with a disk, and the loop that waits for its results."""
 
     def __init__(self, folder: Path) -> None:
         self.layers = [
@@ -43,35 +43,35 @@ class Bench:
             assert self._rung.wait(30.0)
             self._rung.clear()
             answers = self.disk.take_results()
-            if answers is not None:  # a ring may have been for tables that are gone
+            if answers is not None:  # a wakeup may belong to stale tables
                 return answers
 
 
 class Gate:
-    """Holds a file's writes, or its reads, up: from now on, but for so many."""
+    """Blocks a file's writes or reads, after the first ``num_free`` of them."""
 
     def __init__(
         self, file: BlockFile, monkeypatch: pytest.MonkeyPatch, what: str = "write", num_free: int = 0
     ) -> None:
-        self._come, self._open = threading.Event(), threading.Event()
+        self._reached, self._open = threading.Event(), threading.Event()
         does, self._num_free = getattr(file, what), num_free
 
-        def held_up(*given: object) -> bool:
+        def blocked(*given: object) -> bool:
             if self._num_free:
                 self._num_free -= 1
             else:
-                self._come.set()
+                self._reached.set()
                 assert self._open.wait(30.0)
             return bool(does(*given))
 
-        monkeypatch.setattr(file, what, held_up)
+        monkeypatch.setattr(file, what, blocked)
 
     def wait(self) -> None:
-        """Wait until somebody stands before it."""
-        assert self._come.wait(30.0)
+        """Wait until a call is blocked."""
+        assert self._reached.wait(30.0)
 
     def open(self) -> None:
-        """Let all pass."""
+        """Unblock all calls."""
         self._open.set()
 
 
@@ -79,12 +79,12 @@ def stores(tables: int, *pairs: int, keys: list[bytes] = KEYS) -> KvTierRequests
     return KvTierRequests(tables, stores=pack_i32(pairs), store_keys=keys[: len(pairs) // 2])
 
 
-def test_blocks_come_back_as_they_were_when_they_were_ordered(tmp_path: Path) -> None:
+def test_blocks_are_fetched_as_they_were_when_the_store_was_requested(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     before = [layer.clone() for layer in bench.layers]
     bench.disk.order(stores(0, 2, 5, 3, 7))
     for layer in bench.layers:
-        layer.zero_()  # the next plan gives the blocks other contents
+        layer.zero_()  # the next plan overwrites the blocks
     answers = bench.answers()
     while len(answers.stored) < 2:
         answers.stored += bench.answers().stored
@@ -105,9 +105,7 @@ def test_blocks_come_back_as_they_were_when_they_were_ordered(tmp_path: Path) ->
     bench.disk.close()
 
 
-def test_what_the_disk_cannot_keep_up_with_is_not_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stores_beyond_the_disk_speed_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_disk, "MAX_WAITING_BYTES", 0)
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5, 3, 7))
@@ -116,13 +114,13 @@ def test_what_the_disk_cannot_keep_up_with_is_not_stored(
     assert not bench.disk.kept()
 
 
-def test_answers_are_about_the_newest_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_belong_to_the_current_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5))
     assert bench.answers().tables == 0
     gate = Gate(bench.file, monkeypatch)
     bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
-    gate.wait()  # it is being written when the tables go
+    gate.wait()  # it is being written when the tables are reset
     bench.disk.reset()
     bench.disk.order(stores(1, 4, 7, keys=KEYS[2:3]))
     gate.open()
@@ -132,8 +130,8 @@ def test_answers_are_about_the_newest_tables(tmp_path: Path, monkeypatch: pytest
     bench.disk.close()
 
 
-def test_an_error_of_the_disk_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a place is used again, and what it held cannot be struck out."""
+def test_a_disk_error_is_reported_in_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a slot is reused and its old entry cannot be cleared."""
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5))
     assert bench.answers().stored == KEYS[:1]
@@ -153,9 +151,7 @@ def test_an_error_of_the_disk_is_an_answer(tmp_path: Path, monkeypatch: pytest.M
     bench.disk.close()
 
 
-def test_a_mistake_in_the_thread_is_the_end_of_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_in_the_thread_ends_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
     monkeypatch.setattr(bench.file, "write", lambda *_: 1 // 0)
     bench.disk.order(stores(0, 2, 5))
@@ -164,7 +160,7 @@ def test_a_mistake_in_the_thread_is_the_end_of_the_loop(
     bench.disk.close()
 
 
-def test_nobody_waits_for_a_file_to_hear_what_is_kept(
+def test_listing_kept_blocks_does_not_wait_for_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path)
@@ -173,13 +169,13 @@ def test_nobody_waits_for_a_file_to_hear_what_is_kept(
     gate = Gate(bench.file, monkeypatch)
     bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
     gate.wait()
-    assert bench.disk.kept() == [(5, KEYS[0])], "while the other is being written"
+    assert bench.disk.kept() == [(5, KEYS[0])], "kept() must not wait for the write"
     gate.open()
     assert bench.answers().stored
     bench.disk.close()
 
 
-def test_what_was_read_is_told_before_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetches_are_reported_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_disk, "MAX_UNREPORTED_FETCHES", 1)
     bench = Bench(tmp_path)
     gate = Gate(bench.file, monkeypatch, "read", num_free=1)
@@ -190,7 +186,7 @@ def test_what_was_read_is_told_before_all_is_read(tmp_path: Path, monkeypatch: p
     bench.disk.close()
 
 
-def test_a_full_disk_is_not_told_of_for_every_block(
+def test_a_full_disk_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = BlockFile(tmp_path / "engine-0", b"w" * 32, 80, 8)
@@ -205,18 +201,18 @@ def test_a_full_disk_is_not_told_of_for_every_block(
     file.close()
 
 
-def test_orders_that_only_drop_reach_the_disk() -> None:
-    heard: list[KvTierRequests] = []
-    disk = SimpleNamespace(begin=lambda ring: None, order=heard.append)
+def test_requests_that_only_drop_reach_the_disk() -> None:
+    received: list[KvTierRequests] = []
+    disk = SimpleNamespace(begin=lambda ring: None, order=received.append)
     process = SimpleNamespace(inbox=SimpleNamespace(hang=lambda bell: None))
     talk = KvConnectorLoop(process, disk, None)  # type: ignore[arg-type]
     orders = KvTierRequests(0, drops=pack_i32([5]), drop_keys=KEYS[:1])
     talk.order(orders)
-    assert heard == [orders]
+    assert received == [orders]
 
 
-def test_a_prefix_goes_into_a_file_and_comes_back(tmp_path: Path) -> None:
-    """Behind what somebody waits for, a block at a time."""
+def test_a_prefix_is_exported_and_imported(tmp_path: Path) -> None:
+    """Export runs after pending requests, one block at a time."""
     bench, other = Bench(tmp_path / "here"), Bench(tmp_path / "there")
     bench.disk.order(stores(0, 2, 5, 3, 7))
     answers = bench.answers()
@@ -243,7 +239,7 @@ def test_a_prefix_goes_into_a_file_and_comes_back(tmp_path: Path) -> None:
     other.disk.close()
 
 
-def test_a_dropped_block_is_not_there_any_more(tmp_path: Path) -> None:
+def test_a_dropped_block_is_a_miss(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5))
     assert bench.answers().stored == KEYS[:1]

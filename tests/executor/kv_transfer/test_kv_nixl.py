@@ -1,4 +1,4 @@
-"""A store by way of NIXL, against a stand-in of its agent; `tests/clients` has it against NIXL itself and an S3 server."""
+"""A store over NIXL, against a stub of its agent; `tests/clients` tests it against NIXL itself and an S3 server."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NAMES = [f"{'ab' * 16}/{number:064x}" for number in range(8)]
 
 @dataclass
 class Transfer:
-    """From memory to an object, or back."""
+    """A transfer between memory and an object."""
 
     operation: str
     address: int
     size: int
     name: str
     num_looks: int = 2
-    """Until it has ended."""
+    """Number of polls until the transfer ends."""
 
 
-class StandIn:
-    """What NIXL's agent does with object storage, as `nixl._api.nixl_agent` documents it; who errs is told by an assertion."""
+class StubAgent:
+    """A stub of NIXL's agent with object storage, by the docs of `nixl._api.nixl_agent`; an invalid call fails an assertion."""
 
     name = "stand-in"
 
@@ -40,7 +40,7 @@ class StandIn:
         self.objects: dict[str, bytes] = {}
         self.registered: list[Sequence[tuple[int, ...]]] = []
         self.state = "DONE"
-        """How transfers end."""
+        """Final state of transfers."""
         self.is_releasable = True
 
     def query_memory(
@@ -77,7 +77,7 @@ class StandIn:
         assert (local_descs[0], remote_descs[0], remote_agent) == ("DRAM", "OBJ", self.name)
         assert (offset, remote_size) == (0, size)
         names = [each[3] for regions in self.registered for each in regions if each[2] == number]
-        assert number and len(names) == 1, "each object that is on its way has a number of its own"
+        assert number and len(names) == 1, "each object in transfer must have its own device id"
         assert any(each[:2] == (address, size) for regions in self.registered for each in regions)
         return Transfer(operation, address, size, str(names[0]))
 
@@ -97,7 +97,7 @@ class StandIn:
 
     def release_xfer_handle(self, handle: Transfer) -> None:
         if not self.is_releasable:
-            raise RuntimeError("it goes on")
+            raise RuntimeError("transfer in progress")
 
 
 def get(store: NixlStore, name: str, size: int = 1000) -> bytes | None:
@@ -105,8 +105,8 @@ def get(store: NixlStore, name: str, size: int = 1000) -> bytes | None:
     return bytes(into) if store.get(name, memoryview(into)) else None
 
 
-def test_objects_come_back() -> None:
-    agent = StandIn()
+def test_stored_objects_are_read_back() -> None:
+    agent = StubAgent()
     one, other = NixlStore(agent, "prefix"), NixlStore(agent, "prefix")
     assert one.put(NAMES[0], memoryview(b"a" * 1000)) and one.put(NAMES[1], memoryview(b"b" * 1000))
     assert [*agent.objects] == [f"prefix/{name}" for name in NAMES[:2]]
@@ -116,8 +116,8 @@ def test_objects_come_back() -> None:
     assert not agent.registered
 
 
-def test_what_is_damaged_is_written_over() -> None:
-    agent = StandIn()
+def test_a_damaged_object_is_overwritten() -> None:
+    agent = StubAgent()
     store = NixlStore(agent, "")
     assert store.put(NAMES[0], memoryview(b"a" * 1000))
     store.drop(NAMES[0])
@@ -126,7 +126,7 @@ def test_what_is_damaged_is_written_over() -> None:
 
 
 def test_a_transfer_that_fails_or_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = StandIn()
+    agent = StubAgent()
     store = NixlStore(agent, "")
     agent.state = "ERR"
     with pytest.raises(OSError, match="transfer failed"):
@@ -134,19 +134,19 @@ def test_a_transfer_that_fails_or_does_not_end_is_an_error(monkeypatch: pytest.M
     assert not agent.registered and not store._unreleased
     agent.state, agent.is_releasable = "PROC", False
     monkeypatch.setattr(nixl, "TIMEOUT_S", 0.0)
-    with pytest.raises(RuntimeError, match="it goes on"):
+    with pytest.raises(RuntimeError, match="transfer in progress"):
         store.put(NAMES[0], memoryview(b"a" * 1000))
-    assert len(store._unreleased) == 1, "NIXL may still read what nobody else needs"
+    assert len(store._unreleased) == 1, "NIXL may still read the buffer"
 
 
 def config(url: str) -> KvStoreConfig:
     return KvStoreConfig(url=url, waiting_bytes=1, staging_bytes=1)
 
 
-def test_a_url_says_which_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_has_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[object, ...]] = []
 
-    class Agent(StandIn):
+    class Agent(StubAgent):
         def __init__(self, name: str, config: object) -> None:
             super().__init__()
             made.append((name, config))
@@ -167,7 +167,7 @@ def test_a_url_says_which_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter2" not in str(refused.value)
 
 
-def test_without_nixl_the_way_to_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nixl_the_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(ConfigError, match="pip install nixl"):
         open_connector(config("nixl+s3://bucket"))

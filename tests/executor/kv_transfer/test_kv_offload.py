@@ -1,4 +1,4 @@
-"""Host memory for blocks: copies are exact, whatever the format and the order of the dimensions."""
+"""KV blocks in host memory: copies are exact for every format and order of dimensions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPE = (2, 5, 3, 4, 8)
 
 
 def layers_of(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Two layers as the eager runner shows them: blocks first, in memory second."""
+    """Return two layers in the eager runner's view: blocks are dimension 0 but second in memory."""
     noise = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
     return [layer.to(dtype).transpose(0, 1) for layer in noise]
 
@@ -23,7 +23,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_a_block_comes_back_as_it_was(dtype: torch.dtype) -> None:
+def test_a_block_is_swapped_in_unchanged(dtype: torch.dtype) -> None:
     layers = layers_of(dtype)
     before = [layer.clone() for layer in layers]
     host = HostBlocks(layers, 3)
@@ -44,5 +44,5 @@ def test_measuring_changes_nothing() -> None:
     assert all(same(layer, was) for layer, was in zip(layers, before, strict=True))
 
 
-def test_without_host_blocks_there_is_nothing_to_measure() -> None:
+def test_without_host_blocks_nothing_is_measured() -> None:
     assert HostBlocks(layers_of(torch.float32), 0).measure() == 0

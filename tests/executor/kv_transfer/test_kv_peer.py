@@ -1,4 +1,4 @@
-"""KV of other servers, the device's half: blocks go from one memory to another unchanged, or are said not to have come."""
+"""KV of peer servers, device side: blocks are copied unchanged between servers, or reported missing."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ PARTS = {"weights": "w", "card": "c"}
 
 
 class Side:
-    """Two layers of KV memory, who talks for them, and the loop that waits for answers."""
+    """Two layers of KV memory with a peer connection, and the loop that waits for results."""
 
-    def __init__(self, shade: int, key: str = "", whose: bytes = b"w" * 32, num_offered: int = 8) -> None:
+    def __init__(self, shade: int, key: str = "", identity: bytes = b"w" * 32, num_offered: int = 8) -> None:
         self.layers = [
             torch.arange(NUM_BLOCKS * LAYER_BYTES).reshape(NUM_BLOCKS, -1).to(torch.uint8) + layer + shade
             for layer in range(2)
         ]
         self.address = f"127.0.0.1:{free_port()}"
-        parts = PARTS | {"weights": whose.hex()}
+        parts = PARTS | {"weights": identity.hex()}
         pair = read_key(key, "--kv-peer-key", b"quintet peers") if key else None
         self.peers = PeerBlocks(
-            BlockBytes(self.layers), parts, whose, self.address, pair, num_offered, 4, FIRST
+            BlockBytes(self.layers), parts, identity, self.address, pair, num_offered, 4, FIRST
         )
         self._rung = threading.Event()
         self.peers.begin(self._rung.set)
@@ -49,7 +49,7 @@ class Side:
         self.peers.order(KvTierRequests(tables, offers=pack_i32(blocks), offer_keys=keys))
 
     def pull(self, peer: str, host_blocks: list[int], keys: list[bytes]) -> tuple[list[int], list[int]]:
-        """Return which of these came, and which did not."""
+        """Return the pulled blocks and the missing ones."""
         self.peers.order(KvTierRequests(0, pulls=[Pull(peer, pack_i32(host_blocks), keys)]))
         pulled, lacking = list[int](), list[int]()
         while len(pulled) + len(lacking) < len(keys):
@@ -75,12 +75,12 @@ def sides(closed: ExitStack, **options: object) -> tuple[Side, Side]:
     return both
 
 
-def test_blocks_arrive_as_they_were_when_they_were_offered(closed: ExitStack, tmp_path: object) -> None:
+def test_blocks_are_pulled_as_they_were_when_offered(closed: ExitStack, tmp_path: object) -> None:
     gives, takes = sides(closed)
     before = [layer.clone() for layer in gives.layers]
     gives.offer([2, 3], KEYS[:2])
     for layer in gives.layers:
-        layer.zero_()  # the next plan gives the blocks other contents
+        layer.zero_()  # the next plan overwrites the blocks
     pulled = takes.pull(gives.address, [FIRST + 1, FIRST, FIRST + 2], [KEYS[1], KEYS[0], KEYS[3]])
     assert pulled == ([FIRST, FIRST + 1], [FIRST + 2])
     takes.peers.copy_in(np.array([0, 4], np.int32), np.array([FIRST, FIRST + 1], np.int32))
@@ -88,30 +88,30 @@ def test_blocks_arrive_as_they_were_when_they_were_offered(closed: ExitStack, tm
         assert torch.equal(layer[[0, 4]], original[[2, 3]])
 
 
-def test_more_than_one_question_is_asked(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_pull_takes_several_requests(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WINDOW_BYTES", 1)
     gives, takes = sides(closed)
     gives.offer([0, 1, 2, 3], KEYS)
     assert takes.pull(gives.address, [13, 12, 11, 10], KEYS) == ([10, 11, 12, 13], [])
 
 
-def test_who_asks_for_much_and_does_not_listen_costs_no_more_memory(
+def test_a_peer_that_does_not_read_replies_costs_bounded_memory(
     closed: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "WINDOW_BYTES", 4 * LAYER_BYTES)  # two blocks
     gives, _ = sides(closed)
     gives.offer([0, 1, 2, 3], KEYS)
-    door = gives.peers._server
-    assert door is not None and door.socket.get(zmq.SNDHWM) == 12
-    with zmq.Context() as context, context.socket(zmq.DEALER) as somebody:
-        somebody.linger = 0
-        somebody.connect(f"tcp://{gives.address}")
-        somebody.send(encode(Ask(1, 1, b"w" * 32, [b"u" * 32, *KEYS])))
-        answers = [somebody.recv_multipart()[0] for _ in range(3)]
+    server = gives.peers._server
+    assert server is not None and server.socket.get(zmq.SNDHWM) == 12
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.connect(f"tcp://{gives.address}")
+        client.send(encode(Ask(1, 1, b"w" * 32, [b"u" * 32, *KEYS])))
+        answers = [client.recv_multipart()[0] for _ in range(3)]
     assert answers[-1] == encode(BlocksMissing(1, [0, 3, 4]))
 
 
-def test_what_was_offered_longest_ago_gives_way(closed: ExitStack) -> None:
+def test_the_oldest_offer_is_dropped(closed: ExitStack) -> None:
     _, takes = sides(closed)
     small = Side(0, num_offered=2)
     closed.callback(small.peers.close)
@@ -121,23 +121,23 @@ def test_what_was_offered_longest_ago_gives_way(closed: ExitStack) -> None:
     assert takes.pull(small.address, [10, 11, 12], KEYS[:3]) == ([10, 12], [11])
 
 
-def test_who_computes_other_bits_is_refused_by_name(
+def test_a_peer_with_other_weights_is_rejected_by_name(
     closed: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gives, takes = sides(closed, whose=b"x" * 32)
+    gives, takes = sides(closed, identity=b"x" * 32)
     gives.offer([2], KEYS[:1])
     assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([], [FIRST])
     assert "has another identity: its weights differ: 1 blocks will be computed instead" in caplog.text
 
 
-def test_nobody_who_does_not_listen_is_waited_for(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_port_is_a_miss(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "REPLY_TIMEOUT_S", 60.0)
     _, takes = sides(closed)
     assert takes.pull(f"127.0.0.1:{free_port()}", [FIRST], KEYS[:1]) == ([], [FIRST])
     assert takes.pull("no address", [FIRST], KEYS[:1]) == ([], [FIRST])
 
 
-def test_nor_for_one_who_is_silent(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_peer_is_a_miss(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "REPLY_TIMEOUT_S", 0.1)
     _, takes = sides(closed)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
@@ -146,7 +146,7 @@ def test_nor_for_one_who_is_silent(closed: ExitStack, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("limit", ["REPLY_TIMEOUT_S", "REQUEST_TIMEOUT_S"])
-def test_nor_for_one_who_only_keeps_talking(
+def test_a_peer_that_sends_only_foreign_replies_is_a_miss(
     closed: ExitStack, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(link, limit, 0.3)
@@ -159,9 +159,9 @@ def test_nor_for_one_who_only_keeps_talking(
     is_over = threading.Event()
 
     def talk() -> None:
-        who, _ = talker.recv_multipart()
+        sender, _ = talker.recv_multipart()
         while not is_over.wait(0.02):
-            talker.send_multipart((who, encode(BlockReply(99, 0, b"")), b""))
+            talker.send_multipart((sender, encode(BlockReply(99, 0, b"")), b""))
 
     thread = threading.Thread(target=talk)
     thread.start()
@@ -171,7 +171,7 @@ def test_nor_for_one_who_only_keeps_talking(
 
 
 @pytest.mark.parametrize("lie", ["digest", "length", "place", "nonsense", "name"])
-def test_who_lies_is_not_believed(closed: ExitStack, caplog: pytest.LogCaptureFixture, lie: str) -> None:
+def test_an_invalid_reply_is_a_miss(closed: ExitStack, caplog: pytest.LogCaptureFixture, lie: str) -> None:
     _, takes = sides(closed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     liar = context.socket(zmq.ROUTER)
@@ -180,13 +180,13 @@ def test_who_lies_is_not_believed(closed: ExitStack, caplog: pytest.LogCaptureFi
     port = liar.bind_to_random_port("tcp://127.0.0.1")
 
     def answer() -> None:
-        who, head = liar.recv_multipart()
+        sender, head = liar.recv_multipart()
         assert b"ask" in head
         given = BlockReply(1, 7 if lie == "place" else 0, b"d" * 32)
         frame = b"\xc1" if lie == "nonsense" else encode(given)
         if lie == "name":
             frame = encode(IdentityMismatch(1, {"\n12:00:00 supervisor INFO all is well": ""}))
-        liar.send_multipart((who, frame, b"0" * (1 if lie == "length" else 2 * LAYER_BYTES)))
+        liar.send_multipart((sender, frame, b"0" * (1 if lie == "length" else 2 * LAYER_BYTES)))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -195,7 +195,7 @@ def test_who_lies_is_not_believed(closed: ExitStack, caplog: pytest.LogCaptureFi
     assert "all is well" not in caplog.text
 
 
-def test_who_breaks_the_protocol_between_two_questions_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_message_between_requests_closes_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WINDOW_BYTES", 1)
     staging = np.zeros((4, 2 * LAYER_BYTES), np.uint8)
     wanted = [WantedBlock(0, block, key) for block, key in enumerate(KEYS)]
@@ -205,18 +205,18 @@ def test_who_breaks_the_protocol_between_two_questions_is_lost(monkeypatch: pyte
         asks = Link(context, f"127.0.0.1:{port}", None, b"w" * 32, PARTS, staging, 0)
         with closing(asks):
             asks.request(wanted, 0.0)
-            who, _ = liar.recv_multipart()
-            liar.send_multipart((who, encode(BlocksMissing(1, [0]))))
-            liar.send_multipart((who, b"0" * (messages.MAX_HEAD_BYTES + 1)))
+            sender, _ = liar.recv_multipart()
+            liar.send_multipart((sender, encode(BlocksMissing(1, [0]))))
+            liar.send_multipart((sender, b"0" * (messages.MAX_HEAD_BYTES + 1)))
             assert asks.monitor.poll(30_000)
-            came: list[BlockArrival] = []
+            pulled_by_key: list[BlockArrival] = []
             with pytest.raises(PeerLost):
-                came += asks.receive(0.0)
+                pulled_by_key += asks.receive(0.0)
                 asks.receive_event()
-            assert [each.wanted for each in came] + asks.left() == wanted
+            assert [each.wanted for each in pulled_by_key] + asks.left() == wanted
 
 
-def test_only_who_has_the_key_is_talked_with(closed: ExitStack, tmp_path: object) -> None:
+def test_only_peers_with_the_key_are_served(closed: ExitStack, tmp_path: object) -> None:
     path = f"{tmp_path}/key"
     with open(path, "wb") as file:
         file.write(b"k" * 32)
@@ -227,23 +227,23 @@ def test_only_who_has_the_key_is_talked_with(closed: ExitStack, tmp_path: object
     for side in (gives, *takers):
         closed.callback(side.peers.close)
     gives.offer([0], KEYS[:1])
-    came = [side.pull(gives.address, [FIRST], KEYS[:1]) for side in takers]
-    assert came == [([FIRST], []), ([], [FIRST]), ([], [FIRST])]
+    pulled_by_key = [side.pull(gives.address, [FIRST], KEYS[:1]) for side in takers]
+    assert pulled_by_key == [([FIRST], []), ([], [FIRST]), ([], [FIRST])]
 
 
-def test_a_question_that_makes_no_sense_is_not_answered_and_harms_nobody(closed: ExitStack) -> None:
+def test_an_invalid_request_is_ignored(closed: ExitStack) -> None:
     gives, takes = sides(closed)
     gives.offer([0], KEYS[:1])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as somebody:
-        somebody.linger = 0
-        somebody.connect(f"tcp://{gives.address}")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.connect(f"tcp://{gives.address}")
         for frame in (b"", b"\xc1", encode(Ask(1, 1, b"w" * 32, [b"short"]))):
-            somebody.send(frame)
+            client.send(frame)
         assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([FIRST], [])
-        assert not somebody.poll(50)
+        assert not client.poll(50)
 
 
-def test_fetches_that_were_forgotten_are_not_answered(closed: ExitStack) -> None:
+def test_pulls_of_stale_tables_are_not_reported(closed: ExitStack) -> None:
     gives, takes = sides(closed)
     gives.offer([0, 1], KEYS[:2])
     takes.peers.order(KvTierRequests(0, pulls=[Pull("127.0.0.1:1", pack_i32([FIRST]), KEYS[:1])]))
@@ -255,8 +255,8 @@ def test_fetches_that_were_forgotten_are_not_answered(closed: ExitStack) -> None
     assert (answers.pulled, answers.lacking) == (pack_i32([FIRST]), b"")
 
 
-def test_an_address_that_is_somebody_elses_is_waited_for(closed: ExitStack) -> None:
-    """An executor that is started again must not end the server because its port is taken for a while."""
+def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
+    """A restarted executor must wait while its port is still in use."""
     gives, takes = sides(closed)
     late = PeerBlocks(
         BlockBytes(gives.layers),
@@ -271,7 +271,9 @@ def test_an_address_that_is_somebody_elses_is_waited_for(closed: ExitStack) -> N
     late.begin(lambda: None)
     closed.callback(late.close)
     late.order(KvTierRequests(0, offers=pack_i32([3]), offer_keys=KEYS[:1]))
-    assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([], [FIRST]), "the first one has the address"
+    assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([], [FIRST]), (
+        "the first process still has the address"
+    )
     gives.peers.close()
     until_s = time.monotonic() + 30.0
     while takes.pull(gives.address, [FIRST], KEYS[:1]) != ([FIRST], []):
@@ -279,7 +281,7 @@ def test_an_address_that_is_somebody_elses_is_waited_for(closed: ExitStack) -> N
         assert time.monotonic() < until_s
 
 
-def test_an_address_of_no_machine_is_refused(closed: ExitStack) -> None:
+def test_an_address_of_another_machine_is_rejected(closed: ExitStack) -> None:
     gives, _ = sides(closed)
     with pytest.raises(ConfigError, match=r"--kv-peer-listen 192\.0\.2\.1:7"):
         PeerBlocks(BlockBytes(gives.layers), PARTS, b"w" * 32, "192.0.2.1:7", None, 1, 1, FIRST)

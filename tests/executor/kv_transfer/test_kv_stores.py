@@ -1,4 +1,4 @@
-"""Connectors: a folder that several processes share, whatever becomes of them; what fsspec reaches; what packages bring."""
+"""Connectors: a folder shared by processes that may die, fsspec, and connectors of installed packages."""
 
 from __future__ import annotations
 
@@ -47,24 +47,28 @@ def kept_bytes(folder: Path) -> int:
 # --- a folder ---
 
 
-def test_a_folder_gives_way_to_what_is_used(tmp_path: Path) -> None:
+def test_a_full_folder_evicts_least_recently_used_objects(tmp_path: Path) -> None:
     one, other = FolderStore(tmp_path, 10_000), FolderStore(tmp_path, 10_000)
     for number in range(10):
         assert put(one if number % 2 else other, number)
         os.utime(tmp_path / NAMES[number], (number, number))
-    assert has(one, 0), "used, and so the newest"
+    assert has(one, 0), "a read block must be the most recently used"
     assert put(other, 10)
-    assert [number for number in range(11) if has(one, number)] == [0, *range(3, 11)], "down to nine tenths"
+    assert [number for number in range(11) if has(one, number)] == [0, *range(3, 11)], (
+        "expected nine tenths of the size"
+    )
     for number in range(11, 40):
         assert put(one, number) and kept_bytes(tmp_path) <= 10_000
     one.drop(NAMES[39])
     assert not has(other, 39) and other.count([NAMES[38], NAMES[39], NAMES[38]]) == 1
-    assert not one.put(NAMES[0], memoryview(bytes(10_001))), "there never is room for it"
+    assert not one.put(NAMES[0], memoryview(bytes(10_001))), (
+        "an object larger than the folder must be rejected"
+    )
     one.close()
     other.close()
 
 
-def test_what_another_wrote_meanwhile_takes_no_room_twice(tmp_path: Path) -> None:
+def test_an_object_written_twice_concurrently_counts_once(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, 10_000)
     barrier = threading.Barrier(4)
 
@@ -95,8 +99,8 @@ folder.FolderStore(Path(sys.argv[1]), 10_000).put(sys.argv[2], memoryview(bytes(
 """
 
 
-def test_what_was_being_written_by_who_was_killed_is_swept(tmp_path: Path) -> None:
-    """And what is being written by who lives is not, and counts."""
+def test_partial_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    """Files of live writers remain, and count."""
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with (
@@ -117,7 +121,7 @@ def test_what_was_being_written_by_who_was_killed_is_swept(tmp_path: Path) -> No
     store.close()
 
 
-def test_a_ledger_that_is_held_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_ledger_blocks_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = FolderStore(tmp_path, 10_000), FolderStore(tmp_path, 10_000)
     monkeypatch.setattr("quintet.executor.kv_transfer.store.folder.LOCK_S", 0.05)
     with one._locked_ledger():
@@ -127,7 +131,7 @@ def test_a_ledger_that_is_held_keeps_nobody(tmp_path: Path, monkeypatch: pytest.
     assert put(other, 1)
 
 
-def test_what_could_not_be_settled_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrecorded_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = FolderStore(tmp_path, 10_000), FolderStore(tmp_path, 10_000)
     with monkeypatch.context() as patch, contextlib.ExitStack() as held:
 
@@ -146,7 +150,7 @@ def test_what_could_not_be_settled_is_swept(tmp_path: Path, monkeypatch: pytest.
     other.close()
 
 
-def test_a_folder_full_of_what_is_being_written_takes_no_more(tmp_path: Path) -> None:
+def test_a_folder_full_of_partial_files_accepts_no_more(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, 2_000)
     assert put(store, 1)
     with store._locked_ledger():
@@ -159,7 +163,7 @@ def test_a_folder_full_of_what_is_being_written_takes_no_more(tmp_path: Path) ->
     store.close()
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store", 10_000)
     assert put(store, 1)
     (tmp_path / "store" / NAMES[2]).symlink_to(tmp_path / "store" / NAMES[1])
@@ -171,7 +175,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 # --- by URL ---
 
 
-def test_a_url_says_who_keeps_it(tmp_path: Path) -> None:
+def test_a_url_selects_the_connector(tmp_path: Path) -> None:
     opened = open_connector(config(f"file://{tmp_path}", 10_000))
     assert isinstance(opened, FolderStore) and put(opened, 1)
     assert (tmp_path / SUBFOLDER / NAMES[1]).exists()
@@ -181,27 +185,29 @@ def test_a_url_says_who_keeps_it(tmp_path: Path) -> None:
         open_connector(config(f"file://{tmp_path}/file/x", 10_000))
 
 
-def test_an_installed_package_can_bring_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("ours", f"{__name__}:ours", "quintet.kv_connectors")
+def test_an_installed_package_can_provide_a_connector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = EntryPoint("plugin", f"{__name__}:plugin", "quintet.kv_connectors")
 
     def installed(group: str, name: str) -> EntryPoints:
         return EntryPoints([entry]).select(group=group, name=name)
 
     monkeypatch.setattr(connector_module, "entry_points", installed)
-    opened = open_connector(config(f"ours://{tmp_path}"))
+    opened = open_connector(config(f"plugin://{tmp_path}"))
     assert put(opened, 1) and has(opened, 1)
     opened.close()
 
 
-def ours(config: KvStoreConfig) -> KvConnector:
-    """What a package would bring."""
-    return FolderStore(Path(config.url.removeprefix("ours://")), 10_000)
+def plugin(config: KvStoreConfig) -> KvConnector:
+    """A connector that a package would provide."""
+    return FolderStore(Path(config.url.removeprefix("plugin://")), 10_000)
 
 
 # --- fsspec ---
 
 
-def test_what_fsspec_reaches_is_a_store() -> None:
+def test_fsspec_storage_is_a_store() -> None:
     url = f"memory://{uuid.uuid4().hex}/prefix/"
     one, other = open_connector(config(url)), open_connector(config(url))
     assert isinstance(one, ObjectStore)
@@ -215,7 +221,7 @@ def test_what_fsspec_reaches_is_a_store() -> None:
     other.close()
 
 
-def test_an_error_in_a_search_is_one_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_search_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = fsspec.filesystem("local", skip_instance_cache=True)
     store = ObjectStore(files, str(tmp_path))
     assert put(store, 1)
@@ -228,14 +234,14 @@ def test_an_error_in_a_search_is_one_of_the_search(tmp_path: Path, monkeypatch: 
         store.count(NAMES[1:20])
 
 
-def test_a_bucket_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_bucket_is_not_created(tmp_path: Path) -> None:
     files = fsspec.filesystem("local", skip_instance_cache=True)
     with pytest.raises(FileNotFoundError):
         put(ObjectStore(files, str(tmp_path / "mistyped" / "prefix")), 1)
     assert not (tmp_path / "mistyped").exists()
 
 
-def test_a_package_that_cannot_begin_is_named_without_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_package_is_named_without_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(*_: object, **__: object) -> None:
         raise RuntimeError("hunter2")
 
@@ -245,15 +251,15 @@ def test_a_package_that_cannot_begin_is_named_without_its_words(monkeypatch: pyt
     assert "hunter2" not in str(refused.value)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/prefix", "nobody://knows/it"])
-def test_what_nothing_reaches_is_refused_in_words(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("url", ["s3://bucket/prefix", "unknown://bucket/it"])
+def test_an_unknown_scheme_is_rejected(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match="the package of that storage"):
         open_connector(config(url))
 
 
 @pytest.mark.parametrize("number", [*range(30), 128, 1000])
-def test_a_chain_is_searched_in_few_rounds(number: int) -> None:
+def test_a_chain_is_searched_by_bisection(number: int) -> None:
     for there in {0, min(1, number), number // 2, max(0, number - 1), number}:
         rounds: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A prefix in a file: another server that computes the same bits has the blocks, and nobody believes anything else."""
+"""Prefix files: another server with the same weights imports the blocks, and rejects every other file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.executor.kv_transfer.test_block_file import (
     BLOCK_BYTES,
+    IDENTITY,
     KEYS,
-    WHOSE,
     block_of,
     flip,
     found,
@@ -34,17 +34,17 @@ PLACES = [(3 - place, key) for place, key in WANTED]
 
 
 def exported(folder: Path) -> Path:
-    *_, num_bytes = write_prefix(folder / "out", NAME, WHOSE, written(folder), WANTED)
+    *_, num_bytes = write_prefix(folder / "out", NAME, IDENTITY, written(folder), WANTED)
     assert (folder / "out" / NAME).stat().st_size == num_bytes
     return folder / "out"
 
 
 def imported(folder: Path, file: BlockFile) -> list[tuple[int, bytes, bool]]:
-    assert list(read_keys(folder, NAME, WHOSE, file)) == KEYS[:3]
-    return list(read_prefix(folder, NAME, WHOSE, file, PLACES))
+    assert list(read_keys(folder, NAME, IDENTITY, file)) == KEYS[:3]
+    return list(read_prefix(folder, NAME, IDENTITY, file, PLACES))
 
 
-def test_what_was_exported_is_imported(tmp_path: Path) -> None:
+def test_an_exported_prefix_is_imported(tmp_path: Path) -> None:
     folder = exported(tmp_path)
     assert os.listdir(folder) == [NAME]
     other = opened(tmp_path / "other")
@@ -53,7 +53,7 @@ def test_what_was_exported_is_imported(tmp_path: Path) -> None:
     assert [found(again, place, key) for place, key in PLACES] == [block_of(key) for key in KEYS[:3]]
 
 
-def test_a_damaged_block_is_left_out(tmp_path: Path) -> None:
+def test_a_damaged_block_is_not_imported(tmp_path: Path) -> None:
     folder = exported(tmp_path)
     flip(folder / NAME, HEAD.size + 3 * ENTRY.size + 32 + BLOCK_BYTES + 5)
     other = opened(tmp_path / "other")
@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_what_was_written_is_refused(tmp_path: Path, what: str) -> None:
+def test_a_damaged_or_foreign_file_is_rejected(tmp_path: Path, what: str) -> None:
     folder = exported(tmp_path)
     damage, words = REFUSED[what]
     damage(folder / NAME)
@@ -92,16 +92,16 @@ def test_what_is_not_what_was_written_is_refused(tmp_path: Path, what: str) -> N
     assert not other.kept()
 
 
-def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_file(tmp_path: Path) -> None:
     file = written(tmp_path)
-    steps = write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED)
+    steps = write_prefix(tmp_path / "out", NAME, IDENTITY, file, WANTED)
     next(steps)
     file.drop(*WANTED[1])
     with pytest.raises(PrefixFileError, match="were evicted during the export"):
         list(steps)
     assert os.listdir(tmp_path / "out") == []
     with pytest.raises(PrefixFileError, match="were evicted"):
-        list(write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED))
-    list(write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED[:1]))
+        list(write_prefix(tmp_path / "out", NAME, IDENTITY, file, WANTED))
+    list(write_prefix(tmp_path / "out", NAME, IDENTITY, file, WANTED[:1]))
     with pytest.raises(PrefixFileError, match="exists: use another name"):
-        list(write_prefix(tmp_path / "out", NAME, WHOSE, file, WANTED[:1]))
+        list(write_prefix(tmp_path / "out", NAME, IDENTITY, file, WANTED[:1]))

@@ -1,7 +1,7 @@
-"""Which tokens a draw may give, by the definition in fp64; and settings that go every way through a kernel that draws.
+"""Tokens that a draw may return, by the definition in fp64, and settings that cover every path of a sampling kernel.
 
-Kernels round sums of weights in orders of their own, so a draw may differ from the reference where its random number, or
-the mass that top-p compares, is within `NOISE` of a border. `acceptable` computes the borders and says which tokens are right.
+Kernels round sums of weights in their own order. A draw may differ from the reference if its random number, or the mass that
+top-p compares, is within `NOISE` of a border. `acceptable` computes the borders and returns the correct tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def positions_of(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def acceptable(logits: torch.Tensor, settings: Settings, uniforms: torch.Tensor) -> list[set[int]]:
-    """Which tokens each row may draw, by the definition in fp64. Logits are divided in fp32, as is defined."""
+    """Return the tokens that each row may draw, by the definition in fp64. Logits are divided in fp32, as defined."""
     out = []
     for values, mine, number in zip(logits.float(), settings, uniforms.tolist(), strict=True):
         z = values / float(mine["temperature"])

@@ -1,8 +1,7 @@
-"""Draws follow the distribution they should: chi-square tests with fixed seeds.
+"""Draws follow the required distribution: chi-square tests with fixed seeds.
 
-Each statistic is compared with the 1 - 1e-4 quantile, so a correct sampler would fail one choice of seeds in ten
-thousand; seeds are fixed, so these tests always say the same. Each power check at the end shows that the test would
-notice a wrong distribution.
+Each statistic is compared with the 1 - 1e-4 quantile: a correct sampler would fail for one choice of seeds in ten thousand.
+Seeds are fixed, so results are deterministic. The checks at the end show that the test detects a wrong distribution.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LOGITS = (torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5).
 
 
 def counts_of(params: SamplingParams) -> list[int]:
-    """Draw once per row and position, all from the same logits; return how often each token came."""
+    """Draw once per row and position from the same logits; return the count of each token."""
     bench = SamplerBench(VOCAB, max_num_seqs=ROWS)
     logits = torch.tensor(LOGITS).expand(ROWS, VOCAB)
     counts = [0] * VOCAB
@@ -55,7 +54,7 @@ def chi_square(counts: list[int], shares: list[float]) -> tuple[float, float]:
         statistic += (pooled_count - pooled_share * total) ** 2 / (pooled_share * total)
         cells += 1
     freedom = max(1, cells - 1)
-    z = 3.719  # of the normal distribution, 1 - 1e-4
+    z = 3.719  # 1 - 1e-4 quantile of the normal distribution
     return statistic, freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
 
 
@@ -80,7 +79,7 @@ def test_draws_follow_the_distribution(case: str) -> None:
     assert statistic < most
 
 
-def test_the_test_notices_a_wrong_temperature() -> None:
+def test_a_wrong_temperature_is_detected() -> None:
     statistic, most = chi_square(counts_of(SamplingParams(temperature=1.1)), probabilities(LOGITS))
     assert statistic > most
 

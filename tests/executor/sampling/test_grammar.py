@@ -1,4 +1,4 @@
-"""Matchers: what they allow, where they are after any beginning, and how an answer ends."""
+"""Grammar matchers: allowed tokens, state after resumed outputs, and the end of a response."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def grammars() -> Grammars:
 
 
 def enter(grammars: Grammars, slot: int, grammar: str, outputs: list[int] | None = None, **more: Any) -> None:
-    """Let a request in that has these outputs already."""
+    """Admit a request that already has these outputs."""
     row = NewRow(
         slot=slot,
         generation=1,
@@ -92,14 +92,14 @@ def allowed(masks: Masks, slot: int) -> list[int]:
 
 
 class Walk:
-    """Requests that draw any token they may, together."""
+    """Requests in one batch that draw random allowed tokens."""
 
     def __init__(self, grammars: Grammars, outputs: dict[int, list[int]], seed: int = 0) -> None:
         self.grammars, self.outputs = grammars, outputs
         self.random = random.Random(seed)
 
     def step(self, slots: list[int]) -> list[list[int]]:
-        """One step of these slots; returns what each may draw."""
+        """Run one step of these slots; return the allowed tokens of each."""
         positions = np.array([len(PROMPT) + len(self.outputs[slot]) for slot in slots])
         step = self.grammars.begin(np.array(slots), positions, np.arange(len(slots)))
         may = [allowed(step.wait(), slot) for slot in slots]
@@ -118,7 +118,7 @@ def text_of(outputs: list[int]) -> str:
     return tokenizer().decode(outputs, skip_special_tokens=True)
 
 
-def test_whatever_is_drawn_the_answer_is_what_the_schema_allows(grammars: Grammars) -> None:
+def test_random_draws_match_the_schema(grammars: Grammars) -> None:
     for seed in range(10):
         enter(grammars, 2, JSON)
         walk = Walk(grammars, {2: []}, seed)
@@ -130,7 +130,7 @@ def test_whatever_is_drawn_the_answer_is_what_the_schema_allows(grammars: Gramma
         assert all(tag in "ab" for tag in answer.get("tags", []))
 
 
-def test_a_request_that_enters_again_is_where_it_was(grammars: Grammars) -> None:
+def test_a_preempted_request_resumes_its_matcher(grammars: Grammars) -> None:
     enter(grammars, 1, JSON)
     walk = Walk(grammars, {1: []}, seed=5)
     for may in walk.until_the_end(1):
@@ -139,8 +139,8 @@ def test_a_request_that_enters_again_is_where_it_was(grammars: Grammars) -> None
         assert Walk(grammars, {6: list(before)}).step([6]) == [may]
 
 
-def test_a_step_that_is_computed_twice_advances_once(grammars: Grammars) -> None:
-    """As when memory runs out in the middle of it."""
+def test_a_recomputed_step_advances_once(grammars: Grammars) -> None:
+    """For example when memory runs out during the step."""
     enter(grammars, 0, JSON)
     walk = Walk(grammars, {0: []})
     walk.step([0])
@@ -153,8 +153,8 @@ def test_a_step_that_is_computed_twice_advances_once(grammars: Grammars) -> None
     walk.step([0])
 
 
-def test_an_answer_may_end_where_it_is_whole_and_only_there(grammars: Grammars) -> None:
-    """By the end of sequence, or by what the client named; an answer that cannot go on ends."""
+def test_a_response_may_end_only_when_complete(grammars: Grammars) -> None:
+    """By the end token or the client's stop token; a response without a continuation ends."""
     ids = tokenizer().encode("yes", add_special_tokens=False).ids
     for outputs, ends in ((ids[:-1], False), (ids, True)):
         enter(grammars, 0, YES, outputs, stop_token_ids=[OTHER_END])
@@ -166,8 +166,8 @@ def test_an_answer_may_end_where_it_is_whole_and_only_there(grammars: Grammars) 
     assert Walk(grammars, {0: list(ended)}).step([0]) == [[EOS]]
 
 
-def test_after_the_end_there_are_only_ends(grammars: Grammars) -> None:
-    """A step that was planned before the end was known; and a request that goes on in spite of it."""
+def test_only_end_tokens_are_allowed_after_the_end(grammars: Grammars) -> None:
+    """A step that was planned before the end was known, and a request that continues after the end."""
     ids = tokenizer().encode("yes", add_special_tokens=False).ids
     enter(grammars, 0, YES, ids, ignore_eos=True)
     assert EOS not in Walk(grammars, {0: list(ids)}).step([0])[0]
@@ -188,14 +188,14 @@ def test_slots_do_not_mix(grammars: Grammars) -> None:
     assert [walk.step([3])[0], walk.step([0])[0]] == together
 
 
-def test_a_plain_request_takes_a_slot_back(grammars: Grammars) -> None:
+def test_a_request_without_grammar_reuses_a_slot(grammars: Grammars) -> None:
     enter(grammars, 0, JSON)
     plain = NewRow(0, 2, 9, pack_i32(PROMPT), len(PROMPT), SamplingParams(), 0)
     assert not grammars.admit(plain)
 
 
-def test_a_form_that_cannot_go_on_fails_alone(grammars: Grammars) -> None:
-    """As where a grammar grows beyond its bounds; here, with outputs that somebody made up. All it can draw is an end."""
+def test_a_failed_matcher_does_not_affect_other_requests(grammars: Grammars) -> None:
+    """For example a grammar beyond its limits; here the outputs are invalid. The only allowed token is an end token."""
     wrong = tokenizer().encode("maybe", add_special_tokens=False).ids
     enter(grammars, 0, YES, wrong)
     enter(grammars, 5, YES)

@@ -1,4 +1,4 @@
-"""Draws under masks, by the kernels and by the reference; what other wishes leave of a mask."""
+"""Masked draws by the kernels and by the reference; masks combined with other sampling parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODES = {
 
 
 def masks_of(vocab_size: int, allowed: list[list[int]], extra: int = 0) -> Masks:
-    """Masks of a slot each; ``extra`` bits beyond the vocabulary, all set."""
+    """One slot for each mask; ``extra`` bits beyond the vocabulary are set."""
     masks = Masks(mask_words(len(allowed), vocab_size + extra))
     for slot, tokens in enumerate(allowed):
         masks.used[slot] = bool(tokens)
@@ -45,7 +45,7 @@ def drawn_both(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [40, 129, 5003])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_masked_row_draws_as_if_all_else_were_impossible(
+def test_a_masked_row_draws_as_if_other_logits_were_minus_infinity(
     dtype: torch.dtype, vocab_size: int, mode: str
 ) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
@@ -66,7 +66,7 @@ def test_a_masked_row_draws_as_if_all_else_were_impossible(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("logit", [-torch.inf, torch.nan, torch.inf, -3e38])
-def test_a_mask_holds_whatever_the_logits_are(mode: str, logit: float) -> None:
+def test_a_mask_holds_for_any_logits(mode: str, logit: float) -> None:
     allowed = [[37], [5, 90], list(range(64, 70))]
     logits = torch.zeros(3, 100)
     for row, tokens in enumerate(allowed):

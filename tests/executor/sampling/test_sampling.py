@@ -1,4 +1,4 @@
-"""Every sampling concern against a plain reading of its definition, one row at a time."""
+"""Logits processors and filters against a plain implementation of their definitions, one row at a time."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def top_p_reference(logits: Logits, row: Drawer) -> Logits:
 
 
 def drawers(seed: int, count: int = 24) -> list[Drawer]:
-    """Rows that want a bit of everything, many of them nothing."""
+    """Return rows with random sampling parameters, many of them default."""
     draw = random.Random(seed)
 
     def ids(most: int) -> list[int]:
@@ -149,7 +149,7 @@ def drawers(seed: int, count: int = 24) -> list[Drawer]:
     return rows
 
 
-CONCERNS: list[tuple[Callable[[int, int], LogitsProcessor], Callable[[Logits, Drawer], Logits]]] = [
+PROCESSORS: list[tuple[Callable[[int, int], LogitsProcessor], Callable[[Logits, Drawer], Logits]]] = [
     (AllowedIds, allowed_reference),
     (BadWords, bad_words_reference),
     (MinTokens, min_tokens_reference),
@@ -174,16 +174,18 @@ def float_logits(rows: int, seed: int, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=generator) * scale
 
 
-@pytest.mark.parametrize(("make", "reference"), CONCERNS, ids=[make.__name__ for make, _ in CONCERNS])
+@pytest.mark.parametrize(("make", "reference"), PROCESSORS, ids=[make.__name__ for make, _ in PROCESSORS])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_concern_equals_its_definition(
+def test_a_logits_processor_equals_its_definition(
     make: Callable[[int, int], LogitsProcessor], reference: Callable[[Logits, Drawer], Logits], seed: int
 ) -> None:
     bench, rows = SamplerBench(VOCAB), drawers(seed)
     drawing = bench.draw_rows(bench.admit(rows))
     concern = make(64, VOCAB)
-    wants = [concern.admit(new_row(int(slot), row)) for slot, row in zip(drawing.slots, rows, strict=True)]
-    which = np.flatnonzero(wants)
+    needs_processing = [
+        concern.admit(new_row(int(slot), row)) for slot, row in zip(drawing.slots, rows, strict=True)
+    ]
+    which = np.flatnonzero(needs_processing)
     assert len(which) > 0
     logits = float_logits(len(rows), seed, scale=[3.0, 0.3, 8.0][seed])
     expected = torch.tensor(
@@ -195,7 +197,7 @@ def test_concern_equals_its_definition(
 
 @pytest.mark.parametrize(("apply", "reference"), FILTERS, ids=[apply.__name__ for apply, _ in FILTERS])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_filter_equals_its_definition(
+def test_a_filter_equals_its_definition(
     apply: Callable[[torch.Tensor, Settings], None],
     reference: Callable[[Logits, Drawer], Logits],
     seed: int,
@@ -208,11 +210,11 @@ def test_filter_equals_its_definition(
     )
     apply(logits, settings_for(rows))
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(logits, before), "no row wants the filter"
+    assert not torch.equal(logits, before), "the filter applies to no row"
 
 
-def test_top_p_finds_the_same_threshold_when_the_mass_is_wide() -> None:
-    """A nearly flat row needs more than the first candidates; its neighbours do not change what it keeps."""
+def test_top_p_of_a_nearly_flat_row_keeps_its_threshold() -> None:
+    """A nearly flat row needs more than the first candidates; adjacent rows do not change its result."""
     row = Drawer(SamplingParams(top_p=0.9))
     flat, peaked = float_logits(1, 0, scale=0.01), float_logits(1, 1, scale=9.0)
     both = torch.cat((flat, peaked))
@@ -223,7 +225,7 @@ def test_top_p_finds_the_same_threshold_when_the_mass_is_wide() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_greedy_rows_take_the_most_likely_after_shaping(seed: int) -> None:
+def test_greedy_rows_take_the_most_likely_token_after_processing(seed: int) -> None:
     rows = drawers(seed)
     for row in rows:
         row.params = SamplingParams(
@@ -240,34 +242,34 @@ def test_greedy_rows_take_the_most_likely_after_shaping(seed: int) -> None:
     expected = []
     for values, row in zip(logits.tolist(), rows, strict=True):
         shaped = values
-        for _, reference in CONCERNS:
+        for _, reference in PROCESSORS:
             shaped = reference(shaped, row)
         expected.append(max(range(VOCAB), key=lambda t, shaped=shaped: (shaped[t], -t)))
     before = logits.clone()
     drawn, _ = SamplerBench(VOCAB).draw(rows, logits)
     assert drawn == expected
-    assert torch.equal(logits, before), "raw logits must stay for log-probabilities"
+    assert torch.equal(logits, before), "raw logits must be kept for log-probabilities"
 
 
-def test_a_step_wants_more_only_for_rows_that_draw_so_or_report_their_prompt() -> None:
+def test_logits_are_processed_only_for_rows_that_need_it() -> None:
     bench = SamplerBench(VOCAB)
     plain, biased = Drawer(SamplingParams()), Drawer(SamplingParams(logit_bias={3: 1.0}), prompt=[1] * 9)
     reporting = Drawer(SamplingParams(prompt_logprobs=1), prompt=[1] * 9)
     everyone = bench.admit([plain, biased, reporting], slots=[4, 2, 7])
 
-    def wants(slots: list[int], starts: list[int], counts: list[int], samples: list[int]) -> bool:
+    def needs_processing(slots: list[int], starts: list[int], counts: list[int], samples: list[int]) -> bool:
         columns = {"slots": pack_i32(slots), "starts": pack_i32(starts), "counts": pack_i32(counts)}
         plan = msgspec.structs.replace(everyone.plan, samples=pack_u8(samples), **columns)
         return bench.sampler.needs_logits(Rows(plan))
 
-    assert not wants([4], [2], [1], [1])
-    assert wants([4, 2], [2, 8], [1, 1], [1, 1])
-    assert not wants([4, 2], [2, 3], [1, 4], [1, 0]), "a piece of a prompt draws nothing"
-    assert wants([4, 7], [2, 3], [1, 4], [1, 0]), "but it may be reported"
-    assert wants([7], [7], [2], [1])
-    assert not wants([4, 7], [2, 9], [1, 1], [1, 1]), "the prompt is over"
+    assert not needs_processing([4], [2], [1], [1])
+    assert needs_processing([4, 2], [2, 8], [1, 1], [1, 1])
+    assert not needs_processing([4, 2], [2, 3], [1, 4], [1, 0]), "a chunk of a prompt draws nothing"
+    assert needs_processing([4, 7], [2, 3], [1, 4], [1, 0]), "prompt log-probabilities may be reported"
+    assert needs_processing([7], [7], [2], [1])
+    assert not needs_processing([4, 7], [2, 9], [1, 1], [1, 1]), "the prompt has ended"
     bench.admit([plain, plain], slots=[2, 7])
-    assert not wants([4, 2, 7], [2, 3, 3], [1, 1, 1], [1, 1, 1])
+    assert not needs_processing([4, 2, 7], [2, 3, 3], [1, 1, 1], [1, 1, 1])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -291,8 +293,8 @@ def test_a_draw_depends_on_seed_and_position() -> None:
     assert len(set(by_position)) > 45
 
 
-def test_a_row_without_any_token_left_draws_something() -> None:
-    """A user can forbid everything; the batch must survive it."""
+def test_a_row_without_allowed_tokens_draws_a_token() -> None:
+    """A user can forbid every token; the batch must survive."""
     hopeless = SamplingParams(allowed_token_ids=[7], min_tokens=4, max_tokens=None)
     drawn, _ = SamplerBench(VOCAB).draw(
         [Drawer(hopeless, stop_ids=[7]), Drawer(SamplingParams(allowed_token_ids=[9]))], float_logits(2, 0)
@@ -301,7 +303,7 @@ def test_a_row_without_any_token_left_draws_something() -> None:
 
 
 def test_philox_known_answers() -> None:
-    """From the known-answer tests of Random123, the reference implementation (philox4x32, 10 rounds)."""
+    """Known-answer tests of Random123, the reference implementation (philox4x32, 10 rounds)."""
     words = philox4x32(np.zeros(1, np.uint64), np.zeros(1, np.uint64))
     assert [int(word[0]) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
@@ -313,7 +315,7 @@ def test_uniforms_lie_inside_the_open_interval() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 128, 129, 300, 1000])
-def test_the_choice_inverts_the_cumulative_distribution(vocab_size: int) -> None:
+def test_the_draw_inverts_the_cumulative_distribution(vocab_size: int) -> None:
     logits = torch.randn(200, vocab_size, generator=torch.Generator().manual_seed(0)) * 2
     logits[:, ::3] = -torch.inf
     if vocab_size == 1:

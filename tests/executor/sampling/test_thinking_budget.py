@@ -1,4 +1,4 @@
-"""Budgets for reasoning: which token is forced, against a plain reading of the outputs; and that nobody else pays."""
+"""Reasoning budgets: the forced token, against a plain reading of the outputs, and no cost for other requests."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ONE = [Thinking([5], [6])]
 TWO = [Thinking([5, 7], [6, 8, 9]), Thinking([4], [6])]
 
 
-def asks(budget: int, ways: list[Thinking] = ONE, begun: int | None = None) -> SamplingParams:
+def params_of(budget: int, ways: list[Thinking] = ONE, start: int | None = None) -> SamplingParams:
     closes = [[6], [8, 8]] if ways is ONE else [[6, 8], [3]]
-    return SamplingParams(temperature=0.0, thinking_bound=ThinkingBound(budget, ways, closes, begun))
+    return SamplingParams(temperature=0.0, thinking_bound=ThinkingBound(budget, ways, closes, start))
 
 
 def place(outputs: list[int], mark: list[int], begin: int = 0) -> int | None:
-    """Return where a mark stands first."""
+    """Return the first position of a marker."""
     places = range(begin, len(outputs) - len(mark) + 1)
     return next((i for i in places if outputs[i : i + len(mark)] == mark), None)
 
 
 def forced(drawer: Drawer) -> int | None:
-    """What must be drawn next, read off the outputs from the left."""
+    """Return the token that must be drawn next, from a scan of the outputs."""
     bound = drawer.params.thinking_bound
     assert bound is not None
     outputs = drawer.outputs
@@ -48,7 +48,7 @@ def forced(drawer: Drawer) -> int | None:
     return bound.ways[way].forced[number] if 0 <= number < len(bound.ways[way].forced) else None
 
 
-def test_the_end_is_forced_where_the_outputs_say_so() -> None:
+def test_the_end_is_forced_when_the_budget_is_used() -> None:
     draw = random.Random(7)
     bench = SamplerBench(VOCAB)
     num_forced = 0
@@ -57,8 +57,8 @@ def test_the_end_is_forced_where_the_outputs_say_so() -> None:
         for _ in range(64):
             ways = draw.choice((ONE, TWO))
             outputs = draw.choices([1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 1, 2, 6, 1, 2, 2], k=draw.randrange(10))
-            begun = draw.choice((None, 0, len(ways) - 1))
-            drawers.append(Drawer(asks(draw.randrange(5), ways, begun), outputs=outputs))
+            start = draw.choice((None, 0, len(ways) - 1))
+            drawers.append(Drawer(params_of(draw.randrange(5), ways, start), outputs=outputs))
         logits = torch.randn((len(drawers), VOCAB), generator=torch.Generator().manual_seed(1))
         plain = logits.argmax(dim=1).tolist()
         wanted = [forced(drawer) for drawer in drawers]
@@ -70,11 +70,11 @@ def test_the_end_is_forced_where_the_outputs_say_so() -> None:
     assert num_forced > 40
 
 
-def test_a_whole_answer_step_by_step() -> None:
-    """As it grows in a slot, which learns on the way where its reasoning begins."""
-    for begun, budget, written in ((None, 3, [1, 5]), (0, 2, []), (0, 0, []), (None, 0, [5])):
+def test_a_response_step_by_step() -> None:
+    """One growing request in a slot; the start of its reasoning is found on the way."""
+    for start, budget, written in ((None, 3, [1, 5]), (0, 2, []), (0, 0, []), (None, 0, [5])):
         bench = SamplerBench(VOCAB)
-        drawer = Drawer(asks(budget, ONE, begun))
+        drawer = Drawer(params_of(budget, ONE, start))
         rows = bench.admit([drawer], [4])
         logits = torch.zeros((1, VOCAB))
         expected = [*written, *[2] * budget, 6, *[2] * 5]
@@ -82,14 +82,14 @@ def test_a_whole_answer_step_by_step() -> None:
             own = written[position] if position < len(written) else 2
             logits.zero_()
             logits[0, own] = 9.0
-            assert bench.sampler.draw(rows, logits)[0].tolist() == [token], (begun, position)
+            assert bench.sampler.draw(rows, logits)[0].tolist() == [token], (start, position)
             rows = moved(rows)
 
 
-def test_a_step_pays_only_where_a_token_may_be_forced() -> None:
+def test_only_steps_that_may_force_a_token_are_processed() -> None:
     bench = SamplerBench(VOCAB)
-    neighbour = Drawer(SamplingParams(temperature=0.0))
-    rows = bench.admit([Drawer(asks(3, ONE, 0)), neighbour], [4, 9])
+    other = Drawer(SamplingParams(temperature=0.0))
+    rows = bench.admit([Drawer(params_of(3, ONE, 0)), other], [4, 9])
     pays = []
     for _ in range(12):
         pays.append(bench.sampler.needs_logits(rows))
@@ -98,16 +98,16 @@ def test_a_step_pays_only_where_a_token_may_be_forced() -> None:
     assert pays == [*[False] * 3, *[True] * 1, *[False] * 8]
 
 
-def test_other_concerns_do_not_win() -> None:
+def test_a_forced_token_overrides_other_processors() -> None:
     bench = SamplerBench(VOCAB)
-    params = asks(1, ONE, 0)
+    params = params_of(1, ONE, 0)
     params.allowed_token_ids, params.logit_bias = [1, 2], {6: -100.0}
     drawn, _ = bench.draw([Drawer(params, outputs=[1])], torch.eye(VOCAB)[:1])
     assert drawn == [6]
 
 
 def moved(rows: Rows) -> Rows:
-    """The same rows one token later."""
+    """Return the same rows one token later."""
     plan = rows.plan
     starts = np.frombuffer(plan.starts, np.int32) + 1
     return Rows(

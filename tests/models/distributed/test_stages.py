@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 import transformers
-from tests.executor.test_step_overlap import House as InProcessExecutor
+from tests.executor.test_step_overlap import LoopBench as ExecutorLoop
 from tests.gguf.random_blocks import in_blocks
 from tests.gguf.test_packed import WIDE, as_q4_k_m
 from tests.models import byte_vocabulary
@@ -228,10 +228,7 @@ def test_failed_draw_does_not_affect_other_requests(
 
     with in_ranks(tmp_path, 1, stages=2) as loaded:
         config = msgspec.structs.replace(loaded.config, run_dir=str(make_run_dir()))
-        driver, executor = (
-            CoreAndWorker(changed(config), loaded.worker),
-            InProcessExecutor(config, loaded.worker),
-        )
+        driver, executor = CoreAndWorker(changed(config), loaded.worker), ExecutorLoop(config, loaded.worker)
         driver._apply(driver.engine.capacity(executor.capacity, 0))
         for i, each in enumerate(expectations):
             driver.admit(i, each.prompt, params)

@@ -1,4 +1,4 @@
-"""Print the instruction set in use, then for some steps of attention what they are and a digest of their results."""
+"""Print the instruction set in use, then steps of attention with digests of their results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Matrix units that differ from the manual, for test_amx.py: how csrc/cpu tells them from right ones, and what becomes of one. Compiled
-// with csrc/cpu/runtime/dispatch.cpp for the emulated unit, whose place a faulty one takes.
+// Faulty matrix units, for test_amx.py: csrc/cpu must detect and reject them. Compiled with csrc/cpu/runtime/dispatch.cpp, with a faulty
+// unit instead of the emulated one.
 #include "matrix_check.hpp"
 
 #include "kernels/matrix_products.hpp"
@@ -34,7 +34,7 @@ class Unit : public Amx {
   }
 
  private:
-  // One chain as VDPBF16PS has it, or two that keep numbers below the smallest normal one.
+  // One chain, as in VDPBF16PS, or two chains that keep denormals.
   template <int C, int A, int B>
   void multiply_otherwise() {
     alignas(64) float sums[16][16];

@@ -1,4 +1,4 @@
-// Each operation of csrc/cpu/runtime/amx.hpp as a C function, for test_amx.py: compiled once for the emulated unit, and once for the real one.
+// Operations of csrc/cpu/runtime/amx.hpp as C functions, for test_amx.py: compiled for the emulated unit and for the real one.
 #include "amx.hpp"
 
 #if defined(__linux__)
@@ -8,7 +8,7 @@
 
 using namespace qt::QT_ISA;
 
-// Rows of `bytes` on; columns: of C and B; depth: pairs or fours, rows of B.
+// `bytes`: bytes instead of bf16. columns: of C and B. depth: pairs or quadruples, rows of B.
 extern "C" void multiply(int bytes, int rows, int columns, int depth, const void* a, const void* b, void* c, index_t stride) {
   AmxShapes shapes;
   shapes.set(0, rows, columns * 4);
@@ -26,7 +26,7 @@ extern "C" void multiply(int bytes, int rows, int columns, int depth, const void
   amx.store<0>(c, stride);
 }
 
-// What registers hold after they are configured, and after `zero`: to `out`, 2 x 16 rows of 64 bytes.
+// Write the registers after configuration and after `zero` to `out`: 2 x 16 rows of 64 bytes.
 extern "C" void clear(const void* numbers, void* out) {
   AmxShapes shapes;
   shapes.set(0, 16, 64);
@@ -41,7 +41,7 @@ extern "C" void clear(const void* numbers, void* out) {
   amx.store<7>((char*)out + 1024, 64);
 }
 
-// Asks for the registers, as csrc/cpu/runtime/dispatch.cpp does.
+// Request the registers, like csrc/cpu/runtime/dispatch.cpp.
 extern "C" int permitted() {
 #if defined(__linux__)
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;

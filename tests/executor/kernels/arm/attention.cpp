@@ -1,13 +1,13 @@
 // The write of keys and values to the paged cache, and attention over it.
 //
-// Three requests lie in one cache in mixed-up blocks: one with much context draws a token, a prompt begins, a chunk continues
-// one across the border of a partition. What was written, zeros behind heads' numbers included, is read back from the cache by its documented layout
-// (csrc/cpu/attention/attention.hpp). Both are done again in other chunks and on another number of threads: the same bits.
+// Three requests share one cache in scattered blocks: a decode with a long context, the start of a prompt, and a chunk across the
+// border of a partition. Written numbers, including padding, are read back by the documented layout (csrc/cpu/attention/attention.hpp).
+// Other chunks and another number of threads must give the same bits.
 //
-// Bounds. Written numbers are rounded by the norm, its weight and the rotation, half a unit of their format each; int8 is off
-// by half a step of 127, int4 of 15 and by what fp16 rounds of the step and of the least number. A score is off by head_dim 2^-24 of the sum of the products' magnitudes, and by 2^-20 of its
-// parts through the cap or the slope; twice that, and 2^-18 for the exponential of a difference, is what a weight is off by,
-// relative to itself; sums of n weighted values by n 2^-24 of the sum of their magnitudes.
+// Bounds. The norm, its weight and the rotation round written numbers by half a unit each. int8 adds half a step of 127, int4
+// half a step of 15 and the fp16 rounding of step and minimum. The error of a score is head_dim 2^-24 of the sum of the
+// products' magnitudes, plus the cap's or the slope's. The relative error of a weight is twice that, plus 2^-18 for the
+// exponential. The error of a sum of n weighted values is n 2^-24 of the sum of their magnitudes.
 #include "attention.hpp"
 #include "blocks.hpp"
 #include "numbers.hpp"
@@ -31,12 +31,12 @@ constexpr float kEps = 1e-5f;
 
 index_t padded(index_t width) { return (width + kTile - 1) / kTile * kTile; }
 
-// Consecutive positions of a slot, whose numbers are in rows [offset, offset + count) of the matrices.
+// Consecutive positions of a slot; their numbers are rows [offset, offset + count) of the matrices.
 struct Range {
   std::int64_t slot, start, count, offset;
 };
 
-// A step of some ranges.
+// A step of several ranges.
 struct StepOf {
   std::vector<std::int64_t> slots, starts, counts, offsets;
   std::vector<std::int32_t> table;
@@ -82,7 +82,7 @@ class Cache {
   }
   const std::vector<char>& bytes() const { return bytes_; }
 
-  // What is multiplied, and (int8, int4) the step between its numbers.
+  // The number, and (int8, int4) its quantization step.
   About key(const StepOf& in, index_t slot, index_t position, index_t head, index_t d) const {
     const char* plane = tile(in, slot, position, head);
     if (dtype_ == Dtype::int4) return of_four_bits(plane, d, position % kTile, kTile, key_dim_, d, position % kTile);
@@ -105,7 +105,7 @@ class Cache {
     const char* block = bytes_.data() + in.table[slot * kSlotBlocks + position / kBlock] * block_bytes_;
     return block + (head * tiles + position / kTile % tiles) * tile_bytes;
   }
-  // [major][width], in bf16 pairs of majors side by side. scales: where theirs are, in bytes from the plane's begin.
+  // [major][width], in bf16 pairs of majors side by side. scales: byte offset of the scales in the plane.
   About number(const char* from, index_t key, index_t major, index_t column, index_t width, index_t scales) const {
     if (dtype_ == Dtype::bf16) return {read(from + ((major / 2 * width + column) * 2 + major % 2) * 2, dtype_), 0};
     if (dtype_ != Dtype::int8) return {read(from + (major * width + column) * size(), dtype_), 0};
@@ -161,7 +161,7 @@ struct World {
 double slope_of(index_t head) { return std::ldexp(1, -int(head) - 1); }
 double sink_of(index_t head) { return double(head) - 2; }
 
-// What the kernels are told. Slopes and sinks: [kHeads].
+// Return the layer that the kernels receive. Slopes and sinks: [kHeads].
 qt::AttentionLayer layer_of(const World& w, float* slopes, float* sinks) {
   for (index_t head = 0; head < kHeads; ++head) slopes[head] = float(slope_of(head)), sinks[head] = float(sink_of(head));
   qt::AttentionLayer layer{};
@@ -210,7 +210,7 @@ void check_writing(Findings& findings, const World& w, const std::vector<Range>&
     }
 }
 
-// The matrix unit multiplies weights that were rounded to bf16; other instruction sets are asked not to.
+// The matrix unit multiplies weights rounded to bf16; other instruction sets are configured not to.
 bool rounds_weights(Dtype dtype) { return dtype == Dtype::bf16 && std::strncmp(qt_isa(), "amx", 3) == 0; }
 
 void attend(const World& w, const StepOf& step, const Matrix& q, Cache& cache, Matrix& out) {
@@ -219,7 +219,7 @@ void attend(const World& w, const StepOf& step, const Matrix& q, Cache& cache, M
   qt_attend(&step.step, &layer, q.row(0), q.width, cache.place(), out.row(0), out.width);
 }
 
-// One token's head.
+// One head of one token.
 void check_head(Findings& findings, const World& w, const StepOf& step, const Cache& cache, index_t slot, index_t position,
                 index_t row, index_t head, const Matrix& q, const Matrix& out) {
   const index_t dim = w.set.width, stored = padded(dim), wide = w.set.value_width;

@@ -1,17 +1,16 @@
 // Linear layers on packed weights of every format, and the packing itself.
 //
-// Rows are multiplied all at once on one thread, and again in batches of every size that has a path of its own on three: the
-// bits must be the same. Every kEvery-th is compared with its sums, which meets all places in a unit of rows. Columns straddle
-// tiles; depths straddle pieces and groups and are odd.
+// All rows are multiplied in one batch on one thread, and again on three threads in batches of every size with a separate path: the
+// bits must be the same. Every kEvery-th row is compared with its sums, which covers all positions in a unit of rows. Columns
+// straddle tiles; depths straddle pieces and groups and are odd.
 //
-// Integers are multiplied exactly, and what follows is in one order, as are sums of numbers of tables: results of these formats go
-// into the findings' digest.
+// Integer products are exact, and later operations and sums of table numbers have a fixed order: results of these formats are part
+// of the digest.
 //
-// Bounds. A sum of K products in fp32 is off by at most K 2^-24 of the sum of the products' magnitudes, rounding adds half a
-// unit of the result's format at each place where the layer rounds. Integer weights are compared with the numbers they stand
-// for (qt_weight_read); their x is off by half a step of its quantization, 1 / 32639 (16 bits) or 1 / 127 (8 bits) of the
-// largest magnitude of its group, and that error goes through the weights. An activation has a slope of at most 1.13; its
-// exponential, division and argument round within 2^-20 of it.
+// Bounds. A sum of K products in fp32 is off by at most K 2^-24 of the sum of the products' magnitudes. Each rounding of the
+// layer adds half a unit of the result's format. Integer weights are compared with their dequantized numbers (qt_weight_read).
+// Their x is off by half a quantization step, 1 / 32639 (16 bits) or 1 / 127 (8 bits) of the largest magnitude of its group,
+// times the weights. An activation has a slope of at most 1.13; its exponential, division and argument round within 2^-20 of it.
 #include <memory>
 
 #include "numbers.hpp"
@@ -59,7 +58,7 @@ struct Format {
   bool is_integer() const { return code >= 3 && code != kTables; }
 };
 
-// Of tables: column c chooses from its first 16 numbers, and has one of its numbers added here and there.
+// Tables: column c uses the first 16 of its numbers, and some outliers.
 index_t code_at(index_t c, index_t k) { return (k * 7 + c) % 16; }
 bool is_outlier(index_t c, index_t k) { return (c + k) % kOutlierEvery == 0; }
 float number_at(const Matrix& source, index_t c, index_t k) {
@@ -80,7 +79,7 @@ struct Variant {
 
 class Packed {
  public:
-  // Filled in two parts: a layer's matrices come one after another. Gates and ups each are a part of their own.
+  // Filled in two parts, like consecutive matrices of a layer. Gates and ups are separate parts.
   Packed(Format format, const Matrix& source, bool paired) : columns_(source.rows), depth_(source.width) {
     const index_t bytes = qt_weight_bytes(format.code, columns_, depth_, format.group, paired);
     const index_t most = columns_ * (depth_ / kOutlierEvery + 1);
@@ -129,7 +128,7 @@ class Packed {
   qt::Weight* weight_;
 };
 
-// Floating-point weights are kept as they are. Integers: see the bounds of each.
+// Floating-point weights are stored exactly. Integers: see the bounds of each.
 void check_packing(Findings& findings, Format format, const Matrix& source, const std::vector<float>& numbers) {
   const index_t depth = source.width, group = format.group ? format.group : depth;
   if (format.code == kTables) {
@@ -163,7 +162,7 @@ void check_packing(Findings& findings, Format format, const Matrix& source, cons
     }
 }
 
-// What x is off by once it is integers: for each number of a row.
+// Quantization error of x for each number of a row.
 std::vector<double> errors_of_x(const Format& format, const Matrix& x, index_t row) {
   const index_t group = format.inputs == kEightBits ? x.width : format.group ? format.group : format.inputs ? x.width : 256;
   std::vector<double> errors(x.width);
@@ -297,7 +296,7 @@ void check_linear(Findings& findings) {
       {"w4a8+0 by 128, groups of x", 5, 128, kEightBitsInGroups},
       {"tables", kTables, 0, kSixteenBits},
   };
-  // Many rows over two tiles; few over much depth, whose one tile is split among threads.
+  // Many rows over two tiles; few rows with a large depth, with one tile that is split among threads.
   const Shape shapes[] = {{98, 281, 388}, {34, 2103, 40}};
   index_t turn = 0;
   for (const Format& format : formats)

@@ -1,9 +1,8 @@
-// Calls the kernels of csrc/cpu through their C functions, with nothing between: no Python, no torch. For processors that only
-// an emulator stands in for (tests/executor/kernels/test_arm.py), where both would take minutes to start, and which may lack them.
+// Call the kernels of csrc/cpu through their C functions, without Python and torch. For emulated processors
+// (tests/executor/kernels/test_arm.py), where both would take minutes to start or may be missing.
 //
-// Every result is compared with a sum in fp64 under a bound that says its reason, and every row's bits are compared between
-// batches and between numbers of threads. An argument names the part to run, none means all; `isa` asks for the name of the
-// instruction set alone. Exits with 1 where anything is wrong.
+// Each result is compared with a sum in fp64 under an explained bound, and each row's bits between batches and thread counts.
+// An argument selects the part to run, none means all; `isa` prints only the instruction set. The exit status is 1 on an error.
 #include "numbers.hpp"
 
 int main(int count, char** arguments) {

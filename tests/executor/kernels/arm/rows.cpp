@@ -1,7 +1,7 @@
 // Norms, activations, gates, sums and gathers over rows, and a small program of them with a linear layer.
 //
-// All rows on one thread, then each by itself: the same bits. The program's result has the bits of its operations called one
-// by one. Widths end within a vector.
+// All rows on one thread, then each alone: the same bits. A program has the bits of its operations in separate calls. Widths end
+// within a vector.
 //
 // Bounds: half a unit of the format wherever the operation rounds, and 2^-20 of the result for fp32 arithmetic with an
 // exponential, a root or a sum of a hundred squares in it. An activation by erf is off by 1.5e-7 of x.
@@ -162,7 +162,7 @@ void check_pointwise(Findings& findings, Dtype dtype) {
   check_operation(
       findings, "soft cap", dtype,
       [&](index_t first, index_t rows, void* y) { qt_op_softcap(x.row(first), stride, rows, kWidth, 5, y, kWidth, code); },
-      // The quotient is rounded before the tangent, whose slope is at most 1, and that before it is multiplied.
+      // The quotient is rounded before the tangent, which has a slope of at most 1, and the tangent before the product.
       [&](index_t r, index_t c) {
         return with_slack(5 * std::tanh(x.at(r, c) / 5), unit + 0x1p-20, unit * std::fabs(x.at(r, c)));
       });

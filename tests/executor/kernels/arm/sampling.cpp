@@ -1,12 +1,11 @@
 // Draws and log-probabilities.
 //
-// What may be drawn is computed in fp64 by its definition: division by the temperature, then min-p, top-k, top-p. Over many
-// positions a token must come as often as its share says, within five standard deviations; random numbers are a function of
-// seed and position, so the outcome is one and the same in every run. One row and many, one thread and several: the same
-// tokens.
+// Allowed tokens are computed in fp64 by the definition: division by the temperature, then min-p, top-k, top-p. Over many
+// positions, token counts must match the probabilities within five standard deviations. Random numbers depend only on seed and
+// position, so runs are deterministic. One row and many, one thread and several must give the same tokens.
 //
 // Bounds. A log-probability is rounded to fp32 (2^-24 of it) and has the error of a sum of exponentials, 2^-20. Top-p may
-// keep one token more or less where the mass is within 1e-5 of its border: such tokens are not held against a draw.
+// keep one token more or less where the mass is within 1e-5 of its border: such draws are accepted.
 #include <numeric>
 
 #include "numbers.hpp"
@@ -45,11 +44,11 @@ std::vector<std::int32_t> sorted(const Matrix& logits, index_t row) {
   return ids;
 }
 
-// The shares of what may be drawn, by id; those of tokens that only the border's slack lets in are negative.
+// Probabilities of allowed tokens, by id; negative for tokens that only the tolerance at the border allows.
 std::vector<double> shares_of(const Matrix& logits, index_t row, const qt::DrawSettings& settings) {
   const std::vector<std::int32_t> order = sorted(logits, row);
   std::vector<double> shares(kVocab);
-  // Quotients are rounded to fp32 before they are compared: that is the definition.
+  // By definition, quotients are rounded to fp32 before they are compared.
   const auto quotient = [&](index_t place) { return float(logits.at(row, order[place])) / settings.temperature; };
   const float most = quotient(0);
   float floor = most + settings.log_min_p;
@@ -174,7 +173,7 @@ void check_logprobs(Findings& findings, const Matrix& logits) {
   }
 }
 
-// A program that draws for two rows on three threads, which look for the largest logits together: the tokens of qt_draw.
+// A program that draws for two rows on three threads, which search the largest logits together: the tokens of qt_draw.
 void check_program(Findings& findings, const Matrix& logits) {
   constexpr index_t kSlots = 4, kLength = 16;
   findings.begin(std::string("drawn in a program, ") + kNames[int(logits.dtype)]);

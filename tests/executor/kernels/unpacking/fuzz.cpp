@@ -1,5 +1,5 @@
-// Packs what a file might contain, which is anything, into weights of every format and size, and reads them back: for the address
-// and undefined-behaviour sanitizers. Every array is an allocation of its own that ends with its last byte.
+// Pack arbitrary file contents into weights of every format and size, and read them back, under the address and
+// undefined-behaviour sanitizers. Every array is a separate allocation that ends with its last byte.
 //
 //   fuzz SEED SECONDS          prints how many weights were packed, and how many of the format that had the fewest
 #include <algorithm>
@@ -34,7 +34,7 @@ void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, floa
 
 namespace {
 
-// By a format's code: what a block of a GGUF file holds, and its bytes; and what else may fill it.
+// By a format's code: numbers and bytes of a GGUF block, and other sources that may fill it.
 struct Format {
   index_t numbers, bytes;
   bool floats, codes;
@@ -67,7 +67,7 @@ constexpr Format kFormats[] = {
     {0, 0, false, true, 0, false},      // int4 again, scales in fp32
     {0, 0, false, true, 0, false},      // int8 again
     {0, 0, false, true, 4, false},      // int4, zeros in fp32 too
-    {0, 0, false, true, 4, false},      // int8, likewise
+    {0, 0, false, true, 4, false},      // int8, the same
     {0, 0, false, false, 0, false},     // tables
 };
 constexpr int kFormatCount = int(std::size(kFormats));
@@ -78,7 +78,7 @@ class Fuzzer {
  public:
   explicit Fuzzer(std::uint64_t seed) : random_(seed) {}
 
-  // False: the arguments describe no weight.
+  // False: the arguments are invalid.
   bool once() {
     const int format = int(below(kFormatCount));
     const Format& of = kFormats[format];
@@ -122,7 +122,7 @@ class Fuzzer {
  private:
   index_t below(index_t end) { return index_t(random_() % std::uint64_t(end)); }
 
-  // Noise, one byte again and again, or noise with the extremes of floats in it.
+  // Noise, one repeated byte, or noise with extreme floats.
   char* bytes(index_t count) {
     char* made = (char*)std::malloc(count);
     const index_t kind = below(4);
@@ -160,7 +160,7 @@ class Fuzzer {
     return true;
   }
 
-  // Some columns, and outliers of them, a few of which lie nowhere.
+  // Some columns with outliers, a few of which are out of range.
   void fill_tables(qt::Weight* weight, index_t columns, index_t depth) {
     const index_t first = below(columns), count = 1 + below(columns - first);
     char* codes = bytes(count * depth);
