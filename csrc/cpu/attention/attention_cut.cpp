@@ -16,7 +16,7 @@ constexpr index_t kUnitCost = 1 << 18;   // least multiplications of a unit that
 constexpr index_t kApartGain = 1 << 18;
 constexpr index_t kApartThreads = 8;  // fewer threads save little: the rest of the step is longer than such a unit
 
-// Whether VDPBF16PS is faster than fp32 FMA. On AMD's Zen 4 and 5 it is twice as fast. On Intel it is half as fast (Emerald
+// True if VDPBF16PS is faster than fp32 FMA. On AMD's Zen 4 and 5 it is twice as fast. On Intel it is half as fast (Emerald
 // Rapids: one in two cycles); Intel processors with AMX use the AMX kernels. Chosen by vendor, not by measurement: the same
 // machine must always round alike. -1: not decided yet.
 int wants_pairs = -1;

@@ -33,7 +33,7 @@ class AttentionCut {
   // call: arguments that all steps share. group: cache group. program: its scratch has kPartialsBytes.
   AttentionCut(const AttentionCall& call, index_t group, index_t max_tokens, const Program* program);
 
-  // Whether a step may have a separate scores work.
+  // True if a step may have a separate scores work.
   bool may_be_apart() const { return may_be_apart_; }
   void describe(const Step& step, index_t threads);
   Work scores() const;  // of the last described step; empty if `rest` is the only work

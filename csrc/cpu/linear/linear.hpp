@@ -75,7 +75,7 @@ constexpr std::int32_t middle_of(Codes codes) {
     default: return 128;
   }
 }
-// Whether a group's numbers are not just scale times (stored - middle).
+// True if a group's numbers are not just scale times (stored - middle).
 constexpr bool shifts(Scales scales) {
   return scales == Scales::half_zero || scales == Scales::half_minimum || scales == Scales::bytes_minimum ||
          scales == Scales::nibbles || scales == Scales::single_zero || scales == Scales::single_shift;

@@ -109,7 +109,7 @@ bool describe(int format, index_t columns, index_t depth, index_t group, bool pa
   return format < kFirstForm ? describe_floats(group, weight) : describe_integers(kForms[format - kFirstForm], group, weight);
 }
 
-// Whether the dot product of bf16 pairs is faster than fp32 FMA. VDPBF16PS does four multiplications where an fp32 FMA does
+// True if the dot product of bf16 pairs is faster than fp32 FMA. VDPBF16PS does four multiplications where an fp32 FMA does
 // two, but at a quarter of its rate on Intel cores. ARM's BFDOT has the rate of FMLA (Arm Neoverse V1 and N2 Software
 // Optimization Guides, ASIMD instructions).
 bool dot_is_fast() {
@@ -121,7 +121,7 @@ bool dot_is_fast() {
 #endif
 }
 
-// Whether to rely on hardware prefetchers for sequential reads. AMD processors detect the sequential read of a tile and keep
+// True if kernels rely on hardware prefetchers for sequential reads. AMD processors detect the sequential read of a tile and keep
 // more lines in flight than software prefetches, which are limited by the L1 fill buffers. On Intel, and on processors not
 // measured, kernels prefetch in software.
 bool follows_reads() {

@@ -35,14 +35,14 @@ inline constexpr int kRegisters = 32;  // vector registers
 inline constexpr int kRegisters = 16;
 #endif
 
-// Whether dot_pairs is one instruction.
+// True if dot_pairs is one instruction.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 inline constexpr bool kDotsPairs = true;
 #else
 inline constexpr bool kDotsPairs = false;
 #endif
 
-// Whether dot_bytes is one instruction, and the bias that it subtracts from each unsigned byte: ARM's dot product without
+// True if dot_bytes is one instruction; and the bias that it subtracts from each unsigned byte: ARM's dot product without
 // FEAT_I8MM multiplies bytes of equal signedness only.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
 inline constexpr bool kDotsBytes = true;
