@@ -1,5 +1,5 @@
-// One-shot all-reduce: y = the sum of all ranks' x (+ bias), for a layer whose inputs are divided over the ranks. Every rank
-// reads the numbers of all ranks and adds them itself.
+// One-shot all-reduce: y = the sum of all ranks' x (+ bias), for a layer with inputs divided over the ranks. Every rank reads
+// the numbers of all ranks and adds them itself.
 //
 // Ownership: a block owns a channel (peers.cuh) and pieces b, b + gridDim.x, … of the contiguous numbers. A thread owns packs
 // of 16 bytes of a piece, or single numbers if rows are not multiples of a pack. Bytes: a rank writes its numbers once to its

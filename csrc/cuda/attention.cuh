@@ -51,7 +51,7 @@ struct Plan {
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// True for rows whose lines fit one patch of the decode kernel; the chunk kernel computes all other rows.
+// True for rows with lines that fit one patch of the decode kernel; the chunk kernel computes all other rows.
 __device__ __forceinline__ bool is_decode(int count, int group) { return count * group <= DECODE_PATCH; }
 
 // Positions [begin, end) visible to the tokens [first, last], counted from the row's first new token.

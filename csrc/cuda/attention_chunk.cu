@@ -3,8 +3,8 @@
 // Ownership: a block of 4 warps takes pieces of work (attention.cuh) until none is left. A piece is 128 lines of one row and KV
 // head (64 if DIM is 256), over the positions of a split. A warp owns 32 lines (16) with their scores, weights and sums in
 // registers, so every key loaded from shared memory is used twice. For each tile of 64 positions: scores, softmax within quads
-// of threads, sums. Weights are rounded to the model's format and multiplied by the values and by a column of ones, whose sum
-// is the normalizer. Warps with lines past the patch's end only copy. Barriers per tile: keys arrived; values arrived.
+// of threads, sums. Weights are rounded to the model's format and multiplied by the values and by a column of ones; the latter
+// gives the normalizer. Warps with lines past the patch's end only copy. Barriers per tile: keys arrived; values arrived.
 //
 // FLOPs: 4 * head_dim per line and visible position; tiles that no line of the patch sees are skipped. Bytes: the patch's
 // positions once per patch, mostly from L2. Limiter: matrix instructions (mma.sync, not Hopper's wgmma; so a library kernel may

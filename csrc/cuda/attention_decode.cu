@@ -1,4 +1,4 @@
-// Decode attention over the paged cache: rows whose new tokens and query group fit one matrix tile of 16 lines.
+// Decode attention over the paged cache: rows with at most 16 lines (new tokens times query group), one matrix tile.
 //
 // Ownership: a block of 4 warps takes pieces of work (attention.cuh) until none is left. A piece is 16 lines of one row and KV
 // head, over the positions of a split. For each tile of 64 positions:

@@ -1,7 +1,7 @@
 // Exact conversion of 4-bit and 8-bit codes to pairs of a 16-bit format T, for matrix instructions. One or two instructions per
 // code.
 //
-// Integers: the code is placed in the low bits of a larger number whose last bit is worth 1 (1024 in fp16, 128 in bf16). The
+// Integers: the code is placed in the low bits of a larger number with a last bit worth 1 (1024 in fp16, 128 in bf16). The
 // larger number and the zero point are then subtracted (Kim, Henry, Fahim, Awadalla, Who Says Elephants Can't Run, 2022,
 // section 3; Frantar, Castro, Chen, Hoefler, Alistarh, MARLIN, 2024, section 3.4). Floats: the fields are shifted to those of
 // T; a multiplication by a power of two corrects the exponent bias.

@@ -1,5 +1,5 @@
-// All-gather: y = all ranks' x side by side. Used for logits, whose columns are divided over the ranks, and for rows that are
-// normed over divided columns. If one rank has all columns, it is a broadcast: the ids of a step's tokens, from rank 0's table.
+// All-gather: y = all ranks' x side by side. Used for logits with columns divided over the ranks, and for norms over divided
+// columns. If one rank has all columns, it is a broadcast: the ids of a step's tokens, from rank 0's table.
 //
 // Ownership: a block owns a channel (peers.cuh) and pieces b, b + gridDim.x, … of every rank's contiguous rows. A thread owns
 // units of a piece: 16 bytes, or 4 or 2 if columns are not multiples. Bytes: a rank writes its own rows once to its memory,

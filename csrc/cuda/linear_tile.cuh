@@ -3,8 +3,8 @@
 //
 // Reduction order: it depends on the depth only. The depth is cut into a few chunks of a length given by the host (chunk_units
 // times 128 bytes of a row). The products of a chunk are summed from zero, ascending, in one fp32 accumulator. The chunks' sums
-// are added ascending in fp32, then the bias, then one rounding. A block computes all chunks, or one chunk whose sum it stores
-// in `partials`; the last block to arrive adds the chunks. Both do the same additions in the same order, so the bits are
+// are added ascending in fp32, then the bias, then one rounding. A block computes all chunks, or one chunk; it then stores the
+// sum in `partials`; the last block to arrive adds the chunks. Both do the same additions in the same order, so the bits are
 // independent of the tile, the split and the batch size.
 #pragma once
 

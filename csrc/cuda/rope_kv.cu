@@ -3,8 +3,8 @@
 //
 // Ownership: `lanes` adjacent threads own a head of a token. `lanes` is a power of two, so they share a warp. Each thread owns
 // one item: a pack of 16 bytes in the first half of the rotated elements and its partners in the second half, or two packs
-// without rotation. In the `single` kernels an item is two numbers and a thread has up to 8 items, for heads whose size is not
-// a multiple of a pack.
+// without rotation. In the `single` kernels an item is two numbers and a thread has up to 8 items, for heads that packs do not
+// divide evenly.
 // Bytes: each number is read once and written once, 4 bytes in 16-bit formats, for some 6 FLOPs. Limiter: memory bandwidth in
 // prefill, latency in decode. The cache position of each token is precomputed in the step's tables (`kv_rows`).
 //

@@ -17,14 +17,14 @@
 // depends on the row, its settings and its position, not on the batch size or the grid.
 //
 // Logits are compared without division by the temperature. In the reference each bound is a quotient; here it is translated to
-// the least logit whose rounded quotient reaches it.
+// the least logit with a rounded quotient that reaches it.
 #include "device.cuh"
 #include "sampling.cuh"
 
 namespace quintet {
 
 constexpr int SCAN_THREADS = 256;
-constexpr int SCAN_TILES = 4;  // whose loads a warp has in flight together
+constexpr int SCAN_TILES = 4;  // tiles with loads in flight per warp
 constexpr int DRAW_THREADS = 512;
 constexpr int FEW_TILES = 64;
 constexpr float LEAST_EXPONENT = -87.0f;  // tokens less likely than e^-87 of the most likely one are excluded

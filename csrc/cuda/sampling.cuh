@@ -17,7 +17,7 @@ namespace quintet {
 
 constexpr int TILE = 256;
 constexpr int SHARE = TILE / WARP_SIZE;  // adjacent logits of a tile that a lane owns
-constexpr int TILES_AT_ONCE = 2;         // whose loads a warp of a sweep has in flight together
+constexpr int TILES_AT_ONCE = 2;         // tiles with loads in flight per warp of a sweep
 constexpr float LOWEST = -3.4028234664e38f;
 constexpr float LOG2_E = 1.4426950409f;
 
@@ -222,8 +222,8 @@ __device__ __forceinline__ float number_of(Selected selected) {
   return of_key((selected.key >> 31) != 0u ? selected.key : selected.key | REST);
 }
 
-// Returns the largest number whose upper set (all numbers not below it) has amounts that reach a target, among keys from
-// `first` to `last`. All threads call.
+// Returns the largest x such that the amounts of all numbers >= x reach a target, among keys from `first` to `last`. All
+// threads call.
 // sweep(least, visit): calls visit(x), in one thread each, for all numbers from `least` on; smaller numbers are ignored.
 // amount_of(x): amount of a number; 0 excludes it. target_of(total): the target, at least 1, from the sum of all amounts.
 // max_rounds: limit of 11-bit rounds. If it is too low, the key is smaller than the best one.

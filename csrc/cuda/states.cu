@@ -14,7 +14,7 @@ namespace quintet {
 namespace {
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
-constexpr int TILE = 8;            // tokens whose inputs are copied to shared memory together
+constexpr int TILE = 8;            // tokens per copy of inputs to shared memory
 constexpr int WARP_COLUMNS = 8;    // columns of a head per warp; four lanes share the state of a column
 constexpr int PARTS = WARP_SIZE / WARP_COLUMNS;
 constexpr int COLUMNS = WARPS * WARP_COLUMNS;

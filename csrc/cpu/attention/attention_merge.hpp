@@ -12,7 +12,7 @@ struct MergeHeads {
   index_t first, count;      // first head among the rank's own; number of heads
 };
 
-// A token whose partitions are divided over the ranks.
+// A token with partitions divided over the ranks.
 struct MergeToken {
   index_t token;
   const float* partials;  // [partitions][units][partial_floats]: see AttentionPiece

@@ -10,7 +10,7 @@ namespace qt {
 struct KvPlace {
   char* memory;         // of all blocks at this place
   index_t block_bytes;  // from one block to the next: at least the bytes of the layer
-  index_t group;        // cache group, whose table has the block ids
+  index_t group;        // cache group; its table has the block ids
   index_t sharers;      // ranks that share these blocks: each writes every sharers-th block, all read all blocks
   index_t sharer;       // index of this rank among them
 };

@@ -114,7 +114,7 @@ class ContextCut {
     return seen_from(all_.layer.window, all_.layer.chunk, step.row_starts[row]) / kPartitionKeys;
   }
 
-  // Partitions of a row whose token is divided over the ranks; 0: each rank computes its own heads.
+  // Partitions of a row with one token, divided over the ranks; 0: each rank computes its own heads.
   index_t partitions_of(const Step& step, index_t row) const {
     if (step.row_counts[row] != 1) return 0;
     const index_t partitions = step.row_starts[row] / kPartitionKeys + 1 - first_partition(step, row);

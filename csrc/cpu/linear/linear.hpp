@@ -128,7 +128,7 @@ struct Weight {
 // Computes the tile and the lane of a column.
 void tile_and_lane(const Weight& weight, index_t column, index_t& tile, index_t& lane);
 
-// Index of the run with the outliers of a lane at k. The following lanes of the run are next to it.
+// Index of the run with the outliers of a lane at k. The runs of the next lanes follow.
 constexpr index_t outlier_run(const Weight& weight, index_t tile, index_t k, index_t lane) {
   const index_t pieces = (weight.depth + kOutlierDepth - 1) / kOutlierDepth;
   return (tile * pieces + k / kOutlierDepth) * (kTileColumns / kOutlierColumns) + lane / kOutlierColumns;

@@ -19,7 +19,8 @@ const LinearKernels& linear_kernels_of(const Weight& weight);
 // Returns the cheapest cut for `threads` threads; among equal costs, the one with the largest items.
 Cut best_cut(const Weight& weight, const Preparation& preparation, index_t rows, index_t threads, bool may_slice);
 
-// Returns a product whose rows are not known yet. Aborts the process if formats or activation do not fit the weight.
+// Returns a product without its rows, which are not known yet. Aborts the process if formats or activation do not fit the
+// weight.
 LinearCall linear_call(const Weight* weight, const void* x, index_t x_stride, int dtype, const void* bias,
                        const void* residual, void* y, index_t y_stride, int activation, int inputs);
 

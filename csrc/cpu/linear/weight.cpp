@@ -121,8 +121,8 @@ bool dot_is_fast() {
 #endif
 }
 
-// True if kernels rely on hardware prefetchers for sequential reads. AMD processors detect the sequential read of a tile and keep
-// more lines in flight than software prefetches, which are limited by the L1 fill buffers. On Intel, and on processors not
+// True if kernels rely on hardware prefetchers for sequential reads. AMD processors detect the sequential read of a tile and
+// keep more lines in flight than software prefetches, which are limited by the L1 fill buffers. On Intel, and on processors not
 // measured, kernels prefetch in software.
 bool follows_reads() {
 #if defined(__x86_64__)

@@ -293,7 +293,7 @@ QT_EXPORT void qt_program_experts(qt::Program* program, const qt::ExpertsLayer* 
   qt::append_parts(program, experts, max_tokens, 0, Experts::kParts);
 }
 
-// Appends unrounded fp32 sums of experts whose width is divided over the ranks (ranks.hpp). dtype: of x and scores.
+// Appends unrounded fp32 sums of experts with a width divided over the ranks (ranks.hpp). dtype: of x and scores.
 QT_EXPORT void qt_program_experts_sums(qt::Program* program, const qt::ExpertsLayer* layer, const void* x, index_t x_stride,
                                        const void* scores, index_t scores_stride, index_t max_tokens, float* y,
                                        index_t y_stride, int dtype) {

@@ -145,7 +145,7 @@ class Ranks {
   float* partials(index_t copy) const { return partials_ + copy * shape_.partial_floats; }
   // Step arrays of the next order of rank 0, or of the order that another rank has received.
   Step step() const { return step_at(place()); }
-  // Block table entries of a row whose last token is the `tokens`-th.
+  // Block table entries of a row that ends with the `tokens`-th token.
   index_t table_entries(index_t tokens) const;
 
  private:

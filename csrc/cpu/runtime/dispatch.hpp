@@ -36,7 +36,7 @@ enum class Isa : int { QT_ISAS(QT_ENUMERATOR, , ) };
 // one. `amx_emulated` computes the bits of amx slowly on any processor with avx512_bf16; it is used only on request.
 Isa isa();
 
-// Returns the parent, whose kernels `isa` uses where it has none. The parent of baseline is baseline.
+// Returns the parent: `isa` uses its kernels where it has none. The parent of baseline is baseline.
 Isa parent_of(Isa isa);
 
 // Returns the table of the chosen set, or of its nearest ancestor with a table. `tables` has one entry per instruction set;
@@ -59,7 +59,7 @@ const auto& choose_one(std::initializer_list<const Kernels*> tables, Of of) {
 // Macros that declare a kernel table for each instruction set and choose one of them.
 //
 //   struct LinearKernels { ... };                  // function pointers
-//   QT_DECLARE_KERNELS(LinearKernels, linear)      // in the header: namespace qt::avx2 { extern const LinearKernels linear; } ...
+//   QT_DECLARE_KERNELS(LinearKernels, linear)      // in the header: namespace qt::avx2 { extern const LinearKernels linear; }
 //   const LinearKernels linear = {...};            // in the kernel source, inside namespace qt::QT_ISA
 //   QT_CHOOSE(linear)                              // in a source that is compiled once: a reference to the chosen table
 //   QT_CHOOSE_ONE(linear, of)                      // a reference to one kernel: from the nearest table that has it

@@ -1,4 +1,4 @@
-// Hashes of the library's sources. The loader, `quintet.executor.backends.cpu.ops.host_library`, rejects a library whose
+// Hashes of the library's sources. The loader, `quintet.executor.backends.cpu.ops.host_library`, rejects a library if its
 // functions or structs differ from those that Python calls and fills. setup.py defines both macros with
 // `quintet.executor.backends.cpu.ops.host_sources`.
 #include "program.hpp"

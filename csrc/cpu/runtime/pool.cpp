@@ -44,7 +44,7 @@ index_t size_of_piece(const Work& work, index_t left, index_t threads) {
   return size < 1 ? 1 : size;
 }
 
-// Waits until `done(word)` is true; the thread that changes the word notifies. Spins for at most twice `patience.usual`, then
+// Waits until `done(word)` is true; the thread that changes the word notifies. Spins for about twice its recent waits, then
 // sleeps. It counts as one wait, even if the value changes several times.
 template <class Value, class Done, class Patience>
 void wait_until(const std::atomic<Value>& word, Done done, Patience& patience) {

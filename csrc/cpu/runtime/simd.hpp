@@ -225,7 +225,7 @@ QT_INLINE f32v load(const bf16* from) {
 }
 
 // One fp32 to bf16, nearest even; NaN stays NaN. Computed on bits, identical on every instruction set except AVX512_BF16, which
-// flushes denormals to zero, and AVX512_VNNI, whose kernels multiply integers.
+// flushes denormals to zero, and AVX512_VNNI, which has integer kernels only.
 QT_INLINE std::uint16_t narrow_bits(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);

@@ -39,7 +39,7 @@ struct Launch {
   unsigned grid[3];
   unsigned block[3];
   unsigned shared_bytes;
-  unsigned rank;  // 0; or from 1 on with several ranks, whose kernels run in other threads: blocks in fixed order, threads
+  unsigned rank;  // 0; or from 1 on with several ranks (their kernels run in other threads): blocks in fixed order, threads
                   // shuffled
   unsigned long long seed;
 };
