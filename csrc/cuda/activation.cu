@@ -1,9 +1,9 @@
-// Gated activations: out = round(f(gate)) * up, the first half of a row being gates and the second ups.
+// Gated activations: out = round(f(gate)) * up. The first half of a row are gates, the second half ups.
 //
-// A thread owns 16 bytes of gates, the ups beside them and what comes of both (one number of each, where the halves are
-// no multiple of 16 bytes); a block 256 such pieces of one token. 6 bytes an element in 16 bits, some 10 FLOPs and an
-// exponential. Limiter: memory bandwidth. Nothing is reduced. f(gate) is rounded to the rows' format before it is
-// multiplied, as torch does when it is a tensor of its own. No result depends on the batch size.
+// Ownership: a thread owns 16 bytes of gates, the corresponding ups and their results (one number of each if the halves are not
+// multiples of 16 bytes). A block owns 256 such parts of one token. Bytes: 6 per element in 16-bit formats, for some 10 FLOPs
+// and an exponential. Limiter: memory bandwidth. There is no reduction; results are independent of the batch size. f(gate) is
+// rounded to the rows' format before the multiplication, as in torch, where it is a separate tensor.
 #include "device.cuh"
 #include "pointwise.cuh"
 
@@ -14,7 +14,7 @@ struct Silu {
   static __device__ __forceinline__ float of(float x) { return x / (1.0f + expf(-x)); }
 };
 
-// Hendrycks and Gimpel, "Gaussian error linear units", 2016, and its approximation there.
+// Hendrycks and Gimpel, "Gaussian error linear units", 2016, and its approximation.
 struct Gelu {
   static __device__ __forceinline__ float of(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 };
@@ -50,7 +50,7 @@ using namespace quintet;
     gated<F, T, V>(x, x_stride, out, width);                                     \
   }
 
-// `single` for halves that are no multiple of 16 bytes.
+// `single`: for halves that are not multiples of 16 bytes.
 #define QT_ACTIVATIONS(format, T)                                          \
   QT_GATED(silu_and_mul_##format, Silu, T, Pack<T>::SIZE)                  \
   QT_GATED(silu_and_mul_single_##format, Silu, T, 1)                       \

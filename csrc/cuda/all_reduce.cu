@@ -1,18 +1,18 @@
-// y = the sum of all ranks' x (+ bias): of a layer with inputs divided between ranks. In one shot: every rank reads
-// every rank's numbers, and adds them itself.
+// One-shot all-reduce: y = the sum of all ranks' x (+ bias), for a layer with inputs divided over the ranks. Every rank reads
+// the numbers of all ranks and adds them itself.
 //
-// A block owns a channel (peers.cuh), and pieces number b, b + gridDim.x, … of the numbers, which lie without gaps; a thread packs
-// of 16 bytes of a piece, or single numbers where rows are no multiple of a pack. Bytes: a rank writes its numbers once into its own
-// memory, and reads N - 1 times as many from others', and two of each bias; for N - 1 additions each. Limiter: for few rows the
-// time in which a flag reaches another device, twice, about two microseconds; for many the links, over which N - 1 times a
-// message goes instead of the 2 (N - 1) / N times that dividing the additions would need, after a second meeting.
+// Ownership: a block owns a channel (peers.cuh) and pieces b, b + gridDim.x, … of the contiguous numbers. A thread owns packs
+// of 16 bytes of a piece, or single numbers if rows are not multiples of a pack. Bytes: a rank writes its numbers once to its
+// own memory and reads N - 1 times as many from other ranks, for N - 1 additions each. Limiter for few rows: twice the latency
+// of a flag between devices, about two microseconds. Limiter for many rows: the links, with N - 1 times the message. A two-shot
+// all-reduce would transfer 2 (N - 1) / N times the message, but need a second barrier.
 //
-// Order of the sum: as a tree of ranks, (0 + 1) + (2 + 3), in fp32, then the bias, rounded once: that of csrc/cpu/kernels/rank_sums.cpp. It
-// does not depend on the size of the message, nor on the number's place in it, so not on the batch; and all ranks add the same numbers in
-// the same order, so they agree on every bit.
+// Reduction order: a tree of ranks, (0 + 1) + (2 + 3), in fp32, then the bias, rounded once, as in
+// csrc/cpu/kernels/rank_sums.cpp. It depends neither on the size of the message nor on the position in it, hence not on the
+// batch size. All ranks add the same numbers in the same order, so all have the same bits.
 //
-// After NVIDIA's one-shot all-reduce of TensorRT-LLM, 2023, with channels that keep halves of their own: so a message of any size is one
-// launch, and no block waits for another one of its device.
+// After NVIDIA's one-shot all-reduce of TensorRT-LLM, 2023, with separate halves for each channel. So a message of any size is
+// one launch, and no block waits for another block of its device.
 #include "device.cuh"
 #include "peers.cuh"
 #include "pointwise.cuh"
@@ -22,7 +22,7 @@ namespace {
 
 constexpr int THREADS = 512;
 
-// The sum of ranks [FIRST, FIRST + N) of the numbers at `at` of their parts.
+// Sum over ranks [FIRST, FIRST + N) of the numbers at `at` in their parts.
 template <class T, int V, int FIRST, int N, class Parts>
 __device__ __forceinline__ void add_tree(float (&sum)[V], const Parts& parts) {
   if constexpr (N == 1) {
@@ -78,8 +78,8 @@ __device__ __forceinline__ void all_reduce(Channel<N> channel, const T* x, const
 
 using namespace quintet;
 
-// mailboxes, counts, alarm: see `Channel`. x, y: [count], y may be x; bias: [width], or null; count is a multiple of width. piece:
-// numbers of a block's exchange, whole packs, at most HALF_BYTES. Every block has one.
+// mailboxes, counts, alarm: see `Channel`. x, y: [count], y may be x; bias: [width], or null; count is a multiple of width.
+// piece: numbers of a block's exchange, full packs, at most HALF_BYTES. Every block has at least one piece.
 #define QT_ALL_REDUCE(n, variant, format, T, V)                                                                            \
   QT_KERNEL_OCCUPANCY(THREADS, 1, all_reduce_##n##variant##format,                                                                      \
             (const long long* mailboxes, int rank, unsigned* counts, unsigned* alarm, long long timeout_ns, const T* x,    \

@@ -1,25 +1,26 @@
-// What the attention kernels share: how a step's rows are cut into pieces of work, which positions a query sees, and the
-// arithmetic by which parts of a softmax are put together. The kernels: attention_plan.cu (once per step),
-// attention_decode.cu and attention_chunk.cu (matrix instructions), attention_plain.cu.
+// Common parts of the attention kernels: division of rows into pieces of work, visible positions of a query, merge of partial
+// softmax states. The kernels: attention_plan.cu (once per step), attention_decode.cu and attention_chunk.cu (matrix
+// instructions), attention_plain.cu.
 //
-// Words. A ROW is a request in this step: `count` new tokens after `start` cached ones. A LINE is one (new token, query
-// head) pair of one KV head; a row has count * group lines per KV head, line = token * group + head within the group, so
-// that grouped queries (Ainslie et al., "GQA", 2023) share every load of a key. A PATCH is up to PATCH consecutive lines
-// that one block computes together. A TILE is 64 positions of the cache. A SPLIT is a range of whole tiles at fixed
-// places, split s being positions [s * size, (s + 1) * size) for every row.
+// Terms. A ROW is a request in this step: `count` new tokens after `start` cached ones. A LINE is a (new token, query head)
+// pair of one KV head. A row has count * group lines per KV head, with line = token * group + head in the query group. So the
+// lines of a query group share every load of a key (Ainslie et al., "GQA", 2023). A PATCH is up to PATCH consecutive lines,
+// computed together by one thread block. A TILE is 64 positions of the cache. A SPLIT is a range of full tiles at fixed
+// positions: split s is [s * size, (s + 1) * size) for every row.
 //
 //   positions   0                size              2 size            3 size
 //   tiles       |----|----|----|----|----|----|----|----|----|----|
 //   splits      |       0         |        1       |        2
 //   a row       |------------ start ------------->|-- count --|
 //
-// A PIECE of work is (row, patch, KV head, split), or (row, patch, KV head) over all positions where the row is not
-// split. The order of all roundings of one line: tiles ascending within a split by the online softmax (Milakov and
-// Gimelshein, 2018; Dao et al., "FlashAttention-2", 2023), splits ascending by `Fold`. A tile or split that a line does
-// not see leaves its numbers untouched, exactly. So when the split size is fixed, a line's bits do not depend on the
-// chunk it came in, on its patch, on which of the two kernels computed it or on what else is in the step: whether splits
-// are computed one after the other by one block or at the same time by many, the same two numbers meet in `Fold`. In the
-// second case parts lie in the workspace, and the block that stores the last one of a patch puts them together.
+// A PIECE of work is (row, patch, KV head, split), or (row, patch, KV head) over all positions if the row is not split.
+//
+// Reduction order of a line: tiles ascending within a split by the online softmax (Milakov and Gimelshein, 2018; Dao et al.,
+// "FlashAttention-2", 2023), splits ascending by `Fold`. A tile or split without visible positions leaves the line's state
+// unchanged, exactly. So with a fixed split size, a line's bits are independent of the batch, of its chunk, of its patch and of
+// the kernel. One block may compute all splits in sequence, or several blocks may compute them in parallel: `Fold` combines the
+// same numbers. In the parallel case partial states are stored in the workspace; the block that stores the last one of a patch
+// merges them.
 #pragma once
 #include "device.cuh"
 
@@ -30,18 +31,19 @@ namespace quintet {
 constexpr int TILE = 64;
 constexpr int DECODE_PATCH = 16;
 
-// The plan of one step for one sight and one kernel, as attention_plan.cu leaves it: a table of ints.
+// Plan of one step for one sight and one kernel: a table of ints, written by attention_plan.cu.
 struct Plan {
   int* table;
   int max_rows;
   __device__ __forceinline__ int split_size() const { return table[0]; }
   __device__ __forceinline__ int num_pieces() const { return table[1]; }
-  // Pieces taken so far beyond the first of each block, and blocks that found no more: 0 between launches.
+  // Number of pieces taken after the first one of each block; number of blocks that found no further piece. Both are 0 between
+  // launches.
   __device__ __forceinline__ int* taken() const { return table + 2; }
   __device__ __forceinline__ int* finished() const { return table + 3; }
-  // prefix()[row]: pieces of the rows before it; one entry more than rows.
+  // prefix()[row]: pieces of the previous rows; one entry more than rows.
   __device__ __forceinline__ int* prefix() const { return table + 4; }
-  // parts()[row]: splits that are pieces of their own; 1: a piece walks all positions.
+  // parts()[row]: splits that are separate pieces; 1: a piece covers all positions.
   __device__ __forceinline__ int* parts() const { return table + 4 + max_rows + 1; }
   // base()[row]: the row's first patch in the workspace, if it has several parts.
   __device__ __forceinline__ int* base() const { return table + 4 + 2 * max_rows + 1; }
@@ -49,10 +51,10 @@ struct Plan {
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// Rows with lines that fit one patch of the decode kernel are its work, all others the chunk kernel's.
+// True for rows with lines that fit one patch of the decode kernel; the chunk kernel computes all other rows.
 __device__ __forceinline__ bool is_decode(int count, int group) { return count * group <= DECODE_PATCH; }
 
-// Positions [begin, end) that some line sees, of the tokens [first, last] counted from the row's first new one.
+// Positions [begin, end) visible to the tokens [first, last], counted from the row's first new token.
 struct Range {
   int begin, end;
 };
@@ -60,23 +62,23 @@ __device__ __forceinline__ Range seen_by(int start, int first, int last, const S
   return {sight.first(start + first), start + last + 1};
 }
 
-// Division of the work: the arguments that the kernels with matrix instructions have in common.
+// Arguments of the kernels with matrix instructions.
 struct Attention {
   unsigned char* out;
   const unsigned char* q;
   const unsigned char* kv;
   const int *slots, *starts, *counts, *offsets, *block_table;
   float *part_sums, *part_stats, *totals;
-  int* tickets;  // a patch's parts that are stored, at its first part's slot: 0 between launches
+  int* tickets;  // stored parts of a patch, at the slot of its first part; 0 between launches
   const float *alibi, *sinks;
   int num_rows, num_tokens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride;
   Sight sight;
   int split_tiles, stages;
   long long plane;         // numbers from a key to its value
-  long long block_stride;  // numbers from a block's first key to the next block's
+  long long block_stride;  // numbers from one KV block to the next
   Plan plan;
   Scores scores;
-  float value_scale;       // of all numbers of all values
+  float value_scale;       // of all values
   int group;
 };
 
@@ -98,24 +100,24 @@ struct Attention {
         quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, value_scale, num_heads / num_kv_heads              \
   }
 
-// One piece of work. Empty: its split lies where its patch sees nothing.
+// One piece of work. Empty if its patch sees no position of its split.
 struct Piece {
   int head;         // KV head
-  int token;        // the row's first token among the step's
-  int start;        // its position
+  int token;        // index of the row's first token in the step
+  int start;        // position of that token
   int first_line;   // of the patch
   int num_lines;    // of the patch, at most PATCH
   int begin, end;   // positions
   int slot;         // patch of the workspace; -1: the result is final
-  int first_slot;   // of the patch's parts, which lie num_kv_heads apart
+  int first_slot;   // of the patch's parts, which are num_kv_heads slots apart
   int num_parts;    // of the patch
   const int* blocks;
-  // position / block_size is the upper word of position * this, for blocks of 2 and more and position * block_size up to 2^32:
-  // this is above 2^32 / block_size by less than 1.
+  // Multiplier for the division by block_size: position / block_size is the upper word of position * inverse_size. Valid for
+  // block_size >= 2 and position * block_size up to 2^32, as it exceeds 2^32 / block_size by less than 1.
   unsigned inverse_size;
 };
 
-// The last row with prefix[row] <= index, by one warp: the lanes look at 32 places at a time.
+// Returns the last row with prefix[row] <= index. One warp; its lanes test 32 entries at a time.
 __device__ __forceinline__ int find_row(const int* prefix, int num_rows, int index) {
   const int lane = threadIdx.x % WARP_SIZE;
   int row = 0;  // prefix[row] <= index
@@ -129,7 +131,7 @@ __device__ __forceinline__ int find_row(const int* prefix, int num_rows, int ind
   return row;
 }
 
-// The piece of that index, by one warp; all its lanes get it.
+// Returns the piece with this index. One warp; all lanes get the result.
 template <int PATCH>
 __device__ __forceinline__ Piece find_piece(const Attention& a, int index) {
   const int* prefix = a.plan.prefix();
@@ -138,7 +140,7 @@ __device__ __forceinline__ Piece find_piece(const Attention& a, int index) {
   int start = a.starts[row], lines = a.counts[row] * a.group;
   int patches = divide_up(lines, PATCH);
 
-  // Long patches first: a prompt's last ones see the most.
+  // The last patches of a prompt see the most positions, so they come first.
   int within = index - prefix[row];
   int head = within % a.num_kv_heads;
   int part = within / a.num_kv_heads % parts;
@@ -173,7 +175,8 @@ __device__ __forceinline__ Piece find_piece(const Attention& a, int index) {
   return piece;
 }
 
-// Start to copy a patch's queries to shared memory, lines past the patch as zeros; they arrive with the next group.
+// Starts the copy of a patch's queries to shared memory; lines beyond the patch are zero. It completes with the next group of
+// copies.
 template <class T, int DIM, int PATCH, int THREADS>
 __device__ __forceinline__ void copy_queries(const Attention& a, const Piece& piece, unsigned char* into) {
   constexpr int ROW = DIM * int(sizeof(T)) + 16, CHUNKS = DIM / 8;
@@ -190,9 +193,9 @@ __device__ __forceinline__ void copy_queries(const Attention& a, const Piece& pi
   }
 }
 
-// What one line sees: nothing if it lies past the patch's end.
+// Visible positions of one line; none beyond the end of the patch.
 struct Line {
-  int first, last;  // its own position is the last
+  int first, last;  // the last one is the line's own position
   float slope;  // ALiBi (Press et al., "Train Short, Test Long", 2022)
   __device__ __forceinline__ Line() {}
   __device__ __forceinline__ Line(const Attention& a, const Piece& piece, int index) {
@@ -208,7 +211,7 @@ __device__ __forceinline__ bool sees(const Line& line, int position) {
   return position <= line.last && position >= line.first;
 }
 
-// Whether a tile has positions that some token of the patch, first to last, does not see.
+// True if the tile needs a mask: a token of the patch does not see all its positions.
 __device__ __forceinline__ bool sees_partly(const Attention& a, const Piece& piece, int tile) {
   int first = piece.start + piece.first_line / a.group;
   int last = piece.start + (piece.first_line + piece.num_lines - 1) / a.group;
@@ -219,8 +222,8 @@ __device__ __forceinline__ const float* sink_of(const Attention& a, int head) {
   return a.sinks != nullptr ? a.sinks + head : nullptr;
 }
 
-// A line's result, of which this thread has two columns of every 8 from `column` on: to the output, or unscaled to the
-// workspace, there with the line's largest score and normalizer by the thread that has column 0.
+// Stores a line's result: final to the output, or unscaled to the workspace. This thread has two columns of every 8, from
+// `column` on. In the workspace, the thread with column 0 also stores the line's largest score and normalizer.
 template <class T, int PATCH, int COLUMNS>
 __device__ __forceinline__ void store_line(
     const Attention& a, const Piece& piece, int index, int column, int half, const float (&sums)[COLUMNS][4],
@@ -255,13 +258,13 @@ __device__ __forceinline__ void store_line(
   }
 }
 
-// Put together what the parts of a patch left in the workspace, if this block stored the last of them: by whichever
-// block that is, in the parts' order, so the same bits. A warp takes a line at a time, its lanes sharing the columns.
+// Merges the parts of a patch from the workspace, if this block stored the last one. The parts' order is fixed, so the bits do
+// not depend on the block. A warp merges a line at a time; its lanes share the columns.
 template <class T, int DIM, int PATCH, int THREADS>
 __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& piece) {
   constexpr int PER_LANE = DIM / WARP_SIZE;
   __shared__ bool is_last;
-  __threadfence();  // what this thread stored is there before the ticket that says so
+  __threadfence();  // release: this thread's stores precede its ticket
   __syncthreads();
   if (threadIdx.x == 0) {
     int* tickets = a.tickets + piece.first_slot;
@@ -270,14 +273,14 @@ __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& pie
   }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();  // what the others stored before their tickets is read after this one
+  __threadfence();  // acquire: stores before the other blocks' tickets are visible
 
   const int lane = threadIdx.x % WARP_SIZE;
   const float unit = a.scores.unit();
 #pragma unroll 1
   for (int index = threadIdx.x / WARP_SIZE; index < piece.num_lines; index += THREADS / WARP_SIZE) {
     float total[PER_LANE] = {}, normalizer = 0.0f, most = UNSEEN;
-    // No branches: then the loads of several parts are under way before the first is folded.
+    // Branch-free, so that the loads of several parts are in flight before the first fold.
 #pragma unroll 4
     for (int part = 0; part < piece.num_parts; ++part) {
       const long long place = (long long)(piece.first_slot + part * a.num_kv_heads) * PATCH + index;
@@ -306,8 +309,8 @@ __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& pie
   }
 }
 
-// When a block has found no more pieces: its share of the padding tokens, and the counters back to 0 for the next layer by
-// the last block, which no other takes from any more.
+// Epilogue of a block without further pieces: zeroes its share of the padding tokens. The last block resets the counters for
+// the next layer.
 template <class T, int THREADS>
 __device__ __forceinline__ void finish(const Attention& a) {
   for (int token = a.offsets[a.num_rows] + int(blockIdx.x); token < a.num_tokens; token += int(gridDim.x)) {

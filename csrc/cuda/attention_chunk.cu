@@ -1,23 +1,22 @@
-// Attention over the paged cache for rows of many new tokens: whole prompts, chunks of them, drafts to verify.
+// Prefill attention over the paged cache, for rows of many new tokens: prompts, chunks of prompts, draft tokens.
 //
-// A block of 4 warps takes pieces of work (attention.cuh) until none is left: 128 lines of one row and KV head (64 where
-// DIM is 256), over the positions of a split. A warp owns 32 lines (16) with all their scores, weights and sums in
-// registers, so that every key it loads from shared memory is used twice: tile by tile, scores of 64 positions, softmax
-// within quads of threads, sums. Weights are rounded to the model's format and multiplied by the values and by a column
-// of ones, which makes the normalizer. Warps with lines past the patch's end only copy. Barriers per tile: keys
-// arrived; values arrived.
+// Ownership: a block of 4 warps takes pieces of work (attention.cuh) until none is left. A piece is 128 lines of one row and KV
+// head (64 if DIM is 256), over the positions of a split. A warp owns 32 lines (16) with their scores, weights and sums in
+// registers, so every key loaded from shared memory is used twice. For each tile of 64 positions: scores, softmax within quads
+// of threads, sums. Weights are rounded to the model's format and multiplied by the values and by a column of ones; the latter
+// gives the normalizer. Warps with lines past the patch's end only copy. Barriers per tile: keys arrived; values arrived.
 //
-// FLOPs: 4 * head_dim per line and position that it sees; tiles that no line of the patch sees are not visited. Bytes: the
-// patch's positions once per patch, mostly from L2. Limiter: matrix instructions (mma.sync; not Hopper's wgmma, which is
-// why a library's kernel may be chosen for long prompts: executor/backends/cuda/attention). Shared memory per block, 16 bits:
+// FLOPs: 4 * head_dim per line and visible position; tiles that no line of the patch sees are skipped. Bytes: the patch's
+// positions once per patch, mostly from L2. Limiter: matrix instructions (mma.sync, not Hopper's wgmma; so a library kernel may
+// be chosen for long prompts: executor/backends/cuda/attention). Shared memory per block, 16 bits:
 //   queries 64 MT * (2 DIM + 16) and stages * 64 * (2 DIM + 16) for the ring
 //   DIM 128: 34 KiB + 17 KiB a stage: 2 blocks of 4 stages on sm_90 and sm_100 (227 KiB), 1 of 7 on sm_80 (163 KiB)
 //   DIM 256: 33 KiB + 33 KiB a stage: 1 block of 5 stages, 3 on sm_80
 //
-// Where the split size is fixed, a piece may walk several splits; the totals of those after it lie in global memory,
-// private to the thread, since there are no registers left for them.
+// With a fixed split size, a piece may cover several splits. Their totals are in global memory, private to the thread, because
+// no registers are left.
 //
-// Order of reduction: see attention.cuh; it depends on positions only, never on the batch.
+// Reduction order: see attention.cuh; it depends on positions only, not on the batch size.
 #include "device.cuh"
 
 #include "attention.cuh"
@@ -27,7 +26,7 @@ namespace quintet {
 
 constexpr int CHUNK_THREADS = 128;
 
-// Where a thread keeps a line's totals: a column of `totals [blocks][MT * 2 * (2 COLUMNS + 2)][threads]`.
+// Totals of a line in global memory: a column of `totals [blocks][MT * 2 * (2 COLUMNS + 2)][threads]`.
 struct FarTotals {
   float* numbers;
   __device__ __forceinline__ float& operator()(int i) const { return numbers[i * CHUNK_THREADS]; }
@@ -64,10 +63,10 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
   };
 
   for (int index = blockIdx.x; index < a.plan.num_pieces(); index = next_piece) {
-    __syncthreads();  // shared memory is the last piece's until all have left it
+    __syncthreads();  // all threads have left the shared memory of the previous piece
     if (warp == 0) {
       int upcoming = 0;
-      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // on its way while the piece is found
+      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // its latency overlaps find_piece
       const Piece found = find_piece<PATCH>(a, index);
       if (lane == 0) {
         next_piece = upcoming;
@@ -161,11 +160,11 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
               most[m][half] = rise.most;
 #pragma unroll
               for (int n = 0; n < TILE / 8; ++n) {
-                // Scores of columns 2 (lane % 4) .. + 1 of two adjacent tiles are just the weights' fragment.
+                // Scores of columns 2 (lane % 4) .. + 1 of two adjacent tiles have the layout of the weights' fragment.
                 weights[m][n / 2][n % 2 * 2 + half] = pack_pair<T>(
                     rise.weight(score[m][n][2 * half], unit), rise.weight(score[m][n][2 * half + 1], unit));
               }
-              // Most tiles raise nothing, and shrinking by 1 changes nothing.
+              // Most tiles do not raise the maximum; scaling by 1 changes nothing.
               if (__any_sync(FULL_WARP, rise.shrink != 1.0f)) {
                 normalizer[m][2 * half] *= rise.shrink;
                 normalizer[m][2 * half + 1] *= rise.shrink;

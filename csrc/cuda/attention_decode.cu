@@ -1,22 +1,22 @@
-// Attention over the paged cache for rows with new tokens and grouped heads that fit one 16-line matrix tile: decode steps.
+// Decode attention over the paged cache: rows with at most 16 lines (new tokens times query group), one matrix tile.
 //
-// A block of 4 warps takes pieces of work (attention.cuh) until none is left: 16 lines of one row and KV head, over the
-// positions of a split. Per tile of 64 positions:
-//   scores    warp w multiplies the 16 queries (up to DIM 128 they stay in its registers) by keys 16 w .. 16 w + 15;
-//   softmax   the warps' largest scores meet in shared memory; weights go there too, rounded to the model's format;
+// Ownership: a block of 4 warps takes pieces of work (attention.cuh) until none is left. A piece is 16 lines of one row and KV
+// head, over the positions of a split. For each tile of 64 positions:
+//   scores    warp w multiplies the 16 queries (in registers up to DIM 128) by keys 16 w .. 16 w + 15;
+//   softmax   the warps combine their largest scores in shared memory and store the weights there, rounded to the model's format;
 //   sums      warp w multiplies all 64 weights by columns w DIM / 4 .. of the values, and by a column of ones: the
-//             normalizer is the sum of the rounded weights, in the same order as the values' sums.
-// Accumulators of all are in registers. Barriers per tile: keys arrived; largest scores; weights and values arrived.
+//             normalizer is the sum of the rounded weights, in the order of the value sums.
+// All accumulators are in registers. Barriers per tile: keys arrived; largest scores; weights and values arrived.
 //
-// Bytes: 2 * head_dim numbers of the cache per position and KV head, each read once; FLOPs: 4 * head_dim * 16 lines, of
-// which `group` lines count. Limiter: memory bandwidth, so bytes in flight matter: the ring holds units (64 keys or 64
-// values: 17 KiB at head_dim 128 in 16 bits) of which all but one are on their way. Shared memory per block, 16 bits:
+// Bytes: 2 * head_dim numbers of the cache per position and KV head, each read once. FLOPs: 4 * head_dim * 16 lines, of which
+// `group` lines are useful. Limiter: memory bandwidth, hence bytes in flight. The ring holds units (64 keys or 64 values: 17
+// KiB at head_dim 128 in 16 bits); all but one are in flight. Shared memory per block, 16 bits:
 //   queries 16 * (2 DIM + 16) + weights 2304 + largest scores 256, and stages * 64 * (2 DIM + 16) for the ring
 //   DIM 128: 6.9 KiB + 17 KiB a stage: 2 blocks of 6 stages on sm_90 and sm_100 (227 KiB), 2 of 4 on sm_80 (163 KiB)
 //   DIM 256: 10.8 KiB + 33 KiB a stage: 1 block of 6 stages, 4 on sm_80
-// The host chooses blocks and stages (executor/backends/cuda/ops/attention_plan.py).
+// The host chooses the number of blocks and stages (executor/backends/cuda/ops/attention_plan.py).
 //
-// Order of reduction: see attention.cuh; it depends on positions only, never on the batch.
+// Reduction order: see attention.cuh; it depends on positions only, not on the batch size.
 #include "device.cuh"
 
 #include "attention.cuh"
@@ -26,7 +26,7 @@ namespace quintet {
 
 constexpr int DECODE_THREADS = 128;
 
-// Where a thread keeps a line's totals of the splits before this one: registers.
+// Totals of a line over the previous splits, in registers.
 struct Totals {
   float* numbers;
   __device__ __forceinline__ float& operator()(int i) const { return numbers[i]; }
@@ -61,10 +61,10 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
   const int values_at = lane * Cache::ROW + warp * COLUMNS * 16;
 
   for (int index = blockIdx.x; index < a.plan.num_pieces(); index = next_piece) {
-    __syncthreads();  // shared memory is the last piece's until all have left it
+    __syncthreads();  // all threads have left the shared memory of the previous piece
     if (warp == 0) {
       int upcoming = 0;
-      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // on its way while the piece is found
+      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // its latency overlaps find_piece
       const Piece found = find_piece<DECODE_PATCH>(a, index);
       if (lane == 0) {
         next_piece = upcoming;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
           for (int n = 0; n < COLUMNS; ++n) sums[n][i] *= shrink[i / 2];
         }
 
-        const unsigned char* values = cache.take();  // its barrier is the weights' too
+        const unsigned char* values = cache.take();  // its barrier also covers the weights
 #pragma unroll
         for (int k = 0; k < TILE / 32; ++k) {
           uint32_t early[4], late[4];

@@ -1,13 +1,13 @@
-// Attention over the paged cache without matrix instructions: models in fp32, and heads the other kernels do not take, values
-// of another width than keys among them. Correctness first.
+// Attention over the paged cache without matrix instructions: fp32 models, and head shapes that the other kernels do not
+// support, such as values of another width than keys. Not optimized.
 //
-// A block of 128 threads per (token, head), over all positions the token sees, 128 at a time: thread t takes the score
-// of position t, the block its largest and its sum, then thread t adds up columns t, t + 128 ... of the values. Query and
+// Ownership: a block of 128 threads per (token, head), over all visible positions, 128 at a time. Thread t computes the score
+// of position t, the block the maximum and the sum, then thread t accumulates columns t, t + 128 ... of the values. Query and
 // weights are in shared memory, sums in registers.
-// Bytes: the whole range of the cache once per query head, head_dim + value_dim numbers per position; FLOPs: twice as many.
-// Limiter: L2 and instruction issue.
-// Order of reduction: positions ascending within a tile of 128 fixed positions, tiles ascending; a tile that the token
-// does not see is not visited. It depends on nothing but the token's positions.
+// Bytes: all visible positions of the cache once per query head, head_dim + value_dim numbers per position; FLOPs: twice as
+// many. Limiter: L2 and instruction issue.
+// Reduction order: positions ascending within a tile of 128 fixed positions, tiles ascending; tiles without visible positions
+// are skipped. It depends on the token's positions only, not on the batch size.
 #include "device.cuh"
 
 #include "attention_softmax.cuh"
@@ -44,7 +44,7 @@ __device__ __forceinline__ void attention_plain(
 
   float sums[PER_THREAD] = {}, normalizer = 0.0f, most = UNSEEN;
   for (int tile = first / PLAIN_THREADS * PLAIN_THREADS; tile <= last; tile += PLAIN_THREADS) {
-    __syncthreads();  // the query is there; the last tile's weights are no longer needed
+    __syncthreads();  // the query is stored; the weights of the previous tile are no longer read
     const int position = tile + thread;
     const bool seen = position >= first && position <= last;
     float score = UNSEEN;
@@ -61,7 +61,8 @@ __device__ __forceinline__ void attention_plain(
     const float weight = seen ? rise.weight(score, unit) : 0.0f;
     most = rise.most;
     weights[thread] = weight;
-    normalizer = fmaf(normalizer, rise.shrink, block_sum<PLAIN_THREADS>(weight));  // its barriers show the weights to all
+    normalizer = fmaf(normalizer, rise.shrink, block_sum<PLAIN_THREADS>(weight));  // its barriers make the weights visible to
+                                                                                   // all threads
 
     const int begin = first > tile ? first - tile : 0;
     const int end = last - tile + 1 < PLAIN_THREADS ? last - tile + 1 : PLAIN_THREADS;
@@ -84,8 +85,8 @@ __device__ __forceinline__ void attention_plain(
 
 }  // namespace quintet
 
-// keys, values: [blocks, KV heads, block_size, head_dim or value_dim], a block as many numbers after the one before as
-// block_stride says; a value value_stride numbers after the one before, so that values may be what keys begin with.
+// keys, values: [KV blocks, KV heads, block_size, head_dim or value_dim], block_stride numbers from one KV block to the next.
+// value_stride: numbers from one value to the next, so that values may be the beginning of keys.
 #define QT_ATTENTION_PLAIN(suffix, T, KV)                                                                              \
   QT_KERNEL(quintet::PLAIN_THREADS, attention_plain##suffix,                                                           \
             (void* out, const void* q, const void* keys, const void* values, const int* slots, const int* positions,   \

@@ -1,20 +1,20 @@
-// Cuts a step's rows into pieces of attention work, once per step: how far rows are split, and where each row's pieces
-// begin. Layers of one sight share a plan; lengths are read from the step's tables, so that one captured graph serves
-// all lengths.
+// Divides a step's rows into pieces of attention work, once per step: the number of splits per row and the offset of each row's
+// pieces. Layers with the same sight share a plan. Lengths are read from the step's tables, so one captured graph serves all
+// lengths.
 //
-// Grid: (sights, 2): x a sight, y the kernel planned for (0 decode, 1 chunk). A block of 32 warps: warp w estimates how
-// long the step takes with candidate w, lanes sharing the rows; the best candidate is taken, and the block writes prefix
-// sums over the rows. A candidate is a split size where sizes are free, 128, 192, 256, 384 ... positions; where the size
-// is fixed, since results depend on it, it is how many splits a row must have for them to be computed side by side, which
-// changes no bit. The last candidate splits nothing and always fits the workspace.
+// Grid: (sights, 2): x is a sight, y the planned kernel (0 decode, 1 chunk). A block has 32 warps: warp w estimates the step's
+// time with candidate w; its lanes share the rows. The block takes the best candidate and writes prefix sums over the rows. If
+// the split size is free, a candidate is a split size: 128, 192, 256, 384 ... positions. If it is fixed, since results depend
+// on it, a candidate is the least number of splits of a row for parallel computation; this changes no bit. The last candidate
+// has no parallel splits and always fits the workspace.
 //
-// Work is counted in tiles of 64 positions, and a piece costs OVERHEAD tiles more (to fill its ring, to store its part, to
-// merge it). Two bounds on the time of `workers` blocks that take pieces as they become free, and the better one counts:
-//   rounds * longest piece          tight where all pieces are alike
-//   all work / workers + longest    tight where they differ (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969)
+// Work is measured in tiles of 64 positions. A piece costs OVERHEAD tiles more (ring fill, store of its part, merge). The
+// estimate is the smaller of two bounds for `workers` blocks that take pieces dynamically:
+//   rounds * longest piece          tight for equal pieces
+//   all work / workers + longest    tight for unequal pieces (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969)
 //
-// Bytes: 8 per row and warp, from L1; one block per sight, some microseconds. Limiter: latency. All sums are of ints, or
-// in a fixed order; a row's plan depends on the others by design (which split sizes may: see AttentionPlan).
+// Bytes: 8 per row and warp, from L1; one block per sight, some microseconds. Limiter: latency. All sums are of ints, or in a
+// fixed order. By design a row's plan depends on the other rows (which split sizes may: see AttentionPlan).
 #include "device.cuh"
 
 #include "attention.cuh"
@@ -26,7 +26,7 @@ constexpr int CANDIDATES = PLAN_THREADS / WARP_SIZE;
 constexpr float OVERHEAD = 2.0f;
 constexpr int NEVER = 1 << 30;
 
-// What all rows have in common.
+// Parameters common to all rows.
 struct Cut {
   Sight sight;
   int group, kv_heads, patch, fixed_size;
@@ -41,7 +41,7 @@ struct Cut {
     if (fixed_size > 0) return fixed_size;
     return (candidate % 2 == 0 ? 2 : 3) << (candidate / 2) << 6;
   }
-  // Splits of a row that are pieces of their own.
+  // Splits of a row that are separate pieces.
   __device__ __forceinline__ int parts(int start, int count, int candidate) const {
     Range range = seen_by(start, 0, count - 1, sight);
     int splits = (range.end - 1) / size(candidate) - range.begin / size(candidate) + 1;
@@ -57,7 +57,7 @@ __device__ __forceinline__ int warp_sum_int(int value) {
   return value;
 }
 
-// The estimated time with one candidate, in tiles, by one warp; INF where its parts do not fit the workspace.
+// Estimated time of one candidate, in tiles, by one warp; INF if its parts do not fit the workspace.
 __device__ __forceinline__ float estimate(
     const Cut& cut, const int* starts, const int* counts, int num_rows, int candidate, int workers, int capacity) {
   int pieces = 0, stored = 0;
@@ -69,7 +69,7 @@ __device__ __forceinline__ float estimate(
     int of_row = patches * parts * cut.kv_heads;
     Range first = seen_by(starts[row], 0, 0, cut.sight);
     Range last = seen_by(starts[row], counts[row] - 1, counts[row] - 1, cut.sight);
-    // A patch in the middle of the row sees about as much as the average one.
+    // A patch in the middle of the row sees about the average number of positions.
     float average = (0.5f * float(first.end - first.begin) + 0.5f * float(last.end - last.begin)) / TILE + 1.0f;
     float most = float(last.end - last.begin) / TILE + 1.0f;
     pieces += of_row;
@@ -86,7 +86,7 @@ __device__ __forceinline__ float estimate(
   return fminf(rounds, work / float(workers) + longest);
 }
 
-// Sum of `value` over the threads before this one; `all` gets the sum over all.
+// Exclusive prefix sum of `value` over the threads; `all` gets the total.
 __device__ __forceinline__ int sum_before(int value, int* of_warps, int& all) {
   int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   int sum = value;
@@ -112,8 +112,8 @@ __device__ __forceinline__ int sum_before(int value, int* of_warps, int& all) {
 
 using namespace quintet;
 
-// tables: [sights, 2, stride]. sights: [sights, 2], window and chunk. workers, capacities (patches of the workspace) and the
-// chunk kernel's patch as the host chose them.
+// tables: [sights, 2, stride]. sights: [sights, 2], window and chunk. The host chooses workers, capacities (patches of the
+// workspace) and the chunk kernel's patch.
 QT_KERNEL_OCCUPANCY(PLAN_THREADS, 1, attention_plan,
           (const int* starts, const int* counts, const int* sights, int* tables, int num_rows, int max_rows, int stride,
            int group, int kv_heads, int chunk_patch, int fixed_size, int decode_workers, int chunk_workers,

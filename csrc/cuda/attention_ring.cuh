@@ -1,5 +1,4 @@
-// The tiles of a piece on their way from the paged cache through shared memory, gathered by the block table, widened
-// where the cache is fp8. Knows nothing of softmax.
+// Asynchronous copies of a piece's tiles from the paged cache to shared memory, with block table lookup and conversion of fp8.
 #pragma once
 #include "device.cuh"
 
@@ -7,12 +6,12 @@
 
 namespace quintet {
 
-// The cache as a ring of buffers in shared memory: unit 2 t holds the keys of a piece's tile t, unit 2 t + 1 its values,
-// positions outside [begin, end) and numbers past the head's end as zeros (0 times unwritten memory may be NaN).
+// Ring of buffers in shared memory. Unit 2 t holds the keys of a piece's tile t, unit 2 t + 1 its values. Positions outside
+// [begin, end) and elements past the head's end are zero, because 0 times uninitialized memory may be NaN.
 //
-// A row of a tile is 16 bytes longer than its numbers: then the 8 rows that one matrix load touches lie in different
-// banks. An fp8 tile stays packed in the ring; the thread that copied 16 bytes widens them into one of two buffers, so
-// only the widened tile needs a barrier.
+// A row of a tile is padded by 16 bytes, so that the 8 rows of one matrix load are in different banks. An fp8 tile stays packed
+// in the ring. The thread that copied 16 bytes converts them into one of two buffers, so only the converted tile needs a
+// barrier.
 template <class T, class KV, int DIM, int THREADS>
 struct Ring {
   static constexpr bool WIDENS = sizeof(KV) != sizeof(T);
@@ -24,7 +23,8 @@ struct Ring {
   static_assert(TILE * CHUNKS % THREADS == 0, "every thread copies equally many chunks");
   static_assert(ROW % 128 == 16 || ROW % 128 == 80, "8 consecutive rows begin in 8 different groups of 4 banks");
 
-  // Which 16 bytes of a unit are this thread's i-th: where rows divide the threads, those of one column.
+  // Row and column of this thread's i-th 16 bytes in a unit. If the chunks of a row divide the threads, all its chunks have one
+  // column.
   static __device__ __forceinline__ int row_of(int i) {
     if constexpr (THREADS % CHUNKS == 0) return int(threadIdx.x) / CHUNKS + i * (THREADS / CHUNKS);
     return (i * THREADS + int(threadIdx.x)) / CHUNKS;
@@ -42,9 +42,9 @@ struct Ring {
   __device__ __forceinline__ Ring(const Attention& a, const Piece& piece, unsigned char* memory)
       : a(a), piece(piece), memory(memory) {}
 
-  // Copy the next unit; past the last an empty group, so that groups can be counted. A thread's loads of block numbers
-  // come before its first copy, as the compiler moves no load over a copy: they wait for memory once, not in turn. Where
-  // nothing is copied the address is some other position's, so that there is no branch.
+  // Starts the copy of the next unit; past the last unit, commits an empty group, so that groups can be counted. A thread loads
+  // all block numbers before its first copy: the compiler moves no load over a copy, so the loads wait for memory only once.
+  // Zero-filled copies use the address of another position, to avoid a branch.
   __device__ __forceinline__ void copy() {
     const int begin = piece.begin, end = piece.end;
     const int first = (begin / TILE + next / 2) * TILE;
@@ -82,7 +82,7 @@ struct Ring {
     for (int i = 0; i + 1 < a.stages; ++i) copy();
   }
 
-  // Wait for the next unit, barrier, copy ahead into the stage that everyone has left, and return its rows of T.
+  // Waits for the next unit, passes a barrier, starts the next copy into the released stage, and returns the unit's rows of T.
   __device__ __forceinline__ const unsigned char* take() {
     switch (a.stages) {
       case 2: copy_async_wait<0>(); break;

@@ -1,6 +1,6 @@
-// The arithmetic of attention's softmax, one line (a query of one head) at a time: every rounding that the decode, chunk
-// and merge kernels must do alike, written once. Products that are followed by a sum are explicit fmaf, so that the
-// compiler's freedom to contract cannot round two kernels differently. Knows nothing of where numbers lie.
+// Softmax arithmetic of attention, for one line (a query of one head) at a time. It holds all roundings that the decode, chunk
+// and merge kernels must share. Products followed by a sum are explicit fmaf, so contraction by the compiler cannot make two
+// kernels round differently. Independent of the memory layout.
 #pragma once
 #include "device.cuh"
 
@@ -8,12 +8,12 @@ namespace quintet {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// A masked score, and the largest score of a line that has seen none. Finite, so that no difference is NaN.
+// A masked score, and the largest score of a line without visible positions. Finite, so that no difference is NaN.
 constexpr float UNSEEN = -3.0e38f;
 __device__ __forceinline__ bool has_seen(float most) { return most > -1.0e38f; }
 
-// Which positions up to its own a query sees: those of its window, or of its chunk (0: none). What is first seen never falls
-// from a position to the next.
+// Visible positions of a query: its window or its chunk (0: none), up to its own position. The first visible position never
+// decreases from one position to the next.
 struct Sight {
   int window, chunk;
   __device__ __forceinline__ int first(int position) const {
@@ -22,13 +22,13 @@ struct Sight {
   }
 };
 
-// How scores become logits: s * scale, or cap * tanh(s * scale / cap) + slope * distance. In the first case scores stay
-// as the multiplication left them, and the scale goes into the exponent: weights are 2^((score - largest) * unit).
+// Logits from scores: s * scale, or cap * tanh(s * scale / cap) + slope * distance. In the plain case, scores are not scaled;
+// the scale is part of the exponent: weights are 2^((score - largest) * unit).
 struct Scores {
   float scale, soft_cap;
   bool plain;
   __device__ __forceinline__ float unit() const { return plain ? scale * LOG2_E : LOG2_E; }
-  // The logit where scores are not plain. The tangent is 1 - 2 / (1 + e^2x): right to 1e-7 of 1, which is of the cap.
+  // The logit if scores are not plain. tanh is 1 - 2 / (1 + e^2x): absolute error 1e-7, relative to the cap.
   __device__ __forceinline__ float logit(float score, float slope, int distance) const {
     float logit = score * scale;
     if (soft_cap > 0.0f) {
@@ -39,8 +39,8 @@ struct Scores {
   }
 };
 
-// What one tile does to a line: its largest score may rise, then all sums so far shrink; and each score's weight. A tile
-// the line does not see leaves `most`, shrinks by exactly 1 and weighs exactly 0.
+// Online softmax update of a line by one tile: the largest score may increase, previous sums are then scaled down; and the
+// weight of each score. A tile without visible positions keeps `most`, scales by exactly 1 and has weights of exactly 0.
 struct Rise {
   float most, shrink, base;
   __device__ __forceinline__ Rise(float before, float of_tile, float unit) {
@@ -53,7 +53,7 @@ struct Rise {
   }
 };
 
-// How a split's sums are added to those of the splits before it: both scaled to the larger of the largest scores.
+// Addition of a split's sums to those of the previous splits, both scaled to the larger of the largest scores.
 struct Fold {
   float kept, added, most;
   __device__ __forceinline__ Fold(float total_most, float part_most, float unit) {
@@ -64,16 +64,15 @@ struct Fold {
   __device__ __forceinline__ float operator()(float total, float part) const { return fmaf(part, added, total * kept); }
 };
 
-// What multiplies a line's sums at the end: one over its normalizer, which its head's sink has joined (null: none), a logit
-// without a value. A line that sees nothing (there is none but in padding) gives zeros.
+// Final factor of a line's sums: the inverse of its normalizer. The normalizer includes the head's sink, a logit without a
+// value (null: none). A line without visible positions (only in padding) gives zeros.
 __device__ __forceinline__ float share_of(float normalizer, float most, float unit, const float* sink) {
   if (sink != nullptr) normalizer += exp2_fast(fmaf(-most, unit, *sink * LOG2_E));
   return normalizer > 0.0f ? 1.0f / normalizer : 0.0f;
 }
 
-// Fold the part of line `half` of a matrix accumulator (numbers 2 half and 2 half + 1 of each column tile) into its
-// total, and leave the part empty. `total(i)` is where the thread keeps the i-th of its totals: COLUMNS pairs of sums, the
-// normalizer, the largest score.
+// Folds the part of line `half` of a matrix accumulator (numbers 2 half and 2 half + 1 of each column tile) into its total, and
+// clears the part. `total(i)` is the thread's i-th total: COLUMNS pairs of sums, the normalizer, the largest score.
 template <int COLUMNS, class Total>
 __device__ __forceinline__ void fold_line(
     float (&sums)[COLUMNS][4], float (&normalizer)[4], float& most, int half, float unit, Total total) {
@@ -96,8 +95,8 @@ __device__ __forceinline__ void fold_line(
   most = UNSEEN;
 }
 
-// Make the total of all splits, the last one folded too, the accumulator again: what is stored does not ask whether it
-// was folded.
+// Copies the total of all splits, the last one included, back to the accumulator, so that the store is the same with and
+// without folds.
 template <int COLUMNS, class Total>
 __device__ __forceinline__ void unfold_line(
     float (&sums)[COLUMNS][4], float (&normalizer)[4], float& most, int half, Total total) {
@@ -107,7 +106,7 @@ __device__ __forceinline__ void unfold_line(
   most = total(2 * COLUMNS + 1);
 }
 
-// The largest among the four threads that share a line of an accumulator; all of them get it.
+// Maximum over the four threads that share a line of an accumulator; all of them get it.
 __device__ __forceinline__ float largest_of_quad(float value) {
   value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, 1));
   return fmaxf(value, __shfl_xor_sync(FULL_WARP, value, 2));

@@ -1,19 +1,18 @@
-// Copies of KV blocks, all places of a block at once: within the device's memory (copy-on-write), or between it and a pool in
-// page-locked host memory, which the device reads and writes over the bus without a copy engine (swap).
+// Copies of KV blocks for all layers: within device memory (copy-on-write), or to and from a pool in page-locked host memory
+// (swap). The device accesses host memory over the bus without a copy engine.
 //
-// A thread owns the same 16 bytes of every block at one place (`quintet.wire.kv_spec`), and copies them pair after
-// pair: so copies apply in the order of the pairs even where one's target is a later one's source or target, and no
-// thread waits for another. 32 bytes move per thread and pair. Limiter: bandwidth, of memory or of the bus, as long as
-// places x block bytes are some megabytes; then one pair in flight per thread fills it.
-// Nothing is reduced: no result depends on the batch size.
+// Ownership: a thread owns the same 16 bytes of every KV block at one place (`quintet.wire.kv_spec`) and copies them pair by
+// pair. So copies apply in the order of the pairs, even if a target is a later source or target. No thread waits for another.
+// Bytes: 32 per thread and pair. Limiter: bandwidth of memory or bus, if places x block bytes are some megabytes; one pair in
+// flight per thread then saturates it. There is no reduction; results are independent of the batch size.
 #include "device.cuh"
 
 using namespace quintet;
 
-// sources, targets: the address of each place's memory, [blocks, block_bytes]; pairs: [num_pairs, 2], from and to.
+// sources, targets: the address of each place's memory, [blocks, block_bytes]; pairs: [num_pairs, 2], source and target.
 QT_KERNEL(256, copy_blocks,
           (const long long* sources, const long long* targets, const int* pairs, int num_pairs, long long block_bytes)) {
-  const int quads = static_cast<int>(block_bytes / 16);  // of a block
+  const int quads = static_cast<int>(block_bytes / 16);  // of a KV block
   const int quad = blockIdx.x * blockDim.x + threadIdx.x;
   if (quad >= quads) return;
   const uint4* from = reinterpret_cast<const uint4*>(sources[blockIdx.y]) + quad;

@@ -1,19 +1,21 @@
-// Codes of 4 and 8 bits as pairs of a 16-bit format T, for matrix instructions: exactly the numbers that they stand for. Integers
-// come from the bits of a larger number with the last place 1 (1024 in fp16, 128 in bf16), from which that number and the zero
-// point are taken away (Kim, Henry, Fahim, Awadalla, Who Says Elephants Can't Run, 2022, section 3; Frantar, Castro, Chen, Hoefler,
-// Alistarh, MARLIN, 2024, section 3.4); floats from moving their fields to those of T and multiplying by the power of two between
-// the formats' biases. One or two instructions a code.
+// Exact conversion of 4-bit and 8-bit codes to pairs of a 16-bit format T, for matrix instructions. One or two instructions per
+// code.
 //
-// A lane's codes of one k of 16 for a tile of 16 columns are fragments of two products of 8 columns, t = 0 and 1:
-//   4 bits: one word, in which fragment h of product t is the pair of bits 8 t + 4 h and 16 above
-//   8 bits: two words, product t's fragments its lower and its upper bytes
-// Does not know how words lie in memory: linear_coded.cu does.
+// Integers: the code is placed in the low bits of a larger number with a last bit worth 1 (1024 in fp16, 128 in bf16). The
+// larger number and the zero point are then subtracted (Kim, Henry, Fahim, Awadalla, Who Says Elephants Can't Run, 2022,
+// section 3; Frantar, Castro, Chen, Hoefler, Alistarh, MARLIN, 2024, section 3.4). Floats: the fields are shifted to those of
+// T; a multiplication by a power of two corrects the exponent bias.
+//
+// For 16 k of a tile of 16 columns, a lane's codes are fragments of two products of 8 columns, t = 0 and 1:
+//   4 bits: one word; fragment h of product t is the pair of bits 8 t + 4 h and 16 above
+//   8 bits: two words; the fragments of product t are its lower and its upper bytes
+// linear_coded.cu defines the order of the words in memory.
 #pragma once
 
 namespace quintet {
 
 template <class T>
-struct LargePair;  // two numbers with an integer in the last bits, and two ones
+struct LargePair;  // two large numbers with an integer in the last bits, and two ones
 template <>
 struct LargePair<fp16> {
   static constexpr uint32_t BITS = 0x64006400u, ONES = 0x3c003c00u;  // 1024 + n, n < 1024
@@ -25,8 +27,8 @@ struct LargePair<bf16> {
 
 constexpr uint32_t SIGNS = 0x80008000u;
 
-// Each has BITS of a code, ZERO where zero points are all one, what is taken away for a zero point, and `fragments`, from the words
-// of one k to the two registers of product t.
+// Each code type has BITS (of a code), ZERO (the zero point if there is only one), the subtrahend of a zero point, and
+// `fragments`: converts the words of one k step to the two registers of product t.
 
 template <class T>
 struct Int4 {
@@ -56,7 +58,8 @@ struct Int8<fp16> {
     b[1] = fma_pair<fp16>(__byte_perm(words[t], 0x64646464u, 0x4342u), LargePair<fp16>::ONES, less);
   }
 };
-// bf16 has no room for 8 bits after a large number, fp32 has: 2^23 + n. An integer below 256 is its upper half.
+// bf16 has too few bits for 8-bit codes in a large number; fp32 has enough: 2^23 + n. The upper half of the fp32 of an integer
+// below 256 is its exact bf16.
 template <>
 struct Int8<bf16> {
   static constexpr int BITS = 8;
@@ -73,7 +76,7 @@ struct Int8<bf16> {
   }
 };
 
-// e4m3 without its NaN: the host lets none through.
+// e4m3 without NaN: the host rejects NaN.
 template <class T>
 struct Fp8 {
   static constexpr int BITS = 8;
@@ -87,7 +90,7 @@ struct Fp8 {
     for (int h = 0; h < 2; ++h) {
       const uint32_t upper = __byte_perm(words[t], 0u, h == 0 ? 0x1404u : 0x3424u);
       const uint32_t moved = (upper & SIGNS) | ((upper & 0x7f007f00u) >> SHIFT);
-      b[h] = fma_pair<T>(moved, POWER, less);  // less -0.0, which leaves all as it is
+      b[h] = fma_pair<T>(moved, POWER, less);  // plus -0.0, which changes no number
     }
   }
 };

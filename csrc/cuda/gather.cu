@@ -1,10 +1,10 @@
-// y = all ranks' x side by side: logits, of which each rank makes some columns, what is normed over columns that ranks divide; and,
-// where one rank has all columns, what that one has: the ids of a step's tokens, which rank 0's table has.
+// All-gather: y = all ranks' x side by side. Used for logits with columns divided over the ranks, and for norms over divided
+// columns. If one rank has all columns, it is a broadcast: the ids of a step's tokens, from rank 0's table.
 //
-// A block owns a channel (peers.cuh), and pieces number b, b + gridDim.x, … of every rank's rows, which lie without gaps; a thread
-// units of a piece: 16 bytes, or 4 or 2 where columns are no multiple. Bytes: a rank writes its own once into its memory, reads all
-// others', and writes the whole; a rank without a result (null) reads nothing. Limiter: links for many rows, two microseconds of
-// flags for few. Nothing is added, so no result depends on the batch size.
+// Ownership: a block owns a channel (peers.cuh) and pieces b, b + gridDim.x, … of every rank's contiguous rows. A thread owns
+// units of a piece: 16 bytes, or 4 or 2 if columns are not multiples. Bytes: a rank writes its own rows once to its memory,
+// reads those of all others, and writes the result; a rank without a result (null) reads nothing. Limiter: links for many rows,
+// two microseconds of flags for few. There is no reduction; results are independent of the batch size.
 #include "device.cuh"
 #include "peers.cuh"
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int THREADS = 512;
 
-// Write a piece of a rank's rows, of `width` units each, where they belong in rows of `whole`.
+// Writes a piece of a rank's rows, `width` units each, to their positions in rows of `whole` units.
 template <class Unit>
 __device__ __forceinline__ void spread(const Unit* part, Unit* y, long long first, int units, int width, int whole) {
   y += first / width * whole;
@@ -56,8 +56,9 @@ __device__ __forceinline__ void gather(Channel<N> channel, int rank, const Unit*
 
 using namespace quintet;
 
-// mailboxes, counts, alarm: see `Channel`. x: [rows, this rank's columns]; y: [rows, all columns], or null; begins: [N + 1], where
-// each rank's columns begin, in units. piece: units of a block's exchange, at most HALF_BYTES. Every block has one.
+// mailboxes, counts, alarm: see `Channel`. x: [rows, this rank's columns]; y: [rows, all columns], or null; begins: [N + 1],
+// first column of each rank, in units. piece: units of a block's exchange, at most HALF_BYTES. Every block has at least one
+// piece.
 #define QT_GATHER(n, bytes, Unit)                                                                                              \
   QT_KERNEL_OCCUPANCY(THREADS, 1, gather_##n##_##bytes,                                                                                     \
             (const long long* mailboxes, int rank, unsigned* counts, unsigned* alarm, long long timeout_ns, const Unit* x,     \

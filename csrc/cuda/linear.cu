@@ -1,18 +1,18 @@
-// y = x . weight^T (+ bias): x [num_rows, depth], weight [columns, depth] as checkpoints have it, sums in fp32.
+// y = x . weight^T (+ bias): x [num_rows, depth], weight [columns, depth] in the layout of checkpoints, sums in fp32.
 //
-// A block owns a tile of y and, where the host splits the depth (gridDim.y > 1), one chunk of it; it brings both operands
-// through shared memory in steps of 64 or 128 bytes of depth, a few stages ahead.
-// Tiles of 16 or 32 rows are for steps of few tokens, where the weight's bytes are the limit: 4 warps side by side, 64 KiB of
-// shared memory, so three blocks of a Hopper multiprocessor (227 KiB) have about 100 KiB of weight under way, more than
-// the 40 KiB that 4.8 TB/s times 1 us over 132 of them asks for.
-// Tiles of 64 and 128 rows are for more tokens, where multiplying is the limit. 128x128 by 4 warps of 64x64: a step of 64
-// bytes is 1 MFLOP for 16 KiB copied and 32 KiB loaded to registers, which shared memory gives in the time that mma.sync
-// takes; two blocks of 112 KiB and all registers, so that one multiplies while the other waits. Their rate is what mma.sync
-// gives, on Hopper about two thirds of what wgmma gives; it is for --batch-invariant, cuBLAS multiplies otherwise.
+// Ownership: a block owns a tile of y; if the host splits the depth (gridDim.y > 1), it owns one chunk of that tile. It copies
+// both operands through shared memory in steps of 64 or 128 bytes of depth, a few stages ahead.
+// Tiles of 16 or 32 rows are for few tokens, where the limiter is the weight's bytes. They use 4 warps side by side and 64 KiB
+// of shared memory. So three blocks on a Hopper multiprocessor (227 KiB) have about 100 KiB of weight in flight, more than the
+// required 40 KiB (4.8 TB/s times 1 us over 132 multiprocessors).
+// Tiles of 64 and 128 rows are for more tokens, where the limiter is matrix instructions. A 128x128 tile has 4 warps of 64x64.
+// A step of 64 bytes is 1 MFLOP for 16 KiB copied and 32 KiB loaded to registers; shared memory delivers these in the time of
+// the mma.sync instructions. Two blocks of 112 KiB use all registers, so that one multiplies while the other waits. The rate is
+// that of mma.sync, on Hopper about two thirds of wgmma. These kernels are for --batch-invariant; otherwise cuBLAS is used.
 //
-// The order of every sum is in linear_tile.cuh; it does not depend on the batch, the tile or the split. It rests on an
-// element of an m16n8k16 product not depending on its place in the tile, which the hardware is made to give and
-// tests/cuda/kernels/test_linear.py checks.
+// Reduction order: see linear_tile.cuh; it is independent of the batch size, the tile and the split. This requires that an
+// element of an m16n8k16 product does not depend on its position in the tile. The hardware is designed so;
+// tests/cuda/kernels/test_linear.py checks it.
 #include "device.cuh"
 #include "linear_tile.cuh"
 #include "linear_tensor.cuh"
@@ -21,8 +21,8 @@ using namespace quintet;
 
 namespace {
 
-// On tensor cores. Per k of 16 a warp loads WARP_M / 16 + WARP_N / 16 times 512 bytes from shared memory for WARP_M / 16 *
-// WARP_N / 8 products.
+// Product on tensor cores. For 16 k, a warp loads WARP_M / 16 + WARP_N / 16 times 512 bytes from shared memory for WARP_M / 16
+// * WARP_N / 8 products.
 template <class T, int M, int N, int WARPS_M, int WARPS_N, int PACKS_OF_STEP>
 struct TensorProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
   using Tile = TensorTile<T, M, N, WARPS_M, WARPS_N>;
@@ -31,13 +31,13 @@ struct TensorProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
   static constexpr int PACKS = PACKS_OF_STEP;
   using Weight = RowMajorWeight<T, THREADS, PACKS, N>;
 
-  // Calls `refill` after the first products, which take longer than its addresses.
+  // Calls `refill` after the first products, which hide its address computation.
   template <class Refill>
   static __device__ __forceinline__ void add(
       float (&sum)[FRAGMENTS][4], const unsigned char* x, const unsigned char* weight, const Weight&, Refill refill) {
     const int x_row = warp_row() + lane() % 16, x_half = lane() / 16;
     const int w_row = warp_column() + lane() % 8 + lane() / 16 * 8, w_half = lane() / 8 % 2;
-    uint32_t a[2][TALL][4], b[2][WIDE][2];  // the next ones are loaded while these are multiplied
+    uint32_t a[2][TALL][4], b[2][WIDE][2];  // double-buffered: loads of the next step overlap the products
     auto load = [&](int k) {
 #pragma unroll
       for (int i = 0; i < TALL; ++i) load_matrix_x4(a[k % 2][i], x + staged<PACKS>(x_row + i * 16, 2 * k + x_half));
@@ -62,8 +62,8 @@ struct TensorProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
   }
 };
 
-// On fp32 units, each product fused with its addition in ascending k. Thread (r, c) of 16 columns owns rows
-// r + i * THREADS / 16, columns c + 16 * e: one group of four for each i. Reads TALL + 4 times 16 bytes for 16 * TALL products.
+// Product on fp32 units; each product is fused with its addition, k ascending. Thread (r, c) of 16 columns owns rows r + i *
+// THREADS / 16, columns c + 16 * e: one fragment of four for each i. It reads TALL + 4 times 16 bytes for 16 * TALL products.
 template <int M, int N, int NUM_THREADS>
 struct FloatProduct {
   using Out = float;
@@ -117,10 +117,10 @@ struct FloatProduct {
 
 }  // namespace
 
-// Grid: tiles of rows times tiles of columns; chunks, or 1. Dynamic shared memory: stages of (M + N) * PACKS * 16 bytes, and
-// M * N floats.
-// x, weight and their strides are multiples of 16 bytes. `partials` and `tickets` (zeros) are used by a split only.
-// wide: `out` has floats, whatever T is.
+// Grid: tiles of rows times tiles of columns; chunks, or 1. Dynamic shared memory: stages of (M + N) * PACKS * 16 bytes, and M
+// * N floats.
+// x, weight and their strides are multiples of 16 bytes. `partials` and `tickets` (zeros) are used only with a split.
+// wide: `out` is float for every T.
 #define LINEAR(NAME, T, STAGES, BLOCKS, ...)                                                                          \
   QT_KERNEL_OCCUPANCY(                                                                                                \
       (__VA_ARGS__::THREADS), BLOCKS, NAME,                                                                           \
@@ -131,9 +131,9 @@ struct FloatProduct {
     LinearTile<T, __VA_ARGS__, STAGES>::run(shared, x, {weight}, bias, out, partials, tickets, problem);              \
   }
 
-// The same for rows in groups, each with a weight of its own: weight [groups, columns, depth], bias [groups, columns]. `tiles` says
-// where tiles of rows begin: [3, num_tiles], the group, its tile's first row and the group's end; group -1: nothing to do.
-// Grid: tiles of rows, then of columns. Dynamic shared memory as above. The bits are those of each group alone.
+// Grouped product: each group of rows has its own weight. weight: [groups, columns, depth], bias: [groups, columns].
+// tiles: [3, num_tiles]: for each tile of rows its group, its first row and the end of the group's rows; group -1: empty tile.
+// Grid: tiles of rows, then of columns. Dynamic shared memory as above. The bits are those of a separate product per group.
 #define LINEAR_GROUPS(NAME, T, STAGES, BLOCKS, ...)                                                                   \
   QT_KERNEL_OCCUPANCY(                                                                                                \
       (__VA_ARGS__::THREADS), BLOCKS, NAME,                                                                           \
@@ -149,7 +149,7 @@ struct FloatProduct {
         int(blockIdx.x) / num_tiles * __VA_ARGS__::TILE_N);                                                           \
   }
 
-// As many blocks on a multiprocessor as Hopper's shared memory lets in; no fewer registers for more.
+// Number of blocks per multiprocessor: the limit of Hopper's shared memory, without fewer registers for more blocks.
 #define LINEARS(SHAPE, ...) LINEAR(linear_##SHAPE, __VA_ARGS__) LINEAR_GROUPS(linear_groups_##SHAPE, __VA_ARGS__)
 #define LINEAR_16_BITS(SUFFIX, T)                                        \
   LINEARS(16x64_##SUFFIX, T, 6, 3, TensorProduct<T, 16, 64, 1, 4, 8>)    \

@@ -1,18 +1,21 @@
-// y = x . weight^T (+ bias) with a weight of codes of 4 or 8 bits: (code - zero) * scale - minimum, or a float of so many bits times a
-// scale, where adjacent inputs of a column share zero, scale and minimum. x [num_rows, depth] in fp16 or bf16.
+// y = x . weight^T (+ bias) with a quantized weight of 4-bit or 8-bit codes: (code - zero) * scale - minimum, or a float of
+// that width times a scale. Adjacent inputs of a column form a group with one zero point, scale and minimum. x: [num_rows,
+// depth] in fp16 or bf16.
 //
-// Blocks, warps and stages are those of linear.cu with tiles of 64 columns: a step is 64 of the depth, 128 bytes of each row of x.
-// What is read of the weight for it is a brick of 16 columns, 512 or 1024 bytes that lie together, and a lane's own codes in
-// it are 16 bytes or twice that: it loads them from shared memory at once, and they are its fragments of the step's products (after
-// Frantar, Castro, Chen, Hoefler, Alistarh, MARLIN, 2024, section 3.4; the order within is ours, codes.cuh has it). Codes become numbers
-// of x's format in registers, exactly. So a step of 16 rows is 2 KiB of x (less where there are fewer rows), 2 or 4 KiB of codes and
-// 256 bytes for each group of inputs in it, and memory is the limit up to about 32 rows: 8 stages of it are 14 or 28 KiB of codes under
-// way for each block, of which three or four share a Hopper multiprocessor, more than the 40 KiB that 4.8 TB/s times 1 us over 132 of
-// them asks for. Beyond, multiplying is, and taking codes apart: a quarter of the products' instructions for a tile of 64 rows.
+// Ownership: blocks, warps and stages as in linear.cu, with tiles of 64 columns. A step is 64 of the depth, 128 bytes of each
+// row of x. The weight of a step is read in bricks: 16 columns, 512 or 1024 contiguous bytes. A lane's codes in a brick are 16
+// or 32 contiguous bytes; one load from shared memory gives its fragments of the step's products (after Frantar, Castro, Chen,
+// Hoefler, Alistarh, MARLIN, 2024, section 3.4; codes.cuh describes our order). Codes are converted to the format of x in
+// registers, exactly.
+// Bytes: a step of 16 rows is 2 KiB of x (less for fewer rows), 2 or 4 KiB of codes and 256 bytes for each group. Limiter:
+// memory up to about 32 rows. 8 stages have 14 or 28 KiB of codes in flight per block. Three or four blocks share a Hopper
+// multiprocessor, so they exceed the required 40 KiB (4.8 TB/s times 1 us over 132 multiprocessors). Beyond 32 rows the limiter
+// is matrix instructions and code conversion, a quarter of the products' instructions for a tile of 64 rows.
 //
-// Order: what is summed from zero is a run of 16, 32 or 64 inputs, by matrix instructions in ascending k in fp32; times its scale, in
-// one rounding with the addition to the chunk; then, where there are minima, less the minimum times the run's sum of x, likewise.
-// Chunks as in linear_tile.cuh. It depends on the depth and the groups, not on the batch, the tile or the split.
+// Reduction order: a run of 16, 32 or 64 inputs is summed from zero by matrix instructions, k ascending, in fp32. The run's sum
+// times its scale is added to the chunk with one rounding. With minima, the minimum times the run's sum of x is then subtracted
+// with one rounding. Chunks as in linear_tile.cuh. The order depends on depth and groups, not on the batch size, the tile or
+// the split.
 #include "device.cuh"
 #include "codes.cuh"
 #include "linear_tile.cuh"
@@ -23,10 +26,10 @@ using namespace quintet;
 namespace {
 
 constexpr int BRICK_COLUMNS = 16, STEP_DEPTH = 64;
-constexpr int MOST_RUNS = 4;  // in a step: of 16
+constexpr int MOST_RUNS = 4;  // of 16 k in a step
 
-// Bricks [columns / 16, steps], each [16 bytes of 4 k of 16, or of 2 and 2][lanes][16 bytes]; scales, zeros and minima
-// [groups, width], where `width` is the columns, rounded up to 64; zeros and minima may be null.
+// Bricks [columns / 16, steps], each [16 bytes of 4 k steps of 16, or of 2 and 2][lanes][16 bytes]. Scales, zeros and minima:
+// [groups, width]; `width` is the columns, rounded up to 64. zeros and minima may be null.
 template <int BITS, int N, int THREADS>
 struct CodedWeight {
   static constexpr int BRICK_BYTES = BRICK_COLUMNS * STEP_DEPTH * BITS / 8;
@@ -42,9 +45,9 @@ struct CodedWeight {
   const float* minima;
   int width, steps;
   int run_shift;    // a run is 16 << run_shift inputs
-  int group_shift;  // and a group 1 << group_shift runs
+  int group_shift;  // a group is 1 << group_shift runs
 
-  // Bytes of the codes and number of groups of one weight, where several lie one after the other.
+  // Bytes of the codes and number of groups of one weight, if several weights are contiguous.
   __device__ __forceinline__ long long num_bytes() const { return (long long)(width / BRICK_COLUMNS) * steps * BRICK_BYTES; }
   __device__ __forceinline__ int num_groups() const { return (((steps * MOST_RUNS) >> run_shift) - 1 >> group_shift) + 1; }
 
@@ -54,7 +57,7 @@ struct CodedWeight {
             minima ? minima + before : nullptr, width, steps, run_shift, group_shift};
   }
 
-  // Start to copy N columns, the step that begins at k, into a stage; zeros from end_k on.
+  // Starts the copy of N columns of the step at k into a stage; zeros from end_k on.
   __device__ __forceinline__ void copy(
       unsigned char* stage, const LinearProblem&, int first_column, int k, int end_k) const {
     const bool inside = k < end_k;
@@ -92,7 +95,7 @@ struct CodedProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
   static constexpr int PACKS = 8;
   using Weight = CodedWeight<Code::BITS, N, THREADS>;
   static constexpr int BRICKS = WARP_N / BRICK_COLUMNS;
-  static constexpr int WORDS_OF_K = Code::BITS / 4, WORDS = 4 * WORDS_OF_K;  // of a brick, by a lane
+  static constexpr int WORDS_OF_K = Code::BITS / 4, WORDS = 4 * WORDS_OF_K;  // of a brick, per lane
   static_assert(STEP_DEPTH * 2 == PACKS * 16, "steps of the codes are steps of x");
 
   // Calls `refill` after the first products.
@@ -116,7 +119,7 @@ struct CodedProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
             stage + (first_brick + brick) * Weight::BRICK_BYTES + (i / 4 * 32 + lane()) * 16);
         words[brick][i] = quad.x, words[brick][i + 1] = quad.y, words[brick][i + 2] = quad.z, words[brick][i + 3] = quad.w;
       }
-    uint32_t a[2][TALL][4];  // the next ones are loaded while these are multiplied
+    uint32_t a[2][TALL][4];  // double-buffered: loads of the next step overlap the products
     auto load = [&](int k) {
 #pragma unroll
       for (int i = 0; i < TALL; ++i) load_matrix_x4(a[k % 2][i], x + staged<PACKS>(x_row + i * 16, 2 * k + x_half));
@@ -174,9 +177,10 @@ struct CodedProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
 
 }  // namespace
 
-// Grid, shared memory, `partials` and `tickets` as in linear.cu; a stage is M * 128 bytes and the weight's STAGE_BYTES. Rows of x and
-// what the weight has begin at multiples of 16 bytes. `width`: the columns, rounded up to 64. `wide`: as in linear.cu. Where there are `tiles`, rows come in
-// groups that each have a weight and a bias of their own, as LINEAR_GROUPS of linear.cu has them; then `num_rows` is how many tiles.
+// Grid, shared memory, `partials` and `tickets` as in linear.cu; a stage is M * 128 bytes and the weight's STAGE_BYTES. Rows of
+// x and the weight's arrays are 16-byte aligned. `width`: the columns, rounded up to 64. `wide`: as in linear.cu.
+// `tiles`: null, or grouped rows with a weight and a bias per group, as in LINEAR_GROUPS of linear.cu; `num_rows` is then the
+// number of tiles.
 #define CODED(SHAPE, T, STAGES, BLOCKS, ...)                                                                          \
   QT_KERNEL_OCCUPANCY(                                                                                                \
       (__VA_ARGS__::THREADS), BLOCKS, coded_##SHAPE,                                                                  \

@@ -1,15 +1,16 @@
-// y = x . weight^T (+ bias) of numbers in e4m3: rows of x are quantized to fp8, each by a scale of its own, and multiplied with a
-// weight in fp8 that has a scale for each column.
+// y = x . weight^T (+ bias) in e4m3: rows of x are quantized to fp8 with one scale per row; the fp8 weight has one scale per
+// column.
 //
-// quantize: a block of 128 threads for each row, read twice (the second time from L2), written once: 3 bytes a number, memory is the
-// limit.
+// quantize: a block of 128 threads owns a row, which is read twice (the second time from L2) and written once. Bytes: 3 per
+// number. Limiter: memory bandwidth.
 //
-// Product: blocks, warps, stages and chunks are those of linear.cu, 128 numbers of the depth in a step of 128 bytes. Per step a warp
-// loads what it loads there and multiplies twice as many numbers. Memory is the limit for few rows, then mma.sync.
+// Product: blocks, warps, stages and chunks as in linear.cu; a step is 128 bytes, 128 numbers of the depth. Per step a warp
+// loads the same bytes as in linear.cu and multiplies twice as many numbers. Limiter: memory for few rows, then mma.sync.
 //
-// Order: a step of 128 numbers is summed from zero by matrix instructions in ascending k, since their sums of fp8 keep fewer bits than
-// fp32 has (DeepSeek-AI, DeepSeek-V3 technical report, 2024, section 3.3.2); steps in ascending order in fp32; chunks as in
-// linear_tile.cuh; then times the product of both scales, the bias, one rounding. It depends on the depth alone.
+// Reduction order: a step of 128 numbers is summed from zero by matrix instructions, k ascending; their fp8 sums keep fewer
+// bits than fp32 (DeepSeek-AI, DeepSeek-V3 technical report, 2024, section 3.3.2). Steps ascending in fp32; chunks as in
+// linear_tile.cuh; then the product of both scales, the bias, one rounding. It depends on the depth only, not on the batch
+// size.
 #include "device.cuh"
 #include "linear_tile.cuh"
 #include "linear_tensor.cuh"
@@ -106,7 +107,7 @@ struct Fp8Product : TensorTile<T, M, N, WARPS_M, WARPS_N> {
 
 }  // namespace
 
-// Grid: a block for each row. depth is a multiple of 8, rows begin at multiples of 16 bytes.
+// Grid: one block per row. depth is a multiple of 8; rows are 16-byte aligned.
 #define QUANTIZE(SUFFIX, T)                                                                         \
   QT_KERNEL(                                                                                        \
       QUANTIZE_THREADS, fp8_quantize_##SUFFIX,                                                      \

@@ -1,17 +1,17 @@
-// y = x . weight^T (+ bias) for one to four rows of x, as fast as the weight can be read: 2 * rows / sizeof(T) FLOP a
-// byte, so bandwidth is the limit and nothing else is near one.
+// y = x . weight^T (+ bias) for one to four rows of x. Limiter: memory bandwidth of the weight, at 2 * rows / sizeof(T) FLOP
+// per byte.
 //
-// A warp owns a few rows of the weight, or the part of them that other warps of its block leave it: `parts` warps share
-// rows where there are too few to fill the machine. Every lane copies its own packs into a ring in shared memory, some steps
-// ahead, and waits for no other warp. So 7 or 10 KiB are under way for each warp at any time, and six warps on a
-// multiprocessor cover the 40 KiB that 4.8 TB/s times 1 us over 132 of them asks for; 32 or 48 KiB a block let several in.
-// (Loads to registers would be under way too, if the assembler left them together: it moves each to its use.) x is read
-// through L1, where it stays, one step ahead; each pack of it serves all rows of the warp. At that bandwidth a multiprocessor
-// has about 200 instructions for a KiB: one row of x takes 75, four take 130 (190 if a warp had two rows of the weight).
+// Ownership: a warp owns a few rows of the weight. If there are too few rows for the device, `parts` warps of a block share
+// them. Every lane copies its own packs into a ring in shared memory, some steps ahead, without waits for other warps. So 7 or
+// 10 KiB are in flight per warp. Six warps per multiprocessor cover the required 40 KiB (4.8 TB/s times 1 us over 132
+// multiprocessors); 32 or 48 KiB per block allow several blocks. (Loads to registers would not stay in flight: the assembler
+// moves each load to its use.) x is read through L1, where it stays, one step ahead; each pack of x serves all rows of the
+// warp. At that bandwidth a multiprocessor has about 200 instructions per KiB: one row of x takes 75, four take 130 (190 with
+// two rows of the weight per warp).
 //
-// Order: a lane adds its packs in ascending order, each product fused with its addition; then the lanes in warp_sum's
-// order, the warps in ascending order, the bias, one rounding. It depends on `parts`, which the host takes from the shape of
-// the weight, the number of rows and the device. It is not the order of linear.cu: not for --batch-invariant.
+// Reduction order: a lane adds its packs ascending, each product fused with its addition; then warp_sum over the lanes, the
+// warps ascending, the bias, one rounding. It depends on `parts`, which the host derives from the shape of the weight, the
+// number of rows and the device. It differs from the order of linear.cu, so the kernel is not used with --batch-invariant.
 #include "device.cuh"
 
 using namespace quintet;
@@ -24,17 +24,17 @@ template <class T, int M>
 __device__ __forceinline__ void matvec(
     unsigned char* shared, const T* x, const T* weight, const T* bias, T* out, int columns, int depth,
     long long x_stride, long long out_stride, int parts, int wide) {
-  constexpr int ROWS = M <= 2 ? 2 : 4;    // of the weight, by a warp
+  constexpr int ROWS = M <= 2 ? 2 : 4;    // of the weight, per warp
   constexpr int STAGES = M <= 2 ? 8 : 6;  // of 32 packs of each row
   constexpr int PACK = Pack<T>::SIZE;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int part = warp % parts;
   const int column = (int(blockIdx.x) * (WARPS / parts) + warp / parts) * ROWS;
   const int num_packs = depth / PACK;
-  const int stride = parts * 32;  // in packs, from one step of this warp to its next
+  const int stride = parts * 32;  // in packs, from one step of this warp to the next
 
   uint4* ring = reinterpret_cast<uint4*>(shared) + warp * (STAGES * ROWS * 32) + lane;
-  int ahead = part * 32 + lane;  // the pack that is copied next, and where it is in the first row
+  int ahead = part * 32 + lane;  // index of the next pack to copy, and its address in the first row
   const T* source = weight + (long long)column * depth + ahead * PACK;
   auto copy = [&](int stage) {
     const T* from = source;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void matvec(
     ahead += stride;
     source += stride * PACK;
   };
-  int pack = part * 32 + lane;  // the one of x that is loaded next
+  int pack = part * 32 + lane;  // index of the next pack of x to load
   const T* x_source = x + pack * PACK;
   auto load = [&](Pack<T>(&numbers)[M]) {
     const T* from = x_source;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void matvec(
 #pragma unroll
     for (int m = 0; m < M; ++m) numbers[m] = next[m];
     load(next);
-    copy_async_wait<STAGES - 2>();  // a lane reads nothing but its own copies: no barrier
+    copy_async_wait<STAGES - 2>();  // a lane reads only its own copies: no barrier
     float w[ROWS][PACK];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void matvec(
 #pragma unroll
       for (int i = 0; i < PACK; ++i) w[r][i] = quad.get(i);
     }
-    copy(before);  // to where the step before this one lay
+    copy(before);  // into the stage of the previous step
     before = stage;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
 #pragma unroll
@@ -134,8 +134,8 @@ __device__ __forceinline__ void matvec(
 
 }  // namespace
 
-// Grid: columns over rows of a warp * 4 / parts, rounded up; parts is 1, 2 or 4. Dynamic shared memory: 4 * STAGES * ROWS *
-// 512 bytes. x, weight and x_stride are multiples of 16 bytes. wide: `out` has floats, whatever T is.
+// Grid: columns over rows of a warp * 4 / parts, rounded up; parts is 1, 2 or 4. Dynamic shared memory: 4 * STAGES * ROWS * 512
+// bytes. x, weight and x_stride are multiples of 16 bytes. wide: `out` is float for every T.
 #define MATVEC(SUFFIX, T, M)                                                                           \
   QT_KERNEL_OCCUPANCY(                                                                                 \
       32 * WARPS, (M <= 2 ? 7 : 3), matvec_##M##_##SUFFIX,                                             \

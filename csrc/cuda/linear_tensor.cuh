@@ -1,11 +1,11 @@
-// Where results lie that a block makes with matrix instructions: which warp and lane owns which, and how they are written.
-// Does not know what is multiplied.
+// Accumulator layout of matrix instructions in a thread block: ownership by warp and lane, and the store of results.
+// Independent of the operands.
 #pragma once
 
 namespace quintet {
 
-// A warp owns WARP_M x WARP_N results as 16x8 tiles, of which a lane has rows g and g + 8, columns c and c + 1 (g = lane / 4,
-// c = 2 * (lane % 4)): one group of four.
+// A warp owns WARP_M x WARP_N results as 16x8 matrix tiles. A lane has rows g and g + 8, columns c and c + 1 of each (g = lane
+// / 4, c = 2 * (lane % 4)): one fragment of four.
 template <class T, int M, int N, int WARPS_M, int WARPS_N>
 struct TensorTile {
   using Out = T;
@@ -21,7 +21,7 @@ struct TensorTile {
   static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / WARPS_N * WARP_M; }
   static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % WARPS_N * WARP_N; }
 
-  // Within the tile, of the group's first pair; the second is eight below.
+  // Position in the block's tile of the fragment's first pair; the second pair is eight rows below.
   static __device__ __forceinline__ int row(int f) { return warp_row() + f / WIDE * 16 + lane() / 4; }
   static __device__ __forceinline__ int column(int f) { return warp_column() + f % WIDE * 8 + lane() % 4 * 2; }
 
@@ -48,7 +48,7 @@ struct TensorTile {
       T* into = out + y_row * problem.out_stride + y_column;
       if (has_second && problem.out_stride % 2 == 0) {
         *reinterpret_cast<uint32_t*>(into) = pack_pair<T>(first, second);
-      } else {  // an odd stride puts every other row's pairs between words
+      } else {  // with an odd stride, pairs of every other row are not aligned to words
         into[0] = from_float<T>(first);
         if (has_second) into[1] = from_float<T>(second);
       }

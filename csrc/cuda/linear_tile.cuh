@@ -1,22 +1,20 @@
-// What the kernels of linear.cu and linear_coded.cu share: tiles staged through shared memory, the order of the sum over the
-// depth, and how blocks that hold parts of one sum meet. Does not know how products are made, nor what a weight looks like: a
-// Product does, and its Weight.
+// Common part of the linear kernels: tiles staged through shared memory, the reduction order over the depth, and the merge of
+// partial sums of several blocks. A Product computes products; its Weight copies the weight.
 //
-// The order, which depends on the depth and nothing else. The depth is cut into a few chunks of a length given by the
-// host (chunk_units times 128 bytes of a row). A chunk's products are summed from zero in ascending order in one fp32
-// accumulator; the chunks' sums are added in ascending order in fp32; then the bias; then one rounding. A block either
-// goes through all chunks itself, or does one of them and leaves its sum in `partials`, where the block that arrives last
-// adds them: the same additions in the same order, so the same bits whatever the tile, the split and the other rows.
+// Reduction order: it depends on the depth only. The depth is cut into a few chunks of a length given by the host (chunk_units
+// times 128 bytes of a row). The products of a chunk are summed from zero, ascending, in one fp32 accumulator. The chunks' sums
+// are added ascending in fp32, then the bias, then one rounding. A block computes all chunks, or one chunk; it then stores the
+// sum in `partials`; the last block to arrive adds the chunks. Both do the same additions in the same order, so the bits are
+// independent of the tile, the split and the batch size.
 #pragma once
 
 namespace quintet {
 
-constexpr int CHUNK_UNIT = 128;  // bytes of a row: what chunks are multiples of
-constexpr int BAND = 8;  // tiles of rows that take turns on one tile of columns before the next: both stay in L2
+constexpr int CHUNK_UNIT = 128;  // bytes of a row; chunks are multiples of it
+constexpr int BAND = 8;  // tiles of rows that use one tile of columns before the next: both stay in L2
 
-// The offset in a stage of a pack of 16 bytes, of rows of PACKS packs. The packs of a row change places by the row's
-// number, so that the same pack of eight rows in turn lies in eight different groups of four banks: reading it has no
-// conflict.
+// Offset in a stage of a pack of 16 bytes, for rows of PACKS packs. The packs of a row are permuted by the row's index. So the
+// same pack of eight consecutive rows is in eight different groups of four banks, and reads have no bank conflict.
 template <int PACKS>
 __device__ __forceinline__ int staged(int row, int pack) {
   static_assert(PACKS == 4 || PACKS == 8, "eight rows of 128 bytes, or four pairs of rows of 64");
@@ -25,15 +23,15 @@ __device__ __forceinline__ int staged(int row, int pack) {
 
 struct LinearProblem {
   int num_rows, columns, depth;
-  long long x_stride, out_stride;  // numbers between two rows
+  long long x_stride, out_stride;  // in numbers, between two rows
   int chunk_units;
-  int wide = 0;  // whether results are fp32, not rounded to a format of 16 bits
+  int wide = 0;  // 1: results are fp32, not rounded to a 16-bit format
 };
 
-// Adding to it leaves every number as it is; to +0.0 not: -0.0 would become +0.0.
+// Neutral element of addition; +0.0 is not, since -0.0 would become +0.0.
 constexpr float NOTHING = -0.0f;
 
-// Start to copy `ROWS` rows of a matrix, one step deep, into a stage; zeros where the matrix has ended.
+// Starts the copy of `ROWS` rows of a matrix, one step deep, into a stage; zeros beyond the matrix.
 template <class T, int THREADS, int PACKS, int ROWS>
 __device__ __forceinline__ void copy_rows(
     unsigned char* stage, const T* matrix, long long stride, int first, int end, int k, int end_k) {
@@ -51,20 +49,20 @@ __device__ __forceinline__ void copy_rows(
   }
 }
 
-// A weight as checkpoints have it: [columns, depth] numbers of T.
+// A weight in the layout of checkpoints: [columns, depth] numbers of T.
 template <class T, int THREADS, int PACKS, int N>
 struct RowMajorWeight {
   static constexpr int STAGE_BYTES = N * PACKS * 16;
   const T* numbers;
 
-  // Start to copy N columns, the step that begins at k, into a stage; zeros from end_k on.
+  // Starts the copy of N columns of the step at k into a stage; zeros from end_k on.
   __device__ __forceinline__ void copy(
       unsigned char* stage, const LinearProblem& problem, int first_column, int k, int end_k) const {
     copy_rows<T, THREADS, PACKS, N>(stage, numbers, problem.depth, first_column, problem.columns, k, end_k);
   }
 };
 
-// y[TILE_M, TILE_N] by one block of Product::THREADS threads. Each thread owns Product::FRAGMENTS groups of four results.
+// y[TILE_M, TILE_N] by one block of Product::THREADS threads. Each thread owns Product::FRAGMENTS fragments of four results.
 template <class T, class Product, int STAGES>
 struct LinearTile {
   using Weight = typename Product::Weight;
@@ -88,7 +86,7 @@ struct LinearTile {
     compute(shared, x, weight, bias, out, partials, tickets, problem, first_row, first_column);
   }
 
-  // Where this block's tile begins, of all tiles of the problem.
+  // Computes the first row and column of this block's tile.
   static __device__ __forceinline__ void place(const LinearProblem& problem, int& first_row, int& first_column) {
     const int tiles_n = (problem.columns + Product::TILE_N - 1) / Product::TILE_N;
     const int tiles_m = (problem.num_rows + Product::TILE_M - 1) / Product::TILE_M;
@@ -99,7 +97,7 @@ struct LinearTile {
     first_column = in_band / band_height * Product::TILE_N;
   }
 
-  // The tile that begins there.
+  // Computes the tile at this position.
   static __device__ __forceinline__ void compute(
       unsigned char* shared, const T* x, const Weight& weight, const Out* bias, Out* out, float* partials, int* tickets,
       const LinearProblem& problem, int first_row, int first_column) {
@@ -109,7 +107,7 @@ struct LinearTile {
     const int first = is_split ? int(blockIdx.y) * chunk_steps : 0;
     const int end = is_split && first + chunk_steps < all_steps ? first + chunk_steps : all_steps;
 
-    // Beyond the last step: zeros, and nothing is read. A branch would keep the copies apart from the products around them.
+    // Steps beyond the last one copy zeros and read nothing. A branch would separate the copies from the products around them.
     const int end_k = end * STEP < problem.depth ? end * STEP : problem.depth;
     auto fill = [&](int step, int stage) {
       unsigned char* into = shared + stage * STAGE_BYTES;
@@ -127,7 +125,7 @@ struct LinearTile {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[f][e] = 0.0f;
 
-    // The sum of the chunks before this one: after the stages, where registers would be too many. A thread's own groups.
+    // Sum of the previous chunks, stored after the stages, since it would need too many registers. A thread owns its fragments.
     float4* total = reinterpret_cast<float4*>(shared + STAGES * STAGE_BYTES) + threadIdx.x;
     int stage = 0, in_chunk = 0;
     bool is_first = true;
@@ -143,14 +141,14 @@ struct LinearTile {
         in_chunk = 0;
       }
       ++in_chunk;
-      copy_async_wait<STAGES - 2>();  // the oldest of this thread's groups: this step's
-      __syncthreads();                // all threads' copies; all are done with the stage that is filled next
+      copy_async_wait<STAGES - 2>();  // waits for the oldest of this thread's groups: this step's
+      __syncthreads();                // copies of all threads have arrived; the stage to be filled next is free
       const unsigned char* here = shared + stage * STAGE_BYTES;
       Product::add(
           sum, here, here + X_BYTES, weight, [&] { fill(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1); });
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    copy_async_wait<0>();  // the zeros after the last step: they would arrive in what the next block may own
+    copy_async_wait<0>();  // waits for the zeros after the last step: they could arrive in the next block's shared memory
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f) {
       const float4 all = joined(is_first, total + f * THREADS, sum[f]);
@@ -162,17 +160,18 @@ struct LinearTile {
     for (int f = 0; f < FRAGMENTS; ++f) Product::store(f, sum[f], weight, bias, out, first_row, first_column, problem);
   }
 
-  // The chunks before, if there are any, and one more.
+  // Adds a chunk to the previous chunks, if there are any.
   static __device__ __forceinline__ float4 joined(bool is_first, const float4* before, const float (&sum)[4]) {
     if (is_first) return make_float4(sum[0], sum[1], sum[2], sum[3]);
     return make_float4(before->x + sum[0], before->y + sum[1], before->z + sum[2], before->w + sum[3]);
   }
 
-  // Leave this chunk's sums for the last block of the tile to arrive; that one adds all and returns true.
+  // Stores this chunk's sums. The last block to arrive for the tile adds all chunks and returns true.
   static __device__ __forceinline__ bool meet(
       unsigned char* shared, float (&sum)[FRAGMENTS][4], float* partials, int* tickets, int first_row,
       const LinearProblem& problem) {
-    // A thread's group of four is 16 bytes, a group of the whole block contiguous; rows beyond the last are left out.
+    // A thread's fragment of four is 16 bytes; the fragments of a block are contiguous. Rows beyond the last one are not
+    // stored.
     constexpr long long CHUNK = (long long)FRAGMENTS * THREADS * 4;
     float* of_tile = partials + (long long)blockIdx.x * gridDim.y * CHUNK + threadIdx.x * 4;
     float* mine = of_tile + blockIdx.y * CHUNK;
@@ -181,13 +180,13 @@ struct LinearTile {
       if (first_row + Product::row(f) < problem.num_rows)
         *reinterpret_cast<float4*>(mine + f * THREADS * 4) =
             make_float4(sum[f][0], sum[f][1], sum[f][2], sum[f][3]);
-    __threadfence();  // what this thread wrote is there before the ticket that says so
+    __threadfence();  // release: this thread's stores precede its ticket
     __syncthreads();
-    int* place = reinterpret_cast<int*>(shared + STAGES * STAGE_BYTES);  // no stage, where zeros may still arrive
+    int* place = reinterpret_cast<int*>(shared + STAGES * STAGE_BYTES);  // not in a stage, where zeros may still arrive
     if (threadIdx.x == 0) *place = atomicAdd(tickets + blockIdx.x, 1);
     __syncthreads();
     if (*place + 1 != int(gridDim.y)) return false;
-    __threadfence();  // what the others wrote before their tickets is read after this one
+    __threadfence();  // acquire: stores before the other blocks' tickets are visible
     if (threadIdx.x == 0) tickets[blockIdx.x] = 0;  // for the next launch
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)

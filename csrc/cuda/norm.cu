@@ -1,15 +1,15 @@
-// Norms over the rows of a matrix: RMS norm and layer norm, each with or without adding to the residual stream first.
+// RMS norm and layer norm over rows, each with an optional residual addition before the norm.
 //
-// A block owns a row, a thread its packs number t, t + THREADS, ... of 16 bytes (of one number, where rows are no
-// multiple of a pack). The first two of them stay in registers; those of longer rows are read again, out of L1 or L2. So
-// a row is read once (with the residual two are, and their sum is written) and written once: 4 bytes an element in 16 bits, 8
-// with the residual, for 4 to 8 FLOPs. Limiter: memory bandwidth when there are many rows, latency when there are few;
-// hence all loads, the weight's too, are under way before the first is waited for.
+// Ownership: a block owns a row; a thread owns packs t, t + THREADS, ... of 16 bytes (of one number if rows are not multiples
+// of a pack). The first two packs stay in registers; packs of longer rows are read again from L1 or L2. Bytes: a row is read
+// once and written once, 4 bytes per element in 16-bit formats. With a residual, two rows are read and their sum is also
+// written, 8 bytes per element. FLOPs: 4 to 8 per element. Limiter: memory bandwidth for many rows, latency for few. So all
+// loads, those of the weight included, are in flight before the first wait.
 //
-// Order of the sums: a thread adds its elements ascending, then the block adds its threads as `block_sum` says. It
-// depends on the width alone, never on how many rows there are. A sum with the residual is rounded to the rows' format
-// before it is normed, as torch does when it is a tensor of its own; RMS norm rounds once more before the weight, as the
-// Llama family computes it, unless it rounds once, as Gemma's norm, offset + weight, and OLMo 2's.
+// Reduction order: a thread adds its elements ascending, then block_sum over the threads. It depends on the width only, not on
+// the batch size. The sum with the residual is rounded to the rows' format before the norm, as in torch, where it is a separate
+// tensor. RMS norm rounds again before the weight, as in Llama models. With rounds_once it rounds once, as in Gemma (offset +
+// weight) and OLMo 2.
 #include "device.cuh"
 #include "pointwise.cuh"
 
@@ -35,7 +35,7 @@ struct Share {
     }
   }
 
-  // The row is that of `from` added to that of `residual`: rounded, and written to `total`, which may be either.
+  // Loads the rounded sum of `from` and `residual`, and writes it to `total`, which may be either.
   __device__ __forceinline__ void load_sum(const T* from, const T* residual, T* total, int width) {
     load(from, width);
     Numbers<T, V> others[KEPT];
@@ -59,10 +59,10 @@ struct Share {
       add(sum, other);
       sum.store(total + at * V);
     }
-    row = total;  // this thread reads again only what it wrote itself
+    row = total;  // this thread reads again only its own writes
   }
 
-  // Call visit(first element, numbers) for every pack of the share, ascending.
+  // Calls visit(first element, numbers) for every pack of the share, ascending.
   template <class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
 #pragma unroll
@@ -151,7 +151,7 @@ __device__ __forceinline__ void layer_norm(const T* x, long long x_stride, const
     for (int i = 0; i < V; i++) sum += numbers.get(i);
   });
   const float mean = block_sum<THREADS>(sum) / float(width);
-  // Around the mean, as the difference of two large sums would lose what is asked for.
+  // Sum of squares around the mean: the difference of two large sums would lose precision.
   float squares = 0.0f;
   row.each([&](int, const Numbers<T, V>& numbers) {
 #pragma unroll
@@ -184,10 +184,10 @@ __device__ __forceinline__ void layer_norm(const T* x, long long x_stride, const
 
 using namespace quintet;
 
-// Five blocks of 256 threads, or one of 1024, on a multiprocessor: enough bytes under way, and registers for them.
+// Five blocks of 256 threads, or one of 1024, per multiprocessor: enough bytes in flight, and enough registers.
 //
-// residual: null, or what `x` is added to before the norm, the sum being written to `sum`. sum and out have no gaps between
-// rows; sum may be `x` or `residual`, out may be `x`. weight: null for ones.
+// residual: null, or the row that is added to `x` before the norm; the sum is written to `sum`. sum and out are contiguous; sum
+// may be `x` or `residual`, out may be `x`. weight: null for ones.
 #define QT_RMS_NORM(name, T, V, THREADS)                                                                           \
   QT_KERNEL_OCCUPANCY(THREADS, 1280 / THREADS, name,                                                              \
             (const T* x, long long x_stride, const T* residual, long long residual_stride, T* sum, const T* weight, \
@@ -204,7 +204,7 @@ using namespace quintet;
     layer_norm<T, V, THREADS>(x, x_stride, residual, residual_stride, sum, weight, bias, out, width, eps);         \
   }
 
-// `wide` for rows that 256 threads do not hold in registers, `single` for those that are no multiple of 16 bytes.
+// `wide`: rows that do not fit the registers of 256 threads. `single`: rows that are not multiples of 16 bytes.
 #define QT_NORMS(format, T)                                        \
   QT_RMS_NORM(rms_norm_##format, T, Pack<T>::SIZE, 256)            \
   QT_RMS_NORM(rms_norm_wide_##format, T, Pack<T>::SIZE, 1024)      \

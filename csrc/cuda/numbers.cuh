@@ -1,7 +1,6 @@
-// The number formats of kernels: bf16, fp16, fp8 (e4m3fn) and float; 16 bytes of them at a time; pairs for matrix
-// instructions. A format is a struct of bits with no arithmetic of its own: kernels compute in float and say where they
-// round, and the same source means the same on a GPU and in the emulator. Needs no header of the CUDA toolkit, so that
-// NVRTC compiles kernels on a machine that has none. Included by device.cuh, never first.
+// Number formats of kernels: bf16, fp16, fp8 (e4m3fn) and float; packs of 16 bytes; pairs for matrix instructions. A format is
+// a struct of bits without arithmetic: kernels compute in float and round explicitly, so a GPU and the emulator give the same
+// results. Uses no header of the CUDA toolkit, so that NVRTC works without one. Included by device.cuh, never first.
 #pragma once
 
 namespace quintet {
@@ -21,19 +20,19 @@ constexpr float FP8_MAX = 448.0f;
 
 namespace software {
 
-// Every e4m3 number, moved to the fields of an fp16, is itself divided by 256; the product is exact.
+// An e4m3 number shifted to the fields of an fp16 is the number divided by 256; the product with 256 is exact.
 __device__ __forceinline__ uint16_t fp8_to_fp16_over_256(uint32_t bits) {
   return uint16_t(((bits & 0x80u) << 8) | ((bits & 0x7fu) << 7));
 }
 
-// Round to nearest even, saturate; NaN stays NaN. Where the processor has no instruction for it.
+// Rounds to nearest even with saturation; NaN stays NaN. For processors without the instruction.
 __device__ __forceinline__ uint8_t float_to_fp8(float x) {
   uint32_t word = __float_as_uint(x);
   uint32_t sign = (word >> 24) & 0x80u;
   uint32_t magnitude = word & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return uint8_t(sign | 0x7fu);
   if (magnitude >= 0x43e00000u) return uint8_t(sign | 0x7eu);  // 448 and more, infinity too
-  if (magnitude < 0x3c800000u) {  // below 2^-6: multiples of 2^-9, which adding 2^14 leaves in the last bits
+  if (magnitude < 0x3c800000u) {  // below 2^-6: multiples of 2^-9; adding 2^14 leaves them in the last bits
     float shifted = __uint_as_float(magnitude) + 16384.0f;
     return uint8_t(sign | (__float_as_uint(shifted) - __float_as_uint(16384.0f)));
   }
@@ -72,7 +71,7 @@ __device__ __forceinline__ uint16_t float_to_bf16_bits(float x) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
-// The instruction names the upper half first.
+// The instruction takes the upper half first.
 __device__ __forceinline__ uint32_t fp16_bits_pair(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -166,37 +165,37 @@ struct Format<fp8> {
   static __device__ __forceinline__ fp8 round(float x) { return fp8{uint8_t(fp8_bits_pair(x, 0.0f) & 0xffu)}; }
 };
 
-// Round to nearest even; fp8 saturates at 448, fp16 overflows to infinity.
+// Rounds to nearest even; fp8 saturates at 448, fp16 overflows to infinity.
 template <class T>
 __device__ __forceinline__ T from_float(float x) {
   return Format<T>::round(x);
 }
 
-// Two 16-bit numbers in a word, as fragments of matrix instructions want them: the first in the lower half.
+// Two 16-bit numbers in a word, in the fragment layout of matrix instructions: the first in the lower half.
 template <class T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return Format<T>::pair(low, high);
 }
 
-// a * b + c of two pairs of the 16-bit format T, each rounded once; subnormal numbers are numbers.
+// a * b + c of two pairs of the 16-bit format T, each rounded once; subnormal numbers are kept.
 template <class T>
 __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
 #ifdef QT_EMULATED
   auto half = [](uint32_t pair, int i) { return to_float(T{uint16_t(pair >> (16 * i))}); };
-  // Twice rounded where float does not hold it; kernels ask for what it holds.
+  // Rounds twice if float cannot hold the result; kernels pass only operands for which it can.
   return pack_pair<T>(fmaf(half(a, 0), half(b, 0), half(c, 0)), fmaf(half(a, 1), half(b, 1), half(c, 1)));
 #else
   return Format<T>::fma(a, b, c);
 #endif
 }
 
-// Two fp8 numbers (the lower byte first) as a pair of the 16-bit format T; exact, as both hold every e4m3 number.
+// Two fp8 numbers (the lower byte first) as a pair of the 16-bit format T; exact, because T holds every e4m3 number.
 template <class T>
 __device__ __forceinline__ uint32_t widen_fp8_pair(uint16_t two) {
   return Format<T>::widen(two);
 }
 
-// Sixteen bytes of T, in registers: index it with constants (unrolled loops) only, or it goes to local memory.
+// Sixteen bytes of T in registers. Index it with constants (unrolled loops) only; otherwise it is in local memory.
 template <class T>
 struct Pack {
   static constexpr int SIZE = 16 / int(sizeof(T));
@@ -228,7 +227,7 @@ struct Pack<float> {
   __device__ __forceinline__ void set(int i, float value) { words[i] = __float_as_uint(value); }
 };
 
-// The address is a multiple of 16 bytes.
+// The address must be a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ Pack<T> load_pack(const T* address) {
   uint4 quad = *reinterpret_cast<const uint4*>(address);
@@ -238,7 +237,7 @@ template <class T>
 __device__ __forceinline__ void store_pack(T* address, const Pack<T>& pack) {
   *reinterpret_cast<uint4*>(address) = make_uint4(pack.words[0], pack.words[1], pack.words[2], pack.words[3]);
 }
-// Sixteen bytes loaded some other way (`load_stream_16`, shared memory).
+// Sixteen bytes from another load (`load_stream_16`, shared memory).
 template <class T>
 __device__ __forceinline__ Pack<T> as_pack(uint4 quad) {
   return Pack<T>{{quad.x, quad.y, quad.z, quad.w}};

@@ -1,21 +1,21 @@
-// How blocks of kernels on several devices exchange what they have: over memory of each device that all others can reach.
+// Exchange between blocks of kernels on several devices, over device memory that all peers can access.
 //
-// Each rank has a mailbox, of which it knows all ranks' addresses:
+// Each rank has a mailbox; all ranks know all addresses:
 //
 //     | flags [CHANNELS][MAX_RANKS] | channel 0: half 0, half 1 | channel 1: half 0, half 1 | …
 //
-// A block is a channel, and meets no block but those of the other ranks that have its number. What it exchanges it writes into a
-// half of its own rank's mailbox; then it sets a flag in all ranks' mailboxes, waits until all have set its own, and reads
-// theirs. Halves take turns. A flag is the count of the channel's exchanges, so it is never taken back; the count lies in the
-// device's memory, since a launch may be replayed from a graph.
+// A block is a channel. It exchanges data only with the blocks of the same index on the other ranks. It writes its data to a
+// half of its own rank's mailbox and sets a flag in the mailboxes of all ranks. Then it waits for the flags of all ranks and
+// reads their data. Exchanges alternate between the halves. A flag is the channel's exchange count, so it is never reset. The
+// count is in device memory, since a launch may be replayed from a graph.
 //
-// One meeting is enough: a rank that writes a half again, two exchanges later, has met all others in between. Each came to
-// that meeting after its own reading of the half. That holds from launch to launch too, whatever their sizes are, because a
-// channel's halves are its own.
+// One barrier per exchange suffices. A rank rewrites a half two exchanges later; in between it has met all other ranks. Each of
+// them arrived at that barrier after it had read the half. This also holds across launches of different sizes, because each
+// channel has its own halves.
 //
-// All ranks launch the same kernels of the same grids in the same order, of at most CHANNELS blocks, which run at once on every
-// device. A wait that lasts longer than the host allows ends, with a word for the host: what was computed is then worthless, and
-// no wait after it lasts.
+// All ranks launch the same kernels with the same grids in the same order, with at most CHANNELS blocks that run concurrently
+// on every device. A wait beyond the host's limit ends and notifies the host. Results are then invalid, and later waits return
+// immediately.
 #pragma once
 
 namespace quintet {
@@ -31,8 +31,8 @@ class Channel {
   static_assert(2 <= N && N <= MAX_RANKS, "a flag for each rank");
 
  public:
-  // mailboxes: [N] addresses, in the order of the ranks; counts: [1 + CHANNELS], whether a wait was too long, then exchanges so
-  // far; alarm: the first of these again, for the host.
+  // mailboxes: [N] addresses, in rank order; counts: [1 + CHANNELS], timeout flag, then exchanges so far; alarm: copy of the
+  // timeout flag for the host.
   __device__ __forceinline__ Channel(const long long* mailboxes, int rank, unsigned* counts, unsigned* alarm,
                                      long long timeout_ns)
       : table_(mailboxes), rank_(rank), counts_(counts), alarm_(alarm), timeout_ns_(timeout_ns), count_(counts[1 + blockIdx.x]) {
@@ -40,28 +40,28 @@ class Channel {
     for (int i = 0; i < N; ++i) mailboxes_[i] = reinterpret_cast<unsigned char*>(mailboxes[i]);
   }
 
-  // Begin an exchange; return where this rank's part of it goes, HALF_BYTES.
+  // Begins an exchange; returns the destination of this rank's data, HALF_BYTES.
   __device__ __forceinline__ unsigned char* begin() {
     ++count_;
     return half(reinterpret_cast<unsigned char*>(table_[rank_]));
   }
 
-  // Wait until all ranks' parts have arrived: every thread of the block, after writing its own.
+  // Barrier: waits until the data of all ranks have arrived. All threads of the block call it after their writes.
   __device__ __forceinline__ void meet() {
     __syncthreads();
     if (threadIdx.x < WARP_SIZE) {
       const int other = threadIdx.x;
       if (other < N) store_release_system(flag(other, rank_), count_);
-      __syncwarp();  // all flags are set before one waits
+      __syncwarp();  // all flags are set before a lane waits
       if (other < N) wait_for(flag(rank_, other));
     }
     __syncthreads();
   }
 
-  // A rank's part of the exchange: `rank` is a constant, or mailboxes go to local memory.
+  // Data of a rank. `rank` must be a compile-time constant; otherwise the addresses are in local memory.
   __device__ __forceinline__ const unsigned char* part(int rank) const { return half(mailboxes_[rank]); }
 
-  // Behind the last exchange of a launch, of which there was one.
+  // Stores the count after the last exchange of a launch. The launch must have at least one exchange.
   __device__ __forceinline__ void end() {
     if (threadIdx.x == 0) counts_[1 + blockIdx.x] = count_;
   }
@@ -71,12 +71,12 @@ class Channel {
     return mailbox + FLAGS_BYTES + (2 * blockIdx.x + (count_ & 1u)) * HALF_BYTES;
   }
 
-  // The flag in a rank's mailbox that another rank sets.
+  // Flag in a rank's mailbox, set by rank `of`.
   __device__ __forceinline__ unsigned* flag(int rank, int of) const {
     return reinterpret_cast<unsigned*>(table_[rank]) + blockIdx.x * MAX_RANKS + of;
   }
 
-  // Counts wrap; one rank is never more than one exchange ahead of another.
+  // Counts wrap around; ranks differ by at most one exchange.
   __device__ __forceinline__ bool is_there(const unsigned* flag) const { return int(load_acquire_system(flag) - count_) >= 0; }
 
   __device__ __forceinline__ void wait_for(const unsigned* flag) {

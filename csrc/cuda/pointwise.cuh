@@ -1,5 +1,5 @@
-// Shared by kernels over single numbers: a thread's V adjacent numbers of a row, loaded and stored at once. V is a
-// pack of 16 bytes, or 1 where a row is no multiple of a pack and so does not keep to 16-byte addresses.
+// Common part of pointwise kernels: load and store of V adjacent numbers of a row per thread. V is a pack of 16 bytes, or 1 if
+// rows are not multiples of a pack and hence not 16-byte aligned.
 #pragma once
 
 namespace quintet {
@@ -34,7 +34,7 @@ struct Numbers<T, 1> {
   __device__ __forceinline__ void round(const float (&x)[1]) { number = from_float<T>(x[0]); }
 };
 
-// Return the number of the format T that is nearest to x, as a float.
+// Rounds x to the format T and returns it as a float.
 template <class T>
 __device__ __forceinline__ float rounded(float x) {
   return to_float(from_float<T>(x));

@@ -1,17 +1,17 @@
-// What lies between the multiplications by the query, key and value weights and attention, in one launch: RMS norm of each
-// query and key head where the model has it (Qwen3), rotation by position (Su et al., "RoFormer", 2021, section 3.4.2:
-// element i is paired with i + rotary_dim / 2), and the write of keys and values into the paged cache.
+// RMS norm of query and key heads (Qwen3), rotary embedding and KV write, in one launch between the QKV projection and
+// attention. Rotary embedding: Su et al., "RoFormer", 2021, section 3.4.2; element i is paired with i + rotary_dim / 2.
 //
-// `lanes` adjacent threads own a head of a token (a power of two, so that they share a warp), each of them an item: a
-// pack of 16 bytes of the first half of the rotated elements and its partners in the second, or two packs of those that
-// pass. In the `single` kernels an item is two numbers and a thread has up to 8: for heads that packs do not divide.
-// A number is read once and written once: 4 bytes in 16 bits, and some 6 FLOPs. Limiter: memory bandwidth in a prompt,
-// latency in a decode step, where the step's tables have the token's place in the cache ready (`kv_rows`).
+// Ownership: `lanes` adjacent threads own a head of a token. `lanes` is a power of two, so they share a warp. Each thread owns
+// one item: a pack of 16 bytes in the first half of the rotated elements and its partners in the second half, or two packs
+// without rotation. In the `single` kernels an item is two numbers and a thread has up to 8 items, for heads that packs do not
+// divide evenly.
+// Bytes: each number is read once and written once, 4 bytes in 16-bit formats, for some 6 FLOPs. Limiter: memory bandwidth in
+// prefill, latency in decode. The cache position of each token is precomputed in the step's tables (`kv_rows`).
 //
-// Order of the norm's sum: a thread adds its items ascending, then a butterfly over the head's lanes; it depends on the
-// head's width alone. Every operation of the reference (executor/backends/cpu/ops/rms_norm.py, rope_kv_write.py) rounds to the
-// model's format here too: the normed number, its product with the weight, the product with the sine, and the rotated
-// number; its product with the cosine and the sum with the former are one operation.
+// Reduction order of the norm: a thread adds its items ascending, then a butterfly over the head's lanes. It depends on the
+// head's width only, not on the batch size. Results are rounded to the model's format where the reference rounds
+// (executor/backends/cpu/ops/rms_norm.py, rope_kv_write.py): the normed number, its product with the weight, the product with
+// the sine, the rotated number. The product with the cosine and the addition of the sine's product are one fused operation.
 #include "device.cuh"
 #include "pointwise.cuh"
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_cached(K* address, const float (&x)[V]) {
   numbers.round(x);
   numbers.store(address);
 }
-// Half as many bytes as the numbers they are made of, or a quarter.
+// fp8 destination: half or a quarter of the bytes of the source.
 template <>
 __device__ __forceinline__ void store_cached<fp8, 8>(fp8* address, const float (&x)[8]) {
   const uint64_t low = fp8_bits_pair(x[0], x[1]) | (uint32_t(fp8_bits_pair(x[2], x[3])) << 16);
@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_cached<fp8, 4>(fp8* address, const float (
   *reinterpret_cast<uint32_t*>(address) = fp8_bits_pair(x[0], x[1]) | (uint32_t(fp8_bits_pair(x[2], x[3])) << 16);
 }
 
-// Numbers as the cache has them: fp8 of what the layer's scale divides.
+// Stores numbers in the cache's format; fp8 numbers are first divided by the layer's scale.
 template <class K, int V>
 __device__ __forceinline__ void store_scaled(K* address, float (&x)[V], float scale) {
   if constexpr (sizeof(K) == 1) {
@@ -46,16 +46,16 @@ __device__ __forceinline__ void store_scaled(K* address, float (&x)[V], float sc
   store_cached(address, x);
 }
 
-// The heads of all tokens: a token's side by side, the next token's `stride` numbers later.
+// The heads of all tokens: contiguous within a token, `stride` numbers from one token to the next.
 template <class T>
 struct Heads {
   const T* first;
   long long stride;
 };
 
-// Which elements of a head an item is.
+// Elements of an item in its head.
 struct Item {
-  int first, second;  // of V numbers each
+  int first, second;  // V numbers each
   bool rotates, has_second;
 
   __device__ __forceinline__ Item(int index, int V, int head_dim, int rotary_dim) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void rope_kv(Heads<T> q, Heads<T> k, Heads<T> v, T* o
                                         int head_dim, int rotary_dim, long long plane, long long block_stride,
                                         int block_size, int lanes, float key_scale, float value_scale) {
   const int num_all = num_heads + 2 * num_kv_heads;
-  const int owned = (blockIdx.x * blockDim.x + threadIdx.x) / lanes;  // which head of which token
+  const int owned = (blockIdx.x * blockDim.x + threadIdx.x) / lanes;  // index of (token, head)
   const int lane = threadIdx.x % lanes;
   const int token = owned / num_all, head = owned - token * num_all;
   const int kv_row = token < num_tokens ? kv_rows[token] : -1;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void rope_kv(Heads<T> q, Heads<T> k, Heads<T> v, T* o
   const T* from = heads.first + token * heads.stride + (is_query ? head : kv_head) * head_dim;
   const int num_items = (rotary_dim / 2 + (head_dim - rotary_dim + 1) / 2 + V - 1) / V;
 
-  // A thread without a head of a real token computes on zeros: it must meet the others of its warp in the shuffles.
+  // A thread without a head of a real token computes on zeros: it must take part in the warp's shuffles.
   float x[ITEMS][V], y[ITEMS][V];
   float squares = 0.0f;
 #pragma unroll
@@ -176,12 +176,13 @@ __device__ __forceinline__ void rope_kv(Heads<T> q, Heads<T> k, Heads<T> v, T* o
 
 using namespace quintet;
 
-// q: [tokens, heads, head_dim], k, v: [tokens, KV heads, head_dim]; of each and of out, the queries, a token lies as many
-// numbers after the one before as its stride says. out may be q. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
-// k_norm: [head_dim], or null both. kv: keys [blocks, KV heads, block_size, head_dim], blocks block_stride
-// numbers apart, and values `plane` numbers after them. kv_rows: [tokens], block *
-// block_size + place in it; -1 for padding, which writes no KV and has zeros as queries. key_scale, value_scale: what
-// divides numbers of an fp8 cache; others have none.
+// q: [tokens, heads, head_dim]; k, v: [tokens, KV heads, head_dim]. q_stride, k_stride, v_stride, out_stride: numbers from one
+// token to the next. out: the queries; may be q.
+// cos, sin: [tokens, rotary_dim], the second half repeats the first. q_norm, k_norm: [head_dim], or both null.
+// kv: keys [KV blocks, KV heads, block_size, head_dim], KV blocks block_stride numbers apart; values `plane` numbers after
+// their keys.
+// kv_rows: [tokens], KV block * block_size + position in it; -1 for padding, which writes no KV and gets zero queries.
+// key_scale, value_scale: divisors of an fp8 cache; unused for other formats.
 #define QT_ROPE_KV(name, T, K, V, ITEMS)                                                                          \
   QT_KERNEL_OCCUPANCY(128, 4, name,                                                                               \
             (const T* q, long long q_stride, const T* k, long long k_stride, const T* v, long long v_stride,      \

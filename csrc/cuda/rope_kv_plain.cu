@@ -1,12 +1,13 @@
-// Rotation and KV writes for layers that rope_kv.cu does not take: adjacent pairs, a rotation that begins inside a head, values
-// of another width than keys, queries that grow with their position, norms with an offset of the weights. Correctness first.
+// Rotary embedding and KV write for layers that rope_kv.cu does not support. These have adjacent pairs, a rotation that begins
+// inside a head, values of another width than keys, queries scaled by position, or norms with a weight offset. Not optimized.
 //
-// A block of 128 threads per (token, head of queries, keys or values), which lies in shared memory as fp32: thread t owns its
-// numbers t, t + 128 ...; of pairs that are rotated, pairs t, t + 128 ...
-// Bytes: a number read once and written once; limiter: latency, as most threads of a block have nothing to do.
-// Order of the norm's sum: a thread adds its squares ascending, then the block (`block_sum`); it depends on the head's width
-// alone. Rounds where the reference does (executor/backends/cpu/ops/rope_kv_write.py): the normed number, its product with the weight (with
-// an offset once, after both), the product with the sine, the rotated number, its product with the temperature.
+// Ownership: a block of 128 threads per (token, head of queries, keys or values). The head is in shared memory as fp32. Thread
+// t owns numbers t, t + 128 ...; of rotated pairs, pairs t, t + 128 ...
+// Bytes: each number is read once and written once. Limiter: latency, as most threads of a block are idle.
+// Reduction order of the norm: a thread adds its squares ascending, then `block_sum` over the block. It depends on the head's
+// width only, not on the batch size. Rounds where the reference does (executor/backends/cpu/ops/rope_kv_write.py). These are
+// the normed number, its product with the weight (with an offset once, after both) and the product with the sine. The rotated
+// number and its product with the position scale follow.
 #include "device.cuh"
 #include "pointwise.cuh"
 
@@ -14,7 +15,7 @@ namespace quintet {
 
 constexpr int ROPE_THREADS = 128, ROPE_MAX_DIM = 576;
 
-// Heads of all tokens side by side, the next token's `stride` numbers later.
+// The heads of all tokens: contiguous within a token, `stride` numbers from one token to the next.
 template <class T>
 struct TokenHeads {
   const T* first;
@@ -25,7 +26,7 @@ struct Rotary {
   int dim, first, interleaved;
 };
 
-// What grows with a query's position.
+// Scale of a query by its position.
 struct Growth {
   float growth;
   int period, shift, in_parts;
@@ -94,11 +95,13 @@ __device__ __forceinline__ void rope_kv_plain(
 
 using namespace quintet;
 
-// q: [tokens, heads, head_dim], k: [tokens, KV heads, head_dim], v: [tokens, KV heads, value_dim], tokens as many numbers apart
-// as their strides say. out: [tokens, heads, head_dim]. cos, sin: [tokens, rotary_dim], the second half as the first. q_norm,
-// k_norm: [head_dim], or null both. keys, values: [blocks, KV heads, block_size, head_dim or value_dim], blocks block_stride
-// numbers apart. kv_rows: [tokens], block * block_size + place; -1: padding, no KV is written, queries are zeros. positions:
-// [tokens]. key_scale, value_scale: what divides numbers of an fp8 cache; others have none.
+// q: [tokens, heads, head_dim], k: [tokens, KV heads, head_dim], v: [tokens, KV heads, value_dim]. q_stride, k_stride,
+// v_stride: numbers from one token to the next. out: [tokens, heads, head_dim].
+// cos, sin: [tokens, rotary_dim], the second half repeats the first. q_norm, k_norm: [head_dim], or both null.
+// keys, values: [KV blocks, KV heads, block_size, head_dim or value_dim], KV blocks block_stride numbers apart.
+// kv_rows: [tokens], KV block * block_size + position in it; -1: padding, which writes no KV and gets zero queries. positions:
+// [tokens].
+// key_scale, value_scale: divisors of an fp8 cache; unused for other formats.
 #define QT_ROPE_KV_PLAIN(name, T, K)                                                                                   \
   QT_KERNEL(quintet::ROPE_THREADS, name,                                                                               \
             (const T* q, long long q_stride, const T* k, long long k_stride, const T* v, long long v_stride, T* out,   \

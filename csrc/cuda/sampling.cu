@@ -1,46 +1,45 @@
-// Draws one token from each row of logits: temperature, min-p, top-k, top-p, then inversion of the cumulative
-// distribution at one random number; or takes the most likely. What is kept is what quintet.executor.sampling.draw keeps,
-// equals included, and the random number is the same: a draw differs from a CPU's only where rounding of a sum decides.
+// Samples one token from each row of logits: temperature, min-p, top-k, top-p, then inversion of the cumulative distribution at
+// one random number; or greedy. The candidates, ties included, are those of quintet.executor.sampling.draw, with the same
+// random number. A GPU and a CPU sample differ only if the rounding of a sum decides.
 //
-// Inversion rather than the Gumbel trick, which would let one pass draw without a sum: it needs one random number per
-// draw instead of one per token, and every implementation that sums alike draws the same token from it. The number is
-// Philox4x32-10 of the request's seed and the token's position (Salmon, Moraes, Dror and Shaw, "Parallel random numbers:
-// as easy as 1, 2, 3", SC 2011).
+// Inversion needs one random number per sample. The Gumbel trick would need no sum but one random number per token. All
+// implementations with equal sums sample the same token by inversion. The random number is Philox4x32-10 of the request's seed
+// and the token's position (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 //
-// Two launches, see sampling.cuh for tiles and units:
-//   scan_tiles  a warp owns a tile; any number of blocks share a row. Reads every logit once; an exponential for each,
+// Two launches; see sampling.cuh for tiles and units:
+//   scan_tiles  a warp owns a tile; any number of blocks share a row. Reads every logit once, with an exponential for each
 //               unless the row is greedy. Limiter: memory bandwidth (2 or 4 bytes a logit).
 //   draw        a block owns a row. Greedy, or without filters: reads maxima and sums of the tiles, then one tile. Min-p:
 //               also the tiles that reach its bound. Top-k: a selection among about k tiles. Top-p without top-k: the
-//               same among 64 tiles, and if they do not hold its share, two or three passes over the row (from L2;
+//               same among 64 tiles; if they hold less than p, two or three passes over the row (from L2;
 //               limiter: exponentials and shared atomics).
-// Order of reduction: within a tile a lane's 8 ascending, then the warp's butterfly; everything else is integer sums.
-// So a row's token depends on the row, its settings and its position: not on other rows, nor on the grid.
+// Reduction order: within a tile a lane's 8 ascending, then the warp's butterfly; all other sums are integers. So a row's token
+// depends on the row, its settings and its position, not on the batch size or the grid.
 //
-// Logits are compared as they are, never divided by the temperature: each bound is a quotient in the reference, and is
-// translated to the least logit with a rounded quotient that reaches it.
+// Logits are compared without division by the temperature. In the reference each bound is a quotient; here it is translated to
+// the least logit with a rounded quotient that reaches it.
 #include "device.cuh"
 #include "sampling.cuh"
 
 namespace quintet {
 
 constexpr int SCAN_THREADS = 256;
-constexpr int SCAN_TILES = 4;  // a warp has their loads in flight together
+constexpr int SCAN_TILES = 4;  // tiles with loads in flight per warp
 constexpr int DRAW_THREADS = 512;
 constexpr int FEW_TILES = 64;
-constexpr float LEAST_EXPONENT = -87.0f;  // what is less likely than e^-87 of the most likely is not drawn
+constexpr float LEAST_EXPONENT = -87.0f;  // tokens less likely than e^-87 of the most likely one are excluded
 
-// Of one slot, as quintet.executor.sampling.settings lays it out.
+// Parameters of one slot, with the layout of quintet.executor.sampling.settings.
 struct DrawSettings {
-  float temperature;   // 0: the most likely token, and nothing below counts
-  float log_min_p;     // -infinity: none
-  long long top_k;     // 0 or at least the vocabulary: none
-  double top_p;        // 1: none
+  float temperature;   // 0: greedy; the other fields are ignored
+  float log_min_p;     // -infinity: off
+  long long top_k;     // 0 or at least vocab_size: off
+  double top_p;        // 1: off
   uint64_t seed;
 };
 static_assert(sizeof(DrawSettings) == 32, "a record of the settings table");
 
-// Settings of an item; null where everything is greedy. slot -1: unused.
+// Settings of an item; null if all items are greedy. slot -1: unused.
 __device__ __forceinline__ const DrawSettings* settings_of(const DrawSettings* settings, const int* slots, int item) {
   return settings == nullptr ? nullptr : settings + (slots == nullptr ? item : slots[item]);
 }
@@ -96,7 +95,7 @@ __device__ __forceinline__ void scan_tiles(const T* logits, long long stride, in
   }
 }
 
-// The uniform number in (0, 1) of a seed and a position.
+// Uniform random number in (0, 1) of a seed and a position.
 __device__ __forceinline__ double uniform(uint64_t seed, uint64_t position) {
   uint32_t c0 = uint32_t(position), c1 = uint32_t(position >> 32), c2 = 0, c3 = 0;
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
@@ -113,18 +112,18 @@ __device__ __forceinline__ double uniform(uint64_t seed, uint64_t position) {
   return (double(uint64_t(c0) << 20 | c1 >> 12) + 0.5) * 2.220446049250313e-16;  // 2^-52
 }
 
-// The least x <= most with x / temperature >= bound; bound <= most / temperature. A warp tries 32 numbers at a time; all
-// its lanes call and get the same.
+// Returns the least x <= most with x / temperature >= bound; requires bound <= most / temperature. A warp tests 32 numbers at a
+// time; all its lanes call and get the result.
 __device__ __forceinline__ float least_reaching(float bound, float temperature, float most) {
   if (temperature == 1.0f) return bound;
   const uint32_t lane = threadIdx.x % WARP_SIZE;
-  uint32_t low = LOWEST_KEY, high = key_of(most);  // high always reaches it
+  uint32_t low = LOWEST_KEY, high = key_of(most);  // invariant: high reaches the bound
   while (low < high) {
     const uint32_t step = (high - low) / WARP_SIZE + 1u;
-    const uint32_t beyond = (lane + 1u) * step - 1u;  // how far from low; 32 * step is more than high - low
+    const uint32_t beyond = (lane + 1u) * step - 1u;  // distance from low; 32 * step is more than high - low
     const uint32_t point = beyond < high - low ? low + beyond : high;
     const unsigned reaching = __ballot_sync(FULL_WARP, of_key(point) / temperature >= bound);
-    const uint32_t first = uint32_t(__ffs(int(reaching)) - 1);  // there is one: the last lane tries high
+    const uint32_t first = uint32_t(__ffs(int(reaching)) - 1);  // never empty: the last lane tests high
     const uint32_t end = (first + 1u) * step - 1u;
     if (end < high - low) high = low + end;
     low += first * step;
@@ -132,7 +131,7 @@ __device__ __forceinline__ float least_reaching(float bound, float temperature, 
   return of_key(high);
 }
 
-// The least number of units that is at least p of them all, and at least 1.
+// The least number of units that is at least p of the total, and at least 1.
 __device__ __forceinline__ uint64_t share_of(uint64_t total, double p) {
   const double share = p * double(total);
   const uint64_t below = uint64_t(share);
@@ -140,7 +139,7 @@ __device__ __forceinline__ uint64_t share_of(uint64_t total, double p) {
   return units == 0 ? uint64_t(1) : units < total ? units : total;
 }
 
-// What may still be drawn of a row: logits from `floor` on.
+// Candidates of a row: logits from `floor` on.
 template <class T>
 struct Filter {
   const Row<T>& row;
@@ -151,7 +150,7 @@ struct Filter {
 
   __device__ __forceinline__ void raise(float least) { floor = fmaxf(floor, least); }
 
-  // Drops what is less than x after division.
+  // Excludes logits below x after division.
   __device__ __forceinline__ void cut_below(float x) {
     raise(least_reaching(x / temperature, temperature, x));
   }
@@ -161,9 +160,9 @@ struct Filter {
     if (least >= LOWEST) raise(least_reaching(least, temperature, top));
   }
 
-  // Top-k, or top-p: the same selection, by count or by weight; a flag, so that its code is there once.
-  // scanned_total: what all tiles weigh, 0 if something was cut before. Then the few tiles with the largest logits are
-  // tried first: they hold most distributions' share p. If they do not, all tiles are looked at.
+  // Top-k, or top-p (is_by_weight): the same selection by count or by weight; a flag, so that the code exists once.
+  // scanned_total: weight of all tiles; 0 if an earlier filter excluded candidates. If it is not 0, top-p first tries the tiles
+  // with the largest logits, which hold p of most distributions; otherwise it reads all tiles.
   __device__ __forceinline__ void cut(bool is_by_weight, long long k, double p, uint64_t scanned_total) {
     const uint32_t least = key_of(floor);
     uint32_t first = least;
@@ -188,14 +187,14 @@ struct Filter {
   }
 };
 
-// Which of consecutive amounts a target lies in.
+// Interval of consecutive amounts that contains a target.
 struct Place {
   int tile;
-  double inside;  // how far into the tile's amount, in [0, 1)
+  double inside;  // position in the tile's amount, in [0, 1)
 };
 
-// The token at which the cumulated weights of what is left exceed `number` times their total: first among tiles; their
-// amounts are in shared memory, then in one. All threads call; thread 0 of the warp that finds it writes it.
+// Writes the token at which the cumulative weights of the candidates exceed `number` times their total. First searches the
+// tiles, by their amounts in shared memory, then one tile. All threads call; one thread writes the token.
 template <class T>
 __device__ __forceinline__ void invert(const Row<T>& row, const float* maxima, const uint64_t* amounts, float floor,
                                        float scale, double number, int* token) {
@@ -248,7 +247,7 @@ __device__ __forceinline__ void invert(const Row<T>& row, const float* maxima, c
   }
 }
 
-// The lowest id of the largest logit; of a NaN where there is one.
+// Writes the lowest id of the largest logit, or of a NaN if there is one.
 template <class T>
 __device__ __forceinline__ void take_largest(const Row<T>& row, const float* maxima, Largest top, int* token) {
   int first = row.num_tiles;
@@ -293,7 +292,7 @@ __device__ __forceinline__ void draw(unsigned char* shared, const T* logits, lon
     return;
   }
   const float quotient = top.value / temperature;
-  if (top.any_nan || !(quotient >= LOWEST && quotient <= -LOWEST)) {  // as the reference: nothing to weigh
+  if (top.any_nan || !(quotient >= LOWEST && quotient <= -LOWEST)) {  // as in the reference: no candidates
     if (threadIdx.x == 0) *token = 0;
     return;
   }
@@ -319,7 +318,7 @@ __device__ __forceinline__ void draw(unsigned char* shared, const T* logits, lon
     for (int i = 0; i < 2; ++i)
       if (i == 0 ? is_top_k : is_top_p) left.cut(i == 1, mine->top_k, mine->top_p, scanned_total);
 
-    __syncthreads();  // amounts are now other threads' to write
+    __syncthreads();  // from here on, other threads write the amounts
     for (int tile = int(threadIdx.x); tile < row.num_tiles; tile += DRAW_THREADS)
       if (maxima[tile] < left.floor) amounts[tile] = 0;
     row.template sweep<DRAW_THREADS>(maxima, left.floor, [&](int tile, const Share<T>& share) {

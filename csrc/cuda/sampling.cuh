@@ -1,14 +1,14 @@
-// A row of logits as kernels see it that draw from it or report on it: tiles, sums that need no order, and a selection
-// without sorting. Knows no request and no batch.
+// Common parts of sampling and log-probability kernels: tiles of a row of logits, order-independent sums, and selection without
+// sorting.
 //
-// A row is seen as tiles of 256 logits. A warp looks at one tile, a lane at 8 adjacent logits in it. `scan_tiles` in
-// sampling.cu leaves each tile's largest logit and its sum of weights; as the k tiles with the largest maxima hold at
-// least k logits not below the k-th of these maxima, a search for large logits reads few tiles.
+// A row is divided into tiles of 256 logits. A warp reads one tile, a lane 8 adjacent logits in it. `scan_tiles` in sampling.cu
+// computes the maximum and the sum of weights of each tile. The k tiles with the largest maxima hold at least k logits not
+// below the k-th of these maxima, so a search for large logits reads few tiles.
 //
-// Weights are e^((x - largest) / temperature), at most 1. What is compared or cumulated over a whole row is counted in
-// units of 2^-44: adding integers is associative, so threads may add in any order, and no result depends on how many
-// there are. A row loses less than 2^18 * 2^-44 of its most likely token's weight to that, as much as fp32 would.
-// Compile without --use_fast_math: thresholds are translated through the very divisions the reference does.
+// Weights are e^((x - largest) / temperature), at most 1. Sums and comparisons over a whole row use integers in units of 2^-44.
+// Integer addition is associative, so threads may add in any order, and results do not depend on their number. The loss is less
+// than 2^18 * 2^-44 of the most likely token's weight, comparable to fp32. Compile without --use_fast_math: thresholds are
+// derived with the same divisions as in the reference.
 #pragma once
 
 #include "device.cuh"
@@ -16,12 +16,12 @@
 namespace quintet {
 
 constexpr int TILE = 256;
-constexpr int SHARE = TILE / WARP_SIZE;  // logits of a tile that a lane owns, next to one another
-constexpr int TILES_AT_ONCE = 2;         // a warp of a sweep has their loads in flight together
+constexpr int SHARE = TILE / WARP_SIZE;  // adjacent logits of a tile that a lane owns
+constexpr int TILES_AT_ONCE = 2;         // tiles with loads in flight per warp of a sweep
 constexpr float LOWEST = -3.4028234664e38f;
 constexpr float LOG2_E = 1.4426950409f;
 
-// Unsigned numbers in the order of the floats they stand for; -0 comes right before 0.
+// Unsigned keys in the order of their floats; -0 is directly below 0.
 __device__ __forceinline__ uint32_t key_of(float value) {
   uint32_t bits = __float_as_uint(value);
   return bits ^ ((bits >> 31) != 0u ? 0xffffffffu : 0x80000000u);
@@ -32,7 +32,7 @@ __device__ __forceinline__ float of_key(uint32_t key) {
 constexpr uint32_t LOWEST_KEY = 0x00800000u;    // of LOWEST
 constexpr uint32_t INFINITE_KEY = 0x007fffffu;  // of -infinity
 
-// Bits at the end of a key that are the same for all numbers of a format (and a sign): 16-bit formats hold few values.
+// Low bits of a key that are equal for all numbers of a format (and sign): 16-bit formats have few values.
 template <class T>
 struct KeyGrain;
 template <>
@@ -48,7 +48,7 @@ struct KeyGrain<fp16> {
   static constexpr int BITS = 13;
 };
 
-// The weight of x beside `top`, the largest; scale is LOG2_E / temperature. Equals weigh 1 whatever the scale is.
+// Weight of x relative to `top`, the largest; scale is LOG2_E / temperature. Equal logits weigh 1 for every scale.
 __device__ __forceinline__ float weight_of(float x, float top, float scale) {
   return x < top ? exp2f((x - top) * scale) : 1.0f;
 }
@@ -56,7 +56,7 @@ __device__ __forceinline__ float weight_of(float x, float top, float scale) {
 // In units of 2^-44, rounded down; weight at most 2^19.
 __device__ __forceinline__ uint64_t units_of(float weight) { return uint64_t(weight * 17592186044416.0f); }
 
-// What a lane has of a tile, as it came from memory.
+// A lane's logits of a tile, in memory format.
 template <class T>
 struct Share {
   static constexpr int PACKS = SHARE / Pack<T>::SIZE;
@@ -73,7 +73,7 @@ struct Row {
   const T* logits;
   int vocab_size;
   int num_tiles;
-  bool is_aligned;  // to 16 bytes: an odd vocabulary leaves every second row between
+  bool is_aligned;  // to 16 bytes: with an odd vocab_size, every other row is not
 
   __device__ __forceinline__ Row(const T* rows, long long stride, long long row, int size)
       : logits(rows + row * stride),
@@ -81,12 +81,12 @@ struct Row {
         num_tiles((size + TILE - 1) / TILE),
         is_aligned((reinterpret_cast<unsigned long long>(logits) & 15ull) == 0ull) {}
 
-  // The id of this lane's first logit of a tile.
+  // Id of this lane's first logit of a tile.
   static __device__ __forceinline__ int first_of(int tile) {
     return tile * TILE + int(threadIdx.x) % WARP_SIZE * SHARE;
   }
 
-  // -infinity past the row's end.
+  // Loads a share; -infinity past the row's end.
   __device__ __forceinline__ Share<T> load(int tile) const {
     constexpr int SIZE = Pack<T>::SIZE;
     const int first = first_of(tile);
@@ -102,7 +102,8 @@ struct Row {
     return share;
   }
 
-  // visit(tile, share) by the block's warps, for every tile with a maximum of at least `least`. All threads call.
+  // Calls visit(tile, share), distributed over the block's warps, for every tile with a maximum of at least `least`. All
+  // threads call.
   template <int THREADS, class Visit>
   __device__ __forceinline__ void sweep(const float* maxima, float least, Visit visit) const {
     constexpr int WARPS = THREADS / WARP_SIZE;
@@ -128,7 +129,7 @@ __device__ __forceinline__ uint64_t shuffle(uint64_t value, int lane) {
   return join(__shfl_sync(FULL_WARP, uint32_t(value >> 32), lane), __shfl_sync(FULL_WARP, uint32_t(value), lane));
 }
 
-// The sum of a warp's values up to and with this lane's.
+// Inclusive prefix sum over the lanes of a warp.
 __device__ __forceinline__ uint64_t warp_cumulated(uint64_t value) {
   const int lane = int(threadIdx.x) % WARP_SIZE;
 #pragma unroll
@@ -141,11 +142,12 @@ __device__ __forceinline__ uint64_t warp_cumulated(uint64_t value) {
 }
 
 struct Cumulated {
-  uint64_t before;  // the sum of the values of the threads before this one
-  uint64_t total;   // of all threads
+  uint64_t before;  // sum over the previous threads
+  uint64_t total;   // sum over all threads
 };
 
-// Of a block of exactly THREADS threads, all of which call. Two barriers; the first lets the shared array be used again.
+// Exclusive prefix sum and total over a block of exactly THREADS threads, all of which call. Two barriers; the first one allows
+// immediate reuse of the shared array.
 template <int THREADS>
 __device__ __forceinline__ Cumulated block_cumulated(uint64_t value) {
   constexpr int WARPS = THREADS / WARP_SIZE;
@@ -161,8 +163,8 @@ __device__ __forceinline__ Cumulated block_cumulated(uint64_t value) {
   return {(warp > 0 ? of_warps_before : 0) + of_warp - value, shuffle(of_warps, WARP_SIZE - 1)};
 }
 
-// The largest of a row and whether it has a NaN, from what `scan_tiles` left, which is copied to `maxima` in shared
-// memory; a tile with a NaN has a NaN there.
+// Maximum of a row and whether it has a NaN, from the results of `scan_tiles`. They are copied to `maxima` in shared memory;
+// the maximum of a tile with a NaN is NaN.
 struct Largest {
   float value;
   bool any_nan;
@@ -183,17 +185,17 @@ __device__ __forceinline__ Largest take_maxima(const float* scanned, int num_til
   return {most, block_max<THREADS>(nan) > 0.0f};
 }
 
-// Selection by a histogram over keys, 11 bits of them at a time: amounts are added to the bins in any order, then bins
-// are cumulated from the largest numbers down.
+// Radix selection: a histogram over 11 bits of the keys at a time. Amounts are added to the bins in any order, then the bins
+// are accumulated from the largest key down.
 constexpr int BINS = 2048;
 constexpr int BIN_BITS = 11;
 
-// Amounts are 64-bit, added as two words by 32-bit atomics, which shared memory has instructions for.
+// Amounts are 64-bit, added as two words with 32-bit atomics, which shared memory supports natively.
 struct Bins {
   int low[BINS];
   int high[BINS];
   int chosen;       // a bin, -1: none
-  uint64_t before;  // what is in larger bins
+  uint64_t before;  // sum of the larger bins
 
   __device__ __forceinline__ void add(uint32_t bin, uint64_t amount) {
     const uint32_t low_word = uint32_t(amount);
@@ -206,25 +208,25 @@ struct Bins {
   }
 };
 
-// What a selection ended with. Numbers with keys of at least `key` together reach the target, those of larger ones by
-// themselves do not, but for those that share its last `grain` bits.
+// Result of a selection. Numbers with keys of at least `key` reach the target; numbers with larger keys do not, except those
+// that differ only in the last `grain` bits.
 struct Selected {
   uint32_t key;
   bool is_reached;  // false: all numbers together do not reach the target
 };
 
-// The number a key stands for, after a selection that ended with the grain of the format T.
+// Number of the selected key, after a selection with the grain of the format T.
 template <class T>
 __device__ __forceinline__ float number_of(Selected selected) {
   constexpr uint32_t REST = (1u << KeyGrain<T>::BITS) - 1u;
   return of_key((selected.key >> 31) != 0u ? selected.key : selected.key | REST);
 }
 
-// The largest number such that the amounts of what is not smaller reach a target, among numbers with keys from `first`
-// to `last`. All threads call.
-// sweep(least, visit) shows the numbers from `least` on (others do no harm), each to visit(x) of one thread;
-// amount_of(x): what it adds, 0 for what does not count; target_of(total): at least 1, from the sum of all amounts.
-// max_rounds: how many times 11 bits at most; after fewer than are needed, the key is smaller than the best one.
+// Returns the largest x such that the amounts of all numbers >= x reach a target, among keys from `first` to `last`. All
+// threads call.
+// sweep(least, visit): calls visit(x), in one thread each, for all numbers from `least` on; smaller numbers are ignored.
+// amount_of(x): amount of a number; 0 excludes it. target_of(total): the target, at least 1, from the sum of all amounts.
+// max_rounds: limit of 11-bit rounds. If it is too low, the key is smaller than the best one.
 template <int THREADS, int GRAIN, class Sweep, class AmountOf, class TargetOf>
 __device__ __forceinline__ Selected select_by_amount(Bins& bins, uint32_t first, uint32_t last, int max_rounds, Sweep sweep,
                                            AmountOf amount_of, TargetOf target_of) {
@@ -239,7 +241,7 @@ __device__ __forceinline__ Selected select_by_amount(Bins& bins, uint32_t first,
     if (threadIdx.x == 0) bins.chosen = -1;
     __syncthreads();
     sweep(of_key(base < INFINITE_KEY ? INFINITE_KEY : base), [&](float x) {
-      const uint32_t distance = key_of(x) - base;  // wraps for smaller keys, and so is too large
+      const uint32_t distance = key_of(x) - base;  // wraps around for smaller keys, which are then out of range
       if (distance > last - base) return;
       bins.add(distance >> shift, amount_of(x));
     });
@@ -269,7 +271,7 @@ __device__ __forceinline__ Selected select_by_amount(Bins& bins, uint32_t first,
     __syncthreads();
     const int chosen = bins.chosen;
     above = bins.before;
-    __syncthreads();  // they are not cleared before all have read
+    __syncthreads();  // all threads have read the bins before they are cleared
     if (chosen < 0) return {base, false};
     base += uint32_t(chosen) << shift;
     if (shift == GRAIN || round + 1 == max_rounds) return {base, true};
@@ -280,8 +282,8 @@ __device__ __forceinline__ Selected select_by_amount(Bins& bins, uint32_t first,
 
 constexpr int ALL_ROUNDS = 32;
 
-// A key that at least `count` numbers of the row reach, as large as the tiles' maxima tell; `first` if they tell nothing.
-// From it on, a selection of the `count` largest reads few tiles.
+// Lower bound, from the tiles' maxima, of the key of the `count`-th largest number; `first` if there is none. A selection of
+// the `count` largest numbers from it reads few tiles.
 template <int THREADS, int GRAIN>
 __device__ __forceinline__ uint32_t reached_by_tiles(Bins& bins, uint32_t first, float top, const float* maxima,
                                                      int num_tiles, long long count) {
@@ -295,7 +297,7 @@ __device__ __forceinline__ uint32_t reached_by_tiles(Bins& bins, uint32_t first,
   return bound.is_reached && bound.key > first ? bound.key : first;
 }
 
-// The same over the numbers of a row; amount_of decides which count.
+// The same selection over the numbers of a row; amount_of excludes numbers with 0.
 template <int THREADS, class T, class AmountOf, class TargetOf>
 __device__ __forceinline__ Selected select_in_row(Bins& bins, const Row<T>& row, const float* maxima, uint32_t first,
                                                   float top, AmountOf amount_of, TargetOf target_of) {

@@ -1,27 +1,27 @@
-// Reports on rows of logits: one token's log-probability and rank, and the most likely tokens, without sorting the
-// vocabulary. The reference is quintet.executor.sampling.logprob_entries; among equals the lower id comes first.
+// Log-probability reports of rows of logits: one token's log-probability and rank, and the most likely tokens, without sorting
+// the vocabulary. Reference: quintet.executor.sampling.logprob_entries; a tie goes to the lower id.
 //
-// Runs after scan_tiles of sampling.cu at temperature 1. A block owns a row. The normalizer comes from the tiles' sums
-// alone; the rank reads the tiles that hold anything larger than the token; the n most likely a selection among some
-// more than n tiles. Limiter: latency. Order of reduction: a thread's tiles ascending, then the block's butterfly; the
-// rest counts. So what is reported depends on the row alone.
+// Runs after scan_tiles of sampling.cu at temperature 1. Ownership: a block owns a row. Bytes: the normalizer reads the tiles'
+// sums only. The rank reads the tiles with logits above the token's. The n most likely tokens need a selection in little more
+// than n tiles. Limiter: latency. Reduction order: a thread's tiles ascending, then the block's butterfly; all other sums are
+// integer counts. So a report depends on the row only, not on the batch size.
 #include "device.cuh"
 #include "sampling.cuh"
 
 namespace quintet {
 
 constexpr int REPORT_THREADS = 512;
-constexpr int MAX_TOP = 64;  // more are sorted by torch
+constexpr int MAX_TOP = 64;  // larger requests are sorted by torch
 
-// The most likely tokens, in any order until they are sorted.
+// The most likely tokens, unordered until they are sorted.
 struct Found {
   int count;
   float values[MAX_TOP];
   int ids[MAX_TOP];
 };
 
-// Lists the `count` largest logits of the row; of the equals of the last one, those with the lowest ids.
-// num_equals: shared, one number per tile.
+// Finds the `count` largest logits of the row; ties at the last one go to the lowest ids. num_equals: shared memory, one number
+// per tile.
 template <class T>
 __device__ __forceinline__ void find_largest(const Row<T>& row, const float* maxima, float top, int count, Bins& bins,
                                              int* num_equals, Found& found) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void find_largest(const Row<T>& row, const float* max
       bins, row, maxima, first, top, [](float) { return uint64_t(1); }, [&](uint64_t) { return uint64_t(count); });
   const float last = number_of<T>(selected);
 
-  // what is larger, in any order; and how many equals of the last each tile has
+  // larger logits, in any order; and the number of ties with the last one in each tile
   if (threadIdx.x == 0) found.count = 0;
   for (int tile = int(threadIdx.x); tile < row.num_tiles; tile += REPORT_THREADS) num_equals[tile] = 0;
   __syncthreads();
@@ -44,7 +44,7 @@ __device__ __forceinline__ void find_largest(const Row<T>& row, const float* max
       if (id + i >= row.vocab_size) continue;
       equals += x == last;
       if (x > last) {
-        const int place = atomicAdd(&found.count, 1);  // fewer than `count` are larger than the count-th
+        const int place = atomicAdd(&found.count, 1);  // fewer than `count` logits are larger than the count-th
         found.values[place] = x;
         found.ids[place] = id + i;
       }
@@ -53,7 +53,7 @@ __device__ __forceinline__ void find_largest(const Row<T>& row, const float* max
   });
   __syncthreads();
 
-  // equals in tiles before a tile, then before a lane: their order is that of their ids
+  // ties in previous tiles, then in previous lanes: their order is that of their ids
   const int per_thread = (row.num_tiles + REPORT_THREADS - 1) / REPORT_THREADS;
   const int begin = int(threadIdx.x) * per_thread;
   const int end = begin + per_thread < row.num_tiles ? begin + per_thread : row.num_tiles;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void find_largest(const Row<T>& row, const float* max
   const int num_larger = found.count;
   row.template sweep<REPORT_THREADS>(maxima, last, [&](int tile, const Share<T>& share) {
     int place = num_larger + num_equals[tile];
-    if (place >= count) return;  // the whole warp: they have the tile in common
+    if (place >= count) return;  // uniform in the warp: all lanes have the same tile
     const int id = Row<T>::first_of(tile);
     int equals = 0;
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ void report(unsigned char* shared, const T* logits, l
   const int token = own[item];
 
   const Largest top = take_maxima<REPORT_THREADS>(scanned_maxima, row.num_tiles, maxima);
-  if (top.any_nan || !(top.value - top.value == 0.0f)) {  // no distribution: every value NaN, the first ids
+  if (top.any_nan || !(top.value - top.value == 0.0f)) {  // no distribution: all values are NaN, ids are the first ones
     const float nan = __uint_as_float(0x7fc00000u);
     if (thread <= num_top) {
       ids[thread] = thread == 0 ? token : thread - 1;

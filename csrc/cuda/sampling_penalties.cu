@@ -1,27 +1,27 @@
-// Repetition, presence and frequency penalties, in place on rows of fp32 logits; the definition is
-// quintet.executor.sampling.penalties. No counts outlive a step: they are made anew from the token table.
+// Repetition, presence and frequency penalties, in place on rows of fp32 logits; defined by
+// quintet.executor.sampling.penalties. Counts are recomputed in each step from the token table.
 //
-// A block owns 8192 adjacent ids of one row: it reads all tokens of the row (4 bytes each, from L2 for all blocks but
-// the first), counts in shared memory those that are its own, and changes the logits they name. So each logit is changed
-// by one thread, once: repetition, then count * frequency with one rounding, then presence. Limiter: reading the tokens,
-// and latency. Counts are integers, so their order does not matter, and a row's logits depend on its tokens alone.
+// Ownership: a block owns 8192 adjacent ids of one row. It reads all tokens of the row, counts its own ids in shared memory,
+// and updates their logits. One thread updates each logit once: repetition, then count * frequency with one rounding, then
+// presence. Bytes: 4 per token and block, from L2 for all blocks but the first. Limiter: reads of the tokens, and latency.
+// Counts are integers, so their order does not matter. A row's logits depend on its tokens only, not on the batch size.
 #include "device.cuh"
 
 namespace quintet {
 
 constexpr int PENALTY_THREADS = 256;
-constexpr int PENALTY_IDS = 8192;  // per block; as quintet.executor.backends.cuda.ops.penalties launches it
+constexpr int PENALTY_IDS = 8192;  // per block; must match quintet.executor.backends.cuda.ops.penalties
 
-// Of one row, as quintet.executor.backends.cuda.ops.penalties packs it.
+// Parameters of one row, in the layout of quintet.executor.backends.cuda.ops.penalties.
 struct Penalized {
   int row;         // of the logits
   int slot;        // of the token table
-  int length;      // tokens there are,
-  int num_prompt;  // of which so many are prompt
+  int length;      // number of tokens
+  int num_prompt;  // number of prompt tokens among them
   float repetition;
   float presence;
   float frequency;
-  int num_embedded;  // of the prompt, so many at the beginning are vectors and no tokens
+  int num_embedded;  // leading prompt positions with embeddings instead of tokens
 };
 static_assert(sizeof(Penalized) == 32, "eight words a row");
 
@@ -32,7 +32,7 @@ using namespace quintet;
 QT_KERNEL(PENALTY_THREADS, penalize,
           (float* logits, long long stride, int vocab_size, const int* token_ids, long long token_stride,
            const Penalized* penalized)) {
-  constexpr int OCCURS = 1 << 30;  // set for tokens of the prompt; below it, how often a token was output
+  constexpr int OCCURS = 1 << 30;  // set for tokens of the prompt; lower bits: count in the output
   __shared__ int counts[PENALTY_IDS];
   const Penalized mine = penalized[blockIdx.y];
   if (mine.slot < 0) return;
@@ -46,7 +46,7 @@ QT_KERNEL(PENALTY_THREADS, penalize,
   if (mine.repetition != 1.0f) {
     for (int i = mine.num_embedded + thread; i < mine.num_prompt; i += PENALTY_THREADS) {
       const unsigned id = unsigned(tokens[i] - begin);
-      if (id < size) counts[id] = OCCURS;  // threads that meet write the same
+      if (id < size) counts[id] = OCCURS;  // threads with the same id write the same value
     }
   }
   __syncthreads();

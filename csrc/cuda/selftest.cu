@@ -1,10 +1,10 @@
-// Small kernels that show what the primitives do, and a few that are wrong on purpose: for tests of the emulator and, on
-// a GPU, of device.cuh. A block of 32 threads unless said otherwise; nothing here is used by the engine.
+// Test kernels for the primitives of device.cuh and for the emulator, some of them wrong on purpose. Blocks of 32 threads
+// unless stated otherwise. The engine does not use them.
 #include "device.cuh"
 
 using namespace quintet;
 
-// out[lane] = what each shuffle gives for values[lane]: seven rows of 32.
+// out[lane] = result of each shuffle for values[lane]: seven rows of 32.
 QT_KERNEL(32, selftest_shuffles, (const float* values, float* out)) {
   int lane = threadIdx.x;
   float value = values[lane];
@@ -18,7 +18,7 @@ QT_KERNEL(32, selftest_shuffles, (const float* values, float* out)) {
                     1000.0f * __all_sync(FULL_WARP, lane != 7);
 }
 
-// d[16, 8] = a[16, 16] * b[8, 16]^T, both operands brought by ldmatrix through shared memory.
+// d[16, 8] = a[16, 16] * b[8, 16]^T; both operands pass shared memory and ldmatrix.
 template <class T>
 __device__ __forceinline__ void multiply(const T* a, const T* b, float* d) {
   __shared__ __align__(16) T tile_a[16 * 16];
@@ -44,7 +44,7 @@ __device__ __forceinline__ void multiply(const T* a, const T* b, float* d) {
 QT_KERNEL(32, selftest_multiply_bf16, (const bf16* a, const bf16* b, float* d)) { multiply<bf16>(a, b, d); }
 QT_KERNEL(32, selftest_multiply_fp16, (const fp16* a, const fp16* b, float* d)) { multiply<fp16>(a, b, d); }
 
-// d[16, 8] = a[16, 32] * b[8, 32]^T of e4m3 numbers, by the instruction and by two of fp16.
+// d[16, 8] = a[16, 32] * b[8, 32]^T of e4m3 numbers, by the fp8 instruction and by two fp16 instructions.
 QT_KERNEL(32, selftest_multiply_fp8, (const fp8* a, const fp8* b, float* d, float* by_fp16)) {
   const int lane = threadIdx.x, g = lane / 4, q = lane % 4 * 4;
   auto four = [](const fp8* numbers) { return *reinterpret_cast<const uint32_t*>(numbers); };
@@ -60,7 +60,7 @@ QT_KERNEL(32, selftest_multiply_fp8, (const fp8* a, const fp8* b, float* d, floa
   }
 }
 
-// out[8 * 8 * i ...] = matrix i, written back from fragments: four 8x8 matrices that lie one after the other.
+// out[8 * 8 * i ...] = matrix i, stored from its fragments: four contiguous 8x8 matrices.
 QT_KERNEL(32, selftest_matrices, (const uint16_t* matrices, uint16_t* plain, uint16_t* transposed)) {
   QT_DYNAMIC_SHARED(shared);
   uint16_t* tile = reinterpret_cast<uint16_t*>(shared);
@@ -79,7 +79,7 @@ QT_KERNEL(32, selftest_matrices, (const uint16_t* matrices, uint16_t* plain, uin
   }
 }
 
-// Blocks of 128: out[block * 128 ...] = sum and maximum of the block's values, twice to reuse the shared arrays.
+// Blocks of 128: out[block * 128 ...] = sum and maximum of the block's values; computed twice to reuse the shared arrays.
 QT_KERNEL(128, selftest_reductions, (const float* values, float* sums, float* maxima)) {
   int at = blockIdx.x * 128 + threadIdx.x;
   float value = values[at];
@@ -110,7 +110,7 @@ QT_KERNEL(128, selftest_narrow, (const float* values, bf16* a, fp16* b, fp8* c, 
   pairs[i] = pack_pair<bf16>(values[i], -values[i]);
 }
 
-// A pack of each format, every number doubled; the count of packs is the number of threads.
+// Doubles every number in packs of each format, one pack per thread.
 template <class T>
 __device__ __forceinline__ void double_pack(const T* in, T* out) {
   Pack<T> pack = load_pack(in + threadIdx.x * Pack<T>::SIZE);
@@ -126,8 +126,8 @@ QT_KERNEL(32, selftest_packs, (const bf16* a, const fp16* b, const fp8* c, const
   double_pack(d, out_d);
 }
 
-// Blocks of 64, 1 KiB of dynamic shared memory. Each thread copies 16 bytes and reads those of the next thread; `waits` and
-// `meets` say whether it waits for its copy and for the next thread: without either it reads what has not arrived.
+// Blocks of 64, 1 KiB of dynamic shared memory. Each thread copies 16 bytes and reads those of the next thread. `waits`: waits
+// for its copy. `meets`: waits at a barrier. Without either, it reads data that have not arrived.
 QT_KERNEL(64, selftest_copies, (const int* in, int* out, int waits, int meets)) {
   QT_DYNAMIC_SHARED(shared);
   int thread = threadIdx.x;
@@ -139,7 +139,7 @@ QT_KERNEL(64, selftest_copies, (const int* in, int* out, int waits, int meets)) 
   *reinterpret_cast<int4*>(out + 4 * thread) = quad;
 }
 
-// Two groups under way: after the wait the first has arrived and the second need not have.
+// Two groups in flight: after the wait, the first has arrived and the second may not have.
 QT_KERNEL(32, selftest_groups, (const int* in, int* first, int* second)) {
   QT_DYNAMIC_SHARED(shared);
   int thread = threadIdx.x;
@@ -153,7 +153,7 @@ QT_KERNEL(32, selftest_groups, (const int* in, int* first, int* second)) {
   *reinterpret_cast<int4*>(second + 4 * thread) = *reinterpret_cast<const int4*>(shared + 512 + 16 * thread);
 }
 
-// Counters that all threads of all blocks share.
+// Counters shared by all threads of all blocks.
 QT_KERNEL(64, selftest_atomics, (int* count, int* highest, float* sum)) {
   int thread = blockIdx.x * 64 + threadIdx.x;
   atomicAdd(count, 1);
@@ -161,7 +161,7 @@ QT_KERNEL(64, selftest_atomics, (int* count, int* highest, float* sum)) {
   atomicAdd(sum, 0.5f);
 }
 
-// What threads and blocks are called: out[thread of the grid] = x, y, z of thread and block.
+// Indices: out[thread of the grid] = x, y, z of thread and block.
 QT_KERNEL(64, selftest_indices, (int* out)) {
   int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
@@ -170,7 +170,7 @@ QT_KERNEL(64, selftest_indices, (int* out)) {
   mine[3] = blockIdx.x, mine[4] = blockIdx.y, mine[5] = blockIdx.z;
 }
 
-// Wrong on purpose. A barrier is missing between what a thread writes and the next thread reads.
+// Wrong on purpose: a barrier is missing between a write and the next thread's read.
 QT_KERNEL(64, selftest_race, (int* out)) {
   __shared__ int values[64];
   int thread = threadIdx.x;
@@ -181,7 +181,7 @@ QT_KERNEL(64, selftest_race, (int* out)) {
   out[thread] = values[(thread + 1) % 64];
 }
 
-// Wrong on purpose, one way each.
+// Wrong on purpose; `way` selects the mistake.
 QT_KERNEL(64, selftest_wrong, (int* out, int way)) {
   QT_DYNAMIC_SHARED(shared);
   int thread = threadIdx.x;

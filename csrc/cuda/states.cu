@@ -1,11 +1,12 @@
-// Layers with a state: short convolutions, Mamba 1 and 2, the gated delta rule. A row of the step continues from the state in the
-// first block of its table and leaves another in the second, which may be the same; no row writes what another one reads. A row
-// that begins a request begins with zeros, padding has no tokens and touches nothing.
+// Layers with a state: short convolutions, Mamba 1 and 2, the gated delta rule. A row of the step reads its state from the
+// first block of its table. It writes the state to the second block, which may be the same one. No row writes a block that
+// another row reads. The first row of a request begins with zeros; padding has no tokens and accesses no state.
 //
-// Tokens of a row are scanned one after the other, so results do not depend on how a request is cut into steps; sums over a state
-// are in an order that its size alone decides. Limiter: a prompt's latency, some hundred instructions a token; a decode step's
-// bandwidth, a state being read once and written once. References: executor/backends/cpu/ops/states.py;
-// products and sums round where torch's do, except sums over a state, and exponentials in the last bit.
+// Ownership: see each kernel. The tokens of a row are scanned in sequence, so results depend neither on the division of a
+// request into steps nor on the batch size. The reduction order over a state depends on its size only. Limiter in prefill:
+// latency, some hundred instructions per token. Limiter in decode: memory bandwidth, since the state is read once and written
+// once. References: executor/backends/cpu/ops/states.py. Products and sums round as in torch, except sums over a state, and the
+// last bit of exponentials.
 #include "device.cuh"
 #include "pointwise.cuh"
 
@@ -13,19 +14,19 @@ namespace quintet {
 namespace {
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
-constexpr int TILE = 8;            // tokens with inputs copied to shared memory at once
-constexpr int WARP_COLUMNS = 8;    // of a head, by a warp; four lanes share the numbers of each
+constexpr int TILE = 8;            // tokens per copy of inputs to shared memory
+constexpr int WARP_COLUMNS = 8;    // columns of a head per warp; four lanes share the state of a column
 constexpr int PARTS = WARP_SIZE / WARP_COLUMNS;
 constexpr int COLUMNS = WARPS * WARP_COLUMNS;
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// As torch computes it: itself beyond 20.
+// As in torch: the identity above 20.
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
-// Numbers of tokens, `stride` from one token to the next.
+// Values per token, `stride` numbers from one token to the next.
 template <class T>
 struct Tokens {
   const T* first;
@@ -38,7 +39,7 @@ struct Rows {
   int table_columns;
 };
 
-// What one row of the step does. `source` is null where it begins.
+// State addresses of a row. `source` is null at the start of a request.
 template <class S>
 struct Row {
   int first, count;
@@ -54,7 +55,8 @@ struct Row {
   }
 };
 
-// A thread owns a channel of a token: reads `taps` inputs, writes one. Inputs before the row's first token are remembered.
+// Short convolution. A thread owns a channel of a token: reads `taps` inputs, writes one output. Inputs before the row's first
+// token are in the state.
 template <class T>
 __device__ __forceinline__ void causal_conv(
     const Tokens<T>& x, T* out, const float* weight, const float* bias, T* states, long long block_stride, const Rows& rows,
@@ -81,8 +83,9 @@ __device__ __forceinline__ void causal_conv(
   *to = from_float<T>(has_silu ? silu(sum) : sum);
 }
 
-// The row's newest inputs, for the next step. A thread owns a channel of a row. Behind `causal_conv`, which reads what this writes.
-// Ascending: the input that moves to a line stands at that line or further on, and none before it is read again.
+// Stores the row's newest inputs as its state. A thread owns a channel of a row. Runs after `causal_conv`, which reads the old
+// state. Inputs are moved in ascending order: the source of a move is at the destination or behind it, so no input is
+// overwritten before it is read.
 template <class T>
 __device__ __forceinline__ void keep_inputs(
     const Tokens<T>& x, T* states, long long block_stride, const Rows& rows, int channels, int taps) {
@@ -100,7 +103,7 @@ __device__ __forceinline__ void keep_inputs(
   }
 }
 
-// Mamba. A thread owns a channel of a row and the `size` numbers of its state, which lie in shared memory as their factors do.
+// Mamba. A thread owns a channel of a row and its state of `size` numbers; state and factors are in shared memory.
 template <class T>
 __device__ __forceinline__ void selective_scan(
     float* shared, const Tokens<T>& x, const Tokens<T>& dt, const Tokens<T>& b, const Tokens<T>& c, const Tokens<T>& gate,
@@ -119,7 +122,7 @@ __device__ __forceinline__ void selective_scan(
   const float bias = there ? dt_bias[channel] : 0.0f, direct = there ? skip[channel] : 0.0f;
   for (int begin = 0; begin < row.count; begin += TILE) {
     const int tokens = row.count - begin < TILE ? row.count - begin : TILE, first = row.first + begin;
-    __syncthreads();  // all threads are done with the tile before
+    __syncthreads();  // all threads have finished the previous tile
     for (int i = thread; i < tokens * size; i += THREADS) {
       written[i] = b.get(first + i / size, i % size);
       read[i] = c.get(first + i / size, i % size);
@@ -141,17 +144,17 @@ __device__ __forceinline__ void selective_scan(
   for (int n = 0; there && n < size; ++n) row.target[(long long)n * channels + channel] = state[n * THREADS];
 }
 
-// What becomes of a token's step width, and what its values are multiplied with.
+// Decay of the state for a token, and factor of its values.
 struct Step {
   float decay, factor;
 };
 
-// A head's state is a matrix `[size, head_dim]`. A block owns 32 columns of a head of a row, a warp eight of them; lane l has column
-// l % 8 and the numbers l / 8, l / 8 + 4 ... of its state, which lie in shared memory, a line of 32 for a warp's four at a time. Sums over
-// a column: a lane's ascending, then the four lanes in a butterfly.
+// State of a head: a matrix `[size, head_dim]`. A block owns 32 columns of a head of a row, a warp owns eight of them. Lane l
+// owns column l % 8 and the numbers l / 8, l / 8 + 4 ... of its state. The state is in shared memory; four numbers of a warp's
+// columns form a line of 32. Reduction order of a column: each lane's numbers ascending, then a butterfly over the four lanes.
 template <class T>
 struct HeadState {
-  float* numbers;                  // this lane's, WARP_SIZE apart
+  float* numbers;                  // of this lane, WARP_SIZE apart
   float *written, *read, *inputs;  // [TILE][size], [TILE][size], [TILE][COLUMNS]
   Step* steps;                     // [TILE]
   int size, width, lane, part, column, in_block;
@@ -182,7 +185,7 @@ struct HeadState {
     for (int step = WARP_COLUMNS; step < WARP_SIZE; step *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
     return sum;
   }
-  // Bring a tile's inputs; barriers around it are the caller's.
+  // Copies the inputs of a tile to shared memory; the caller places the barriers.
   __device__ __forceinline__ void bring(
       const Tokens<T>& x, const Tokens<T>& w, const Tokens<T>& r, int first, int tokens, int head, int group) {
     for (int i = threadIdx.x; i < tokens * size; i += THREADS) {
@@ -210,7 +213,7 @@ __device__ __forceinline__ void head_scan(
   state.load(row.source ? row.source + matrix : nullptr);
   for (int begin = 0; begin < row.count; begin += TILE) {
     const int tokens = row.count - begin < TILE ? row.count - begin : TILE, first = row.first + begin;
-    __syncthreads();  // all threads are done with the tile before
+    __syncthreads();  // all threads have finished the previous tile
     state.bring(x, b, c, first, tokens, head, head / (heads / groups));
     if (int(threadIdx.x) < tokens) {
       const float d = fminf(fmaxf(softplus(dt.get(first + threadIdx.x, head) + dt_bias[head]), least), most);
@@ -236,7 +239,7 @@ __device__ __forceinline__ void head_scan(
   state.store(row.target + matrix);
 }
 
-// The gated delta rule; a state has a line for each number of a key. Queries and keys are brought to unit length.
+// Gated delta rule; a state has a line for each number of a key. Queries and keys are normalized to unit length.
 template <class T>
 __device__ __forceinline__ void delta_rule(
     float* shared, const Tokens<T>& q, const Tokens<T>& k, const Tokens<T>& v, const Tokens<T>& alpha, const Tokens<T>& beta,
@@ -251,14 +254,14 @@ __device__ __forceinline__ void delta_rule(
   state.load(row.source ? row.source + matrix : nullptr);
   for (int begin = 0; begin < row.count; begin += TILE) {
     const int tokens = row.count - begin < TILE ? row.count - begin : TILE, first = row.first + begin;
-    __syncthreads();  // all threads are done with the tile before
+    __syncthreads();  // all threads have finished the previous tile
     state.bring(v, k, q, first, tokens, head, head / (heads / key_heads));
     if (int(threadIdx.x) < tokens) {
       const float width = softplus(alpha.get(first + threadIdx.x, head) + dt_bias[head]);
       state.steps[threadIdx.x] = {expf(a[head] * width), sigmoid(beta.get(first + threadIdx.x, head))};
     }
     __syncthreads();
-    for (int i = threadIdx.x / WARP_SIZE; i < 2 * tokens; i += WARPS) {  // a vector of a token, by a warp
+    for (int i = threadIdx.x / WARP_SIZE; i < 2 * tokens; i += WARPS) {  // one vector of a token per warp
       float *vector = state.written + i * size, squares = 0.0f;
       if (i >= tokens) vector = state.read + (i - tokens) * size;
       for (int n = state.lane; n < size; n += WARP_SIZE) squares = fmaf(vector[n], vector[n], squares);
@@ -292,15 +295,15 @@ __device__ __forceinline__ void delta_rule(
 
 using namespace quintet;
 
-// Values: [tokens, width], tokens as many numbers apart as their strides say; out: without gaps. states: of every block, block_stride
-// numbers apart. table: [slots, table_columns], of which the first two entries name what a row reads and writes. Parameters are
-// float: weight [taps, channels], a [size, channels] or [heads], the others [channels] or [heads].
+// Inputs: [tokens, width], strides in numbers from one token to the next. out: contiguous. states: all blocks, block_stride
+// numbers apart. table: [slots, table_columns]; the first two entries are the blocks that a row reads and writes. Parameters
+// are float: weight [taps, channels], a [size, channels] or [heads], others [channels] or [heads].
 #define QT_ROWS const int *slots, const int *starts, const int *counts, const int *offsets, const int *table, int table_columns
 #define QT_THE_ROWS \
   Rows { slots, starts, counts, offsets, table, table_columns }
 
-// Grids: (tokens, channels / 128), (channels / 128, rows), (channels / 128, rows), (heads * head_dim / 32, rows) twice; all rounded
-// up, head_dim / 32 for each head. Dynamic shared memory: see executor/backends/cuda/ops/states.py.
+// Grids: (tokens, channels / 128), (channels / 128, rows), (channels / 128, rows), (heads * head_dim / 32, rows) twice; all
+// rounded up, head_dim / 32 for each head. Dynamic shared memory: see executor/backends/cuda/ops/states.py.
 #define QT_STATES(SUFFIX, T)                                                                                              \
   QT_KERNEL(THREADS, causal_conv_##SUFFIX,                                                                                \
             (const T* x, long long x_stride, T* out, const float* weight, const float* bias, T* states,                   \

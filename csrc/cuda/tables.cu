@@ -1,25 +1,24 @@
-// A plan's columns, from the one buffer that a step copies to the device, into the tables and rows that kernels read.
+// Unpacks a plan: from the buffer that a step copies to the device, into the tables and rows that kernels read.
 //
-// The buffer is 32-bit words: a header of counts, then sections in the order of `Staging` below, each as long as its
-// count says; quintet.executor.backends.cuda.ops.tables writes it. Deltas come first (what new tenants bring, then entries of the
-// block table), then the step's rows, then each token's id, which is gathered from the token table and so must come after
-// the deltas. `apply_plan` does both in one launch of one block, a barrier between them: that is a decode step, where
-// launching costs more than the work. Where a step has many tokens, `apply_deltas` and `fill_rows` are two launches of
-// many blocks, and the stream orders them.
+// The buffer has 32-bit words: a header of counts, then sections in the order of `Staging` with the lengths of the header.
+// quintet.executor.backends.cuda.ops.tables writes it. First come the deltas (data of new requests, new block table entries),
+// then the step's rows, then the token ids. Token ids are gathered from the token table, so they must follow the deltas. Decode
+// steps use `apply_plan`: both phases in one launch of one block with a barrier between them, because launch latency dominates.
+// Steps of many tokens use `apply_deltas` and `fill_rows`: two launches of many blocks, ordered by the stream.
 //
-// A thread owns a word, a row or a token at a time, strided over all threads of the launch. No two threads write the same
-// place: the host leaves one entry of each place of the block table. Some 30 bytes per row and 40 per token move;
-// the limiter is the latency of a few dependent loads. Nothing is reduced: all is copied, but the index of a token's row,
-// which is found by bisection in the rows' first tokens.
+// Ownership: a thread owns a word, a row or a token at a time, strided over all threads of the launch. No two threads write the
+// same address: the host keeps one entry per position of the block table. Bytes: some 30 per row and 40 per token. Limiter:
+// latency of a few dependent loads. There is no reduction; a bisection in the rows' first tokens finds the row of a token.
+// Results are independent of the batch size.
 #include "device.cuh"
 
 namespace quintet {
 namespace {
 
 constexpr int HEADER_WORDS = 16;
-constexpr int RECORD_WORDS = 8;  // what a slot's tenant draws with: quintet.executor.sampling.settings.RECORD
+constexpr int RECORD_WORDS = 8;  // sampling parameters of a slot: quintet.executor.sampling.settings.RECORD
 
-// Where each section of the buffer begins.
+// Sections of the buffer.
 struct Staging {
   int num_rows, num_tokens, num_sampled, num_entries, num_new_rows, num_new_tokens;
   const int* slots;              // [num_rows]
@@ -29,10 +28,10 @@ struct Staging {
   const int* sampled_slots;      // [num_sampled]
   const int* sampled_positions;  // [num_sampled]
   const int* sampled_tokens;     // [num_sampled]
-  const int* entries;            // [num_entries, 3]: row of the block tables, position in it, block
+  const int* entries;            // [num_entries, 3]: row of the block tables, index in it, KV block
   const int* new_slots;          // [num_new_rows]
   const int* new_prompts;        // [num_new_rows]: tokens of the prompt
-  const int* new_offsets;        // [num_new_rows + 1]: where the tenant's tokens begin among all new tokens
+  const int* new_offsets;        // [num_new_rows + 1]: offset of the request's tokens in new_tokens
   const int* settings;           // [num_new_rows, RECORD_WORDS]
   const int* new_tokens;         // [num_new_tokens]
 };
@@ -61,11 +60,11 @@ __device__ __forceinline__ Staging read_staging(const int* words) {
   return s;
 }
 
-// What the device keeps of every slot.
+// Device tables of all slots.
 struct Tables {
   int* token_ids;  // [slots, token_columns]
   long long token_columns;
-  int* block_table;  // [groups, slots, block_columns]
+  int* block_table;  // [cache groups, slots, block_columns]
   long long block_columns;
   int block_size;
   int num_groups;
@@ -74,7 +73,7 @@ struct Tables {
   int* settings;  // [slots, RECORD_WORDS]
 };
 
-// The step's rows, as long as the launch was prepared for.
+// The step's rows, with the padded lengths of the launch.
 struct Rows {
   int* slots;
   int* starts;
@@ -85,7 +84,7 @@ struct Rows {
   int* positions;
   int* token_rows;
   int* prompts;
-  int* kv_rows;  // [groups, kv_columns]
+  int* kv_rows;  // [cache groups, kv_columns]
   long long kv_columns;
   int num_tokens;
   int* sampled_slots;
@@ -94,7 +93,7 @@ struct Rows {
   int num_sampled;
 };
 
-// Return the largest i with offsets[i] <= index, of `count` ascending offsets; offsets[0] <= index.
+// Returns the largest i with offsets[i] <= index, of `count` ascending offsets; offsets[0] <= index.
 __device__ __forceinline__ int owner_of(const int* offsets, int count, int index) {
   int low = 0, high = count;  // offsets[low] <= index < offsets[high]
   while (high - low > 1) {
@@ -140,9 +139,9 @@ __device__ __forceinline__ void write_rows(const Staging& s, const Tables& t, co
   }
   for (int i = first; i < out.num_tokens; i += stride) {
     int row = -1, position = -1, id = 0, prompt = 0;
-    const int* blocks = nullptr;  // of the token, group after group
+    const int* blocks = nullptr;  // block table of the token's row, first cache group
     if (i < s.num_tokens) {
-      // In a decode step token i is row i's: no need to look for it.
+      // In a decode step token i belongs to row i; no search is needed.
       const bool own = i < s.num_rows && s.offsets[i] == i && s.offsets[i + 1] == i + 1;
       row = own ? i : owner_of(s.offsets, s.num_rows, i);
       position = s.starts[row] + (i - s.offsets[row]);
@@ -182,7 +181,7 @@ QT_KERNEL(512, apply_plan, (QT_TABLES, QT_ROWS)) {
                   row_prompts, kv_rows,    kv_columns, num_tokens,    sampled_slots,     sampled_positions, sampled_tokens,
                   num_sampled};
   write_deltas(s, tables, threadIdx.x, blockDim.x);
-  __syncthreads();  // one block: what it wrote before the barrier, all of it reads after it
+  __syncthreads();  // one block: the barrier makes its writes visible to all its threads
   write_rows(s, tables, rows, threadIdx.x, blockDim.x);
 }
 
@@ -201,7 +200,7 @@ QT_KERNEL_OCCUPANCY(256, 4, fill_rows, (QT_TABLES, QT_ROWS)) {
   write_rows(read_staging(staging), tables, rows, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
 
-// A thread owns a drawn token: it goes where the next plan looks for it.
+// Stores sampled tokens in the token table. A thread owns a token.
 QT_KERNEL(128, scatter_tokens,
           (const int* drawn, const int* slots, const int* positions, int* token_table, long long token_columns,
            int num_drawn)) {

@@ -1,4 +1,4 @@
-// Attention and the write to the cache as operations of a program: what a step's rows mean as pieces of work.
+// C ABI of attention and KV writes: operations of a program, and single calls.
 #include "attention.hpp"
 
 #include <algorithm>
@@ -14,12 +14,12 @@
 namespace qt {
 namespace {
 
-// One of attention's two works: scores, if they are a work of their own, then what is left to do.
+// One of attention's two works: scores, if they are a separate work, then the rest.
 class AttentionOp final : public Op {
  public:
   AttentionOp(std::shared_ptr<AttentionCut> cut, bool scores) : cut_(std::move(cut)), scores_(scores) {}
 
-  // Each step prepares the first of the two before the second.
+  // The first of the two works describes the step for both.
   Work prepare(const Step& step, index_t threads) override {
     if (scores_ || !cut_->may_be_apart()) cut_->describe(step, threads);
     return scores_ ? cut_->scores() : cut_->rest();
@@ -54,7 +54,7 @@ class KvWriteOp final : public Op {
     }
     if (call_.layer.rotary > 0) call_.rotation = step.rotations[call_.layer.rope];
     call_.pieces = pieces_.data();
-    constexpr index_t kCost = 8;  // of a number of q, k and v, in multiplications
+    constexpr index_t kCost = 8;  // per element of q, k and v, in multiplications
     Work work{index_t(pieces_.size()), 1, run_, &call_};
     if (work.count > 0)
       work.each_cost = kCost * step.num_tokens *
@@ -65,12 +65,12 @@ class KvWriteOp final : public Op {
 
  private:
   KvWriteCall call_;
-  index_t group_;  // of layers
+  index_t group_;  // cache group
   void (*run_)(const void*, index_t, index_t);
   std::vector<KvWritePiece> pieces_;
 };
 
-// What the kernels rely on without looking.
+// Checks the preconditions of the kernels.
 void check(const AttentionLayer& layer) {
   QT_REQUIRE(takes(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size,
                    layer.values_in_keys),
@@ -103,7 +103,7 @@ void check(const AttentionLayer& layer) {
              double(layer.growth), (long long)layer.period, (long long)layer.shift);
 }
 
-// The cache of a layer at a place; its blocks may be larger than the layer needs.
+// Returns the cache of a layer at a place; the place's blocks may be larger than the layer needs.
 PagedKv paged_at(const KvPlace& place, const AttentionLayer& layer) {
   PagedKv kv = paged(Dtype(layer.kv_dtype), layer.kv_heads, layer.key_width, layer.value_width, layer.block_size,
                      layer.values_in_keys);
@@ -166,31 +166,32 @@ AttentionCall attention_call(const AttentionLayer& layer, const void* q, index_t
 
 }  // namespace qt
 
-// Bytes of a block of one layer; 0 where the kernels do not take such heads: key_width up to 576, value_width up to 512,
-// block_size a multiple of 16, kv_dtype that of the activations, int8, int4 or fp8. values_in_keys: 0, 1, see
-// AttentionLayer; not of int4.
+// Returns the bytes of a block of one layer; 0 if the kernels do not support the shape. Supported: key_width up to 576,
+// value_width up to 512, block_size a multiple of 16. kv_dtype: the dtype of the activations, int8, int4 or fp8.
+// values_in_keys: 0 or 1, see AttentionLayer; not with int4.
 QT_EXPORT index_t qt_kv_block_bytes(int kv_dtype, index_t kv_heads, index_t key_width, index_t value_width,
                                     index_t block_size, index_t values_in_keys) {
   if (!qt::takes(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size, values_in_keys)) return 0;
   return qt::paged(qt::Dtype(kv_dtype), kv_heads, key_width, value_width, block_size, values_in_keys).block_bytes;
 }
 
-// Numbers of a query head in qt_program_rope_kv_write's q_out.
+// Returns the padded width of a query head in q_out of qt_program_rope_kv_write.
 QT_EXPORT index_t qt_query_width(index_t key_width) { return qt::padded(key_width); }
 
 QT_EXPORT index_t qt_attention_layer_bytes() { return sizeof(qt::AttentionLayer); }
 
-// Bytes of a program's scratch that its attention may use, for all layers together.
+// Returns the scratch bytes of a program's attention, shared by all layers.
 QT_EXPORT index_t qt_attention_scratch_bytes() { return qt::kPartialsBytes; }
 
-// For tests: whether attention recorded from now on multiplies bf16 with VDPBF16PS where there is such a thing. 0, 1; -1: if
-// it is faster.
+// For tests: selects VDPBF16PS (where available) for bf16 attention recorded after this call. 0: no, 1: yes, -1: if it is
+// faster.
 QT_EXPORT void qt_attend_in_pairs(int wanted) { qt::want_pairs(wanted); }
 
-// Norms of query and key heads, their rotation, keys and values into the cache, queries to q_out. q: [T][heads][key_width],
-// k: [T][kv_heads][key_width], v: [T][kv_heads][value_width], rows as many numbers apart as their strides say: places of one
-// row, or rows of their own. q_out: [T][heads][qt_query_width(key_width)], rows out_stride apart, with zeros after a head's
-// numbers; it overlaps none of the others.
+// Appends: RMS norms of query and key heads, rotary embedding, KV write, queries to q_out.
+// q: [T][heads][key_width], k: [T][kv_heads][key_width], v: [T][kv_heads][value_width]; strides in elements between tokens. The
+// three may be parts of one row or separate arrays.
+// q_out: [T][heads][qt_query_width(key_width)], rows out_stride elements apart, padded with zeros after each head. It must not
+// overlap the inputs.
 QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const qt::AttentionLayer* layer, const void* q, index_t q_stride,
                                         const void* k, index_t k_stride, const void* v, index_t v_stride,
                                         const qt::KvPlace* kv, void* q_out, index_t out_stride) {
@@ -198,7 +199,7 @@ QT_EXPORT void qt_program_rope_kv_write(qt::Program* program, const qt::Attentio
       qt::kv_write_of(*layer, q, q_stride, k, k_stride, v, v_stride, kv, q_out, out_stride)));
 }
 
-// The same at once.
+// Runs qt_program_rope_kv_write's operation immediately for one step.
 QT_EXPORT void qt_write_kv(const qt::Step* step, const qt::AttentionLayer* layer, const void* q, index_t q_stride, const void* k,
                            index_t k_stride, const void* v, index_t v_stride, const qt::KvPlace* kv, void* q_out,
                            index_t out_stride) {
@@ -207,9 +208,9 @@ QT_EXPORT void qt_write_kv(const qt::Step* step, const qt::AttentionLayer* layer
   qt::pool().run(&work, 1);
 }
 
-// Attention of the step's tokens over their rows' keys up to their own positions, which are in the cache already.
-// q: what qt_program_rope_kv_write made; out: [T][heads][value_width]; rows q_stride and out_stride numbers apart.
-// max_tokens: of a step.
+// Appends causal attention of the step's tokens over the cached keys of their rows, which include the step's own keys.
+// q: the output of qt_program_rope_kv_write. out: [T][heads][value_width]. q_stride, out_stride: elements between tokens.
+// max_tokens: the largest step.
 QT_EXPORT void qt_program_attention(qt::Program* program, const qt::AttentionLayer* layer, const void* q, index_t q_stride,
                                     const qt::KvPlace* kv, void* out, index_t out_stride, index_t max_tokens) {
   const auto cut = std::make_shared<qt::AttentionCut>(
@@ -218,10 +219,10 @@ QT_EXPORT void qt_program_attention(qt::Program* program, const qt::AttentionLay
   program->append(std::make_unique<qt::AttentionOp>(cut, false));
 }
 
-// The same at once.
+// Runs attention immediately for one step.
 QT_EXPORT void qt_attend(const qt::Step* step, const qt::AttentionLayer* layer, const void* q, index_t q_stride,
                          const qt::KvPlace* kv, void* out, index_t out_stride) {
-  qt::Program program;  // for its scratch alone
+  qt::Program program;  // only for its scratch
   qt::AttentionCut cut = qt::attention_of(program, *layer, q, q_stride, kv, out, out_stride, 0);
   cut.describe(*step, qt::pool().threads());
   const qt::Work works[] = {cut.scores(), cut.rest()};

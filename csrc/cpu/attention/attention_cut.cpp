@@ -8,17 +8,17 @@
 namespace qt {
 namespace {
 
-constexpr index_t kPiecesPerThread = 4;  // at least, for the threads to finish together
-constexpr index_t kReadRows = 12;        // so many rows are multiplied in the time in which a key is read
-constexpr index_t kUnitCost = 1 << 18;   // multiplications of a unit, at least, that shares a KV head with others
-// Multiplications that the busiest thread is spared, at least, where scores are a work of their own: some 4 microseconds, for which
-// all threads wait for each other once more.
+constexpr index_t kPiecesPerThread = 4;  // at least, so that the threads finish together
+constexpr index_t kReadRows = 12;        // rows that are multiplied in the time of one read of a key
+constexpr index_t kUnitCost = 1 << 18;   // least multiplications of a unit that shares its KV head with others
+// Least saving of the busiest thread, in multiplications, for a separate scores work: some 4 microseconds, the cost of one more
+// barrier of all threads.
 constexpr index_t kApartGain = 1 << 18;
-constexpr index_t kApartThreads = 8;  // fewer have little to win: a step's other work is long beside such a unit
+constexpr index_t kApartThreads = 8;  // fewer threads save little: the rest of the step is longer than such a unit
 
-// Whether VDPBF16PS multiplies faster than fp32 does. On AMD's Zen 4 and 5 twice as fast; on Intel's processors half as
-// fast (measured on Emerald Rapids: one in two cycles); where they have a matrix unit, its kernels take their place. By
-// vendor, not by measuring: the same machine must always round alike. -1: not decided yet.
+// True if VDPBF16PS is faster than fp32 FMA. On AMD's Zen 4 and 5 it is twice as fast. On Intel it is half as fast (Emerald
+// Rapids: one in two cycles); Intel processors with AMX use the AMX kernels. Chosen by vendor, not by measurement: the same
+// machine must always round alike. -1: not decided yet.
 int wants_pairs = -1;
 
 bool pairs_wanted() {
@@ -37,13 +37,13 @@ struct Range {
   index_t begin, end;
 };
 
-// Of the keys [begin, end), those that a piece sees.
+// Number of the keys [begin, end) that a piece sees.
 index_t keys_seen(const AttentionCall& call, const AttentionPiece& piece, Range keys) {
   const index_t seen = seen_from(call.layer.window, call.layer.chunk, piece.position);
   return std::min(piece.position + piece.count, keys.end) - std::max(seen, keys.begin);
 }
 
-// Multiplications of a piece, were all of its group's keys multiplied.
+// Multiplications of a piece, masked keys of its group included.
 index_t cost_of_item(const void* description, index_t item) {
   const AttentionCall& call = *static_cast<const AttentionCall*>(description);
   const index_t units = call.kv.kv_heads * call.kv_head_units;
@@ -102,18 +102,18 @@ void AttentionCut::describe(const Step& step, index_t threads) {
   score_pieces_.clear();
   share_heads(1);
   call_.part_dim = call_.kv.value_dim;
-  index_t keys = 0;  // that are multiplied with one unit's queries
+  index_t keys = 0;  // keys that are multiplied with one unit's queries
   for (index_t row = 0; row < step.num_rows; ++row)
     for (index_t end = step.row_counts[row], begin; end > 0; end = begin) {
       begin = begin_of(end, 1);
       keys += cost_of(piece_of(step, row, begin, end));
     }
-  // What one piece may cost, for the threads to finish together.
+  // Cost limit of one piece, so that the threads finish together.
   const index_t most = threads == 1 ? std::numeric_limits<index_t>::max()
                                     : std::max(kPartitionKeys, keys * units() / (threads * kPiecesPerThread));
   call_.unit_after_unit = false;
   for (index_t row = 0; row < step.num_rows; ++row)
-    // The last tokens see most, so they come first: the threads end on small pieces.
+    // The last tokens of a row see the most keys, so they come first; the threads finish with small pieces.
     for (index_t end = step.row_counts[row], begin; end > 0; end = begin) {
       index_t groups = most_groups_;
       do begin = begin_of(end, groups);
@@ -147,7 +147,7 @@ Work AttentionCut::rest() const {
   return work;
 }
 
-// A piece's own keys and values are read once by each unit, and by each further piece of the same row that sees them.
+// Each unit reads the keys and values of a piece once. Further pieces of the same row read them again.
 void AttentionCut::count_bytes(const Step& step) {
   const index_t key_bytes = call_.kv.tile_bytes / kTileKeys * units();
   bytes_ = 0;
@@ -159,12 +159,12 @@ void AttentionCut::count_bytes(const Step& step) {
                     (step.row_starts[row] + step.row_counts[row] - seen_from(step.row_starts[row]));
 }
 
-// Where the last `groups` groups of a row's tokens [0, end) begin.
+// First token of the last `groups` groups in a row's tokens [0, end).
 index_t AttentionCut::begin_of(index_t end, index_t groups) const {
   return std::max(index_t(0), (end - 1) / call_.group_tokens + 1 - groups) * call_.group_tokens;
 }
 
-// The tokens [begin, end) of a row.
+// Piece of the tokens [begin, end) of a row.
 AttentionPiece AttentionCut::piece_of(const Step& step, index_t row, index_t begin, index_t end) const {
   const index_t position = step.row_starts[row] + begin;
   AttentionPiece piece{};
@@ -182,15 +182,15 @@ index_t AttentionCut::cost_of(const AttentionPiece& piece) const {
   return (piece.position + piece.count - seen_from(piece.position)) * piece.count;
 }
 
-// Cuts a KV head's query heads into at most so many units, or the fewest that there can be.
+// Divides a KV head's query heads into at most `units` units, or into the minimum number of units.
 void AttentionCut::share_heads(index_t units) {
   units = std::clamp(units, quotient_up(call_.group, kMaxRows), call_.group);
   call_.unit_heads = quotient_up(call_.group, units);
   call_.kv_head_units = quotient_up(call_.group, call_.unit_heads);
 }
 
-// Into how many units a KV head's query heads are cut: into several where threads would have nothing to do, and multiplying
-// takes longer than what each unit does anew, to read the keys.
+// Number of units of a KV head. Several units pay off if threads would be idle and multiplications outweigh the repeated reads
+// of the keys.
 index_t AttentionCut::units_for(index_t threads, index_t most) const {
   index_t parts = 0, cost = 0;
   for (const AttentionPiece& piece : pieces_) {
@@ -201,23 +201,23 @@ index_t AttentionCut::units_for(index_t threads, index_t most) const {
   return std::min(threads / std::max(index_t(1), parts * call_.kv.kv_heads), multiplications / kUnitCost);
 }
 
-// Into how many ranges of partitions a piece is cut that may cost `most`.
+// Number of partition ranges of a piece with the cost limit `most`.
 index_t AttentionCut::cuts_of(const AttentionPiece& piece, index_t most) const {
   const index_t wanted = std::max(index_t(1), most / kPartitionKeys / piece.count);  // partitions
   return piece.count > call_.group_tokens ? 1 : quotient_up(piece.last - piece.first, wanted);
 }
 
-// How many keys the longest of these ranges has.
+// Keys of the longest of these ranges.
 index_t AttentionCut::keys_of_cut(const AttentionPiece& piece, index_t most) const {
   const index_t all = piece.position + piece.count - seen_from(piece.position);
   return std::min(all, quotient_up(piece.last - piece.first, cuts_of(piece, most)) * kPartitionKeys);
 }
 
-// The cheapest way to compute scores and values in two works, of pieces that have kFewRows at most; of those that cost alike, with
-// the largest pieces.
+// The cheapest division into separate score and value works, for pieces of at most kFewRows rows. Among equal costs, the one
+// with the largest pieces.
 AttentionCut::Apart AttentionCut::best_apart(index_t threads, index_t most) const {
   const index_t kv_heads = call_.kv.kv_heads;
-  index_t tiles = 0, cuts = 0, rows = 0, values = 0;  // values: what each number of the most expensive piece costs
+  index_t tiles = 0, cuts = 0, rows = 0, values = 0;  // values: cost per number of the most expensive piece
   for (const AttentionPiece& piece : pieces_) {
     tiles += (piece.position + piece.count - 1) / kTileKeys + 1 - seen_from(piece.position) / kTileKeys;
     cuts += cuts_of(piece, most);
@@ -235,8 +235,8 @@ AttentionCut::Apart AttentionCut::best_apart(index_t threads, index_t most) cons
   return best;
 }
 
-// Makes scores a work of their own where units are fewer than threads and it is worth a wait. Returns the floats of scratch that they
-// take; 0: they are not.
+// Separates the scores if there are fewer units than threads and the saving exceeds the cost of a barrier. Returns the scratch
+// floats of the scores; 0: not separated.
 index_t AttentionCut::take_apart(index_t threads, index_t most) {
   index_t items = 0, cost = 0;
   for (const AttentionPiece& piece : pieces_) {
@@ -268,7 +268,7 @@ index_t AttentionCut::take_apart(index_t threads, index_t most) {
   return floats;
 }
 
-// Cuts pieces that cost more than `most` into ranges of partitions. So many floats of scratch are taken already.
+// Divides pieces above the cost limit `most` into ranges of partitions. floats: scratch already in use.
 void AttentionCut::split(index_t most, index_t floats) {
   const index_t whole = index_t(pieces_.size()), places = units() * parts();
   if (index_t(pending_.size()) < whole * places) pending_.resize(whole * places);

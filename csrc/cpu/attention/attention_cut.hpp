@@ -1,4 +1,4 @@
-// How a step's attention is cut into pieces of work, for so many threads. Nothing about a result depends on it.
+// Division of a step's attention into pieces of work. The results do not depend on the cut.
 #pragma once
 
 #include <vector>
@@ -8,38 +8,39 @@
 
 namespace qt {
 
-// Of a program's scratch for partitions that are reduced apart, and scores that are a work of their own: a million tokens of context
-// of 32 heads. A row for which no room is left is not cut.
+// Scratch of a program for partial results and separate scores: a million tokens of context with 32 heads. Rows beyond this
+// size are not divided.
 inline constexpr index_t kPartialsBytes = 32 << 20;
 
-// For tests: whether attention multiplies bf16 with VDPBF16PS from now on where there is such a thing. 0, 1; -1: if it is faster.
+// For tests: selects VDPBF16PS (where available) for bf16 attention from now on. 0: no, 1: yes, -1: if it is faster.
 void want_pairs(int wanted);
 
-// What every step's attention of a layer has alike; but for how heads are cut into units. The layer is checked: it does not return
-// where kernels could not rely on it.
+// Returns the arguments that all steps of a layer share, except the division of heads into units. Aborts if the layer violates
+// a precondition of the kernels.
 AttentionCall attention_call(const AttentionLayer& layer, const void* q, index_t q_stride, const KvPlace* kv, void* out,
                              index_t out_stride);
 
-// What computes it.
+// Returns the kernel of the call.
 AttentionKernel kernel_of(const AttentionCall& call);
 
-// What so many rows cost for each number of a key or a value.
+// Cost of `rows` rows per number of a key or a value.
 index_t cost_of_number(index_t rows);
 
-// One layer's attention: a work, or two, one after the other. Its scratch is its program's, from the first to the end of the second.
+// Attention of one layer: one work, or two in sequence. It uses the program's scratch from the first work to the end of the
+// second.
 class AttentionCut {
  public:
-  // `call`: what every step has alike. group: of layers. program: has room for kPartialsBytes.
+  // call: arguments that all steps share. group: cache group. program: its scratch has kPartialsBytes.
   AttentionCut(const AttentionCall& call, index_t group, index_t max_tokens, const Program* program);
 
-  // Whether there may be scores to compute first.
+  // True if a step may have a separate scores work.
   bool may_be_apart() const { return may_be_apart_; }
   void describe(const Step& step, index_t threads);
-  Work scores() const;  // of the last step described; none: `rest` is all there is to do
+  Work scores() const;  // of the last described step; empty if `rest` is the only work
   Work rest() const;
 
  private:
-  // Two works: tiles of a piece of scores, numbers of one of values; what they cost the busiest thread.
+  // Division into two works: tiles of a scores piece, numbers of a values piece, cost of the busiest thread.
   struct Apart {
     index_t tiles, part_dim, cost;
   };

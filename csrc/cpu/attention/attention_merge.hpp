@@ -1,28 +1,27 @@
-// Merge of the partitions' states in attention that ranks compute together. The arguments that the compiled-once half
-// passes to the kernels.
+// Merge of partial attention states that several ranks computed. Arguments of the kernels.
 #pragma once
 
 #include "attention.hpp"
 
 namespace qt {
 
-// Adjacent heads of this rank that lie in one unit (AttentionCall) of those of all ranks that keep KV together.
+// Adjacent heads of this rank in one unit (AttentionCall). The units cover the heads of all ranks that share the KV memory.
 struct MergeHeads {
-  index_t unit, unit_heads;  // which one, and how many it has
-  index_t inside;            // the first one's number among them
-  index_t first, count;      // ... among the rank's own
+  index_t unit, unit_heads;  // unit index; its number of heads
+  index_t inside;            // index of the first head in the unit
+  index_t first, count;      // first head among the rank's own; number of heads
 };
 
-// A token with partitions that all ranks have computed.
+// A token with partitions divided over the ranks.
 struct MergeToken {
   index_t token;
   const float* partials;  // [partitions][units][partial_floats]: see AttentionPiece
   index_t partitions;
 };
 
-// A piece of work is a token and some adjacent heads.
+// A piece of work is a token and a range of heads.
 struct MergeCall {
-  AttentionCall own;      // of this rank: where results go, sinks, scales
+  AttentionCall own;      // of this rank: output, sinks, scales
   const MergeToken* tokens;
   const MergeHeads* heads;
   index_t num_heads;      // ranges of heads

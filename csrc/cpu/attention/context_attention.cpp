@@ -1,14 +1,14 @@
-// Attention over keys and values that several ranks keep together (docs/parallel.md).
+// Context parallelism: attention over keys and values that several ranks share (docs/parallel.md).
 //
-//   tokens of prompts, and few keys    each rank its own heads, over all keys
-//   a new token over many keys         each rank some partitions, with the queries of all these ranks' heads; then, after a
-//                                      meeting, each rank merges the partitions of its own heads
+//   tokens of prompts, and few keys    each rank computes its own heads, over all keys
+//   a new token over many keys         each rank computes some partitions for the heads of all these ranks; then, after a
+//                                      barrier, each rank merges the partitions of its own heads
 //
 //        queries of rank 0 | of rank 1       partitions   0   1   2   3   4 ...
-//        ---- all read all of them ----      computed by  0   1   0   1   0 ...
+//        ---- read by all ranks -------      computed by  0   1   0   1   0 ...
 //
-// A key and a value are so read by one rank, not by all. Partitions are what one process reduces apart and then merges in their
-// order (kernels/attention.cpp), so the bits do not depend on the rank that computes them.
+// So one rank reads a key and a value, not all ranks. A single process also reduces these partitions separately and merges them
+// in order (kernels/attention/attention.cpp). So the bits do not depend on the rank that computes a partition.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -23,11 +23,10 @@
 namespace qt {
 namespace {
 
-// Partitions that each rank has at least, of all tokens of a step together: for fewer the meeting, and threads that would have
-// none, cost more than reading keys once saves.
+// Least partitions per rank, of all tokens of a step together. Fewer do not pay for the barrier and for idle threads.
 constexpr index_t kLeastEach = 2;
 
-// How a step's attention is divided over ranks. What of it is a rank's own affair, its heads' cut for its threads, is an AttentionCut.
+// Division of a step's attention over ranks. An AttentionCut divides the heads of this rank over its threads.
 class ContextCut {
  public:
   ContextCut(const AttentionCall& own, const KvPlace& place, const void* all_queries, Ranks* ranks, Program& program,
@@ -86,7 +85,7 @@ class ContextCut {
   }
 
   Work merges() const {
-    constexpr index_t kCost = 4;  // of a number of a partition, in multiplications
+    constexpr index_t kCost = 4;  // per number of a partition, in multiplications
     index_t partitions = 0;
     for (const MergeToken& token : tokens_) partitions += token.partitions;
     Work work{.count = index_t(tokens_.size() * heads_.size()), .run = merge_, .call = &merging_};
@@ -99,7 +98,7 @@ class ContextCut {
     std::vector<std::int64_t> slots, starts, counts, offsets;
   };
 
-  // Which of a unit's heads are this rank's.
+  // Finds this rank's heads in each unit.
   void find_heads() {
     const index_t own = merging_.own.group, begin = sharer_ * own, end = begin + own;
     for (index_t head = begin; head < end;) {
@@ -115,14 +114,14 @@ class ContextCut {
     return seen_from(all_.layer.window, all_.layer.chunk, step.row_starts[row]) / kPartitionKeys;
   }
 
-  // Partitions of a row with a token that all ranks compute together; 0: each computes its own heads.
+  // Partitions of a row with one token, divided over the ranks; 0: each rank computes its own heads.
   index_t partitions_of(const Step& step, index_t row) const {
     if (step.row_counts[row] != 1) return 0;
     const index_t partitions = step.row_starts[row] / kPartitionKeys + 1 - first_partition(step, row);
     return partitions > 1 ? partitions : 0;
   }
 
-  // Every rank finds the same, whatever threads it has.
+  // Chooses the divided rows. All ranks get the same result, independent of their number of threads.
   void choose(const Step& step) {
     const index_t each = all_.kv_head_units * floats_, room = ranks_->shape().partial_floats / each;
     const bool may_be = merging_.own.group <= kFewRows && !all_.layer.alibi_slopes;
@@ -161,22 +160,22 @@ class ContextCut {
   }
 
   AttentionCut cut_;
-  index_t group_;  // of layers
+  index_t group_;  // cache group
   Ranks* ranks_;
   index_t sharer_, sharers_;
   float* partials_;
   void (*run_)(const void*, index_t, index_t);
   void (*merge_)(const void*, index_t, index_t);
   AttentionCall all_;
-  index_t floats_;  // of a unit's state of a partition
+  index_t floats_;  // of a unit's state of one partition
   MergeCall merging_{};
   std::vector<MergeHeads> heads_;
-  Rows rows_;  // rows of tokens that are computed by heads
+  Rows rows_;  // rows that are computed by heads
   std::vector<MergeToken> tokens_;
   std::vector<AttentionPiece> pieces_;
 };
 
-// One of its works, in this order. What comes first describes the step.
+// Its works, in this order. The first one describes the step.
 enum class Part { scores, rest, partitions, meeting, merges };
 
 class ContextOp final : public Op {
@@ -206,8 +205,8 @@ class ContextOp final : public Op {
 }  // namespace
 }  // namespace qt
 
-// Appends attention, as qt_program_attention does, over keys and values that this rank keeps together with others; after a meeting
-// with them. q: the queries of all their heads, which lie where all read them.
+// Appends attention as qt_program_attention does, over KV memory that this rank shares with other ranks. Contains a barrier
+// with them. q: the queries of the heads of all these ranks, in shared memory.
 QT_EXPORT void qt_program_context_attention(qt::Program* program, qt::Ranks* ranks, const qt::AttentionLayer* layer, const void* q,
                                             index_t q_stride, const qt::KvPlace* kv, void* out, index_t out_stride,
                                             index_t max_tokens) {

@@ -1,12 +1,12 @@
-// How large the cache of a layer is and where its parts lie, as attention.hpp draws it. For sources that are compiled once: kernel
-// sources share no inline functions.
+// Sizes of a layer's cache, with the layout of attention.hpp. For sources that are compiled once: kernel sources share no
+// inline functions.
 #pragma once
 
 #include "attention.hpp"
 
 namespace qt {
 
-// Of 16 heads of keys or of values, without an int8 cache's scales.
+// Bytes of 16 keys or 16 values of one head, without the scales of an int8 cache.
 inline index_t plane_bytes(Dtype dtype, index_t dim) {
   if (dtype == Dtype::int4)
     return kTileKeys * dim / 2 + (dim + kFourGroup - 1) / kFourGroup * kTileKeys * 2 * index_t(sizeof(std::uint16_t));
@@ -19,7 +19,7 @@ inline bool takes(Dtype kv_dtype, index_t kv_heads, index_t key_width, index_t v
          block_size > 0 && block_size % kTileKeys == 0 && !(values_in_keys && kv_dtype == Dtype::int4);
 }
 
-// A head's numbers with the zeros after them.
+// Width of a head with its zero padding.
 inline index_t padded(index_t width) { return (width + kTileKeys - 1) / kTileKeys * kTileKeys; }
 
 inline PagedKv paged(Dtype dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size,

@@ -1,4 +1,4 @@
-// Linear layers and packed embeddings as operations of a program and as calls of their own.
+// C ABI of linear layers and packed embeddings: operations of a program, and single calls.
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -12,29 +12,29 @@ namespace qt {
 namespace {
 
 constexpr index_t kPrepareGrain = 8;
-constexpr index_t kPrepareCost = 4;  // of a number of x, in multiplications
+constexpr index_t kPrepareCost = 4;  // per element of x, in multiplications
 
 struct Linear {
   LinearCall call{};
   Preparation preparation{};
   std::vector<std::uint32_t> pending;
   Cut cut{};
-  index_t cut_rows = 0, cut_threads = 0;  // what the call is cut for
+  index_t cut_rows = 0, cut_threads = 0;  // rows and threads of `cut`
 
   Linear(const LinearCall& described)
       : call(described),
         preparation(linear_kernels_of(*call.weight).preparation(*call.weight, call.dtype, call.inputs)) {}
 
-  // So many bytes of scratch for slices' sums of up to `rows`.
+  // Scratch bytes for the sums of slices of up to `rows` rows.
   index_t sliced_bytes(index_t rows) const {
     const Weight& weight = *call.weight;
     const index_t slices = weight.whole_slices;
     return slices == 1 ? 0 : slices * weight.tiles * std::min(rows, kSlicedRows) * kTileColumns * 4;
   }
-  // So many bytes of prepared x, of all leaves.
+  // Bytes of prepared x, for all leaves.
   index_t prepared_bytes(index_t rows) const { return call.weight->leaves * qt::prepared_bytes(preparation, rows); }
 
-  // Both works of the call for `rows`, but for where they leave what is between them.
+  // Describes both works of the call for `rows` rows, except the addresses of their scratch memory.
   void describe(index_t rows, index_t threads) {
     if (rows != cut_rows || threads != cut_threads)
       cut = best_cut(*call.weight, preparation, std::max(index_t(1), rows), threads, true);
@@ -43,7 +43,7 @@ struct Linear {
     if (cut.sliced && index_t(pending.size()) < call.panels * call.parts) pending.resize(call.panels * call.parts);
     call.pending = pending.data();
   }
-  // `scratch`: prepared_bytes, `partials`: sliced_bytes, of at least the rows described.
+  // Sets the scratch addresses. `scratch`: prepared_bytes, `partials`: sliced_bytes, both for at least the described rows.
   void place(char* scratch, char* partials) {
     call.prepared = call.is_prepared ? scratch : const_cast<void*>(call.x);
     call.partials = reinterpret_cast<float*>(partials);
@@ -79,7 +79,7 @@ struct Linear {
   }
 };
 
-// One of a linear layer's two works: `prepare` rewrites x, `multiply` follows it.
+// One of the two works of a linear layer: `prepare` rewrites x, `multiply` follows it.
 class LinearOp final : public Op {
  public:
   LinearOp(std::shared_ptr<Linear> linear, const Program* program, index_t max_rows, Extent extent,
@@ -119,7 +119,7 @@ void append_linear(Program* program, const LinearCall& call, index_t max_rows, E
       program->append(std::make_unique<LinearOp>(linear, program, max_rows, extent, work));
 }
 
-// Has y rounded to a format, or kept as fp32.
+// Sets the format of y: the call's dtype (rounded), or fp32.
 void set_y_dtype(LinearCall& call, int y_dtype) {
   const bool is_plain = !call.residual && call.activation == Activation::none;
   QT_REQUIRE(y_dtype == int(call.dtype) || (y_dtype == int(Dtype::fp32) && is_plain),
@@ -131,10 +131,12 @@ void set_y_dtype(LinearCall& call, int y_dtype) {
 }  // namespace
 }  // namespace qt
 
-// y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then its activation, or (+ residual), rounded again; paired
-// weights: the activation of the gates times the ups, y[rows, columns / 2]. dtype: of x, bias, residual and y; a
-// floating-point weight has the same. activation: see Activation; paired weights need one; a layer with a residual takes none.
-// residual: laid out like y, may be y. inputs: an Inputs. y_dtype: dtype, or fp32 without residual and activation: y is not rounded.
+// y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then the activation, or (+ residual), rounded again.
+// Paired weights: activation of the gates times the ups, y[rows, columns / 2].
+// dtype: of x, bias, residual and y; a floating-point weight has the same dtype.
+// activation: an Activation; paired weights need one; not allowed with a residual.
+// residual: layout of y, may be y. inputs: an Inputs. y_dtype: dtype, or fp32 without residual and activation: y is not
+// rounded.
 QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype,
                                 const void* bias, const void* residual, void* y, index_t y_stride, int activation,
                                 int inputs, int y_dtype) {
@@ -150,7 +152,7 @@ QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t
   std::free(scratch);
 }
 
-// Appends the same for rows of the step (extent: an Extent), at most max_rows of them.
+// Appends the same product for rows of the step (extent: an Extent), at most max_rows of them.
 QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
                                  index_t max_rows, int dtype, const void* bias, const void* residual, void* y,
                                  index_t y_stride, int activation, int inputs, int y_dtype, int extent) {
@@ -162,7 +164,8 @@ QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight,
   qt::append_linear(program, call, max_rows, qt::Extent(extent));
 }
 
-// Appends x · Wᵀ of the step's tokens as the fp32 sums that they are: a rank's part of them (ranks.hpp). The weight is not paired.
+// Appends x · Wᵀ of the step's tokens as unrounded fp32 sums: the partial sums of one rank (ranks.hpp). The weight is not
+// paired.
 QT_EXPORT void qt_program_linear_sums(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
                                       index_t max_rows, int dtype, float* y, index_t y_stride, int inputs) {
   QT_REQUIRE(!weight->paired && x_stride >= weight->whole_depth && y_stride >= weight->columns,
@@ -173,8 +176,8 @@ QT_EXPORT void qt_program_linear_sums(qt::Program* program, const qt::Weight* we
   qt::append_linear(program, call, max_rows, qt::Extent::tokens);
 }
 
-// Appends y[token] = the weight's column token_ids[token]: what a model with tied embeddings starts with. The weight is
-// not paired; dtype: of y, a floating-point weight has the same.
+// Appends y[token] = column token_ids[token] of the weight: the embedding of a model with tied embeddings. The weight is not
+// paired. dtype: of y; a floating-point weight has the same dtype.
 QT_EXPORT void qt_program_embedding_packed(qt::Program* program, const qt::Weight* weight, void* y, index_t y_stride,
                                            int dtype) {
   QT_REQUIRE(!weight->paired && weight->leaves == 1 && y_stride >= weight->depth, "rows %lld apart, of a weight %lld deep",

@@ -8,33 +8,33 @@ namespace qt {
 namespace {
 
 constexpr index_t kPanelRows = 192;
-constexpr index_t kStreamRows = 32;        // up to these, the weight's bandwidth is what limits
-constexpr index_t kStreamChunk = 1 << 20;  // bytes of weight that a thread then takes at a time, at most
-constexpr index_t kChunksPerThread = 8;    // so that a thread that was held up leaves its share to others
-constexpr index_t kNarrowest = 16;         // columns of an item; of paired weights, of gates and of ups
-constexpr index_t kReadRows = 12;          // so many rows are multiplied in the time in which a weight is read
+constexpr index_t kStreamRows = 32;        // up to these, the weight's memory bandwidth is the limiter
+constexpr index_t kStreamChunk = 1 << 20;  // most bytes of weight in one take of a thread in that case
+constexpr index_t kChunksPerThread = 8;    // so that other threads can take over the share of a delayed thread
+constexpr index_t kNarrowest = 16;         // columns of an item; of paired weights: of gates and of ups
+constexpr index_t kReadRows = 12;          // rows that are multiplied in the time of one read of the weight
 
 index_t least(index_t a, index_t b) { return a < b ? a : b; }
 index_t most(index_t a, index_t b) { return a > b ? a : b; }
 index_t quotient_up(index_t a, index_t b) { return (a + b - 1) / b; }
 
-// The busiest thread's multiplications for each of all of them, were they spread evenly, at most: items are taken in order,
-// and those that are smaller (the last panel's, or the last slice's) come last. And what the cut itself costs.
+// Relative cost of a cut: upper bound of the busiest thread's multiplications over the mean, times the overhead of the cut.
+// Threads take items in order; the smaller items (last panel, last slice) come last.
 double cost_of(const Weight& weight, index_t rows, index_t threads, const Cut& cut) {
   const index_t parts = weight.tiles * kTileColumns / cut.width, panels = quotient_up(rows, cut.panel_rows);
   const index_t last_rows = rows - (panels - 1) * cut.panel_rows, slices = cut.sliced ? weight.whole_slices : 1;
   const index_t depth = cut.sliced ? weight.slice_depth : weight.whole_depth;
   const index_t last_depth = cut.sliced ? weight.depth - (weight.slices - 1) * depth : depth;
-  const double whole = double(least(rows, cut.panel_rows)) * depth;  // of one part: the largest item's
+  const double whole = double(least(rows, cut.panel_rows)) * depth;  // of one part: the largest item
   const double smallest = double(last_rows) * last_depth;
   const double mean = double(parts) * rows * weight.whole_depth / threads;
   const index_t items = parts * panels * slices, large = items - parts * (panels > 1 || slices > 1);
-  // The thread that ends last began its last item no later than all would have ended had they shared the others evenly.
+  // The thread that finishes last starts its last item no later than the mean finish time of the other items.
   const double by_last = mean + smallest * double(threads - 1) / threads;
   const double by_count = whole * quotient_up(items, threads);
   const double busiest = std::max(whole * quotient_up(large, threads), std::min(by_last, by_count));
-  // Narrow items load x more often and keep fewer sums in registers; each panel widens or expands the weights anew; slices of
-  // one's own are written, read and added.
+  // Overheads: narrow items load x more often and keep fewer sums in registers. Each panel converts the weights again. Slices
+  // as items are written, read and added.
   const bool stream = rows <= kStreamRows;
   const double narrow = cut.width == kTileColumns ? 1.0 : cut.width * 2 == kTileColumns ? 1.01 : stream ? 1.02 : 1.06;
   const double panel = rows <= kPanelRows && panels == 1 ? 1.0 : 1.0 + 3.0 / cut.panel_rows;
@@ -53,7 +53,7 @@ Cut best_cut(const Weight& weight, const Preparation& preparation, index_t rows,
   const index_t highest_panel = preparation.panel_rows != 0 ? preparation.panel_rows : kPanelRows, step = preparation.panel_step;
   const index_t narrowest = weight.paired ? 2 * kNarrowest : kNarrowest;
   Cut best{highest_panel, kTileColumns, false};
-  double cost = cost_of(weight, rows, threads, best) * 0.98;  // whole tiles, unless there is something to win
+  double cost = cost_of(weight, rows, threads, best) * 0.98;  // prefers full tiles unless another cut is at least 2% cheaper
   index_t before = 0;
   for (index_t panels = quotient_up(rows, highest_panel); before != 2 * step; ++panels) {
     const index_t even = quotient_up(quotient_up(rows, panels), step) * step;
@@ -141,7 +141,7 @@ Region region_of_item(const void* described, index_t item) {
 
 LinearItem item_of(const LinearCall& call, index_t item) {
   const Weight& weight = *call.weight;
-  // Divisions would be felt where items are small: of few rows, which have one panel.
+  // Avoids divisions for small items, which have few rows and hence one panel.
   const index_t outputs = call.panels * call.parts, slice = call.sliced ? item / outputs : 0, output = item - slice * outputs;
   const index_t panel = call.panels > 1 ? output / call.parts : 0;
   const index_t row = panel * call.panel_rows, column = (output - panel * call.parts) * call.width;

@@ -26,7 +26,9 @@ void LinearGroup::add(const Weight* weight, index_t rows, index_t threads, const
   call.weight = weight;
   call.x = x, call.x_stride = x_stride, call.bias = bias, call.y = y;
   cut_call(call, preparation_, rows, threads, cut_of(*weight, rows, threads));
-  const bool again = !calls_.empty() && rows == 1 && calls_.back().rows == 1 && calls_.back().x == x;  // of a token's next expert
+  const bool again = !calls_.empty() && rows == 1 && calls_.back().rows == 1 && calls_.back().x == x;  // next expert of the
+                                                                                                       // same token: x is
+                                                                                                       // prepared once
   call.prepared = !call.is_prepared ? const_cast<char*>(x) : again ? calls_.back().prepared : prepared;
   calls_.push_back(call);
   items_.push_back(items_.back() + call.items);

@@ -1,4 +1,4 @@
-// Several multiplications at once, of weights of one shape and format, each with rows of its own: experts, or heads.
+// Several matrix products as one work: weights of one shape and format, each with its own rows (experts, heads).
 #pragma once
 
 #include <vector>
@@ -7,18 +7,18 @@
 
 namespace qt {
 
-// Its work's pieces are those of its multiplications, one's after another's. Described anew for every step.
+// The pieces of the work are those of its products, one product after another. Described again for every step.
 class LinearGroup {
  public:
-  // like: a call with what all have in common, its strides among them.
+  // like: a call with the fields that all products share, strides included.
   explicit LinearGroup(const LinearCall& like);
 
   const Preparation& preparation() const { return preparation_; }
   void clear();
-  // One more, of `rows`, on about so many threads. x, y, bias and prepared: of the first of these rows.
+  // Adds a product of `rows` rows, cut for about `threads` threads. x, y, bias and prepared: of the first of these rows.
   void add(const Weight* weight, index_t rows, index_t threads, const char* x, index_t x_stride, const char* bias, char* y,
            char* prepared);
-  // The works, valid until it is cleared: `multiply` follows `prepare`.
+  // The works, valid until clear(): `multiply` follows `prepare`.
   Work prepare() const;
   Work multiply(index_t threads) const;
 
@@ -39,9 +39,9 @@ class LinearGroup {
   LinearCall like_;
   const LinearKernels& kernels_;
   Preparation preparation_;
-  std::vector<Known> known_;  // of few rows: the same in every layer and step
+  std::vector<Known> known_;  // cuts of few rows: the same in every layer and step
   std::vector<LinearCall> calls_;
-  Ends items_{0}, prepared_items_{0};  // where each one's begin, and the last one's end
+  Ends items_{0}, prepared_items_{0};  // first item of each product, and the end
 };
 
 }  // namespace qt

@@ -1,4 +1,4 @@
-// Packed weights: their geometry, and the work of filling and reading them. See linear.hpp for the layout.
+// Packed weights: geometry, packing and unpacking. linear.hpp describes the layout.
 #include <algorithm>
 #include <bit>
 #include <iterator>
@@ -18,15 +18,17 @@ constexpr int kFormCount = int(sizeof kForms / sizeof kForms[0]);
 constexpr bool is_counted_by_shifts(const Form& form) {
   return std::has_single_bit(std::size_t(step_of(form.codes).k)) && (form.block == 0 || std::has_single_bit(std::size_t(form.block)));
 }
-static_assert(std::all_of(std::begin(kForms), std::end(kForms), is_counted_by_shifts));  // linear_integer_piece.hpp
-static_assert(std::all_of(std::begin(kForms), std::end(kForms), [](const Form& form) { return form.block <= 256; }));  // linear_pack_blocks.hpp
+// kernels/linear/linear_integer_piece.hpp
+static_assert(std::all_of(std::begin(kForms), std::end(kForms), is_counted_by_shifts));
+// kernels/linear/linear_pack_blocks.hpp
+static_assert(std::all_of(std::begin(kForms), std::end(kForms), [](const Form& form) { return form.block <= 256; }));
 
-// Slices of k (linear.hpp): so many that the narrowest items are at least this many, where depth allows. 64 threads then have
-// four or five each, and a thread with one more than others is not much slower.
+// Slices of k (linear.hpp): K is cut until a product has at least this many of the narrowest items, if depth allows. 64 threads
+// then have four or five items each, so one more item delays a thread little.
 constexpr index_t kFewestItems = 288;
-constexpr index_t kSliceStep = 256;  // of k; whole groups of scales, of weights as of x
-// That such an item reads: less is not worth a piece of work. Twice as many of integers, which pay for a slice's end with a
-// pass over sums that are in memory anyway, floats with registers.
+constexpr index_t kSliceStep = 256;  // of k; a multiple of every group, of weights and of x
+// Least bytes that such an item reads; a smaller piece is not worth its overhead. The end of a slice costs integer kernels a
+// pass over sums in memory, and floating-point kernels registers; so integers need twice the bytes.
 constexpr index_t kFewestSliceBytes = 8 << 10, kFewestIntegerBytes = 16 << 10;
 constexpr index_t kNarrowest = 16;   // columns of an item; of gates and of ups
 
@@ -36,18 +38,18 @@ index_t tiles_of(index_t columns, bool paired) {
   return paired ? rounded_up(columns / 2, kPairedColumns) / kPairedColumns : rounded_up(columns, kTileColumns) / kTileColumns;
 }
 
-// columns: that are multiplied at once, those of other processes among them.
+// columns: multiplied at the same time, those of other processes included.
 void cut_depth(Weight& weight, index_t columns) {
   const index_t items = tiles_of(columns, weight.paired) * (weight.paired ? kPairedColumns : kTileColumns) / kNarrowest;
   const index_t wanted = (kFewestItems + items - 1) / items, depth = weight.depth / wanted / kSliceStep * kSliceStep;
   const CodeStep step = step_of(weight.codes);
-  const index_t bits = weight.format == Dtype::int8 ? step.bytes * 8 / kTileColumns / step.k : 16;  // of a number
+  const index_t bits = weight.format == Dtype::int8 ? step.bytes * 8 / kTileColumns / step.k : 16;  // per number
   const index_t fewest = rounded_up((bits == 16 ? kFewestSliceBytes : kFewestIntegerBytes) * 8 / bits / kNarrowest, kSliceStep);
   weight.slice_depth = wanted == 1 || weight.depth <= fewest ? weight.depth : depth < fewest ? fewest : depth;
   weight.slices = (weight.depth + weight.slice_depth - 1) / weight.slice_depth;
 }
 
-// A block's head, for 64 columns.
+// Bytes of a scale block's head, for 64 columns.
 index_t head_bytes(Scales scales, index_t groups) {
   switch (scales) {
     case Scales::column: return 0;
@@ -79,7 +81,7 @@ bool describe_integers(const Form& form, index_t group, Weight& weight) {
   if (form.values == Values::tables) {
     if (group != 0) return false;
   } else if (weight.group == kWholeDepth) {
-    if (form.codes != Codes::eight || form.scales != Scales::half) return false;  // int8 alone
+    if (form.codes != Codes::eight || form.scales != Scales::half) return false;  // int8 only
     weight.scales = Scales::column;
   } else if (weight.group != 16 && weight.group != 32 && weight.group != 64 && weight.group != 128) {
     return false;
@@ -97,7 +99,7 @@ bool describe_integers(const Form& form, index_t group, Weight& weight) {
   return true;
 }
 
-// Everything but the memory. False where the arguments describe no weight.
+// Fills all fields except the memory. Returns false if the arguments describe no weight.
 bool describe(int format, index_t columns, index_t depth, index_t group, bool paired, Weight& weight) {
   weight = {};
   if (format < 0 || format >= kFirstForm + kFormCount || columns < 1 || depth < 1 || (paired && columns % 2)) return false;
@@ -107,8 +109,9 @@ bool describe(int format, index_t columns, index_t depth, index_t group, bool pa
   return format < kFirstForm ? describe_floats(group, weight) : describe_integers(kForms[format - kFirstForm], group, weight);
 }
 
-// VDPBF16PS does four multiplications where an fp32 FMA does two, but at a quarter of its rate on Intel's cores. ARM's
-// BFDOT has FMLA's rate (Arm Neoverse V1 and N2 Software Optimization Guides, ASIMD instructions).
+// True if the dot product of bf16 pairs is faster than fp32 FMA. VDPBF16PS does four multiplications where an fp32 FMA does
+// two, but at a quarter of its rate on Intel cores. ARM's BFDOT has the rate of FMLA (Arm Neoverse V1 and N2 Software
+// Optimization Guides, ASIMD instructions).
 bool dot_is_fast() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -118,8 +121,9 @@ bool dot_is_fast() {
 #endif
 }
 
-// A tile that is read front to back AMD's processors find out to be so, and then have more lines on their way than instructions
-// could ask for: those wait in the few buffers of the first cache. On Intel's, and wherever it was not measured, we ask.
+// True if kernels rely on hardware prefetchers for sequential reads. AMD processors detect the sequential read of a tile and
+// keep more lines in flight than software prefetches, which are limited by the L1 fill buffers. On Intel, and on processors not
+// measured, kernels prefetch in software.
 bool follows_reads() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -129,8 +133,9 @@ bool follows_reads() {
 #endif
 }
 
-// Zen 5 (family 26) follows what one instruction after the other reads, less well what few rows unpack between two reads; its
-// predecessors are slower when they are asked (bench/notes/003-zen5-prefetch-two-distances.md).
+// Most rows with software prefetches on AMD. The prefetchers of Zen 5 (family 26) follow consecutive reads well, but less well
+// the reads of few rows, which unpack codes in between. Earlier Zen cores are slower with software prefetches
+// (bench/notes/003-zen5-prefetch-two-distances.md).
 index_t asked_rows() {
 #if defined(__x86_64__)
   unsigned signature = 0, features[3];
@@ -147,13 +152,13 @@ PackCall pack_call(const Weight& weight, index_t first, index_t count) {
   return call;
 }
 
-// Has all tiles that hold some of the call's columns filled.
+// Runs `fill` over all tiles with columns of the call.
 void fill_tiles(PackCall& call, void (*fill)(const void*, index_t, index_t), const void* described) {
   const Weight& weight = *call.weight;
   const index_t half = weight.columns / 2, end = call.first + call.count;
   const index_t in_tile = weight.paired ? kPairedColumns : kTileColumns;
-  index_t begin_place = call.first, end_place = end;  // where columns lie along the tiles
-  if (weight.paired && end > half) {                  // ups lie in the tiles of their gates
+  index_t begin_place = call.first, end_place = end;  // column range along the tiles
+  if (weight.paired && end > half) {                  // ups are in the tiles of their gates
     begin_place = call.first < half ? 0 : call.first - half;
     end_place = call.first < half ? half : end - half;
   }
@@ -176,17 +181,20 @@ void tile_and_lane(const Weight& weight, index_t column, index_t& tile, index_t&
 
 }  // namespace qt
 
-// Bytes of a packed weight [columns, depth], or of one of its leaves, without outliers (weight_outliers.cpp); 0 where there is no such format. group: of k that share a
-// scale (16, 32, 64, 128), 0 for one scale per column (int8), for floating-point formats and those that have their own. format: a Dtype of
-// floats, or kFirstForm and on: kForms.
+// Returns the bytes of a packed weight [columns, depth], or of one of its leaves, without outliers (weight_outliers.cpp); 0 if
+// the format does not exist.
+// format: a floating-point Dtype, or kFirstForm + an index of kForms.
+// group: k with one scale (16, 32, 64, 128); 0 for one scale per column (int8), for floating-point formats and for formats with
+// a fixed group.
 QT_EXPORT index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired) {
   qt::Weight weight;
   return qt::describe(format, columns, depth, group, paired != 0, weight) ? weight.tiles * weight.tile_bytes : 0;
 }
 
-// depth: of a leaf; there are 1, 2, 4 or 8. cut_columns: for so many outputs, of other processes and of all leaves too, slices are
-// cut; the weight's own, if it is all there is. memory: qt_weight_bytes of each leaf, 64-byte aligned, the caller's; zeros before
-// anything is filled, or packed before.
+// Creates a weight; returns null if the arguments describe none. depth: of a leaf. leaves: 1, 2, 4 or 8.
+// cut_columns: number of outputs that determines the slices, those of other processes and leaves included; the weight's own
+// columns if there are no others.
+// memory: qt_weight_bytes for each leaf, 64-byte aligned, owned by the caller; zeros, or a weight packed earlier.
 QT_EXPORT qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, index_t leaves,
                                     index_t cut_columns, void* memory) {
   qt::Weight weight;
@@ -204,9 +212,8 @@ QT_EXPORT qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, 
 
 QT_EXPORT void qt_weight_delete(qt::Weight* weight) { delete[] weight; }
 
-// Whether a bf16 weight is multiplied with the processor's dot product of pairs, where there is one, or in fp32: chosen
-// when the weight is made by what this processor does faster. Results differ in their last bits; for tests and
-// benchmarks.
+// Selects the dot product of bf16 pairs (if the processor has it) or fp32 for a bf16 weight. The default is the faster one on
+// this processor. Results differ in their last bits; for tests and benchmarks.
 QT_EXPORT void qt_weight_set_dot(qt::Weight* weight, int dot) {
   for (index_t leaf = 0; leaf < weight->leaves; ++leaf) weight[leaf].dot = dot != 0;
 }
@@ -223,11 +230,13 @@ QT_EXPORT void qt_weight_fill(qt::Weight* weight, const void* source, int source
   }
 }
 
-// Packs integers as they are into columns [first, first + count), of an integer weight in one leaf: codes [count, depth] of one
-// byte each, rows `stride` apart, signed or as they are stored (linear.hpp), times scales [count, ceil(depth / scale_group)]. scale_group: a
-// multiple of the weight's group, or at least depth: one scale for each column. Of MXFP4 and NVFP4 scales are bytes (int8), and
-// `factors` [count] in fp32 what each column is multiplied with besides, or null: 1; otherwise null. zeros: bytes, or fp32 where the
-// weight has such, laid out like the scales, or null: 8 (int4) or 128; of a weight with zero points. Returns the sum of the Problem's found, 0 if all numbers are packed exactly.
+// Packs codes of a checkpoint without requantization into columns [first, first + count) of an integer weight in one leaf.
+// codes: [count, depth], one byte each, rows `stride` apart; signed, or unsigned as stored (linear.hpp).
+// scales: [count, ceil(depth / scale_group)]; bytes (int8) for MXFP4 and NVFP4.
+// scale_group: a multiple of the weight's group, or at least depth for one scale per column.
+// factors: MXFP4 and NVFP4: fp32 [count], an additional factor of each column; null: 1. Null for other formats.
+// zeros: for weights with zero points, layout of scales: bytes, or fp32 for formats with fp32 zeros; null: 8 (int4) or 128.
+// Returns the sum of the Problem values found; 0 if all numbers are packed exactly.
 QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is_signed, index_t stride, const void* scales,
                                    int scale_dtype, index_t scale_stride, index_t scale_group, const float* factors,
                                    const void* zeros, index_t zero_stride, index_t first, index_t count) {
@@ -245,8 +254,9 @@ QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is
   return int(problems);
 }
 
-// Packs codes [count, depth] of one byte each, rows `stride` apart, which choose from tables [count][16], into columns
-// [first, first + count), of a weight of tables. Returns the sum of the Problem's found, 0 if all numbers are packed exactly.
+// Packs codes [count, depth] of one byte each, rows `stride` apart, into columns [first, first + count) of a weight of tables.
+// The codes are indices into tables [count][16]. Returns the sum of the Problem values found; 0 if all numbers are packed
+// exactly.
 QT_EXPORT int qt_weight_fill_tables(qt::Weight* weight, const void* codes, index_t stride, const float* tables, index_t first,
                                     index_t count) {
   QT_REQUIRE(weight->leaves == 1 && weight->values == qt::Values::tables, "tables of a weight %s",
@@ -258,8 +268,9 @@ QT_EXPORT int qt_weight_fill_tables(qt::Weight* weight, const void* codes, index
   return int(problems);
 }
 
-// Packs rows of a GGUF file into columns [first, first + count), of a weight in one leaf: blocks, rows `stride` bytes apart. Their
-// type is the weight's: Q8_0 in int8 and Q4_0 in int4, both in groups of 32, others in the formats that are named like them.
+// Packs rows of a GGUF file into columns [first, first + count) of a weight in one leaf. blocks: GGUF blocks, rows `stride`
+// bytes apart. Their type must match the weight: Q8_0 for int8 and Q4_0 for int4, both in groups of 32; other types match the
+// format of the same name.
 QT_EXPORT void qt_weight_fill_blocks(qt::Weight* weight, const void* blocks, index_t stride, index_t first, index_t count) {
   QT_REQUIRE(weight->leaves == 1, "blocks of a weight in %lld leaves", (long long)weight->leaves);
   qt::PackCall call = qt::pack_call(*weight, first, count);
@@ -267,7 +278,7 @@ QT_EXPORT void qt_weight_fill_blocks(qt::Weight* weight, const void* blocks, ind
   qt::fill_tiles(call, QT_CHOOSE(pack).fill_blocks, &call);
 }
 
-// The numbers of columns [first, first + count) as they are multiplied: out [count, depth of all leaves].
+// Unpacks columns [first, first + count): out [count, depth of all leaves], the numbers that the kernels multiply.
 QT_EXPORT void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out) {
   for (index_t leaf = 0; leaf < weight->leaves; ++leaf) {
     qt::PackCall call = qt::pack_call(weight[leaf], first, count);

@@ -1,36 +1,38 @@
-// The formats of packed weights, by the numbers by which Python knows them: `quintet.executor.backends.cpu.ops.host_linear.WeightFormat`.
+// Formats of packed weights, numbered as in `quintet.executor.backends.cpu.ops.host_linear.WeightFormat`.
 //
-// Apart from linear.hpp, so that a library in which a number means another format is refused
-// (`quintet.executor.backends.cpu.ops.host_sources`), and one with other kernels for the same formats is not.
+// Separate from linear.hpp: the loader rejects a library in which a number means another format
+// (`quintet.executor.backends.cpu.ops.host_sources`), but accepts one with other kernels for the same formats.
 #pragma once
 
 #include "work.hpp"
 
 namespace qt {
 
-// How integers are stored: so many bits each. table: 4, which choose one of 16 bytes.
+// Bits of a stored code. table: 4 bits, the index of one of 16 bytes.
 enum class Codes : int { eight, four, table, six, five, three, two };
 
-// What a block's head has for each of 64 columns, and so what a group's scale and minimum are.
+// Content of a scale block's head for each of 64 columns, and the resulting scale and minimum of a group.
 enum class Scales : int {
-  column,         // nothing: the weight has no groups
+  column,         // empty: the weight has no groups
   half,           // fp16 scale
   half_zero,      // fp16 scale, then uint8 zero
   half_minimum,   // fp16 scale, then fp16 minimum
-  bytes,          // fp16 d; int8 s of each group: d s
-  bytes_minimum,  // fp16 d, then fp16 e; of each group uint8 s, then uint8 m: d s, and minimum -e m
-  nibbles,        // the same, s in the low half of a byte and m in the high one
+  bytes,          // fp16 d; int8 s for each group; scale d s
+  bytes_minimum,  // fp16 d, then fp16 e; for each group uint8 s, then uint8 m; scale d s, minimum -e m
+  nibbles,        // the same, with s in the low half of a byte and m in the high half
   exponent,       // a power of two: uint8, 127 for 1
   eighth,         // fp8, e4m3
   single,         // fp32 scale
-  single_zero,    // fp32 scale, then fp32 zero, which need not be an integer
-  single_shift,   // no format's own: fp32 scale and shift of each group (linear_scales.hpp)
+  single_zero,    // fp32 scale, then fp32 zero, which may be fractional
+  single_shift,   // internal: fp32 scale and shift for each group (linear_scales.hpp)
 };
 
-// What codes stand for. All but integers are multiplied as floating-point numbers, scaled first. tables: each column has its own.
+// Meaning of the codes. All except integers are scaled, then multiplied as floating-point numbers. tables: each column has its
+// own table.
 enum class Values : int { integer, fp8, nf4, fp4, tables };
 
-// The integers among them, from kFirstForm on; the floats before are Dtypes. group 0: as asked for, and blocks are groups.
+// Integer formats, from kFirstForm on; the floating-point formats before them are Dtypes. group 0: chosen by the caller, and a
+// scale block is one group.
 struct Form {
   Codes codes;
   Scales scales;
@@ -38,7 +40,7 @@ struct Form {
   const std::int8_t* table = nullptr;
   Values values = Values::integer;
 };
-// ggml's for IQ4; fp4 (OCP Microscaling Formats, 2023, section 5.3.3), doubled.
+// kUneven: the table of ggml's IQ4. kE2M1: fp4, doubled (OCP Microscaling Formats, 2023, section 5.3.3).
 inline constexpr std::int8_t kUneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 inline constexpr std::int8_t kE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 inline constexpr int kFirstForm = int(Dtype::fp32) + 1;
@@ -69,7 +71,7 @@ inline constexpr Form kForms[] = {
     {Codes::four, Scales::column, 0, 128, nullptr, Values::tables},  // TABLES
 };
 
-// What the numbers of a checkpoint are that the packed form does not hold; see qt_weight_fill_codes.
+// Numbers of a checkpoint that the packed form cannot represent; see qt_weight_fill_codes.
 enum class Problem : std::uint32_t { code = 1, scale = 2 };
 
 }  // namespace qt

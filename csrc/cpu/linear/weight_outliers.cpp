@@ -1,7 +1,9 @@
-// What is added to some numbers of a weight of tables: a checkpoint's sparse outliers, and its whole rows.
+// Outliers of a weight of tables: numbers added to single weights. They hold a checkpoint's sparse outliers and its unquantized
+// rows.
 //
-// They lie after the weight's tiles in the caller's memory, in runs (linear.hpp), each by k and then by lane; of one place as they
-// came. Kernels multiply them with x after what codes chose, in that order (linear_tables.cpp).
+// They lie after the weight's tiles in the caller's memory, in runs (linear.hpp). A run is sorted by k, then by lane; entries
+// of one element keep their input order. Kernels multiply the outliers with x after the table values, in that order
+// (kernels/linear/linear_tables.cpp).
 #include <algorithm>
 #include <vector>
 
@@ -27,7 +29,7 @@ index_t runs_of(index_t tiles, index_t depth) {
 
 index_t begins_bytes(index_t runs) { return ((runs + 1) * index_t(sizeof(std::uint32_t)) + 63) / 64 * 64; }
 
-// All but those of columns [first, first + count), in order.
+// All outliers except those of columns [first, first + count), in order.
 std::vector<Placed> without_columns(const Weight& weight, index_t first, index_t count) {
   std::vector<bool> replaced(std::size_t(weight.tiles * kTileColumns));
   for (index_t column = first; column < first + count; ++column) {
@@ -49,7 +51,8 @@ std::vector<Placed> without_columns(const Weight& weight, index_t first, index_t
 }  // namespace
 }  // namespace qt
 
-// Bytes of at most `most` outliers of a weight [columns, depth], to be had after those of qt_weight_bytes; 0 of none, or of too many.
+// Returns the bytes for at most `most` outliers of a weight [columns, depth], in addition to qt_weight_bytes; 0 for none, or
+// for too many.
 QT_EXPORT index_t qt_weight_outlier_bytes(index_t columns, index_t depth, int paired, index_t most) {
   if (columns < 1 || depth < 1 || most < 1 || most > index_t(UINT32_MAX)) return 0;
   const index_t in_tile = paired ? qt::kPairedColumns : qt::kTileColumns, places = paired ? columns / 2 : columns;
@@ -57,7 +60,8 @@ QT_EXPORT index_t qt_weight_outlier_bytes(index_t columns, index_t depth, int pa
   return qt::begins_bytes(runs) + (most * index_t(sizeof(qt::Outlier)) + 63) / 64 * 64;
 }
 
-// Gives a weight of tables so much memory for outliers, 64-byte aligned, the caller's: zeros, or filled before. Once, before it is used.
+// Sets the outlier memory of a weight of tables, once, before its first use. memory: qt_weight_outlier_bytes for `most`
+// outliers, 64-byte aligned, owned by the caller; zeros, or filled earlier.
 QT_EXPORT void qt_weight_set_outliers(qt::Weight* weight, void* memory, index_t most) {
   QT_REQUIRE(weight->values == qt::Values::tables && weight->leaves == 1, "outliers of a weight in %lld leaves, or without tables",
              (long long)weight->leaves);
@@ -68,8 +72,9 @@ QT_EXPORT void qt_weight_set_outliers(qt::Weight* weight, void* memory, index_t 
   weight->outliers.bytes = qt_weight_outlier_bytes(weight->columns, weight->depth, weight->paired, most);
 }
 
-// Makes these all outliers of columns [first, first + count): of column first + i those from begins[i] to begins[i + 1], with k
-// `inputs`; of several at one place all. Returns 1; 0, and changes nothing, where there is no room for them, or no such k.
+// Replaces all outliers of columns [first, first + count). Column first + i has entries begins[i] to begins[i + 1], with k
+// `inputs` and values `numbers`; entries of one element are all added. Returns 1; returns 0 without a change if the memory is
+// too small or a k is out of range.
 QT_EXPORT int qt_weight_fill_outliers(qt::Weight* weight, index_t first, index_t count, const std::int64_t* begins,
                                       const std::int64_t* inputs, const float* numbers) {
   qt::Outliers& outliers = weight->outliers;

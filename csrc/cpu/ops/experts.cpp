@@ -1,4 +1,4 @@
-// Experts as operations of a program and as a call of their own; how their multiplications are cut. See experts.hpp.
+// C ABI of expert layers, and the cut of their products. See experts.hpp.
 #include "experts.hpp"
 
 #include <algorithm>
@@ -17,11 +17,12 @@ namespace qt {
 
 namespace {
 
-constexpr index_t kRoutedAtOnce = 16;  // up to so many tokens are routed where their rows are planned
+constexpr index_t kRoutedAtOnce = 16;  // up to so many tokens are routed in the planning piece
 constexpr index_t kElementsAtOnce = 8192;
 constexpr index_t kPageBytes = 4096, kLineBytes = 64;
 
-// Numbers from a row to the next of what lies between the multiplications: rows of whole pages would share a cache's sets.
+// Stride in elements of the rows between the products. Rows of full pages would map to the same cache sets, so they get one
+// more cache line.
 index_t stride_of(index_t width, index_t size) {
   return width + (width * size % kPageBytes == 0 ? kLineBytes / size : 0);
 }
@@ -42,16 +43,16 @@ LinearCall down_call(const ExpertsLayer& layer, index_t x_stride, index_t y_stri
   return call;
 }
 
-// Where a layer's sums go, and where the rows of all ranks lie that they are made of: null where they are this process's.
+// Output of a layer. rows: expert rows of all ranks in shared memory; null: rows of this process.
 struct Results {
   void* y;
   index_t y_stride;
-  bool in_fp32 = false;  // parts of sums
+  bool in_fp32 = false;  // partial sums
   char* rows = nullptr;
   const void* residual = nullptr;
 };
 
-// A layer's works in one step: `route`, `plan`, then four late ones and `combine`.
+// Works of a layer in one step: `route`, `plan`, four late works and `combine`.
 class Experts {
  public:
   enum Part { kRoute, kPlan, kGather, kPrepareIn, kMultiplyIn, kPrepareOut, kMultiplyOut, kCombine, kParts };
@@ -87,13 +88,13 @@ class Experts {
     combine_ = {nullptr, row_stride_, hidden_, nullptr, routing.chosen, nullptr, results.residual, results.y, results.y_stride};
   }
 
-  // Of a token's rows, as ranks share them.
+  // Bytes of a token's rows in the memory shared by ranks.
   index_t row_bytes() const { return layer_.routing.chosen * row_stride_ * out_size_; }
 
-  // Scratch for up to so many tokens.
+  // Scratch bytes for up to `tokens` tokens.
   index_t bytes(index_t tokens) { return lay_out(nullptr, tokens); }
 
-  // All works of a step. `threads`: how they are cut.
+  // Describes all works of a step. threads: used for the cut.
   void describe(index_t tokens, index_t max_tokens, index_t threads, char* scratch) {
     tokens_ = tokens, threads_ = threads;
     lay_out(scratch, max_tokens);
@@ -122,7 +123,8 @@ class Experts {
     route_.weights = reinterpret_cast<float*>(take(pairs * 4));
     row_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
     pair_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
-    rows_ = take(pairs * row_stride_ * std::max(size_, out_size_));  // what goes in, then what comes out, if it is not shared
+    rows_ = take(pairs * row_stride_ * std::max(size_, out_size_));  // input rows, then output rows unless these are in shared
+                                                                     // memory
     out_ = shared_rows_ ? shared_rows_ : rows_;
     act_ = take(pairs * act_stride_ * size_);
     prepared_ = take(pairs * std::max(gate_up_.preparation().row_bytes, down_.preparation().row_bytes));
@@ -144,7 +146,8 @@ class Experts {
     for (index_t i = 0; i < active; ++i) {
       const auto [expert, place, begin, rows] = parts_[std::size_t(i)];
       cost += std::max(kReadRows, rows);
-      for (index_t at = 0; at < index_t(sizeof(Weight)); at += kLineBytes) {  // or each one would be waited for in turn
+      for (index_t at = 0; at < index_t(sizeof(Weight)); at += kLineBytes) {  // prefetches all headers; otherwise each one is a
+                                                                              // cache miss in turn
         __builtin_prefetch(reinterpret_cast<const char*>(gate_ups_[std::size_t(place)]) + at);
         __builtin_prefetch(reinterpret_cast<const char*>(downs_[std::size_t(place)]) + at);
       }
@@ -152,7 +155,7 @@ class Experts {
     for (index_t i = 0, row = 0; i < active; ++i) {
       const auto [expert, place, begin, rows] = parts_[std::size_t(i)];
       const index_t share = threads_ * std::max(kReadRows, rows) / cost + 1;
-      const bool direct = rows == 1 && !layer_.scaled_inputs;  // read where it lies
+      const bool direct = rows == 1 && !layer_.scaled_inputs;  // read without a gather
       gathers |= !direct;
       const char* x = direct ? x_ + pair_of_[row] / layer_.routing.chosen * x_stride_ * size_
                              : rows_ + row * row_stride_ * size_;
@@ -171,8 +174,8 @@ class Experts {
     late_[kPrepareOut] = down_.prepare(), late_[kMultiplyOut] = down_.multiply(threads_);
   }
 
-  // Pairs by expert, those with most rows first, an expert's in the tokens' order; of what this rank has to do. Returns of how many
-  // experts that is. Results lie by these rows, or, where ranks share them, by those of all experts in their order.
+  // Sorts the pairs of this rank by expert, stably; experts with the most rows come first. Returns the number of experts.
+  // Output rows have this order; shared rows are ordered by the ids of all experts.
   index_t sort_pairs() {
     const index_t pairs = tokens_ * layer_.routing.chosen, experts = layer_.routing.experts;
     std::fill(counts_.begin(), counts_.end(), 0);
@@ -206,22 +209,22 @@ class Experts {
     return biases ? static_cast<const char*>(biases) + bytes_before : nullptr;
   }
 
-  // What this rank has to do of an expert: `rows` of its rows, from the one `begin` on.
+  // This rank's part of an expert: `rows` of its rows, starting at `begin`.
   struct Share {
     index_t expert, place, begin, rows;
   };
 
   ExpertsLayer layer_;
-  int dtype_, y_dtype_;  // of what goes in; of experts' results and their sum
+  int dtype_, y_dtype_;  // of the input; of the experts' results and their sum
   index_t size_, out_size_;
   char* shared_rows_;
   index_t hidden_, width_;
   const char* x_;
   index_t x_stride_, row_stride_, act_stride_;
   LinearGroup gate_up_, down_;
-  // Of each expert: its rows; how many of them have been seen; where this rank's begin among its own, and all among all.
+  // For each expert: number of rows; rows seen so far; first row among this rank's rows, and among all rows.
   std::vector<index_t> counts_, next_, firsts_;
-  std::vector<Share> parts_;  // of experts of which this rank has rows
+  std::vector<Share> parts_;  // experts with rows on this rank
   std::vector<index_t> begins_;
   ExpertShares shares_;
   std::vector<const Weight*> gate_ups_, downs_;
@@ -261,13 +264,14 @@ void append_parts(Program* program, std::shared_ptr<Experts> experts, index_t ma
 
 QT_EXPORT index_t qt_experts_bytes() { return sizeof(qt::ExpertsLayer); }
 
-// Divides a step's rows over ranks, counts[experts] of each, as a layer does: what it notes (`asked`) is what ranks would have to do.
+// Divides a step's rows, counts[experts], over the ranks as a layer does, and updates `asked`.
 QT_EXPORT void qt_experts_divide(const qt::ExpertsLayer* layer, const std::int64_t* counts) {
   qt::ExpertShares shares(*layer);
   shares.divide(std::vector<index_t>(counts, counts + layer->routing.experts));
 }
 
-// y[rows, hidden] = the experts' sum for x[rows, hidden], chosen by scores[rows, experts]. dtype: of x, scores, biases and y.
+// y[rows, hidden] = the weighted sum of the experts chosen by scores[rows, experts], for x[rows, hidden]. dtype: of x, scores,
+// biases and y.
 QT_EXPORT void qt_op_experts(const qt::ExpertsLayer* layer, const void* x, index_t x_stride, const void* scores,
                              index_t scores_stride, index_t rows, void* y, index_t y_stride, int dtype) {
   qt::Experts experts(*layer, x, x_stride, scores, scores_stride, {y, y_stride}, dtype);
@@ -279,7 +283,7 @@ QT_EXPORT void qt_op_experts(const qt::ExpertsLayer* layer, const void* x, index
   std::free(scratch);
 }
 
-// Appends the same for the step's tokens, at most max_tokens. The weights and what the layer points to must outlive the program,
+// Appends the same for the step's tokens, at most max_tokens. The weights and the arrays of the layer must outlive the program;
 // the layer itself need not.
 QT_EXPORT void qt_program_experts(qt::Program* program, const qt::ExpertsLayer* layer, const void* x, index_t x_stride,
                                   const void* scores, index_t scores_stride, index_t max_tokens, void* y, index_t y_stride,
@@ -289,8 +293,7 @@ QT_EXPORT void qt_program_experts(qt::Program* program, const qt::ExpertsLayer* 
   qt::append_parts(program, experts, max_tokens, 0, Experts::kParts);
 }
 
-// Appends the sums in fp32, as they are, of experts of which a rank has some of the width of each (ranks.hpp). dtype: of x and
-// scores.
+// Appends unrounded fp32 sums of experts with a width divided over the ranks (ranks.hpp). dtype: of x and scores.
 QT_EXPORT void qt_program_experts_sums(qt::Program* program, const qt::ExpertsLayer* layer, const void* x, index_t x_stride,
                                        const void* scores, index_t scores_stride, index_t max_tokens, float* y,
                                        index_t y_stride, int dtype) {
@@ -300,8 +303,9 @@ QT_EXPORT void qt_program_experts_sums(qt::Program* program, const qt::ExpertsLa
   qt::append_parts(program, experts, max_tokens, 0, Experts::kParts);
 }
 
-// Appends: leave the rows of those experts that this rank has where all find them, meet, y = a token's rows summed as one process
-// sums them, rounded; then (+ residual), rounded again. Ranks that read the former rows must have met since.
+// Appends an expert-parallel layer: write the rows of this rank's experts to shared memory, barrier, y = sum of a token's rows
+// in the order of a single process, rounded; then (+ residual), rounded again. The ranks must have met since they read the
+// previous rows.
 QT_EXPORT void qt_program_experts_of_ranks(qt::Program* program, qt::Ranks* ranks, const qt::ExpertsLayer* layer, const void* x,
                                            index_t x_stride, const void* scores, index_t scores_stride, index_t max_tokens,
                                            const void* residual, void* y, index_t y_stride, int dtype) {

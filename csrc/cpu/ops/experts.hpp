@@ -1,15 +1,15 @@
-// A layer of experts: each token goes through a few of many gated feed-forwards, whichever its scores choose.
+// Mixture of experts: scores choose a few gated feed-forward networks for each token.
 //
 //   scores [T, E] ── route ── ids, weights [T, K]
-//                    plan: pairs (token, k) sorted by expert, stably; each expert's two multiplications cut
-//   x ── gather: an expert's rows side by side ── gate, up ── activation ── down ── sum over k of weight * row
+//                    plan: pairs (token, k) sorted by expert, stably; the two products of each expert are cut
+//   x ── gather: rows of an expert side by side ── gate, up ── activation ── down ── sum over k of weight * row
 //
-// Where ranks (ranks.hpp) have whole experts, each leaves its experts' rows in memory that all share, sorted by expert, meets the
-// others, and sums: so a token's sum is that of one process, whichever rank has made its rows.
+// Expert parallelism (ranks.hpp): each rank writes the rows of its experts to shared memory, sorted by expert. After a barrier
+// it computes the sums. So a token's sum has the bits of a single process.
 //
-// Which experts have rows is known only when the step runs, so all between plan and sum are late works (work.hpp). An expert's
-// weights are read once a step (once per panel of rows, as of every linear layer); what no token chose is not touched. A row's
-// multiplications depend on the row alone, and a token's sum goes over k = 0, 1, ... in fp32: the same bits in every batch.
+// The experts with rows are known only while the step runs, so all works between plan and sum are late (work.hpp). Each step
+// reads the weights of a chosen expert once (once per panel of rows), and reads no other experts. A row's products depend only
+// on the row. A token's sum is in fp32 over k = 0, 1, ...; its bits are independent of the batch size.
 #pragma once
 
 #include "dispatch.hpp"
@@ -21,39 +21,41 @@ namespace qt {
 inline constexpr index_t kMostExperts = 1024;
 inline constexpr index_t kMostChosen = 64;
 
-// What a score becomes: softmax over all experts or over the chosen, or each one's logistic function.
-// sparse_mixer: of each that is chosen its share of a softmax over those not chosen before it that are less by at most 2 jitter of
-// the larger magnitude of the two.
+// Function of the scores: softmax over all experts or over the chosen ones, or a sigmoid of each.
+// sparse_mixer: a softmax value of each chosen expert, over the experts not chosen before it. Excluded are experts that are
+// smaller by more than 2 jitter, relative to the larger magnitude of the two.
 enum class Scoring : index_t { softmax = 0, sigmoid = 1, softmax_of_chosen = 2, sparse_mixer = 3 };
 
-// How tokens choose, laid out like `quintet.executor.backends.cpu.ops.host_experts.CRouting`. The largest are chosen, of equal ones those
-// with the lower number: experts by their score plus correction, and before them, where there are groups, groups by the sum of
-// their `group_best` largest; others' experts are then not to be had.
+// Routing parameters, with the layout of `quintet.executor.backends.cpu.ops.host_experts.CRouting`. Experts are chosen by their
+// score plus correction; a tie goes to the lower index. With groups of experts, groups are chosen first, by the sum of their
+// `group_best` largest scores; experts of other groups are then excluded.
 struct Routing {
   index_t experts, chosen;
   Scoring scoring;
   index_t groups, chosen_groups, group_best;  // groups: 1 for none
-  const float* correction;                    // [experts] or null: added for choosing, not in the weight
-  index_t renormalise;                        // whether a token's weights are divided by their sum and `addend`
+  const float* correction;                    // [experts] or null: added for the choice, not in the weight
+  index_t renormalise;                        // 1: a token's weights are divided by their sum plus `addend`
   double addend, jitter;
-  double scale;                               // of every weight, last
+  double scale;                               // factor of every weight, applied last
 };
 
-// A layer, laid out like `quintet.executor.backends.cpu.ops.host_experts.CExperts`. All experts' weights have one shape and format.
+// A layer, with the layout of `quintet.executor.backends.cpu.ops.host_experts.CExperts`. The weights of all experts have one
+// shape and format.
 struct ExpertsLayer {
   Routing routing;
-  index_t scaled_inputs;         // whether the weight of a choice multiplies what goes in, not what comes out
-  index_t first, kept;           // experts [first, first + kept) are at home here; other ranks have the others
-  index_t rank, ranks;           // the rank of this home, of how many: 0 of 1 where all are here
-  index_t places;                // of each rank for copies of experts that are at home elsewhere
-  const std::int32_t* copies;    // [ranks][places]: which expert lies there, or -1; may be others in the next step
+  index_t scaled_inputs;         // 1: the weight of a choice multiplies the expert's input, not its output
+  index_t first, kept;           // this rank's experts are [first, first + kept); other ranks have the rest
+  index_t rank, ranks;           // this rank and their number; 0 of 1 without expert parallelism
+  index_t places;                // of each rank, for copies of other ranks' experts
+  const std::int32_t* copies;    // [ranks][places]: expert id or -1; may change between steps
   const Weight* const* gate_up;  // [kept + places]: paired, [2 width, hidden]
   const Weight* const* down;     // [kept + places]: [hidden, width]
-  const void* gate_up_bias;      // [kept + places][2 width] or null, in the rows' format
-  const void* down_bias;         // [kept + places][hidden] or null, likewise
+  const void* gate_up_bias;      // [kept + places][2 width] or null, in the dtype of the rows
+  const void* down_bias;         // [kept + places][hidden] or null, in the dtype of the rows
   index_t activation, gate_up_inputs, down_inputs;
   double gate_factor, gate_limit;  // of Activation::clamped_swiglu
-  std::int64_t* asked;  // [experts + 2] or null: work so far, in rows, of each expert; the busiest rank's in each step; all ranks'
+  std::int64_t* asked;  // [experts + 2] or null: total rows of each expert; of the busiest rank, summed over steps; of all
+                        // ranks
 };
 
 struct RouteCall {
@@ -64,13 +66,13 @@ struct RouteCall {
   float* weights;     // [T][K]
 };
 
-// Rows of x to where their experts find them.
+// Copies rows of x next to each other by expert.
 struct GatherCall {
   const void* x;
   index_t x_stride, width;
   const std::int32_t* pairs;  // of each row
   index_t chosen;
-  const float* factors;  // of pairs, or null: rows are copied as they are
+  const float* factors;  // of pairs, or null: rows are copied unchanged
   void* y;
   index_t y_stride;
 };
@@ -82,16 +84,16 @@ struct CombineCall {
   const std::int32_t* rows;
   index_t chosen;
   const float* weights;
-  const void* residual;  // laid out like y, may be y; or null
+  const void* residual;  // layout of y, may be y; or null
   void* y;
   index_t y_stride;
 };
 
 struct ExpertsKernels {
   using Run = void (*)(const void* call, index_t begin, index_t end);
-  Run route[3];    // by format; of tokens
-  Run gather[3];   // of rows
-  Run combine[3];  // of tokens
+  Run route[3];    // by dtype; over tokens
+  Run gather[3];   // over rows
+  Run combine[3];  // over tokens
 };
 
 QT_DECLARE_KERNELS(ExpertsKernels, experts)

@@ -1,7 +1,7 @@
-// Each head's columns of x through a matrix of its own: y[:, h * columns + c] = sum over k of x[:, h * depth + k] * W_h[c, k].
+// Linear layer per head: y[:, h * columns + c] = sum over k of x[:, h * depth + k] * W_h[c, k].
 //
-// Latent attention puts its key and value projections on queries and results instead of keys and values (DeepSeek-AI,
-// "DeepSeek-V2", 2024, section 2.1.2): a matrix for each head. Bytes: all heads' weights once, per panel of rows.
+// Latent attention applies its key and value projections to queries and results instead of keys and values (DeepSeek-AI,
+// "DeepSeek-V2", 2024, section 2.1.2): one matrix per head. Bytes: the weights of all heads once per panel of rows.
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -45,11 +45,11 @@ class HeadLinear {
   char* y_;
   index_t x_stride_, size_;
   LinearGroup group_;
-  index_t rows_ = -1, threads_ = 0;  // what the group is described for
+  index_t rows_ = -1, threads_ = 0;  // rows and threads of the described group
   char* scratch_ = nullptr;
 };
 
-// One of its two works.
+// One of the two works.
 class HeadLinearOp final : public Op {
  public:
   HeadLinearOp(std::shared_ptr<HeadLinear> heads, const Program* program, bool multiplies)
@@ -69,7 +69,7 @@ class HeadLinearOp final : public Op {
 }  // namespace
 }  // namespace qt
 
-// Weights of one shape and format, not paired. dtype: of x and y, and of floating-point weights. y is not x.
+// The weights have one shape and format and are not paired. dtype: of x and y, and of floating-point weights. y must not be x.
 QT_EXPORT void qt_op_head_linear(const qt::Weight* const* weights, index_t heads, const void* x, index_t x_stride, index_t rows,
                                  int dtype, void* y, index_t y_stride) {
   qt::HeadLinear all(weights, heads, x, x_stride, dtype, y, y_stride);

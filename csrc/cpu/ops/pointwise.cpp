@@ -1,7 +1,7 @@
-// The C ABI of the pointwise operations: one call each, or as operations of a program. See pointwise.hpp for rows,
-// formats and strides (in elements), kernels/pointwise.cpp for what is rounded where.
+// C ABI of the pointwise operations: single calls, and operations of a program. See pointwise.hpp for rows, formats and strides
+// (in elements), and kernels/pointwise.cpp for roundings.
 //
-// In a program `extent` says how many rows an operation has: an Extent.
+// In a program, `extent` is an Extent: the rows of the operation.
 #include "pointwise.hpp"
 
 #include <cstring>
@@ -14,11 +14,11 @@ namespace {
 
 using Run = PointwiseKernels::Run;
 
-constexpr index_t kElementsAtOnce = 8192;  // that a thread takes at a time: some microseconds of work
+constexpr index_t kElementsAtOnce = 8192;  // one take of a thread: some microseconds of work
 
 Work work_of(const PointwiseCall& call, Run run, index_t rows) {
   const index_t width = call.width * call.groups, grain = kElementsAtOnce / (width < 1 ? 1 : width);
-  constexpr index_t kCost = 4;  // of an element, in multiplications
+  constexpr index_t kCost = 4;  // per element, in multiplications
   return {.count = rows, .grain = grain < 1 ? 1 : grain, .run = run, .call = &call, .each_cost = kCost * width};
 }
 
@@ -51,7 +51,7 @@ void append(Program* program, const PointwiseCall& call, Run run, int extent) {
   program->append(std::make_unique<PointwiseOp>(call, run, Extent(extent)));
 }
 
-// Rows of x by number, bytes copied as they are.
+// Copies rows of x by index, without conversion.
 struct TakeCall {
   const char* x;
   index_t x_stride, bytes;  // in bytes
@@ -86,7 +86,7 @@ TakeCall take_call(const void* x, index_t x_stride, index_t width, void* y, inde
   return {static_cast<const char*>(x), x_stride * size, width * size, nullptr, static_cast<char*>(y), y_stride * size};
 }
 
-// Columns of x by number, in another order: the operation before weights with sorted inputs. Numbers are copied as they are.
+// Permutes columns of x, without conversion: the input of weights with sorted inputs.
 template <class Bits>
 struct ColumnsCall {
   const Bits* x;
@@ -186,8 +186,7 @@ using qt::kernels;
 using qt::PointwiseCall;
 using qt::Program;
 
-// y[row] = table[ids[row]], both contiguous rows of the table `width` wide; converted where the formats differ. Ids are
-// trusted.
+// y[row] = table[ids[row]], converted if the formats differ. table: contiguous rows of `width`. Ids are not checked.
 QT_EXPORT void qt_op_embedding(const void* table, const std::int32_t* ids, index_t rows, index_t width, void* y,
                                index_t y_stride, int dtype, int table_dtype) {
   PointwiseCall call = qt::call_of(table, width, width, y, y_stride);
@@ -200,7 +199,7 @@ QT_EXPORT void qt_program_embedding(Program* program, const void* table, index_t
   qt::append(program, qt::call_of(table, width, width, y, y_stride), kernels().embedding[dtype][table_dtype], 0);
 }
 
-// y[token] = x[token] + table[position of token + first]: learned positions. The table has the rows' format.
+// y[token] = x[token] + table[position of token + first]: learned position embeddings. The table has the dtype of x and y.
 QT_EXPORT void qt_op_add_positions(const void* x, index_t x_stride, const void* table, const std::int64_t* positions,
                                    index_t first, index_t rows, index_t width, void* y, index_t y_stride, int dtype) {
   PointwiseCall call = qt::second_call(x, x_stride, table, width, width, y, y_stride);
@@ -216,9 +215,9 @@ QT_EXPORT void qt_program_add_positions(Program* program, const void* x, index_t
   qt::append(program, call, kernels().add_positions[dtype], 0);
 }
 
-// Rows of `groups` times `width` numbers, each group normed by itself. weight may be null; per_group: it holds as many numbers
-// as a row, else `width`, for all groups. rounds_once, or an offset: round(x / rms * (offset + weight)); else round(round(x / rms)
-// * weight).
+// RMS norm of each group in rows of `groups` times `width` numbers. weight: null for ones; per_group: one number per element of
+// a row, else `width` numbers for all groups. With rounds_once or an offset: round(x / rms * (offset + weight)); else
+// round(round(x / rms) * weight).
 QT_EXPORT void qt_op_rms_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width,
                               const void* weight, int per_group, float eps, float offset, int rounds_once, void* y,
                               index_t y_stride, int dtype) {
@@ -234,7 +233,7 @@ QT_EXPORT void qt_program_rms_norm(Program* program, const void* x, index_t x_st
              kernels().rms_norm[dtype], extent);
 }
 
-// Likewise; weight and bias may be null.
+// Layer norm of each group; weight and bias may be null. Arguments as in qt_op_rms_norm.
 QT_EXPORT void qt_op_layer_norm(const void* x, index_t x_stride, index_t rows, index_t groups, index_t width,
                                 const void* weight, const void* bias, int per_group, float eps, void* y,
                                 index_t y_stride, int dtype) {
@@ -249,7 +248,7 @@ QT_EXPORT void qt_program_layer_norm(Program* program, const void* x, index_t x_
              kernels().layer_norm[dtype], extent);
 }
 
-// y[i] = x[rows[i]]; in a program the rows are the step's output tokens.
+// y[i] = x[rows[i]]; in a program, rows are the step's output tokens.
 QT_EXPORT void qt_op_take_rows(const void* x, index_t x_stride, index_t width, const std::int64_t* rows, index_t count,
                                void* y, index_t y_stride, int dtype) {
   qt::TakeCall call = qt::take_call(x, x_stride, width, y, y_stride, dtype);
@@ -263,7 +262,7 @@ QT_EXPORT void qt_program_take_outputs(Program* program, const void* x, index_t 
   program->append(std::make_unique<qt::TakeOutputs>(qt::take_call(x, x_stride, width, y, y_stride, dtype)));
 }
 
-// y[i][k] = x[i][columns[k]] for k < width. Numbers of columns are trusted; y is not x.
+// y[i][k] = x[i][columns[k]] for k < width. Column indices are not checked; y must not be x.
 QT_EXPORT void qt_op_take_columns(const void* x, index_t x_stride, index_t rows, index_t width, const std::int32_t* columns,
                                   void* y, index_t y_stride, int dtype) {
   if (dtype == int(qt::Dtype::fp32))
@@ -291,7 +290,7 @@ QT_EXPORT void qt_program_add(Program* program, const void* x, index_t x_stride,
              extent);
 }
 
-// y = x * second; second_width: that of y, or 1.
+// y = x * second; second_width: the width of y, or 1.
 QT_EXPORT void qt_op_multiply(const void* x, index_t x_stride, const void* second, index_t second_stride,
                               index_t second_width, index_t rows, index_t width, void* y, index_t y_stride, int dtype) {
   PointwiseCall call = qt::second_call(x, x_stride, second, second_stride, width, y, y_stride);
@@ -307,7 +306,7 @@ QT_EXPORT void qt_program_multiply(Program* program, const void* x, index_t x_st
   qt::append(program, call, kernels().multiply[dtype], extent);
 }
 
-// y = x * factor; the factor is used as given, not rounded to the format.
+// y = x * factor; the factor is not rounded to the dtype.
 QT_EXPORT void qt_op_scale(const void* x, index_t x_stride, index_t rows, index_t width, float factor, void* y,
                            index_t y_stride, int dtype) {
   qt::run_once(qt::factor_call(x, x_stride, width, factor, y, y_stride), kernels().scale[dtype], rows);
@@ -318,7 +317,7 @@ QT_EXPORT void qt_program_scale(Program* program, const void* x, index_t x_strid
   qt::append(program, qt::factor_call(x, x_stride, width, factor, y, y_stride), kernels().scale[dtype], extent);
 }
 
-// y = x, at least -bound and at most bound
+// y = x clamped to [-bound, bound].
 QT_EXPORT void qt_op_clip(const void* x, index_t x_stride, index_t rows, index_t width, float bound, void* y,
                           index_t y_stride, int dtype) {
   qt::run_once(qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().clip[dtype], rows);
@@ -329,7 +328,7 @@ QT_EXPORT void qt_program_clip(Program* program, const void* x, index_t x_stride
   qt::append(program, qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().clip[dtype], extent);
 }
 
-// y = tanh(x / bound) * bound
+// y = tanh(x / bound) * bound.
 QT_EXPORT void qt_op_softcap(const void* x, index_t x_stride, index_t rows, index_t width, float bound, void* y,
                              index_t y_stride, int dtype) {
   qt::run_once(qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().softcap[dtype], rows);
@@ -340,7 +339,7 @@ QT_EXPORT void qt_program_softcap(Program* program, const void* x, index_t x_str
   qt::append(program, qt::factor_call(x, x_stride, width, bound, y, y_stride), kernels().softcap[dtype], extent);
 }
 
-// y = xielu(x), by fp32 [4]: a, b, the linear share, the least magnitude; see the kernel.
+// y = xielu(x). numbers: fp32 [4]: a, b, the linear factor, the least magnitude; see the kernel.
 QT_EXPORT void qt_op_xielu(const void* x, index_t x_stride, index_t rows, index_t width, const float* numbers, void* y,
                            index_t y_stride, int dtype) {
   qt::run_once(qt::second_call(x, x_stride, numbers, 0, width, y, y_stride), kernels().xielu[dtype], rows);
@@ -351,7 +350,7 @@ QT_EXPORT void qt_program_xielu(Program* program, const void* x, index_t x_strid
   qt::append(program, qt::second_call(x, x_stride, numbers, 0, width, y, y_stride), kernels().xielu[dtype], extent);
 }
 
-// kind: see Activation.
+// y = activation(x). kind: an Activation.
 QT_EXPORT void qt_op_activation(int kind, const void* x, index_t x_stride, index_t rows, index_t width, void* y,
                                 index_t y_stride, int dtype) {
   qt::run_once(qt::call_of(x, x_stride, width, y, y_stride), kernels().activation[kind][dtype], rows);
@@ -362,7 +361,7 @@ QT_EXPORT void qt_program_activation(Program* program, int kind, const void* x, 
   qt::append(program, qt::call_of(x, x_stride, width, y, y_stride), kernels().activation[kind][dtype], extent);
 }
 
-// y = activation(x[0, width)) * x[width, 2 width); kinds as above. width: of y.
+// y = activation(x[0, width)) * x[width, 2 width). kind: an Activation. width: of y.
 QT_EXPORT void qt_op_activation_and_mul(int kind, const void* x, index_t x_stride, index_t rows, index_t width, void* y,
                                         index_t y_stride, int dtype) {
   qt::run_once(qt::call_of(x, x_stride, width, y, y_stride), kernels().activation_and_mul[kind][dtype], rows);

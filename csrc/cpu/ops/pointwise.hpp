@@ -1,8 +1,8 @@
-// The operations between multiplications, over rows of activations: norms, activations, gates, sums, gathers.
+// Pointwise and row operations over activations: norms, activations, gates, sums, gathers.
 //
-// Knows a row and nothing around it: an operation's rows are its work items, and what it writes for one depends on that
-// row alone. Rows are `width` elements, `stride` elements apart; x, y and weights are of one format (bf16, fp16, fp32)
-// unless said. y may be x where both have the same stride.
+// A work item is a row, and its output depends on that row only, independent of the batch size. Rows are `width` elements,
+// `stride` elements apart. x, y and weights have one dtype (bf16, fp16, fp32) unless stated otherwise. y may be x if both have
+// the same stride.
 #pragma once
 
 #include "dispatch.hpp"
@@ -10,30 +10,30 @@
 
 namespace qt {
 
-// The kernels' arguments; each reads the fields it needs.
+// Arguments of the kernels; each kernel reads the fields that it needs.
 struct PointwiseCall {
-  index_t width = 0;  // of y; of norms, of a group
+  index_t width = 0;  // of y; for norms: of a group
   const void* x = nullptr;
   index_t x_stride = 0;
-  const void* second = nullptr;  // the other summand of `add`, the other factor of `multiply`, the numbers of `xielu`
+  const void* second = nullptr;  // summand of `add`, factor of `multiply`, parameters of `xielu`
   index_t second_stride = 0;
-  index_t second_width = 0;      // of `multiply`: that of y, or 1
-  const void* weight = nullptr;  // [width], or null for ones; of norms one for each group, or the same for all
-  const void* bias = nullptr;    // likewise, or null for zeros
-  index_t groups = 1;            // of norms: adjacent parts of a row, each normed by itself
-  index_t weight_step = 0;       // from a group's weights to the next's: 0, or width
+  index_t second_width = 0;      // for `multiply`: width of y, or 1
+  const void* weight = nullptr;  // [width], or null for ones; norms: per group, or shared by all groups
+  const void* bias = nullptr;    // as weight, or null for zeros
+  index_t groups = 1;            // for norms: adjacent parts of a row, normed separately
+  index_t weight_step = 0;       // elements from one group's weights to the next: 0, or width
   float eps = 0;
   float offset = 0;                         // see rms_norm
-  bool rounds_once = false;                 // likewise
-  float factor = 1;                         // of `scale`; the bound of `clip` and `softcap`
-  const std::int32_t* ids = nullptr;        // rows of `x` that `embedding` takes
-  const std::int64_t* positions = nullptr;  // rows of `second`, less `first_position`, that `add_positions` takes
+  bool rounds_once = false;                 // see rms_norm
+  float factor = 1;                         // of `scale`; bound of `clip` and `softcap`
+  const std::int32_t* ids = nullptr;        // for `embedding`: rows of `x`
+  const std::int64_t* positions = nullptr;  // for `add_positions`: rows of `second`, minus `first_position`
   index_t first_position = 0;
   void* y = nullptr;
   index_t y_stride = 0;
 };
 
-// Indexed by Dtype (bf16, fp16, fp32). Each takes a PointwiseCall and a range of rows.
+// Indexed by Dtype (bf16, fp16, fp32). Each kernel takes a PointwiseCall and a range of rows.
 struct PointwiseKernels {
   using Run = void (*)(const void* call, index_t begin, index_t end);
   Run rms_norm[3];
@@ -45,7 +45,7 @@ struct PointwiseKernels {
   Run clip[3];
   Run softcap[3];
   Run xielu[3];
-  Run embedding[3][3];                      // of y, of the table
+  Run embedding[3][3];                      // dtype of y, dtype of the table
   Run activation[kActivations][3];          // y = f(x)
   Run activation_and_mul[kActivations][3];  // y = f(x[0, width)) * x[width, 2 width)
 };

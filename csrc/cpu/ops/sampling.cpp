@@ -1,4 +1,4 @@
-// The C ABI of drawing and of log-probabilities. Logits: [rows][vocab_size] of a format, rows `stride` elements apart.
+// C ABI of sampling and log-probabilities. Logits: [rows][vocab_size] of a dtype, rows `stride` elements apart.
 #include "sampling.hpp"
 
 #include <algorithm>
@@ -24,15 +24,15 @@ LogitRows rows_of(const void* logits, index_t stride, index_t vocab_size, const 
   return of;
 }
 
-// Drawing as operations of a program: with so few rows that threads would have none, all look for the largest logits
-// first, each in a part of a row.
+// Sampling as operations of a program. If there are fewer rows than threads, a first work computes the maximum of each logit
+// block, with several parts per row.
 struct ProgramDraw {
   DrawCall call;
   Dtype dtype;
   std::vector<float> maxima;
 
   void describe(const Step& step, index_t threads) {
-    constexpr index_t kPartsPerThread = 4, kLeastBlocks = 32;  // a part is at least so many: a microsecond
+    constexpr index_t kPartsPerThread = 4, kLeastBlocks = 32;  // logit blocks of a part, about a microsecond
     const index_t rows = step.num_outputs, blocks = blocks_of(call.of.vocab_size);
     call.settings = step.settings;
     call.slots = step.output_slots;
@@ -72,7 +72,7 @@ class DrawTokens final : public Op {
   explicit DrawTokens(std::shared_ptr<ProgramDraw> of) : of_(std::move(of)) {}
   Work prepare(const Step& step, index_t threads) override {
     of_->describe(step, threads);
-    // With the largest of each block at hand, few blocks are read.
+    // With known maxima of the logit blocks, few blocks are read.
     const index_t cost = of_->call.maxima ? blocks_of(of_->call.of.vocab_size) : of_->call.of.vocab_size;
     return {.count = step.num_outputs,
             .run = QT_CHOOSE(sampling).draw[int(of_->dtype)],
@@ -85,7 +85,7 @@ class DrawTokens final : public Op {
 };
 
 void run(const Work& work) {
-  if (work.count == 1)  // no thread to share with: waking the pool would take as long as the row
+  if (work.count == 1)  // waking the pool would take as long as one row
     work.run(work.call, 0, 1);
   else
     pool().run(&work, 1);
@@ -94,10 +94,14 @@ void run(const Work& work) {
 }  // namespace
 }  // namespace qt
 
-// rows: which row of logits each of `count` items is, or null: item i is row i. settings: of every slot, or null: all
-// take the most likely, and slots and positions are not read. Rows with a NaN: greedy ones take the first NaN, as
-// torch.argmax does; drawing ones take token 0, as do rows without anything to draw. masks: of every slot, or null: a
-// row of a slot that uses one draws a token of its mask, whatever its logits are.
+// Samples one token for each of `count` items.
+// rows: index of each item's row of logits, or null: item i is row i.
+// settings: [slots], or null: greedy for all items; slots and positions are then not read.
+// slots, positions: [count], slot of each item, and position of the sampled token.
+// masks: of all slots, or null. A row of a masked slot samples a token of its mask, independent of its logits.
+// tokens: [count], output.
+// Rows with a NaN: greedy rows return the first NaN, as torch.argmax does; sampled rows return token 0. Sampled rows without a
+// candidate also return token 0.
 QT_EXPORT void qt_draw(const void* logits, index_t stride, int dtype, index_t vocab_size, const std::int64_t* rows,
                        index_t count, const qt::DrawSettings* settings, const std::int64_t* slots,
                        const std::int64_t* positions, const qt::Masks* masks, std::int32_t* tokens) {
@@ -107,7 +111,8 @@ QT_EXPORT void qt_draw(const void* logits, index_t stride, int dtype, index_t vo
   qt::run({.count = count, .grain = 1, .run = QT_CHOOSE(sampling).draw[dtype], .call = &call});
 }
 
-// Appends: the step's output rows, of `logits` in their order, become tokens, in its `drawn` and in its slots' tokens.
+// Appends sampling of the step's output rows. `logits` has one row per output. Tokens are stored in the step's `drawn` and in
+// slot_tokens.
 QT_EXPORT void qt_program_draw(qt::Program* program, const void* logits, index_t stride, int dtype, index_t vocab_size) {
   QT_REQUIRE(vocab_size > 0 && stride >= vocab_size && dtype >= 0 && dtype <= int(qt::Dtype::fp32),
              "%lld logits, rows %lld apart, format %d", (long long)vocab_size, (long long)stride, dtype);
@@ -118,10 +123,12 @@ QT_EXPORT void qt_program_draw(qt::Program* program, const void* logits, index_t
   program->append(std::make_unique<qt::DrawTokens>(draw));
 }
 
-// own: [count] tokens; ids, values: [count][1 + num_top], the own token first, then the num_top (at most vocab_size)
-// most likely, the lower id first among equals; ranks: [count], 1 + how many are more likely than the own; normalizers:
-// [count], what to subtract from a logit to have its log-probability. A row with a NaN or without a finite largest
-// logit: NaN.
+// Log-probabilities of `count` rows of logits. own: [count] tokens. rows: as in qt_draw.
+// ids, values: [count][1 + num_top], the own token first, then the num_top (at most vocab_size) most likely tokens; a tie goes
+// to the lower id.
+// ranks: [count], 1 + number of tokens more likely than the own token.
+// normalizers: [count], log-probability = logit - normalizer.
+// A row with a NaN, or without a finite maximum: all values are NaN.
 QT_EXPORT void qt_logprobs(const void* logits, index_t stride, int dtype, index_t vocab_size, const std::int64_t* rows,
                            index_t count, const std::int32_t* own, index_t num_top, std::int32_t* ids, float* values,
                            std::int32_t* ranks, double* normalizers) {

@@ -1,7 +1,7 @@
-// Drawing tokens and reporting log-probabilities, straight from rows of logits.
+// Sampling of tokens and log-probabilities, computed from rows of logits without sorting.
 //
-// Knows a row of logits, what its request draws with, and nothing else: no batch, no slot's history. A work item is a
-// row, or, where there are few, a part of one, with its largest logits found.
+// A work item is a row, or a part of a row if there are few rows. The result depends on the row of logits and the request's
+// settings only, independent of the batch size and of the slot's history.
 #pragma once
 
 #include "dispatch.hpp"
@@ -9,25 +9,25 @@
 
 namespace qt {
 
-// What a request draws with; laid out like `quintet.executor.sampling.settings`.
+// Sampling parameters of a request, with the layout of `quintet.executor.sampling.settings`.
 struct DrawSettings {
-  float temperature;   // 0: the most likely token, and nothing below counts
-  float log_min_p;     // -inf: none
-  std::int64_t top_k;  // 0 or at least the vocabulary: none
-  double top_p;        // 1: none
+  float temperature;   // 0: greedy; the other fields are ignored
+  float log_min_p;     // -inf: off
+  std::int64_t top_k;  // 0 or at least vocab_size: off
+  double top_p;        // 1: off
   std::uint64_t seed;
 };
 
-// Which tokens the tenants of some slots may draw, laid out like `quintet.executor.sampling.masks.CMasks`.
+// Allowed tokens of some slots, with the layout of `quintet.executor.sampling.masks.CMasks`.
 struct Masks {
-  const std::uint32_t* words;  // [slots][stride]: bit t of a slot's row, from the lowest of its first word: token t
+  const std::uint32_t* words;  // [slots][stride]: bit t % 32 of word t / 32 is token t
   index_t stride;
-  const std::uint8_t* used;    // [slots]: 0 where every token may be drawn, and the row means nothing
+  const std::uint8_t* used;    // [slots]: 0: no mask; the slot's words are ignored
 };
 
-constexpr index_t kBlock = 128;  // consecutive logits with their largest one known to a search
+constexpr index_t kBlock = 128;  // size of a logit block: consecutive logits with a known maximum
 
-// Internal to each file: what is compiled for several instruction sets must not be merged by the linker.
+// Internal linkage: the linker must not merge code of several instruction sets.
 static inline index_t blocks_of(index_t vocab_size) { return (vocab_size + kBlock - 1) / kBlock; }
 
 struct LogitRows {
@@ -40,25 +40,26 @@ struct LogitRows {
 
 struct DrawCall {
   LogitRows of;
-  const DrawSettings* settings = nullptr;   // of every slot; null: every item takes the most likely
+  const DrawSettings* settings = nullptr;   // [slots]; null: greedy for every item
   const std::int64_t* slots = nullptr;      // [items]
-  const std::int64_t* positions = nullptr;  // [items]: what the random number is a function of, besides the seed
+  const std::int64_t* positions = nullptr;  // [items]: with the seed, the input of the random number
   std::int32_t* tokens = nullptr;           // [items]
-  std::int32_t* slot_tokens = nullptr;      // [slots][slot_tokens_stride]: tokens are written there too; or null
+  std::int32_t* slot_tokens = nullptr;      // [slots][slot_tokens_stride]: second destination of tokens; or null
   index_t slot_tokens_stride = 0;
-  const Masks* masks = nullptr;             // or null: none is used
-  index_t parts = 1;                        // that an item's blocks are looked through in
-  float* maxima = nullptr;                  // [items][blocks]: of each block, any of them NaN where a logit is; null: not known
+  const Masks* masks = nullptr;             // null: no masks
+  index_t parts = 1;                        // parts of an item's logit blocks in find_maxima
+  float* maxima = nullptr;                  // [items][logit blocks]: maxima; one may be NaN if a logit is NaN; null: not
+                                            // computed
 };
 
 struct LogprobsCall {
   LogitRows of;
-  const std::int32_t* own = nullptr;  // [items]: the token that is reported first
+  const std::int32_t* own = nullptr;  // [items]: the token reported first
   index_t num_top = 0;
   std::int32_t* ids = nullptr;    // [items][1 + num_top]
   float* values = nullptr;        // [items][1 + num_top]
   std::int32_t* ranks = nullptr;  // [items], from 1
-  double* normalizers = nullptr;  // [items]: what to subtract from a logit
+  double* normalizers = nullptr;  // [items]: subtracted from a logit
 };
 
 // Indexed by Dtype (bf16, fp16, fp32).

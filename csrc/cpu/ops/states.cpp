@@ -1,4 +1,4 @@
-// Operations with a state as operations of a program: the block from which a step's row continues, and their C ABI.
+// C ABI of the operations with a state: single calls, and operations of a program that read and write state blocks.
 #include "states.hpp"
 
 #include <algorithm>
@@ -12,10 +12,10 @@ namespace {
 
 using Run = StateKernels::Run;
 
-constexpr index_t kCostAtOnce = 32768;  // that a thread takes at a time: some microseconds of work
-constexpr index_t kSmallState = 65536;   // bytes
+constexpr index_t kCostAtOnce = 32768;  // one take of a thread: some microseconds of work
+constexpr index_t kSmallState = 65536;   // in bytes
 
-// What a piece reads before it does anything else; of a row that begins, what it will write.
+// Memory that a piece reads first; at the start of a request, the memory that it writes.
 Region region_of_unit(const void* description, index_t piece) {
   const StateCall& c = *static_cast<const StateCall*>(description);
   const StateRow& row = c.rows[piece / c.units];
@@ -26,7 +26,7 @@ Region region_of_unit(const void* description, index_t piece) {
 }
 
 Work work_of(const StateCall& call, Run run, index_t num_rows, const void* description) {
-  const bool is_small = call.state_bytes() < kSmallState;  // what comes after it is fetched ahead instead
+  const bool is_small = call.state_bytes() < kSmallState;  // prefetch of a later work is more useful
   const index_t grain = kCostAtOnce / call.token_cost;
   return {.count = num_rows * call.units, .grain = grain < 1 ? 1 : grain, .run = run, .call = description,
           .region = is_small ? nullptr : region_of_unit,
@@ -52,7 +52,7 @@ class StateOp final : public Op {
   Work prepare(const Step& step, index_t) override {
     constexpr index_t kLong = 16;
     rows_.clear();
-    for (const bool of_many : {true, false})  // long rows first: the threads end on small pieces
+    for (const bool of_many : {true, false})  // long rows first: the threads finish with small pieces
       for (index_t row = 0; row < step.num_rows; ++row)
         if ((step.row_counts[row] >= kLong) == of_many) rows_.push_back(row_of(step, row));
     call_.rows = rows_.data();
@@ -144,9 +144,9 @@ using qt::KvPlace;
 using qt::Program;
 using qt::StateRow;
 
-// Each operation in two forms: at once over `num_rows` rows that say where their states are, and recorded, for a layer with
-// states at `place`. `offset`: of this operation's state in a layer's. See states.hpp for shapes and formats,
-// `quintet.executor.backends.cpu.ops.host_states` for the caller.
+// Each operation has two forms: a call over `num_rows` rows with state addresses (rows), and an operation of a program for a
+// layer with states at `place`. `offset`: byte offset of this operation's state in the layer's state. See states.hpp for shapes
+// and formats, `quintet.executor.backends.cpu.ops.host_states` for the caller.
 
 QT_EXPORT void qt_op_causal_conv(const StateRow* rows, index_t num_rows, index_t offset, const void* x, index_t x_stride,
                                  index_t channels, index_t taps, const float* weight, const float* bias, int silu, void* y,

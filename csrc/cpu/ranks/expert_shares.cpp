@@ -7,9 +7,9 @@
 namespace qt {
 namespace {
 
-constexpr index_t kRowsAtOnce = 32;  // given to one rank
+constexpr index_t kRowsAtOnce = 32;  // assigned to one rank at a time
 
-// In rows: few of them take as long as reading the expert's weights does.
+// In rows. Few rows take as long as one read of the expert's weights.
 index_t work_of(index_t rows) { return rows > 0 ? std::max(kReadRows, rows) : 0; }
 
 }  // namespace
@@ -55,7 +55,7 @@ void ExpertShares::note_copies() {
     if (layer_.copies[i] >= 0) holders_[std::size_t(layer_.copies[i])] |= std::uint64_t(1) << (i / layer_.places);
 }
 
-// Some rows at a time to the rank that would finish them first; a tie goes to the lower rank.
+// Assigns the rows in small parts, each to the rank that would finish first; a tie goes to the lower rank.
 void ExpertShares::divide_one(index_t expert, index_t count) {
   const std::uint64_t holders = holders_[std::size_t(expert)];
   index_t given[kMostRanks] = {};

@@ -1,10 +1,11 @@
-// Which rank computes which rows of an expert in a step, where several ranks have it; and what experts were asked for so far.
+// Load balancing of experts over ranks: divides the rows of an expert that several ranks hold, and counts the rows of each
+// expert.
 //
-//     homes    rank 0: 0 1 2 3    rank 1: 4 5 6 7      rows of 4: rank 1's
-//     copies   rank 0: 6 .        rank 1: 1 .          rows of 1 and 6: divided, so that both have about as much to do
+//     homes    rank 0: 0 1 2 3    rank 1: 4 5 6 7      rows of 4: computed by rank 1
+//     copies   rank 0: 6 .        rank 1: 1 .          rows of 1 and 6: divided, so that both ranks have about equal work
 //
-// Every rank routes all tokens, so every rank divides alike without a message. The rows of an expert are adjacent for each rank,
-// in the order of the ranks. A row's numbers are the same on any rank: dividing decides when a step is over, and no bit.
+// Every rank routes all tokens, so all ranks compute the same division without a message. The rows of an expert are contiguous
+// per rank, in the order of the ranks. A row has the same bits on any rank; the division affects only the time of a step.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@
 
 namespace qt {
 
-inline constexpr index_t kReadRows = 12;  // so many rows are multiplied in the time in which a weight is read
+inline constexpr index_t kReadRows = 12;  // rows that are multiplied in the time of one read of a weight
 
 class ExpertShares {
  public:
@@ -25,11 +26,11 @@ class ExpertShares {
 
   explicit ExpertShares(const ExpertsLayer& layer);
 
-  // Divides a step's rows, and adds to `ExpertsLayer::asked`. counts: of each expert.
+  // Divides a step's rows and updates `ExpertsLayer::asked`. counts: rows of each expert.
   void divide(const std::vector<index_t>& counts);
-  // What this rank has of it.
+  // Rows of the expert on this rank.
   Rows rows(index_t expert) const { return mine_[std::size_t(expert)]; }
-  // Its place among the weights that this rank has, if it has some of its rows.
+  // Index of the expert among this rank's weights, if the rank has rows of it.
   index_t place(index_t expert) const;
 
  private:
@@ -38,9 +39,9 @@ class ExpertShares {
   void note(const std::vector<index_t>& counts);
 
   const ExpertsLayer& layer_;
-  std::vector<index_t> homes_;          // of each expert
-  std::vector<std::uint64_t> holders_;  // of each expert, a bit for each rank
-  std::vector<index_t> copied_;         // experts that several have, those with most rows first
+  std::vector<index_t> homes_;          // rank of each expert
+  std::vector<std::uint64_t> holders_;  // of each expert, one bit per rank
+  std::vector<index_t> copied_;         // experts on several ranks, most rows first
   std::vector<Rows> mine_;
   index_t work_[kMostRanks] = {};  // of each rank in the step, in rows
 };

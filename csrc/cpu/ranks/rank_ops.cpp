@@ -1,4 +1,4 @@
-// What ranks do together, as operations of a program: meet, and add what each has left.
+// Collective operations of ranks in a program: barrier (meeting) and all-reduce of sums.
 #include <memory>
 
 #include "rank_sums.hpp"
@@ -8,9 +8,9 @@
 namespace qt {
 namespace {
 
-constexpr index_t kAddCost = 4;  // of a number of one rank, in multiplications
+constexpr index_t kAddCost = 4;  // per number of one rank, in multiplications
 
-// One piece: a thread that waits for other processes delays no thread of its own, since all wait for this work.
+// Barrier of all ranks. It has one piece: all other threads wait for this work anyway.
 class Meet final : public Op {
  public:
   Meet(Ranks* ranks, Extent extent, const Left& left) : ranks_(ranks), extent_(extent), left_(left) {}
@@ -54,22 +54,22 @@ void append_meeting(Program* program, Ranks* ranks, Extent extent, const Left& l
 
 }  // namespace qt
 
-// Where a rank leaves its sums of up to max_tokens rows of `width`, of the layers with turn `turn`: 0 or 1, one after the other.
+// Returns the rank's buffer of partial sums, for up to max_tokens rows of `width`. Layers alternate between turn 0 and 1.
 QT_EXPORT float* qt_ranks_sums(qt::Ranks* ranks, index_t turn, index_t width) {
   QT_REQUIRE((turn == 0 || turn == 1) && width > 0 && width <= ranks->shape().sums_width, "turn %lld, rows of %lld",
              (long long)turn, (long long)width);
   return ranks->sums(turn, ranks->rank());
 }
 
-// Where rows of `bytes` lie that ranks put together of their columns, of those with turn `turn`: 0 or 1, one after the other.
+// Returns the buffer of rows gathered from the columns of all ranks, `bytes` per row. Layers alternate between turn 0 and 1.
 QT_EXPORT char* qt_ranks_gathered(qt::Ranks* ranks, index_t turn, index_t bytes) {
   QT_REQUIRE((turn == 0 || turn == 1) && bytes > 0 && bytes <= ranks->shape().gathered_row_bytes, "turn %lld, rows of %lld bytes",
              (long long)turn, (long long)bytes);
   return ranks->gathered(turn);
 }
 
-// Appends: wait until every rank is here. extent: as of other operations; without rows no rank waits. left: where rows of
-// `row_bytes` lie, `stride` bytes apart, that this rank has made for the others, or for rank 0 alone; of no bytes where it has made none.
+// Appends a barrier of all ranks. extent: an Extent; without rows there is no barrier. left: rows of `row_bytes` that this rank
+// has written for the other ranks, `stride` bytes apart; row_bytes 0: none. for_first: only rank 0 reads them.
 QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int extent, const void* left, index_t row_bytes,
                                index_t stride, int for_first) {
   QT_REQUIRE(row_bytes >= 0 && stride >= row_bytes, "rows of %lld bytes, %lld apart", (long long)row_bytes, (long long)stride);
@@ -78,7 +78,8 @@ QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int exten
                      {.offset = offset, .row_bytes = row_bytes, .stride = stride, .rows = 0, .for_first = for_first});
 }
 
-// Appends y = all ranks' sums, as a tree (+ bias), rounded to dtype; then (+ residual), rounded again. Behind a meeting.
+// Appends an all-reduce, after a barrier: y = the sums of all ranks, added as a tree (+ bias), rounded to dtype; then (+
+// residual), rounded again. turn, width: as in qt_ranks_sums. residual: layout of y, may be y; or null.
 QT_EXPORT void qt_program_add_sums(qt::Program* program, qt::Ranks* ranks, index_t turn, index_t width, const void* bias,
                                    const void* residual, void* y, index_t y_stride, int dtype) {
   QT_REQUIRE(ranks->shape().ranks <= qt::kMostRanks, "%lld ranks", (long long)ranks->shape().ranks);

@@ -16,7 +16,7 @@
 namespace qt {
 namespace {
 
-constexpr index_t kStateEntries = 2;   // of a table of states: which is read, which is written
+constexpr index_t kStateEntries = 2;   // entries of a state table: read, written
 constexpr long kNapNs = 50'000'000;  // longest sleep without a check
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free && sizeof(std::atomic<std::uint32_t>) == 4);
@@ -31,7 +31,7 @@ void pause() {
 #endif
 }
 
-// std::atomic's own wait is for the threads of one process.
+// Futex wait across processes; std::atomic::wait supports threads of one process only.
 void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
 #if defined(__linux__)
   const timespec nap{0, kNapNs};
@@ -49,7 +49,7 @@ void wake_all(std::atomic<std::uint32_t>& word) {
 #endif
 }
 
-// Hands out one part of the shared memory after another.
+// Allocates consecutive parts of the shared memory.
 class Parts {
  public:
   explicit Parts(char* memory) : memory_(memory) {}
@@ -92,11 +92,11 @@ struct Ranks::Head {
   Turn sent;
 };
 
-// What one rank writes.
+// Data written by one rank.
 struct Ranks::Line {
   Turn done, met;
   alignas(64) std::atomic<std::uint64_t> notes[kNotes];
-  Left left[2];  // in turn: no rank is two meetings ahead before the rows of the first are read
+  Left left[2];  // alternating: no rank is two meetings ahead before the rows of the first are read
 };
 
 index_t Ranks::bytes(const RanksShape& shape) {
@@ -242,15 +242,15 @@ float* Ranks::sums(index_t turn, index_t rank) const {
 
 }  // namespace qt
 
-// So many bytes of zeros the ranks share.
+// Returns the bytes of zeroed memory that the ranks share.
 QT_EXPORT index_t qt_ranks_bytes(const qt::RanksShape* shape) { return qt::Ranks::bytes(*shape); }
 
-// One rank's view of them; they stay its caller's.
+// Creates one rank's view of the shared memory, which the caller owns. spins: pauses of a wait before it sleeps.
 QT_EXPORT qt::Ranks* qt_ranks_new(const qt::RanksShape* shape, void* memory, index_t rank, int spins) {
   return new qt::Ranks(*shape, memory, rank, spins);
 }
 
-// See qt::Ranks. A run's order has the step; `step` is null for others.
+// Rank 0: sends an order; see qt::Ranks::tell. step: of an order of kind kRun; null for other kinds.
 QT_EXPORT void qt_ranks_tell(qt::Ranks* ranks, const qt::Order* order, const qt::Step* step) { ranks->tell(*order, step); }
 
 QT_EXPORT void qt_ranks_hear(qt::Ranks* ranks, qt::Order* order, qt::Step* step) { *order = ranks->hear(*step); }
@@ -263,21 +263,22 @@ QT_EXPORT void qt_ranks_wait_for_done(qt::Ranks* ranks, index_t orders) { ranks-
 
 QT_EXPORT void qt_ranks_wait_for_all(qt::Ranks* ranks) { ranks->wait_for_all(); }
 
-// Where all ranks' logits lie, rotations of the step's tokens, and what orders bring besides the step: kMailInts of them.
+// Addresses in the shared memory: logits of all ranks; rotary tables of the step's tokens; an order's mail of kMailInts
+// integers.
 QT_EXPORT void* qt_ranks_logits(qt::Ranks* ranks) { return ranks->logits(); }
 
 QT_EXPORT void* qt_ranks_rotated(qt::Ranks* ranks) { return ranks->rotated(); }
 
 QT_EXPORT std::int32_t* qt_ranks_mail(qt::Ranks* ranks) { return ranks->mail(); }
 
-// One of the memories of keys and values that ranks keep together, each for some of them.
+// Returns a KV memory that several ranks share.
 QT_EXPORT char* qt_ranks_kv(qt::Ranks* ranks, index_t copy) {
   QT_REQUIRE(copy >= 0 && copy < ranks->shape().kv_copies, "KV memory %lld of %lld", (long long)copy,
              (long long)ranks->shape().kv_copies);
   return ranks->kv(copy);
 }
 
-// Where the queries of all heads that meet it lie, in rows of `bytes`.
+// Returns the queries of all heads over this KV memory, in rows of `bytes`.
 QT_EXPORT char* qt_ranks_queries(qt::Ranks* ranks, index_t copy, index_t bytes) {
   QT_REQUIRE(copy >= 0 && copy < ranks->shape().kv_copies && bytes > 0 && bytes <= ranks->shape().query_row_bytes,
              "KV memory %lld of %lld, rows of %lld bytes", (long long)copy, (long long)ranks->shape().kv_copies, (long long)bytes);
@@ -288,7 +289,7 @@ QT_EXPORT char* qt_ranks_staging(qt::Ranks* ranks) { return ranks->staging(); }
 
 QT_EXPORT void qt_ranks_meet(qt::Ranks* ranks) { ranks->meet(); }
 
-// See qt::Ranks: for the process that carries between machines.
+// See qt::Ranks; for the process that forwards orders between machines.
 QT_EXPORT void qt_ranks_wait_for_met(qt::Ranks* ranks, index_t begin, index_t end, index_t meetings) {
   ranks->wait_for_met(begin, end, std::uint32_t(meetings));
 }
@@ -311,7 +312,7 @@ QT_EXPORT std::uint64_t qt_ranks_noted(qt::Ranks* ranks, index_t which) { return
 
 QT_EXPORT index_t qt_ranks_mail_ints() { return qt::kMailInts; }
 
-// Bytes of the structs that Python lays out by hand.
+// Size in bytes of the structs with a Python layout.
 QT_EXPORT index_t qt_ranks_shape_bytes() { return sizeof(qt::RanksShape); }
 
 QT_EXPORT index_t qt_ranks_left_bytes() { return sizeof(qt::Left); }

@@ -1,28 +1,30 @@
-// Ranks: processes that compute one model together, each with a share of every layer's weights, over memory that they share.
+// Ranks: processes that compute one model together over shared memory. Each has a part of every layer's weights.
 //
-//     rank 0      tell ──▶ order, the step's arrays ──▶ hear      the others
-//     all ranks   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, as one tree
+//     rank 0      tell ──▶ order, the step's arrays ──▶ hear      other ranks
+//     all ranks   own partial sums of a layer ──▶ meet ──▶ sums of all ranks added, as one tree
 //
-//     | head | a line for each rank | orders, and of each the step's arrays, tables, mail, payload | rotations |
-//     | sums, twice | gathered, twice | rows of experts | weights on their way | logits | KV, queries, partitions: each of some
-//     ranks, of the next ones, ... |
+//     | head | a line for each rank | orders, each with the step's arrays, tables, mail, payload | rotations |
+//     | sums, twice | gathered, twice | rows of experts | weights in transfer | logits | KV, queries, partitions: once for each
+//     set of ranks that share a KV memory |
 //
-// Rank 0 has the plan, the tables and the draw; the others run the same operations of their own programs over the step that it
-// shows them, and know nothing else. A layer with divided inputs leaves a part of every output with each rank: fp32 sums,
-// which all ranks read and add in one order, so that they continue with the same bits. There are two places for a rank's sums,
-// which layers use in turn: the writer of the next one's does not disturb a rank that still reads, and a rank two layers on has
-// met all others in between. Whole experts leave a row for each of a token's choices, in one place: between two such layers there
-// is a meeting for something else.
+// Rank 0 has the plan, the block tables and the sampler. The other ranks run the same operations of their own programs over the
+// step in shared memory. A layer with divided inputs produces a partial fp32 sum of every output on each rank. All ranks read
+// and add the sums in one order, so all continue with the same bits.
 //
-// A stage and the next one (docs/parallel.md) are two ranks as well, that never meet: the first sends an order that the second
-// shall continue with; its input is the order's payload. There may be several orders under way, each with arrays and a payload of
-// its own. Where they are on two machines each has such memory, and a process on either carries orders across (step_bytes.cpp):
-// it hears an order on one machine as rank 1, and sends it on the other as rank 0.
+// Each rank has two buffers of sums, used by alternating layers. A rank that writes the next sums does not overwrite sums that
+// another rank still reads; two layers later it has met all ranks in between. With expert parallelism, ranks write one row for
+// each choice of a token into a single buffer; a barrier separates two such layers.
 //
-// So have ranks that are on several machines and do meet. Each names the rows that it leaves for the others; after these bytes
-// the process that carries them says on every other machine that the rank has come as far.
+// A pipeline stage and the next one (docs/parallel.md) are also two ranks, without meetings: the first sends an order, and the
+// input of the second is the order's payload. Several orders may be in flight, each with its own arrays and payload. If the
+// stages are on two machines, each machine has such a memory. A process on either machine forwards orders (step_bytes.cpp): it
+// receives as rank 1 on one machine and sends as rank 0 on the other.
 //
-// Each waits by a short spin, then a futex. No rank checks that the others live: the processes end together (docs/parallel.md).
+// Ranks of one group on several machines use the same memory layout. Each rank records the rows that it has written for the
+// others. After sending these bytes, the forwarding process advances the rank's meeting count on every other machine.
+//
+// Waits spin shortly, then use a futex. No rank checks the liveness of the others: the processes end together
+// (docs/parallel.md).
 #pragma once
 
 #include <atomic>
@@ -31,27 +33,28 @@
 
 namespace qt {
 
-// What there is room for; laid out like `quintet.executor.distributed.parallel.library.CRanksShape`.
+// Capacities, with the layout of `quintet.executor.distributed.parallel.library.CRanksShape`.
 struct RanksShape {
   index_t ranks;
   index_t max_tokens, max_rows, max_outputs;  // of a step
   index_t tables, slots, table_stride;        // block tables [tables][slots][table_stride]
   index_t block_size;
-  index_t sums_width;                         // most numbers of a row of sums
-  index_t logits_row_bytes;                   // of one row of logits, all ranks' columns
-  index_t rotated_row_bytes;                  // of cosines and sines of a token that depend on more than its position; or 0
-  index_t gathered_row_bytes;                 // most bytes of a row that is put together of all ranks' columns; or 0
-  index_t experts_row_bytes;                  // most bytes of a token's rows that whole experts have made; or 0
-  index_t staging_bytes;                      // of weights on their way from one rank to another
-  index_t depth;                              // orders that may be under way
-  index_t payload_bytes;                      // of an order, besides its step
-  index_t kv_bytes;                           // of KV memory that several ranks keep together; or 0
-  index_t kv_copies;                          // such memories
-  index_t query_row_bytes;                    // of a token's queries of all heads that meet one of them, at most
-  index_t partial_floats;                     // of what these heads' attention comes to, partition by partition
+  index_t sums_width;                         // most numbers in a row of sums
+  index_t logits_row_bytes;                   // per row of logits, columns of all ranks
+  index_t rotated_row_bytes;                  // per token: cosines and sines that do not depend on its position alone; or 0
+  index_t gathered_row_bytes;                 // most bytes of a row gathered from the columns of all ranks; or 0
+  index_t experts_row_bytes;                  // most bytes of a token's expert rows under expert parallelism; or 0
+  index_t staging_bytes;                      // of weights in transfer between ranks
+  index_t depth;                              // orders in flight
+  index_t payload_bytes;                      // of an order, in addition to its step
+  index_t kv_bytes;                           // of a KV memory that several ranks share; or 0
+  index_t kv_copies;                          // number of these memories
+  index_t query_row_bytes;                    // most bytes of a token's queries, of all heads over one of these memories
+  index_t partial_floats;                     // of the partial attention states of these heads, for all partitions
 };
 
-// What the others shall do; laid out like `quintet.executor.distributed.parallel.library.COrder`. Kinds but `kRun` are Python's to know.
+// A command of rank 0, with the layout of `quintet.executor.distributed.parallel.library.COrder`. Python defines all kinds
+// except `kRun`.
 struct Order {
   index_t kind;
   index_t begin, end;  // operations of the program; or entries of the mail
@@ -61,19 +64,19 @@ struct Order {
 inline constexpr index_t kRun = 0;
 inline constexpr index_t kMailInts = 1 << 16;
 
-// What a rank says of itself, for others to look at now and then.
+// Status values that a rank publishes for others to poll.
 enum class Note : index_t { progress = 0, chores = 1 };
 inline constexpr index_t kNotes = 2;
 
-// What a rank leaves for a meeting where the others read it: rows in the memory that they share.
+// Rows in shared memory that a rank has written for the other ranks of a meeting.
 struct Left {
   index_t offset;  // from the beginning of the memory
   index_t row_bytes, stride;
   index_t rows;
-  index_t for_first;  // whether rank 0 alone reads them
+  index_t for_first;  // 1: only rank 0 reads them
 };
 
-// A number that grows, and is waited for across processes.
+// A monotonic counter with waits across processes.
 struct alignas(64) Turn {
   std::atomic<std::uint32_t> value;
   std::atomic<std::uint32_t> sleepers;
@@ -86,62 +89,63 @@ class Ranks {
  public:
   static index_t bytes(const RanksShape& shape);
 
-  // memory: `bytes`, zeros at first, shared with the other ranks. spins: pauses of a wait before it sleeps.
+  // memory: `bytes` bytes, initially zero, shared by all ranks. spins: pauses of a wait before it sleeps.
   Ranks(const RanksShape& shape, void* memory, index_t rank, int spins);
 
   // Rank 0: waits until there is room for another order.
   void make_room();
-  // Rank 0: does, then sends this. step: null where the order needs none.
+  // Rank 0: make_room(), then sends the order. step: null if the order needs none.
   void tell(const Order& order, const Step* step);
-  // Rank 0: waits until all ranks have done the sent orders, or have started.
+  // Rank 0: waits until all ranks have completed the sent orders, or have started.
   void wait_for_all();
-  // The others: waits for the next order; a run's step points to what rank 0 has shown.
+  // Other ranks: waits for the next order. For kRun, `step` is set to the arrays in shared memory.
   Order hear(Step& step);
-  // The others: is there, or has done what it heard.
+  // Other ranks: reports that the rank has started, or has completed the order.
   void done();
-  // The others: has done so many orders since the first, however many it has heard.
+  // Other ranks: reports the number of completed orders since the first, independent of the number received.
   void done_with(std::uint32_t orders);
-  // Rank 0: waits until all ranks have done so many; of none, until all have started. From any thread.
+  // Rank 0, any thread: waits until all ranks have completed `orders` orders; 0: until all have started.
   void wait_for_done(std::uint32_t orders);
 
-  // The others: waits until so many orders were sent since the first, and takes none. From any thread.
+  // Other ranks, any thread: waits until `orders` orders were sent since the first, without receiving one.
   void wait_for_sent(std::uint32_t orders);
-  // Any rank, from any thread: says something of itself; adds up what the others say.
+  // Any rank, any thread: publishes a status value; returns the sum of the other ranks' values.
   void note(Note which, std::uint64_t value);
   std::uint64_t noted(Note which) const;
 
-  // Returns when every rank has come as far. left: not read where all ranks share one memory.
+  // Barrier of all ranks. left: not read if all ranks share one memory.
   void meet(const Left& left = {});
-  // From any thread: waits until ranks [begin, end) have come to so many meetings since the first.
+  // Any thread: waits until ranks [begin, end) have reached `meetings` meetings since the first.
   void wait_for_met(index_t begin, index_t end, std::uint32_t meetings);
-  // For a rank on another machine: it has come to so many, and what it left lies here.
+  // For a rank on another machine: it has reached `meetings` meetings, and its rows are in this memory.
   void met(std::uint32_t meetings);
-  // What this rank has left for the last meeting but one, or for the last: for no others is it known.
+  // Rows that this rank wrote for the last meeting or the one before; others are not recorded.
   Left left(std::uint32_t meeting) const;
   // From the beginning of the memory.
   index_t offset_of(const void* place) const;
 
   const RanksShape& shape() const { return shape_; }
   index_t rank() const { return rank_; }
-  // A rank's sums of the layers with turn `turn` (0 or 1): rows of as many numbers as the layer has.
+  // Sums of a rank for the layers of turn 0 or 1. Rows have as many numbers as the layer has columns.
   float* sums(index_t turn, index_t rank) const;
-  // Rows of all ranks' columns, of what is put together in the turn `turn`: likewise.
+  // Rows gathered from the columns of all ranks, for turn 0 or 1.
   char* gathered(index_t turn) const { return gathered_ + turn * shape_.max_tokens * shape_.gathered_row_bytes; }
   char* expert_rows() const { return expert_rows_; }
   char* staging() const { return staging_; }
   char* logits() const { return logits_; }
-  // Of the order that rank 0 sends next; of the one that another has heard.
+  // Of the next order of rank 0, or of the order that another rank has received.
   std::int32_t* mail() const { return mail_ + place() * kMailInts; }
   char* payload() const { return payload_ + place() * shape_.payload_bytes; }
   char* rotated() const { return rotated_; }
-  // One of the KV memories that adjacent ranks keep together.
+  // A KV memory shared by adjacent ranks.
   char* kv(index_t copy) const { return kv_ + copy * shape_.kv_bytes; }
-  // What is computed over it: rows of all heads' queries, and states of partitions. One layer's, since all meet after each.
+  // Attention buffers of this memory: queries of all heads, and states of partitions. All layers share them, since all ranks
+  // meet after each layer.
   char* queries(index_t copy) const { return queries_ + copy * shape_.max_tokens * shape_.query_row_bytes; }
   float* partials(index_t copy) const { return partials_ + copy * shape_.partial_floats; }
-  // Where the step lies of the order that rank 0 sends next, or of the one that another has heard.
+  // Step arrays of the next order of rank 0, or of the order that another rank has received.
   Step step() const { return step_at(place()); }
-  // Entries of each block table of a row with the `tokens`-th token as its last.
+  // Block table entries of a row that ends with the `tokens`-th token.
   index_t table_entries(index_t tokens) const;
 
  private:
@@ -155,7 +159,7 @@ class Ranks {
   RanksShape shape_;
   index_t rank_;
   int spins_;
-  std::uint32_t sent_ = 1;  // orders; the first is to be there
+  std::uint32_t sent_ = 1;  // sent or received orders; the first one reports the start
   Head* head_;
   Line* lines_;
   Order* orders_;
@@ -174,7 +178,7 @@ class Ranks {
   float* partials_;
 };
 
-// Appends: wait until every rank is here, in steps that have such rows. left: but for how many rows.
+// Appends a barrier of all ranks, for steps with such rows. left: without the number of rows.
 void append_meeting(Program* program, Ranks* ranks, Extent extent, const Left& left = {});
 
 }  // namespace qt

@@ -1,10 +1,9 @@
-// A step's arrays as one run of bytes, for ranks that share no memory with the sender: the arrays that Ranks::tell copies, and in
-// its order.
+// Serialization of a step's arrays for ranks on another machine: the arrays of Ranks::tell, in the same order.
 //
 //     | token ids | positions | slots, starts, counts, offsets of rows | outputs | of each row, of each table: its entries |
 //
-// Bytes that come are checked as far as they are used here: which rows of which tables are written, and what of the step the
-// kernels take for granted. Block ids are those of the sender.
+// Received bytes are validated: table rows and entries that are written, and the preconditions of the kernels. Block ids are
+// those of the sender.
 #include <cstring>
 
 #include "ranks.hpp"
@@ -12,7 +11,7 @@
 namespace qt {
 namespace {
 
-// Shows each array in turn, as memory and its size.
+// Calls visit(memory, bytes) for each array.
 template <class Visit>
 void each_array(const Step& step, Visit visit) {
   const auto show = [&](auto* array, index_t count) { visit(reinterpret_cast<char*>(array), count * index_t(sizeof *array)); };
@@ -22,7 +21,7 @@ void each_array(const Step& step, Visit visit) {
   show(step.output_tokens, step.num_outputs);
 }
 
-// Likewise each part of the block tables.
+// Calls visit for each written part of the block tables.
 template <class Visit>
 void each_table(const Ranks& ranks, const Step& step, Visit visit) {
   std::int32_t* const tables = const_cast<std::int32_t*>(step.block_table);
@@ -68,7 +67,7 @@ Step shown(const Ranks& ranks, const Order& order) {
 }  // namespace
 }  // namespace qt
 
-// Bytes of the step that came with an order which was heard last; writes them, where `to` is not null.
+// Returns the bytes of the step of the last received order. Writes them to `to` unless it is null.
 QT_EXPORT index_t qt_ranks_pack_step(const qt::Ranks* ranks, const qt::Order* order, char* to) {
   const qt::Step step = qt::shown(*ranks, *order);
   index_t bytes = 0;
@@ -81,8 +80,8 @@ QT_EXPORT index_t qt_ranks_pack_step(const qt::Ranks* ranks, const qt::Order* or
   return bytes;
 }
 
-// Puts such bytes where the step of the order lies that is sent next, for which there is space. Returns 0, and what lies there is
-// nothing, where they make no sense; else 1.
+// Writes received bytes to the step arrays of the next order, for which there must be room. Returns 1; returns 0 if the bytes
+// are invalid, and the arrays are then undefined.
 QT_EXPORT int qt_ranks_unpack_step(const qt::Ranks* ranks, const qt::Order* order, const char* from, index_t bytes) {
   if (!qt::fits(ranks->shape(), *order)) return 0;
   const qt::Step step = qt::shown(*ranks, *order);

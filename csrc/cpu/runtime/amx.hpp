@@ -1,22 +1,22 @@
-// The matrix unit of Intel's processors (AMX): eight registers of up to 16 rows of 64 bytes, multiplied as matrices. And the
-// same arithmetic in plain C++, bit for bit, for processors that have no such unit (instruction set `amx_emulated`).
+// Intel AMX (matrix unit): eight registers of up to 16 rows of 64 bytes and their matrix products. The instruction set
+// `amx_emulated` implements the same arithmetic in plain C++, bit for bit, for processors without AMX.
 //
-// Kernels are written against `Amx` alone, once. Registers are named by constants; a register's shape is fixed while a
-// configuration stands. What is multiplied, for rows m and columns n:
+// Kernels use the class `Amx` only. Template arguments name the registers; a configuration fixes their shapes. Products, for
+// rows m and columns n:
 //
 //   multiply_bf16<C, A, B>    C [m][n] fp32   A [m][pairs of bf16]           B [pairs][n][2] bf16
 //   multiply_bytes<C, A, B>   C [m][n] int32  A [m][fours of signed bytes]   B [fours][n][4] unsigned bytes
 //
-// so B lies as packed weights, keys and values do. Shapes must agree: C has A's rows and B's columns, and A as many pairs
-// or fours as B has rows.
+// B has the layout of packed weights, keys and values. Shapes must match: C has the rows of A and the columns of B. The number
+// of pairs or fours in A equals the number of rows of B.
 //
-// Arithmetic of TDPBF16PS (Intel, Architecture Instruction Set Extensions Programming Reference, 2023, TDPBF16PS;
-// compared with a processor on 1.5 million random sums, docs/performance.md): for each m and n two chains from zero,
+// Arithmetic of TDPBF16PS (Intel, Architecture Instruction Set Extensions Programming Reference, 2023, TDPBF16PS; compared with
+// a processor on 1.5 million random sums, docs/performance.md): for each m and n, two chains of fused operations start at zero,
 //   even = fma(a[2 p], b[2 p], even)   and   odd = fma(a[2 p + 1], b[2 p + 1], odd)   over p ascending,
-// then c = c + (even + odd). Rounded to nearest even; inputs and results below the smallest normal number are zero of their sign
-// at every step; MXCSR plays no part. Bytes: sums of products modulo 2^32, exact.
+// then c = c + (even + odd). Rounding is to nearest even. At every step, inputs and results below the smallest normal number
+// become zero of the same sign. MXCSR has no effect. Bytes: sums of products modulo 2^32, exact.
 //
-// A row of C depends on the same row of A alone, so a row has the same bits in every batch.
+// A row of C depends only on the same row of A, so its bits are independent of the batch size.
 #pragma once
 
 #include "simd.hpp"
@@ -26,10 +26,10 @@ namespace {
 
 inline constexpr index_t kAmxRows = 16, kAmxRowBytes = 64, kAmxRegisters = 8;
 inline constexpr index_t kAmxColumns = kAmxRowBytes / 4;  // of C and B
-inline constexpr index_t kAmxPairs = 2 * kAmxRows;        // k of one multiply_bf16 on whole registers
-inline constexpr index_t kAmxFours = 4 * kAmxRows;        // k of one multiply_bytes
+inline constexpr index_t kAmxPairs = 2 * kAmxRows;        // k of one multiply_bf16 on full registers
+inline constexpr index_t kAmxFours = 4 * kAmxRows;        // k of one multiply_bytes on full registers
 
-// The registers' shapes, as LDTILECFG reads them.
+// Register shapes in the format of LDTILECFG.
 struct alignas(64) AmxShapes {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
   std::uint16_t row_bytes[16] = {};
@@ -50,16 +50,16 @@ class Amx {
   Amx() = default;
   Amx(const Amx&) = delete;
   Amx& operator=(const Amx&) = delete;
-  ~Amx() { asm volatile("tilerelease" ::); }  // or each switch of threads would save eight kilobytes
+  ~Amx() { asm volatile("tilerelease" ::); }  // otherwise each thread switch saves eight kilobytes
 
-  // All registers are zero afterwards.
+  // Sets the register shapes; all registers are zero afterwards.
   __attribute__((always_inline)) void configure(const AmxShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 
   template <int R>
   __attribute__((always_inline)) void zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(R));
   }
-  // The register's rows from memory, `stride` bytes apart.
+  // Loads the rows of a register from memory, `stride` bytes apart.
   template <int R>
   __attribute__((always_inline)) void load(const void* from, index_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(R) : "memory");
@@ -81,13 +81,13 @@ class Amx {
 #elif defined(QT_AMX_EMULATED)
 #define QT_AMX 1
 
-// Numbers below the smallest normal one are zero of their sign.
+// Flushes numbers below the smallest normal number to zero of the same sign.
 QT_INLINE f32v flushed(f32v value) {
   const i32v bits = as_bits(value);
   return as_float((bits & 0x7F800000) == 0 ? bits & all(std::int32_t(0x80000000)) : bits);
 }
 
-// a * b + c, rounded once. simd.hpp's is not where the processor has no such instruction; the C library's is everywhere.
+// a * b + c, rounded once. `fma` of simd.hpp rounds twice on processors without FMA; there the C library's fma is used.
 QT_INLINE f32v fused(f32v a, f32v b, f32v c) {
 #if defined(__FMA__) || defined(__aarch64__)
   return fma(a, b, c);
@@ -174,7 +174,7 @@ class Amx {
   }
 
  private:
-  // What the processor answers with an invalid-opcode exception.
+  // Condition that the processor checks with an invalid-opcode exception.
   static void demand(bool holds) {
     if (!holds) __builtin_trap();
   }
@@ -182,7 +182,7 @@ class Amx {
     demand(c != a && a != b && b != c && rows(c) == rows(a) && row_bytes(c) == row_bytes(b));
     demand(row_bytes(a) == 4 * rows(b) && row_bytes(b) % 4 == 0 && rows(c) > 0 && row_bytes(c) > 0);
   }
-  // Columns beyond B's are zero.
+  // Sets the columns beyond those of B to zero.
   void clear_padding(int c, int b) {
     for (index_t m = 0; m < rows(c); ++m)
       std::memset(registers_[c][m] + row_bytes(b), 0, std::size_t(kAmxRowBytes - row_bytes(b)));

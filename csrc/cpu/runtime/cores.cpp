@@ -16,7 +16,7 @@ const std::vector<int>& usable_processors() {
   static const std::vector<int> all = [] {
     std::vector<int> processors;
 #if defined(__linux__)
-    constexpr int kMost = 1 << 14;  // what a mask of 2 KiB has room for: more than cpu_set_t's 1024
+    constexpr int kMost = 1 << 14;  // capacity of a 2 KiB mask; cpu_set_t has 1024
     std::vector<cpu_set_t> set(kMost / CPU_SETSIZE);
     const std::size_t bytes = set.size() * sizeof set[0];
     if (sched_getaffinity(0, bytes, set.data()) == 0)
@@ -29,7 +29,7 @@ const std::vector<int>& usable_processors() {
 }
 
 std::vector<int> in_order_of_cores(const std::vector<int>& processors, const std::string& system) {
-  std::map<std::string, int> seen;  // processors of each core, by the list of its siblings
+  std::map<std::string, int> seen;  // number of processors seen of each core; key: list of siblings
   std::vector<std::pair<int, int>> order;
   for (const int processor : processors) {
     const std::string name = "cpu" + std::to_string(processor);
@@ -48,7 +48,7 @@ void stay_on(int processor) {
 #if defined(__linux__)
   std::vector<cpu_set_t> set(processor / CPU_SETSIZE + 1);
   CPU_SET_S(processor, set.size() * sizeof set[0], set.data());
-  sched_setaffinity(0, set.size() * sizeof set[0], set.data());  // refused: it stays where the system wants it
+  sched_setaffinity(0, set.size() * sizeof set[0], set.data());  // on failure the thread keeps its affinity
 #else
   (void)processor;
 #endif
@@ -56,7 +56,7 @@ void stay_on(int processor) {
 
 }  // namespace qt
 
-// For tests: puts `count` processors in the order of qt::in_order_of_cores.
+// For tests: sorts `count` processors with qt::in_order_of_cores. system: path of sysfs.
 QT_EXPORT void qt_in_order_of_cores(int* processors, index_t count, const char* system) {
   const std::vector<int> ordered = qt::in_order_of_cores({processors, processors + count}, system);
   std::copy(ordered.begin(), ordered.end(), processors);

@@ -1,4 +1,4 @@
-// Which processors threads are kept on, and how many there are.
+// Processor topology and thread affinity.
 #pragma once
 
 #include <string>
@@ -6,15 +6,15 @@
 
 namespace qt {
 
-// The processors (hardware threads) that the process may use, in order, as they were when this was first asked: a thread that
-// is kept on one of them later asks for all. Empty where the system does not say.
+// The processors (hardware threads) in the affinity mask of the process, ascending. Read once, at the first call: a pinned
+// thread later calls this function and needs the mask of the process, not its own. Empty where the system has no affinity call.
 const std::vector<int>& usable_processors();
 
-// `processors` in the order in which threads are kept on them: one of each core first, in their order, then the cores'
-// second ones, and so on. `system`: where sysfs is; a core of which it does not tell has one processor.
+// Sorts `processors` for pinning: the first processor of each core, then the second one of each core, and so on. `system`: path
+// of sysfs. A core without topology files counts as one processor.
 std::vector<int> in_order_of_cores(const std::vector<int>& processors, const std::string& system);
 
-// Keeps the calling thread on one processor.
+// Pins the calling thread to one processor.
 void stay_on(int processor);
 
 }  // namespace qt

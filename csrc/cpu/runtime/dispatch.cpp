@@ -26,7 +26,8 @@ namespace {
 constexpr const char* kNames[] = {QT_ISAS(QT_NAME, , )};
 constexpr int kCount = int(sizeof kNames / sizeof kNames[0]);
 
-// The sets that this library has all kernels of, each between spaces (setup.py); of the others it may have some.
+// Instruction sets for which this library has all kernels, each between spaces (setup.py). The other sets may have some
+// kernels.
 #ifdef QT_BUILT
 constexpr const char* kBuilt = " " QT_BUILT " ";
 #else
@@ -40,25 +41,25 @@ bool is_built(const char* name) {
   return std::strstr(kBuilt, word) != nullptr;
 }
 
-char refusal[256];  // why what was asked for, or what is best, is not used; empty: nothing was refused
+char refusal[256];  // reason why the requested or the best set is not used; empty: no refusal
 
 #if defined(__x86_64__)
-// The processor's matrix unit for bf16 and bytes (CPUID, leaf 7: edx bits 22, 24, 25).
+// AMX for bf16 and bytes (CPUID, leaf 7: edx bits 22, 24, 25).
 bool has_tiles() {
   unsigned a, b, c, d;
   constexpr unsigned kTiles = 1u << 22 | 1u << 24 | 1u << 25;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) == kTiles;
 }
 
-// AVX-VNNI: dot products of bytes in AVX2's registers (CPUID, leaf 7, subleaf 1: eax bit 4).
+// AVX-VNNI: byte dot products in AVX2 registers (CPUID, leaf 7, subleaf 1: eax bit 4).
 bool has_avx_vnni() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
 }
 
-// The kernel grants the registers' state to a process that asks: to all its threads, to those it has already as well, and to the
-// processes it forks (Linux 5.16, Documentation/arch/x86/xstate.rst). Refused (ENOSPC) where the stack that a thread set aside for
-// signals is too small for the state.
+// Requests permission for the AMX register state from the kernel. The permission covers all threads of the process, existing
+// ones included, and its forked children (Linux 5.16, Documentation/arch/x86/xstate.rst). The kernel refuses (ENOSPC) if a
+// thread's alternate signal stack is too small for the state.
 bool tiles_granted() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -71,7 +72,7 @@ bool tiles_granted() {
   return false;
 }
 
-// Whether the unit's products have the bits that its manual says. Null: no kernels of ours use it.
+// True if the products of the matrix unit have the bits of its manual. Null: this library has no kernels for the unit.
 bool multiplies(const char* name, const MatrixCheck* unit) {
   const std::uint64_t digest = unit == nullptr ? kRightProducts : unit->digest();
   if (digest == kRightProducts) return true;
@@ -82,7 +83,7 @@ bool multiplies(const char* name, const MatrixCheck* unit) {
   return false;
 }
 #elif defined(__aarch64__) && defined(__linux__)
-// What the kernel says that the processor has (Linux, Documentation/arch/arm64/elf_hwcaps.rst).
+// Processor features reported by the kernel (Linux, Documentation/arch/arm64/elf_hwcaps.rst).
 bool has_dot_products() { return (getauxval(AT_HWCAP) & 1ul << 20) != 0; }  // HWCAP_ASIMDDP
 bool has_i8mm() { return (getauxval(AT_HWCAP2) & 1ul << 13) != 0; }         // HWCAP2_I8MM
 bool has_fp16() { return (getauxval(AT_HWCAP) & 1ul << 10) != 0; }          // HWCAP_ASIMDHP
@@ -159,16 +160,16 @@ Isa parent_of(Isa one) {
 
 }  // namespace qt
 
-// The name of the instruction set in use.
+// Returns the name of the instruction set in use.
 QT_EXPORT const char* qt_isa() { return qt::kNames[int(qt::isa())]; }
 
-// Why a better one, or the one that was asked for, is not in use; empty if nothing was refused.
+// Returns why a better set, or the requested set, is not in use; empty if none was refused.
 QT_EXPORT const char* qt_isa_refusal() {
   qt::isa();
   return qt::refusal;
 }
 
-// The names of those that this processor has, lesser ones first: i-th, or null after the last.
+// Returns the name of the i-th usable instruction set of this processor, in ascending order; null after the last one.
 QT_EXPORT const char* qt_isa_at(int i) {
   for (int one = 0; one < qt::kCount; ++one)
     if (qt::is_built(qt::kNames[one]) && qt::has(qt::Isa(one)) && i-- == 0) return qt::kNames[one];

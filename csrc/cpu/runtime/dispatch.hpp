@@ -1,19 +1,19 @@
-// Which instruction set this process computes with: the best one that the library was built for and the processor has.
+// Choice of the instruction set: the best one that the library was built for and the processor supports.
 //
-// An instruction set has kernels of its own where setup.py compiles their source for it, and its parent's otherwise: `amx` is
-// avx512_bf16 but for what multiplies matrices, and those with dot products of bytes differ from their parents in what
-// multiplies integers alone; avx512_bf16 differs from avx512_vnni in all else.
+// setup.py compiles a kernel source for some instruction sets; the other sets use the kernels of their parent. `amx` differs
+// from avx512_bf16 in matrix products only. Sets with byte dot products differ from their parents in integer products only.
+// avx512_bf16 differs from avx512_vnni in all other kernels.
 //
 //   avx2_vnni    AVX-VNNI: Alder Lake and later without AVX-512
 //   avx512_vnni  Cascade Lake, Ice Lake
 //   neon_dot     FEAT_DotProd: Neoverse N1, Cortex-A76, Apple M1
-//   neon_i8mm    FEAT_I8MM besides: bytes of both signs
-//   neon_bf16    FEAT_BF16 besides: Neoverse N2 and V1, Apple M2
+//   neon_i8mm    and FEAT_I8MM: products of signed and unsigned bytes
+//   neon_bf16    and FEAT_BF16: Neoverse N2 and V1, Apple M2
 #pragma once
 
 #include <initializer_list>
 
-// X(instruction set, a, b) for each, lesser ones first.
+// X(instruction set, a, b) for each set, in ascending order.
 #if defined(__x86_64__)
 #define QT_ISAS(X, a, b)                                                                                           \
   X(baseline, a, b)                                                                                                \
@@ -32,14 +32,15 @@ namespace qt {
 enum class Isa : int { QT_ISAS(QT_ENUMERATOR, , ) };
 #undef QT_ENUMERATOR
 
-// Chosen once. QUINTET_ISA in the environment asks for another one than the best; `amx_emulated`, which computes the bits of
-// amx slowly on any processor with avx512_bf16, is never chosen by itself.
+// Returns the instruction set, chosen once per process. The environment variable QUINTET_ISA requests a set other than the best
+// one. `amx_emulated` computes the bits of amx slowly on any processor with avx512_bf16; it is used only on request.
 Isa isa();
 
-// The parent: `isa` uses its kernels where it has none of its own. Of baseline: itself.
+// Returns the parent: `isa` uses its kernels where it has none. The parent of baseline is baseline.
 Isa parent_of(Isa isa);
 
-// The chosen one of a kernel's tables, one for each instruction set; null: it has none.
+// Returns the table of the chosen set, or of its nearest ancestor with a table. `tables` has one entry per instruction set;
+// null: no table.
 template <class Kernels>
 const Kernels& choose(std::initializer_list<const Kernels*> tables) {
   Isa one = isa();
@@ -47,7 +48,7 @@ const Kernels& choose(std::initializer_list<const Kernels*> tables) {
   return *tables.begin()[int(one)];
 }
 
-// The same of one kernel, where tables may lack some: `of` finds it in a table.
+// Returns one kernel, from the nearest table that has it: `of` selects the kernel in a table.
 template <class Kernels, class Of>
 const auto& choose_one(std::initializer_list<const Kernels*> tables, Of of) {
   Isa one = isa();
@@ -55,15 +56,15 @@ const auto& choose_one(std::initializer_list<const Kernels*> tables, Of of) {
   return of(*tables.begin()[int(one)]);
 }
 
-// Declares a table of kernels that instruction sets define, and chooses one.
+// Macros that declare a kernel table for each instruction set and choose one of them.
 //
 //   struct LinearKernels { ... };                  // function pointers
-//   QT_DECLARE_KERNELS(LinearKernels, linear)      // in the header: namespace qt::avx2 { extern const LinearKernels linear; } ...
+//   QT_DECLARE_KERNELS(LinearKernels, linear)      // in the header: namespace qt::avx2 { extern const LinearKernels linear; }
 //   const LinearKernels linear = {...};            // in the kernel source, inside namespace qt::QT_ISA
 //   QT_CHOOSE(linear)                              // in a source that is compiled once: a reference to the chosen table
-//   QT_CHOOSE_ONE(linear, of)                      // likewise, to one kernel: of the first table, from the chosen one on, that has it
+//   QT_CHOOSE_ONE(linear, of)                      // a reference to one kernel: from the nearest table that has it
 //
-// Weak: the address of an undefined table is null.
+// The declarations are weak: the address of an undefined table is null.
 #define QT_DECLARE_TABLE(isa, Type, name) \
   namespace isa { extern const Type name __attribute__((weak, visibility("hidden"))); }
 #define QT_DECLARE_KERNELS(Type, name) QT_ISAS(QT_DECLARE_TABLE, Type, name)

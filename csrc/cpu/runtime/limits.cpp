@@ -1,5 +1,4 @@
-// The machine's limits, timed by bench/kernels and bench/peers. Each call returns when all threads are
-// done.
+// Measurement of the machine's limits for bench/kernels and bench/peers. Each call returns when all threads are done.
 #include "limits.hpp"
 #include "pool.hpp"
 
@@ -7,7 +6,7 @@ namespace {
 
 constexpr index_t kItemsPerThread = 16;
 
-// Runs items of a kernel; returns how many.
+// Runs the items of a kernel; returns the number of items.
 index_t run(void (*kernel)(const void*, index_t, index_t)) {
   const index_t items = qt::pool().threads() * kItemsPerThread;
   const qt::Work work{items, 1, kernel, nullptr};
@@ -15,27 +14,27 @@ index_t run(void (*kernel)(const void*, index_t, index_t)) {
   return items;
 }
 
-// Operations of one vector instruction and lane: a multiplication and an addition for each pair of numbers.
+// Operations of a vector kernel: one multiplication and one addition for each pair of numbers in a lane.
 index_t multiply(void (*kernel)(const void*, index_t, index_t), index_t pairs_in_lane) {
   return run(kernel) * qt::kMultiplyRounds * 24 * QT_CHOOSE(limits).lanes * pairs_in_lane * 2;
 }
 
-// Likewise of the matrix unit: 16 x 16 sums of `depth` products each.
+// Operations of a matrix-unit kernel: 16 x 16 sums of `depth` products each.
 index_t multiply_matrices(void (*kernel)(const void*, index_t, index_t), index_t depth) {
   return kernel == nullptr ? 0 : run(kernel) * qt::kMatrixRounds * 4 * 16 * 16 * depth * 2;
 }
 
 }  // namespace
 
-// Reads memory once.
+// Reads `bytes` of memory once.
 QT_EXPORT void qt_limit_read(const void* memory, index_t bytes) {
   const qt::LimitCall call{static_cast<const char*>(memory), bytes};
   const qt::Work work{(bytes + qt::kReadBytes - 1) / qt::kReadBytes, 4, QT_CHOOSE(limits).read, &call};
   qt::pool().run(&work, 1);
 }
 
-// Multiply and add in registers for some tens of milliseconds; return how many operations that were, 0 where the instruction
-// set has no matrix unit.
+// Multiply and add in registers for some tens of milliseconds. Return the number of operations; 0 where the instruction set has
+// no matrix unit.
 QT_EXPORT index_t qt_limit_fma() { return multiply(QT_CHOOSE(limits).floats, 1); }
 QT_EXPORT index_t qt_limit_bf16() { return multiply(QT_CHOOSE(limits).pairs, 2); }
 QT_EXPORT index_t qt_limit_vnni() { return multiply(QT_CHOOSE(limits).bytes, 4); }

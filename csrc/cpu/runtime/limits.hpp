@@ -1,4 +1,4 @@
-// What this machine can do at most: reading memory, multiplying in registers. Kernels are measured against it.
+// Limits of this machine: memory read bandwidth and multiply-add rate in registers. Kernels are compared with these figures.
 #pragma once
 
 #include "dispatch.hpp"
@@ -6,9 +6,9 @@
 
 namespace qt {
 
-inline constexpr index_t kReadBytes = 1 << 18;       // one item of reading
-inline constexpr index_t kMultiplyRounds = 1 << 16;  // one item of multiplying: so many times 24 vector operations
-inline constexpr index_t kMatrixRounds = 1 << 13;    // or so many times four products of whole registers of the matrix unit
+inline constexpr index_t kReadBytes = 1 << 18;       // bytes of one read item
+inline constexpr index_t kMultiplyRounds = 1 << 16;  // rounds of one multiply item, 24 vector operations each
+inline constexpr index_t kMatrixRounds = 1 << 13;    // rounds of one matrix item, four products of full registers each
 
 struct LimitCall {
   const char* memory;
@@ -19,11 +19,11 @@ struct LimitKernels {
   void (*read)(const void* limit_call, index_t begin, index_t end);
   void (*floats)(const void*, index_t begin, index_t end);  // fp32
   void (*pairs)(const void*, index_t begin, index_t end);   // bf16
-  void (*bytes)(const void*, index_t begin, index_t end);   // unsigned by signed bytes
+  void (*bytes)(const void*, index_t begin, index_t end);   // unsigned times signed bytes
   index_t lanes;
-  // In the matrix unit; null where there is none.
+  // Matrix unit; null where the instruction set has none.
   void (*matrix_pairs)(const void*, index_t begin, index_t end);  // bf16
-  void (*matrix_bytes)(const void*, index_t begin, index_t end);  // signed by unsigned bytes
+  void (*matrix_bytes)(const void*, index_t begin, index_t end);  // signed times unsigned bytes
 };
 
 QT_DECLARE_KERNELS(LimitKernels, limits)

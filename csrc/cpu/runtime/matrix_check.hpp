@@ -1,5 +1,5 @@
-// Whether a matrix unit multiplies as its manual says, asked once, before kernels rely on it: a hypervisor that emulates it, or a
-// processor with a defect, would make wrong text without a word.
+// Self-test of the matrix unit, run once before kernels use it. A hypervisor that emulates the unit wrongly, or a defective
+// processor, would otherwise corrupt results without an error.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 namespace qt {
 
 struct MatrixCheck {
-  std::uint64_t (*digest)();  // of the products of known numbers
+  std::uint64_t (*digest)();  // hash of the products of known numbers
 };
 
-// What it is where every bit is right.
+// The hash if every bit is right.
 inline constexpr std::uint64_t kRightProducts = 0xA3C4505B7B60CC8A;
 
 QT_DECLARE_KERNELS(MatrixCheck, matrix_check)

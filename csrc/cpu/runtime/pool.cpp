@@ -9,12 +9,12 @@
 namespace qt {
 namespace {
 
-constexpr int kMostSpins = 4000;  // pauses of some 10 to 50 ns: to sleep and to be woken takes 64 threads about as long
-// About the longest wait between two works of a step on few threads. A sleeping thread does not measure a spin:
-// after a prompt, with its long waits, this limit detects short waits again.
+constexpr int kMostSpins = 4000;  // pauses of 10 to 50 ns each: 64 threads need about as long to sleep and wake
+// About the longest wait between two works of a step on few threads. A sleeping thread does not measure a spin; after the long
+// waits of a prefill, this minimum lets it detect short waits again.
 constexpr int kFewestSpins = 400;
-constexpr index_t kShare = 2;  // a piece is at most one in so many parts of a thread's share of what is left
-constexpr index_t kAheadBytes = 128 << 10;  // that a waiting thread fetches at most: half of a small second-level cache
+constexpr index_t kShare = 2;  // a take is at most 1 / kShare of a thread's share of the remaining pieces
+constexpr index_t kAheadBytes = 128 << 10;  // prefetch limit of a waiting thread: half of a small L2 cache
 constexpr index_t kLine = 64, kLinesAtOnce = 4;
 
 void pause() {
@@ -25,27 +25,27 @@ void pause() {
 #endif
 }
 
-// Pieces of work done since the process began. Each thread counts on a cache line of its own; they are read at any
-// time, even while the pool is made anew.
+// Number of pieces done since the process started. Each thread counts on its own cache line. Any thread may read the counts at
+// any time, even while qt_set_threads replaces the pool.
 struct alignas(64) Count {
   std::atomic<std::uint64_t> value{0};
 };
 
-constexpr int kCounts = 256;  // threads beyond share lines
+constexpr int kCounts = 256;  // threads with a higher index share cache lines
 Count counts[kCounts];
 
 void count_piece(int thread) { counts[thread % kCounts].value.fetch_add(1, std::memory_order_relaxed); }
 
 index_t least(index_t a, index_t b) { return a < b ? a : b; }
 
-// How many pieces are taken at once when `left` are.
+// Number of pieces of one take when `left` pieces remain.
 index_t size_of_piece(const Work& work, index_t left, index_t threads) {
   const index_t size = least(left / (threads * kShare), work.grain);
   return size < 1 ? 1 : size;
 }
 
-// Returns when the word's value is such that `done`; the thread that sets it notifies. Spins as long as `spin_limit` says, then
-// sleeps: one wait, however often the value changes meanwhile.
+// Waits until `done(word)` is true; the thread that changes the word notifies. Spins for about twice its recent waits, then
+// sleeps. It counts as one wait, even if the value changes several times.
 template <class Value, class Done, class SpinLimit>
 void wait_until(const std::atomic<Value>& word, Done done, SpinLimit& spin_limit) {
   const int most = std::clamp(2 * spin_limit.usual, std::min(kFewestSpins, spin_limit.most), spin_limit.most);
@@ -99,7 +99,7 @@ void Pool::run(const Work* list, index_t count) {
   }
   const std::lock_guard<std::mutex> only(callers_);
   open_.store(false);
-  while (inside_.load() != 0) std::this_thread::yield();  // stragglers of the last run, which find nothing to do there
+  while (inside_.load() != 0) std::this_thread::yield();  // late threads of the previous run; they find no work
   list_.assign(list, list + count);
   length_ = count;
   if (index_t(progress_.size()) < count) progress_ = std::vector<Progress>(count);
@@ -144,7 +144,8 @@ void Pool::go_through(std::uint32_t run, int thread, SpinLimit& spin_limit) {
     while (take(progress, run, work, thread, begin, end)) {
       work.run(work.call, begin, end);
       count_piece(thread);
-      // Its only piece: no thread is further before this work is marked as done.
+      // The work before a late work has one piece. No thread passes it before this piece is done, so its thread starts the late
+      // works here.
       for (index_t j = i + 1; !list_[i].late && j < length_ && list_[j].late; ++j)
         this->begin(progress_[j], run, *list_[j].late);
       const std::uint32_t done = std::uint32_t(end - begin);
@@ -175,15 +176,15 @@ bool Pool::take(Progress& progress, std::uint32_t run, const Work& work, int thr
     const std::uint64_t next = (std::uint64_t(run) << 32) | std::uint64_t(end);
     if (progress.taken.compare_exchange_weak(taken, next, std::memory_order_relaxed)) return true;
   }
-  for (int owner = 0; owner < least(threads(), kMostFirsts); ++owner)  // of threads that have not arrived
+  for (int owner = 0; owner < least(threads(), kMostFirsts); ++owner)  // first pieces of threads that have not arrived
     if (take_first_of(owner)) return true;
   return false;
 }
 
-// Finds the next work after `after` that reads much memory, and what this thread reads of it first.
+// Finds the next work after `after` with a read region, and the first pieces of this thread in it.
 void Pool::look_ahead(Ahead& ahead, index_t after, int thread) const {
   index_t next = after + 1;
-  bool late_known = list_[after].late != nullptr;  // whether the next late works are known
+  bool late_known = list_[after].late != nullptr;  // true while all late works up to `next` are described
   for (; next < length_; ++next) {
     late_known = late_known && list_[next].late != nullptr;
     if (list_[next].late && !late_known) {
@@ -220,11 +221,11 @@ void Pool::wait_for(Progress& progress, Ahead& ahead, SpinLimit& spin_limit) con
 
 Balance balance_of(const Work& work, index_t threads) {
   Balance balance;
-  using Thread = std::pair<index_t, index_t>;  // when it has done what it took; its number
+  using Thread = std::pair<index_t, index_t>;  // time at which it is free; its index
   std::priority_queue<Thread, std::vector<Thread>, std::greater<>> free;
   for (index_t thread = 0; thread < threads; ++thread) free.push({0, thread});
   for (index_t begin = 0, end; begin < work.count; begin = end, ++balance.takes) {
-    // Each thread takes first what is its own, which all together is what would be taken one after another at that size.
+    // The first take of each thread is its fixed one. Together these equal consecutive takes of that size.
     const index_t left = balance.takes < threads ? work.count : work.count - begin;
     end = threads == 1 ? least(begin + work.grain, work.count)
                        : least(begin + size_of_piece(work, left, threads), work.count);
@@ -256,7 +257,7 @@ std::uint64_t pieces_done() {
 
 }  // namespace qt
 
-// Makes the pool anew; nothing may be running. Returns the number of threads.
+// Replaces the pool; no work may be running. pin: pin threads to processors. Returns the number of threads.
 QT_EXPORT int qt_set_threads(int threads, int pin) {
   qt::the_pool() = std::make_unique<qt::Pool>(threads < 1 ? 1 : threads, pin != 0);
   return qt::pool().threads();
@@ -264,5 +265,6 @@ QT_EXPORT int qt_set_threads(int threads, int pin) {
 
 QT_EXPORT int qt_threads() { return qt::pool().threads(); }
 
-// Grows while anything is computed: a progress check of a long step reads it, from any thread.
+// Returns the number of pieces done since the process started. A watchdog reads it from any thread: it grows while a step
+// computes.
 QT_EXPORT std::uint64_t qt_pieces_done() { return qt::pieces_done(); }

@@ -1,18 +1,16 @@
-// The compute threads: they run one list of work after another, and park when there is none.
+// Thread pool: runs lists of Work, one list at a time. Its threads sleep between lists.
 //
-// A list is run like a captured graph: every thread goes through it in order and takes pieces of the current work until
-// there are none, then waits until all of them are done. No thread has to arrive: when another process takes a thread's
-// core, the others do its share, and it catches up when it comes back. The first piece that a thread takes is always the
-// same (unless it comes so late that another has done it); the further ones are whatever is left, smaller towards the end,
-// so that all are done at nearly the same time.
+// Every thread traverses the list in order. It takes pieces of the current work until none is left, then waits until all pieces
+// are done. A thread that has lost its core to another process blocks no other thread: the others take its pieces, and it
+// catches up later. The first take of a thread is always the same range of pieces, unless another thread has done it already.
+// Later takes are dynamic and shrink towards the end, so that all threads finish at nearly the same time.
 //
-// Works that are late (work.hpp) are begun by the thread that has just found out what they are, before anybody passes it.
+// Late works (work.hpp): the thread that finishes the piece describing them also starts them, before any thread can reach them.
 //
-// Waiting is a short spin, then a futex. How short each thread learns: about twice as long as its waits have taken lately, so
-// that the end of a work is met awake on 64 threads as on two, while a thread with long waits sleeps soon. No thread spins
-// where there are more threads than processors: a spinning thread would delay a working one. While it waits a thread fetches what
-// its first piece of a coming work reads: memory is what limits a step of few rows, and it should not stand still while rows are
-// normed.
+// A wait is a short spin, then a futex. Each thread adapts its spin limit: about twice its recent waits. So threads are awake
+// at the end of a work, on two threads as on 64, and a thread with long waits sleeps soon. No thread spins if there are more
+// threads than processors, since a spin would delay a working thread. A waiting thread prefetches the memory of its first piece
+// of a coming work: memory bandwidth limits a step of few rows, and norms leave it idle.
 #pragma once
 
 #include <atomic>
@@ -26,8 +24,8 @@ namespace qt {
 
 class Pool {
  public:
-  // threads: how many compute, the caller of run() included. pin: each stays on one of the processors that the process may
-  // use, each on a core of its own as long as there are cores.
+  // threads: number of compute threads, the caller of run() included. pin: each thread is pinned to a processor of the
+  // process's affinity mask, on a core of its own while there are enough cores.
   Pool(int threads, bool pin);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -35,37 +33,38 @@ class Pool {
 
   int threads() const { return int(workers_.size()) + 1; }
 
-  // Returns when all the work is done; `list` is copied. One caller at a time; others wait.
+  // Returns when all work is done; `list` is copied. One caller at a time; concurrent callers block.
   void run(const Work* list, index_t count);
 
  private:
-  static constexpr index_t kMostFirsts = 256;  // threads that have a first piece of their own
+  static constexpr index_t kMostFirsts = 256;  // threads with a fixed first take
 
-  // Progress through one work of the list. `taken` carries the run's number in its upper half, so that a thread that is
-  // a run late takes nothing.
+  // Progress of one work of the list. The upper half of `taken` is the run's number, so that a thread of an earlier run takes
+  // no piece.
   struct Progress {
-    alignas(64) std::atomic<std::uint64_t> taken{0};    // pieces before this are taken, but for threads' first ones
-    std::atomic<std::uint64_t> firsts[kMostFirsts / 64]{};  // a bit for each thread with its first pieces taken
-    alignas(64) std::atomic<std::uint32_t> left{0};     // on a line of its own: waiting threads read it all the time
-    alignas(64) Work work;                              // a late one's once it is known; kept for a work that is late itself
+    alignas(64) std::atomic<std::uint64_t> taken{0};    // pieces below this index are taken, except the fixed first takes
+    std::atomic<std::uint64_t> firsts[kMostFirsts / 64]{};  // one bit per thread: its first take is done
+    alignas(64) std::atomic<std::uint32_t> left{0};     // pieces not done; on its own cache line, because waiting threads poll
+                                                        // it
+    alignas(64) Work work;                              // of a late work: its description once it is known
   };
 
-  // How long a thread spins before it sleeps, learned from how long it has waited.
+  // Spin limit of a thread before it sleeps, adapted to its recent waits.
   struct SpinLimit {
-    int usual = 0;  // spins that waits have taken lately
+    int usual = 0;  // spins of recent waits
     int most = 0;   // 0: never spins
   };
 
-  // How far a thread has fetched what it will take first of a coming work.
+  // Prefetch state of a thread in its first take of a coming work.
   struct Ahead {
     index_t work = -1, piece = 0, pieces_end = 0;
     Region left{};
-    index_t at = 0, bytes = 0;  // in the first line of what is left of the piece; that may still be fetched
+    index_t at = 0, bytes = 0;  // offset in the first remaining line of the piece; bytes that may still be prefetched
   };
 
   void work(int thread);
   void go_through(std::uint32_t run, int thread, SpinLimit& spin_limit);
-  // Before any thread takes of it: nothing is done of a work with known pieces.
+  // Initializes the progress of a described work, before any thread takes a piece of it.
   void begin(Progress& progress, std::uint32_t run, const Work& work) const;
   bool take(Progress& progress, std::uint32_t run, const Work& work, int thread, index_t& begin, index_t& end) const;
   void look_ahead(Ahead& ahead, index_t after, int thread) const;
@@ -75,30 +74,30 @@ class Pool {
   SpinLimit new_spin_limit() const { return {.usual = most_spins_ / 8, .most = most_spins_}; }
 
   std::vector<std::thread> workers_;
-  std::vector<int> processors_;  // where threads stay; empty: anywhere
+  std::vector<int> processors_;  // processor of each thread; empty: not pinned
   int most_spins_ = 0;
   SpinLimit callers_spin_limit_;  // of the caller of run()
   std::mutex callers_;
-  std::vector<Work> list_;  // this and the next two change only while no worker is inside
+  std::vector<Work> list_;  // this and the next two change only while `inside_` is 0
   std::vector<Progress> progress_;
   index_t length_ = 0;
-  std::atomic<std::uint32_t> run_{0};   // the current run's number; changes wake the workers
-  std::atomic<int> inside_{0};          // workers that may read what is above
+  std::atomic<std::uint32_t> run_{0};   // the current run's number; a change wakes the workers
+  std::atomic<int> inside_{0};          // workers that may read the fields above
   std::atomic<bool> open_{false};       // whether workers may still enter the current run
   std::atomic<bool> stopping_{false};
 };
 
-// What the threads of a pool of that size would have of a work, were all equally fast.
+// Simulated load of a pool of `threads` equally fast threads for one work.
 struct Balance {
-  index_t cost = 0, busiest = 0;  // of all pieces; of the thread that has most
-  index_t takes = 0;              // number of times that pieces are taken
+  index_t cost = 0, busiest = 0;  // of all pieces; of the busiest thread
+  index_t takes = 0;              // number of takes
 };
 Balance balance_of(const Work& work, index_t threads);
 
-// The process's pool; made by the first call of qt_set_threads, or with one thread.
+// Returns the process's pool, created by the first qt_set_threads, or else with one thread.
 Pool& pool();
 
-// Pieces of work that all threads have done since the process began; readable while they compute.
+// Number of pieces done by all threads since the process started; readable while they compute.
 std::uint64_t pieces_done();
 
 }  // namespace qt

@@ -18,7 +18,7 @@ void Program::run(const Step& step, index_t begin, index_t end) {
     for (index_t mark = 0; step.marks && mark < index_t(marks_.size()); ++mark)
       if (marks_[mark] == i) list_.push_back({.count = 1, .run = note_time, .call = step.marks + mark});
     const Work work = ops_[i]->prepare(step, pool().threads());
-    if (work.count > 0 || work.late) list_.push_back(work);  // an empty work would still be visited
+    if (work.count > 0 || work.late) list_.push_back(work);  // threads would visit an empty work too
   }
   pool().run(list_.data(), index_t(list_.size()));
 }
@@ -45,7 +45,7 @@ QT_EXPORT qt::Program* qt_program_new() { return new qt::Program; }
 
 QT_EXPORT void qt_program_delete(qt::Program* program) { delete program; }
 
-// How many operations there are: recorded between two calls, a part of the program can be run alone.
+// Number of recorded operations. A range of operations, counted between two calls, can be run alone.
 QT_EXPORT index_t qt_program_size(const qt::Program* program) { return program->size(); }
 
 QT_EXPORT void qt_program_run(qt::Program* program, const qt::Step* step, index_t begin, index_t end) {
@@ -58,11 +58,11 @@ QT_EXPORT void qt_program_balance(qt::Program* program, const qt::Step* step, in
   program->balance(*step, threads, begin, end, out);
 }
 
-// Operations appended from here on begin a part with its own time: see Step::marks.
+// Starts a part with its own timestamp: the operations appended after this call. See Step::marks.
 QT_EXPORT void qt_program_mark(qt::Program* program) { program->mark(); }
 
-// Fills the step's arrays from a plan's columns, of num_rows rows each; `samples`: which rows draw a token. Returns the
-// largest position of the step plus 1, or, where row i names a slot or a token that there is no room for, -1 - i.
+// Fills the step's arrays from the columns of a plan, with num_rows rows each. samples: 1 for rows that sample a token. Returns
+// the largest position of the step plus 1. Returns -1 - i if row i exceeds the number of slots or tokens.
 QT_EXPORT index_t qt_fill_step(qt::Step* step, const std::int32_t* slots, const std::int32_t* starts,
                                const std::int32_t* counts, const std::uint8_t* samples, index_t num_rows) {
   qt::Step& s = *step;

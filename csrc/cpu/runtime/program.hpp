@@ -1,8 +1,8 @@
-// A compiled step: the operations of a model's forward pass, recorded once, run with one call per step.
+// Compiled step: the operations of a model's forward pass, recorded once and run with one call per step.
 //
-// An operation is recorded with the addresses of its weights and of its activation buffers, which are as large as the largest
-// step and never move; what changes from step to step arrives as a Step. Knows no operation: each kernel file brings its own
-// subclass of Op and the C function that appends it.
+// An operation is recorded with the addresses of its weights and activation buffers. The buffers have the size of the largest
+// step and never move. All data that changes between steps is in a Step. Each kernel file defines a subclass of Op and the C
+// function that appends it; this file knows no operation.
 #pragma once
 
 #include <cstdlib>
@@ -17,14 +17,14 @@ namespace qt {
 struct DrawSettings;
 struct Masks;
 
-// How a step's tokens are rotated, laid out like `quintet.executor.backends.cpu.program.step.CRotation`.
+// Rotary tables of a step, with the layout of `quintet.executor.backends.cpu.program.step.CRotation`.
 struct Rotation {
-  const void *cosines, *sines;      // [..][rotary], in the model's number format; of each, the second half is like the first
+  const void *cosines, *sines;      // [..][rotary], in the model's dtype; the second half repeats the first
   index_t by_token;                 // 1: row i belongs to token i; 0: row p belongs to position p
 };
 
-// One step's input, laid out like `quintet.executor.backends.cpu.program.step.CStep`. T tokens, R rows of consecutive ones. The
-// caller that runs a program owns all the memory; `qt_fill_step` fills the arrays from a plan.
+// Input of one step, with the layout of `quintet.executor.backends.cpu.program.step.CStep`. T tokens in R rows; a row is a run
+// of consecutive tokens of one request. The caller owns all the memory; `qt_fill_step` fills the arrays from a plan.
 //
 //   row r:   slot row_slots[r], tokens [row_offsets[r], row_offsets[r] + row_counts[r]) of the step,
 //            at positions row_starts[r], row_starts[r] + 1, ...
@@ -34,34 +34,34 @@ struct Step {
   index_t num_outputs;              // tokens that need logits
   std::int32_t* token_ids;          // [T]
   std::int64_t* positions;          // [T]
-  std::int64_t* row_slots;          // [R]: the row of the block tables
+  std::int64_t* row_slots;          // [R]: row of the block tables
   std::int64_t* row_starts;         // [R]
   std::int64_t* row_counts;         // [R], at least 1
   std::int64_t* row_offsets;        // [R]
-  const std::int32_t* block_table;  // [groups][slots][block_table_stride]
+  const std::int32_t* block_table;  // [cache groups][slots][block_table_stride]
   index_t block_table_stride;
   index_t block_table_group_stride;
-  std::int64_t* output_tokens;      // [num_outputs]: their indexes among the T tokens
-  const Rotation* rotations;        // of the model, as many as it has
+  std::int64_t* output_tokens;      // [num_outputs]: their indices among the T tokens
+  const Rotation* rotations;        // of the model
 
-  // For qt_fill_step and qt_program_draw alone.
-  index_t max_tokens;               // what the arrays have room for
+  // Used by qt_fill_step and qt_program_draw only.
+  index_t max_tokens;               // capacity of the arrays
   index_t max_rows;
   index_t num_slots;
-  std::int32_t* slot_tokens;        // [slots][slot_tokens_stride]: the tokens that each slot's tenant has
+  std::int32_t* slot_tokens;        // [slots][slot_tokens_stride]: tokens of the request in each slot
   index_t slot_tokens_stride;
-  const DrawSettings* settings;     // of every slot
+  const DrawSettings* settings;     // [slots]
   std::int64_t* output_slots;       // [num_outputs]
-  std::int64_t* output_positions;   // [num_outputs]: where the drawn token will stand
-  std::int32_t* drawn;              // [num_outputs]
-  const Masks* masks;               // of every slot; or null
-  std::int64_t* marks;              // when the program's marks were passed, in ns of the monotonic clock; or null
+  std::int64_t* output_positions;   // [num_outputs]: positions of the sampled tokens
+  std::int32_t* drawn;              // [num_outputs]: the sampled tokens
+  const Masks* masks;               // of all slots; or null
+  std::int64_t* marks;              // timestamps of the program's marks, in ns of the monotonic clock; or null
 };
 
-// The rows of an operation of a program: the step's tokens, or those of them that need logits.
+// Rows of an operation: all tokens of the step, or those that need logits.
 enum class Extent : int { tokens = 0, outputs = 1 };
 
-// How many these are. Inlined everywhere: kernels of several instruction sets include it.
+// Number of these rows. Inlined everywhere: kernels of several instruction sets include it.
 static inline __attribute__((always_inline)) index_t rows_in(const Step& step, Extent extent) {
   return extent == Extent::outputs ? step.num_outputs : step.num_tokens;
 }
@@ -69,31 +69,31 @@ static inline __attribute__((always_inline)) index_t rows_in(const Step& step, E
 class Op {
  public:
   virtual ~Op() = default;
-  // Describes this operation's work in a step, cut for so many threads. Called once per step before anything runs; the
-  // description lives in the operation. No work (count 0) is fine.
+  // Describes this operation's work in a step, cut for `threads` threads. Called once per step before any work runs. The
+  // operation owns the description. Count 0 means no work.
   virtual Work prepare(const Step& step, index_t threads) = 0;
 };
 
-// One operation's share of a step on so many threads, in the order of `quintet.executor.backends.cpu.program.runner.OpBalance`.
+// Load of one operation in a step, in the field order of `quintet.executor.backends.cpu.program.runner.OpBalance`.
 struct OpBalance {
-  index_t pieces, takes;       // pieces of work; how often a thread takes some
-  index_t cost, busiest;       // of all pieces; of the busiest thread's
-  index_t bytes, bytes_again;  // of weights and KV; of them, read before by another piece
+  index_t pieces, takes;       // number of pieces; number of takes by threads
+  index_t cost, busiest;       // of all pieces; of the busiest thread's pieces
+  index_t bytes, bytes_again;  // weights and KV read; the part of them that an earlier piece has read already
 };
 
 class Program {
  public:
   void append(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
-  // Before the next operation that is appended, each run notes the time in the step's next mark.
+  // Before the next appended operation, each run stores a timestamp in the step's next mark.
   void mark() { marks_.push_back(size()); }
   // Runs operations [begin, end).
   void run(const Step& step, index_t begin, index_t end);
-  // How operations [begin, end) would keep so many threads busy. Nothing is run, and none of the step's arrays but the rows' is
-  // read. Late works are those of the last step.
+  // Simulates the load of operations [begin, end) on `threads` threads. Runs no operation and reads only the row arrays of the
+  // step. Late works are those of the last step.
   void balance(const Step& step, index_t threads, index_t begin, index_t end, OpBalance* out);
   index_t size() const { return index_t(ops_.size()); }
-  // Memory that any operation may use while it runs, and no longer: one area for all, as large as the largest wish. Its
-  // address is known once everything is recorded.
+  // Scratch memory shared by all operations, valid only while one of them runs. Its size is the largest reservation. Its
+  // address is fixed once all operations are recorded.
   void reserve(index_t bytes);
   char* scratch() const { return scratch_.get(); }
 

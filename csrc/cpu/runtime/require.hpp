@@ -1,13 +1,13 @@
-// What kernels rely on without looking is checked where an operation is recorded, once, not where it runs.
+// Preconditions of kernels, checked once when an operation is recorded, not when it runs.
 //
-// Arguments come from Python that has checked a model's configuration: a failed check is a mistake of ours, and the
-// process ends with a line that says which, instead of with another request's numbers.
+// Python has already validated the model's configuration, so a failed check is a bug. The process then aborts with a message,
+// because continuing could corrupt the results of other requests.
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
 
-// Ends the process unless `condition` holds; what follows says, as printf does, what was found.
+// Aborts the process unless `condition` holds. The further arguments are a printf format and the values found.
 #define QT_REQUIRE(condition, ...)                                                     \
   do {                                                                                 \
     if (!(condition)) {                                                                \

@@ -1,10 +1,9 @@
-// Vectors of fp32, and the element types that models store, for the instruction set a file is compiled for.
+// Vectors of fp32 and the element types of models, for the instruction set of the current compilation.
 //
-// Every kernel source is compiled once per instruction set (see setup.py) into a namespace of its own, QT_ISA; this header
-// is the only place that knows the instructions. Arithmetic is written with explicit `fma`: contraction is off, so that two
-// instances of a template round alike. Everything is in an unnamed or inline namespace: nothing compiled for AVX-512 may
-// be merged by the linker with what a processor without it runs. For the same reason kernel sources use no templates of
-// the standard library.
+// Every kernel source is compiled once per instruction set (setup.py) into the namespace QT_ISA; only this header uses
+// intrinsics. Arithmetic uses explicit `fma`: contraction is off, so two instances of a template round alike. All functions are
+// in an unnamed or inline namespace, so the linker cannot merge code for AVX-512 with code for lesser processors. For the same
+// reason, kernel sources use no templates of the standard library.
 #pragma once
 
 #include <cstdint>
@@ -28,23 +27,23 @@ using index_t = std::int64_t;
 namespace qt::QT_ISA {
 namespace {
 
-// --- what an instruction set has: layouts and the shapes of units follow these, not its name ---
+// --- features of the instruction set: layouts and unit shapes depend on these, not on its name ---
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-inline constexpr int kRegisters = 32;  // of vectors
+inline constexpr int kRegisters = 32;  // vector registers
 #else
 inline constexpr int kRegisters = 16;
 #endif
 
-// Whether dot_pairs is one instruction.
+// True if dot_pairs is one instruction.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 inline constexpr bool kDotsPairs = true;
 #else
 inline constexpr bool kDotsPairs = false;
 #endif
 
-// Whether dot_bytes is one instruction, and what it takes off each of its unsigned bytes: ARM's dot product without
-// FEAT_I8MM knows bytes of one sign only.
+// True if dot_bytes is one instruction; and the bias that it subtracts from each unsigned byte: ARM's dot product without
+// FEAT_I8MM multiplies bytes of equal signedness only.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
 inline constexpr bool kDotsBytes = true;
 inline constexpr std::int32_t kDotBias = 0;
@@ -56,7 +55,7 @@ inline constexpr bool kDotsBytes = false;
 inline constexpr std::int32_t kDotBias = 0;
 #endif
 
-// Elements of memory. Each is a type of its own, so that overloads and templates tell them apart.
+// Element types in memory: distinct types, so that overloads and templates can select them.
 struct bf16 { std::uint16_t bits; };  // the upper half of an fp32
 struct fp16 { std::uint16_t bits; };  // IEEE binary16
 
@@ -78,9 +77,9 @@ QT_INLINE i32v all(std::int32_t value) { return value - i32v{}; }
 QT_INLINE f32v as_float(i32v bits) { return (f32v)bits; }
 QT_INLINE i32v as_bits(f32v value) { return (i32v)value; }
 
-// --- arithmetic that operators do not have ---
+// --- arithmetic without operators ---
 
-QT_INLINE f32v fma(f32v a, f32v b, f32v c) {  // a * b + c, rounded once where the processor can
+QT_INLINE f32v fma(f32v a, f32v b, f32v c) {  // a * b + c, rounded once if the processor has FMA
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX2__)
@@ -92,7 +91,7 @@ QT_INLINE f32v fma(f32v a, f32v b, f32v c) {  // a * b + c, rounded once where t
 #endif
 }
 
-// The larger of each lane; where one is NaN, the second operand (as x86 has it).
+// Maximum of each lane; the second operand if one is NaN (as on x86).
 QT_INLINE f32v max(f32v a, f32v b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
@@ -122,16 +121,16 @@ QT_INLINE f32v round(f32v value) {
 #elif defined(__aarch64__)
   return vrndnq_f32(value);
 #else
-  const f32v magic = all(12582912.0f);  // 1.5 * 2^23: the sum has no bits below one
+  const f32v magic = all(12582912.0f);  // 1.5 * 2^23: the sum has no fractional bits
   return (value + magic) - magic;
 #endif
 }
 
-// value is integral and fits.
+// value is integral and in the range of int32.
 QT_INLINE i32v to_int(f32v value) { return __builtin_convertvector(value, i32v); }
 QT_INLINE f32v to_float(i32v value) { return __builtin_convertvector(value, f32v); }
 
-// Sum and maximum of the lanes, by halves: lane i with i + n/2, then quarters. One fixed order.
+// Sum and maximum of the lanes, by halves: lane i with i + n/2, then quarters. The order is fixed.
 QT_INLINE float sum_of(f32v value) {
   float lanes[kLanes];
   std::memcpy(lanes, &value, sizeof lanes);
@@ -148,7 +147,7 @@ QT_INLINE float max_of(f32v value) {
   return lanes[0];
 }
 
-// Lane j of vector i goes to lane i of vector j: log2(kLanes) rounds in which vectors a power of two apart swap halves.
+// Transposes: lane j of vector i becomes lane i of vector j. log2(kLanes) rounds; vectors a power of two apart swap halves.
 template <int Apart>
 QT_INLINE void swap_halves(i32v& a, i32v& b) {
   i32v low, high;
@@ -177,8 +176,8 @@ QT_INLINE void transpose(i32v (&vectors)[kLanes]) {
   if constexpr (Apart * 2 < kLanes) transpose<Apart * 2>(vectors);
 }
 
-// e^x within 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, e^r by its Taylor polynomial of degree 7
-// (remainder below 2^-27), times 2^n. Arguments are clamped to [-87, 88]; NaN stays NaN.
+// e^x within 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2; e^r is a Taylor polynomial of degree 7 (remainder
+// below 2^-27), times 2^n. Arguments are clamped to [-87, 88]; NaN stays NaN.
 QT_INLINE f32v exponential(f32v x) {
   x = min(all(88.0f), max(all(-87.0f), x));
   const f32v n = round(x * all(1.44269504f));
@@ -199,7 +198,7 @@ QT_INLINE f32v exponential(f32v x) {
 #endif
 }
 
-// --- memory: vectors of elements, whole or the first `count` lanes (the others zero, or not written) ---
+// --- memory: full vectors, or the first `count` lanes (other lanes: read as zero, not written) ---
 
 #if defined(__AVX512F__)
 QT_INLINE __mmask16 first(index_t count) { return count >= kLanes ? __mmask16(0xFFFF) : __mmask16((1u << count) - 1); }
@@ -225,8 +224,8 @@ QT_INLINE f32v load(const bf16* from) {
 #endif
 }
 
-// fp32 to bf16, nearest even, one number; NaN stays a NaN. On bits: alike for every instruction set but AVX512_BF16,
-// which makes denormals zero, and AVX512_VNNI; its kernels multiply integers.
+// One fp32 to bf16, nearest even; NaN stays NaN. Computed on bits, identical on every instruction set except AVX512_BF16, which
+// flushes denormals to zero, and AVX512_VNNI, which has integer kernels only.
 QT_INLINE std::uint16_t narrow_bits(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -280,7 +279,7 @@ QT_INLINE f32v load(const fp16* from) {
 #elif defined(__AVX2__)
   return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
-  // The exponent's bias changed by a multiplication, which also makes denormals normal.
+  // A multiplication changes the exponent's bias and normalizes denormals.
   u32v bits;
   for (int i = 0; i < kLanes; ++i) bits[i] = from[i].bits;
   const u32v magnitude = (bits & 0x7FFF) << 13, sign = (bits & 0x8000) << 16;
@@ -289,7 +288,7 @@ QT_INLINE f32v load(const fp16* from) {
 #endif
 }
 
-// fp32 to fp16, nearest even, one number.
+// One fp32 to fp16, nearest even.
 QT_INLINE std::uint16_t half_bits(float value) {
 #if defined(__F16C__) || defined(__AVX512F__)
   return std::uint16_t(_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(value), 0), 0));
@@ -352,7 +351,7 @@ QT_INLINE f32v load(const bf16* from, index_t count) {
 QT_INLINE void store(bf16* to, f32v value, index_t count) { _mm256_mask_storeu_epi16(to, first(count), narrow(value)); }
 #endif
 
-// What a number becomes when it is stored as an Element and read again.
+// The value after a store as Element and a load.
 template <class Element>
 QT_INLINE f32v rounded_to(f32v value) {
   if constexpr (std::is_same_v<Element, float>) {
@@ -370,8 +369,8 @@ QT_INLINE f32v rounded_to(f32v value) {
 
 // --- multiplication of packed numbers ---
 
-// acc + a.low * b.low + a.high * b.high, each lane of a and b a pair of bf16 with the lower index in the low half. Where
-// kDotsPairs one instruction (with roundings of its own); otherwise two fma, low first.
+// acc + a.low * b.low + a.high * b.high; each lane of a and b is a pair of bf16, the lower index in the low half. If
+// kDotsPairs, one instruction with its own roundings; otherwise two fma, low first.
 QT_INLINE f32v dot_pairs(f32v acc, i32v a, i32v b) {
 #if defined(__AVX512BF16__)
   return _mm512_dpbf16_ps(acc, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
@@ -384,7 +383,7 @@ QT_INLINE f32v dot_pairs(f32v acc, i32v a, i32v b) {
 #endif
 }
 
-// acc + the sum over four bytes of a (unsigned), less kDotBias, times b (signed), exact: no product or sum saturates.
+// acc + the sum over four bytes of (a (unsigned) - kDotBias) * b (signed); exact, without saturation.
 QT_INLINE i32v dot_bytes(i32v acc, i32v a, i32v b) {
 #if defined(__AVX512VNNI__)
   return (i32v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
@@ -400,7 +399,7 @@ QT_INLINE i32v dot_bytes(i32v acc, i32v a, i32v b) {
 #endif
 }
 
-// Has the value computed here, in a register: sums of integers are otherwise put in an order in which no register is left.
+// Forces the value to be computed here, in a register; otherwise the compiler reorders integer sums and spills registers.
 QT_INLINE void keep_order(i32v& value) {
 #if defined(__x86_64__)
   asm("" : "+v"(value));
@@ -409,7 +408,7 @@ QT_INLINE void keep_order(i32v& value) {
 #endif
 }
 
-// Loads of memory in the order in which they are written: what reads front to back the processor's prefetchers follow.
+// Load that keeps program order, so that hardware prefetchers detect a sequential read.
 QT_INLINE i32v load_in_order(const void* from) {
   i32v bits;
   std::memcpy(&bits, from, sizeof bits);
@@ -442,7 +441,7 @@ QT_INLINE i32v load_bits(const void* from) {
   return bits;
 }
 
-// Of each byte of `indices`, all below 16, the byte of a table that it chooses. table: of 16 bytes, repeated to fill it.
+// Table lookup for each byte of `indices`, all below 16. table: 16 bytes, repeated to fill the vector.
 QT_INLINE i32v look_up(i32v table, i32v indices) {
 #if defined(__AVX512BW__)
   return (i32v)_mm512_shuffle_epi8((__m512i)table, (__m512i)indices);
@@ -460,7 +459,7 @@ QT_INLINE i32v look_up(i32v table, i32v indices) {
 #endif
 }
 
-// The number of a table of 16 that each lane chooses.
+// Lookup in a table of 16 floats, one index per lane.
 QT_INLINE f32v look_up(const float* table, i32v indices) {
 #if defined(__AVX512F__)
   return _mm512_permutexvar_ps((__m512i)indices, _mm512_loadu_ps(table));
@@ -473,7 +472,7 @@ QT_INLINE f32v look_up(const float* table, i32v indices) {
 #endif
 }
 
-// Bytes of memory as 32-bit integers, a lane each.
+// Loads bytes as 32-bit integers, one per lane.
 QT_INLINE i32v load_bytes(const char* from) {
 #if defined(__AVX512F__)
   return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -486,7 +485,7 @@ QT_INLINE i32v load_bytes(const char* from) {
 #endif
 }
 
-// One 32-bit word of memory (a pair of bf16, four bytes) in every lane.
+// Broadcasts one 32-bit word of memory (a pair of bf16, four bytes) to every lane.
 QT_INLINE i32v spread_word(const void* from) {
   std::int32_t word;
   std::memcpy(&word, from, sizeof word);

@@ -5,7 +5,7 @@
 namespace qt {
 namespace {
 
-// As large as the largest wish so far, and touched as far as what is computed there needs it.
+// Buffer of one thread. It grows to the largest request. The system commits only the pages that kernels touch.
 struct Kept {
   void* memory = nullptr;
   index_t size = 0;

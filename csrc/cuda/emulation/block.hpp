@@ -1,6 +1,6 @@
-// One block of threads on the CPU: a stack per thread, one of them running until it waits. Owns the order in which they
-// run (shuffled by a seed, so that a missing barrier shows), barriers, and what lanes of a warp do together. A wait that
-// cannot end is reported with kernel, block and thread instead of hanging. Knows no instruction by name.
+// CPU emulation of one thread block: a stack per thread; one thread runs until it waits. Implements scheduling (shuffled by a
+// seed, so that a missing barrier is visible), barriers, and warp collectives. A deadlock is reported with kernel, block and
+// thread.
 #pragma once
 
 #include <sys/mman.h>
@@ -19,7 +19,7 @@ struct Index {
 };
 }  // namespace quintet::emulation
 
-// As kernels know them. Visible from outside, so that no compiler takes them for constant over a switch.
+// Index variables of kernels. Exported, so that compilers do not treat them as constant across a stack switch.
 extern "C" {
 __attribute__((used, visibility("default"))) inline quintet::emulation::Index threadIdx, blockIdx, blockDim, gridDim;
 }
@@ -39,7 +39,8 @@ struct Launch {
   unsigned grid[3];
   unsigned block[3];
   unsigned shared_bytes;
-  unsigned rank;  // 0, or one of several from 1 on; kernels run in other threads meanwhile: blocks in one order, threads not
+  unsigned rank;  // 0; or from 1 on with several ranks (their kernels run in other threads): blocks in fixed order, threads
+                  // shuffled
   unsigned long long seed;
 };
 
@@ -48,7 +49,7 @@ struct Range {
   size_t size;
 };
 
-// What the named lanes of a warp do together: `resolve` sees what each of them brought once the last has come.
+// A collective of the lanes in a mask: the last lane to arrive calls `resolve` with the arguments of all.
 struct Collective {
   const char* name;
   void (*resolve)(void** brought, unsigned mask);
@@ -63,14 +64,14 @@ struct Copy {
 struct Thread {
   void* stack_pointer;
   Index index;
-  const char* waits_for;  // null: runs, will run, or has returned
+  const char* waits_for;  // null: running, ready, or returned
   bool returned;
-  unsigned group;  // of asynchronous copies: how many commits there were
+  unsigned group;  // of asynchronous copies: number of commits so far
   std::vector<Copy> copies;
 };
 
 struct Warp {
-  unsigned present;  // lanes that the block has
+  unsigned present;  // lanes that exist in the block
   unsigned waiting;
   unsigned masks[LANES];
   const Collective* collectives[LANES];
@@ -109,7 +110,7 @@ inline unsigned random_number() {  // xorshift (Marsaglia, 2003)
   return unsigned(block.random >> 32);
 }
 
-// Note what went wrong; the launch has failed.
+// Records an error; the launch has failed.
 __attribute__((format(printf, 1, 0))) inline void note_failure(const char* format, va_list values) {
   const Thread& thread = block.threads[block.current];
   int used = snprintf(block.message, sizeof block.message, "%s: block (%u, %u, %u), thread (%u, %u, %u), seed %llu: ",
@@ -119,7 +120,7 @@ __attribute__((format(printf, 1, 0))) inline void note_failure(const char* forma
   block.failed = true;
 }
 
-// End the launch with this message: no thread of the block runs again.
+// Ends the launch with this message: no thread of the block runs again.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
   va_list values;
   va_start(values, format);
@@ -130,7 +131,7 @@ __attribute__((format(printf, 1, 0))) inline void note_failure(const char* forma
   __builtin_unreachable();
 }
 
-// The same from outside, after the threads have returned.
+// Records an error from outside, after the threads have returned.
 __attribute__((format(printf, 1, 2))) inline void report(const char* format, ...) {
   va_list values;
   va_start(values, format);
@@ -165,7 +166,7 @@ inline void make_ready(int thread) {
        block.num_returned, others);
 }
 
-// Run another thread; returns when this thread has been made ready and its turn has come.
+// Runs another thread; returns when this thread is ready and scheduled again.
 inline void run_next() {
   if (block.num_ready == 0) fail_for_ever_waiting();
   int next = block.ready[block.ready_begin];
@@ -199,7 +200,7 @@ inline void barrier() {
   run_next();
 }
 
-// Bring `brought` to what the lanes in `mask` do together, and return once it is done.
+// Joins a collective of the lanes in `mask` with the argument `brought`; returns when it is done.
 inline void together(const Collective& collective, unsigned mask, void* brought) {
   Warp& warp = block.warps[block.current / LANES];
   int lane = block.current % LANES, first = block.current - lane;
@@ -251,13 +252,13 @@ inline bool is_shared(const void* address, size_t size) {
   return false;
 }
 
-// Dynamic shared memory is aligned to 16 bytes and, on purpose, to no more.
+// Dynamic shared memory is deliberately aligned to no more than 16 bytes.
 inline void prepare_memory() {
   if (!block.memory) {
     size_t stacks_bytes = MAX_THREADS * STACK_BYTES;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     block.stacks = static_cast<char*>(mmap(nullptr, stacks_bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
-    // Several ranks' libraries would have more mappings than a process may.
+    // The libraries of several ranks would exceed the process's limit of mappings.
     for (int i = 0; block.rank == 0 && i < MAX_THREADS; ++i) mprotect(block.stacks + i * STACK_BYTES, PAGE_BYTES, PROT_NONE);
     size_t bytes = MAX_SHARED_BYTES + 4 * CANARY_BYTES;
     block.memory = static_cast<unsigned char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
@@ -279,7 +280,7 @@ inline void check_canaries() {
   }
 }
 
-// Fresh threads for block `index` of the grid; all run to their end, or one fails.
+// Runs block `index` of the grid with fresh threads, until all return or one fails.
 inline void run_block(Index index) {
   blockIdx = index;
   block.random = (block.seed + 1) * 0x9e3779b97f4a7c15ull + index.x + 0x10001ull * index.y + 0x1000003ull * index.z +
@@ -288,7 +289,7 @@ inline void run_block(Index index) {
   block.num_arrived = block.num_returned = block.num_ready = block.ready_begin = 0;
   for (int i = 0; i < block.num_threads; ++i) {
     Thread& thread = block.threads[i];
-    // Stacks begin at different places of their pages, or all would compete for the same lines of the cache.
+    // Stacks start at different offsets in their pages; otherwise they would compete for the same cache lines.
     unsigned x = i % blockDim.x, y = i / blockDim.x % blockDim.y, z = i / blockDim.x / blockDim.y;
     thread.index = Index{x, y, z};
     thread.stack_pointer = prepare_stack(block.stacks + (i + 1) * STACK_BYTES - i % 64 * 192, thread_main);

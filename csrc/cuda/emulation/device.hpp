@@ -1,6 +1,6 @@
-// What nvcc gives kernels besides the language, on the CPU: declarations, intrinsics and the primitives of device.cuh.
-// Each does what the PTX manual says of the instruction, and checks what a GPU would punish without a word: alignment,
-// lanes that are missing, memory that is not shared. Owns no state; `block.hpp` runs the threads.
+// CPU emulation of the CUDA language for kernels: declarations, intrinsics and the primitives of device.cuh. Each primitive
+// follows the PTX manual and checks errors that a GPU does not report: alignment, missing lanes, addresses outside shared
+// memory. Stateless; `block.hpp` runs the threads.
 #pragma once
 
 #include <math.h>
@@ -75,7 +75,7 @@ inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
-// What GPUs round as written, never joined to a multiply-add.
+// Rounded as written on GPUs, never contracted to a multiply-add.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -109,7 +109,7 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 [[noreturn]] inline void __trap() { quintet::emulation::fail("executed __trap()"); }
 
-// One thread runs at a time, so that plain reads and writes are atomic.
+// One thread runs at a time, so plain reads and writes are atomic.
 template <class T, class Change>
 T qt_exchange(T* address, Change change) {
   T old = *address;
@@ -143,7 +143,7 @@ T atomicCAS(T* address, T expected, T value) {
 
 namespace quintet::emulation {
 
-// The kinds of a kernel's parameters, as `Kernel.kinds` of executor/backends/cuda/device.py spells them.
+// Kinds of a kernel's parameters, as in `Kernel.kinds` of executor/backends/cuda/device.py.
 template <class P>
 constexpr char kind_of() {
   static_assert(std::is_pointer_v<P> || std::is_same_v<P, float> || (std::is_integral_v<P> && sizeof(P) >= 4),
@@ -153,7 +153,7 @@ constexpr char kind_of() {
   return sizeof(P) == 4 ? 'i' : 'l';
 }
 
-// What Python finds under qt_kernel_<name>.
+// Description of a kernel, exported to Python as qt_kernel_<name>.
 struct Signature {
   const char* name;
   const char* kinds;
@@ -183,7 +183,7 @@ inline float fp16_to_float(uint16_t bits) { return float(__builtin_bit_cast(_Flo
 inline uint16_t float_to_fp16(float x) { return __builtin_bit_cast(uint16_t, _Float16(x)); }
 inline float bf16_to_float(uint16_t bits) { return __uint_as_float(unsigned(bits) << 16); }
 inline uint16_t float_to_bf16(float x) {
-  if (x != x) return 0x7fff;  // as the instruction gives it
+  if (x != x) return 0x7fff;  // as the instruction returns it
   unsigned word = __float_as_uint(x);
   return uint16_t((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
 }
@@ -201,7 +201,7 @@ inline void resolve_shuffle(void** brought, unsigned mask) {
   }
   for (unsigned rest = mask; rest; rest &= rest - 1) {
     auto* shuffle = static_cast<Shuffle*>(brought[__builtin_ctz(rest)]);
-    // The value of a lane that takes no part is undefined.
+    // The value of a lane outside the mask is undefined.
     shuffle->value = mask >> shuffle->source & 1u ? values[shuffle->source] : ~0ull;
   }
 }
@@ -239,7 +239,7 @@ inline unsigned vote(const Collective& collective, unsigned mask, bool predicate
   return mine;
 }
 
-// What -fsanitize=alignment,bounds calls: only the beginning of its descriptions is read.
+// Argument of the -fsanitize=alignment,bounds handlers; only the beginning of their descriptors is read.
 struct SourcePlace {
   const char* file;
   unsigned line, column;
@@ -293,7 +293,7 @@ inline void __attribute__((used)) __ubsan_handle_out_of_bounds(quintet::emulatio
   quintet::emulation::fail("%s:%u: index %zd is outside the array", place->file, place->line, ssize_t(index));
 }
 
-// Run a whole grid; null, or what went wrong. The first block is any, so that no kernel counts on an order.
+// Runs a whole grid; returns null, or an error message. The first block is random, so that no kernel depends on the order.
 inline __attribute__((used, visibility("default"))) const char* qt_run(
     const quintet::emulation::Signature* kernel, const quintet::emulation::Launch* launch, void** arguments,
     const quintet::emulation::Range* statics, int num_statics, quintet::emulation::Buffer* buffers, int num_buffers) {
@@ -328,7 +328,7 @@ inline __attribute__((used, visibility("default"))) const char* qt_run(
   return block.failed ? block.message : nullptr;
 }
 
-// Of the last launch: 8x8 matrices loaded by load_matrix_x4, and accesses lost because their rows were in the same banks.
+// Counters of the last launch: 8x8 matrices loaded by load_matrix_x4, and extra accesses by bank conflicts of their rows.
 inline __attribute__((used, visibility("default"))) void qt_count(unsigned long long* loads, unsigned long long* conflicts) {
   *loads = quintet::emulation::block.num_matrix_loads;
   *conflicts = quintet::emulation::block.num_bank_conflicts;

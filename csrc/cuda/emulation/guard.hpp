@@ -1,6 +1,6 @@
-// Memory that kernels reach although it is not theirs. While a grid runs, tensors lie in copies between pages that no thread may
-// touch, so that one element too far is a fault there and then; the handler of faults ends the launch with a message.
-// Bytes between the end of a tensor and the next multiple of 16 are checked afterwards.
+// Detection of out-of-bounds accesses. While a grid runs, tensors are copied between inaccessible pages, so an access beyond a
+// tensor is an immediate fault. The fault handler ends the launch with a message. Bytes between the end of a tensor and the
+// next multiple of 16 are checked after the launch.
 #pragma once
 
 #include <signal.h>
@@ -50,12 +50,12 @@ inline void check_and_give_back(Buffer& buffer) {
   if (damaged && !block.failed) report("a thread wrote before argument %d", buffer.argument);
   for (auto* byte = buffer.copy + buffer.size; byte < past_end(buffer); ++byte) damaged |= *byte != CANARY;
   if (damaged && !block.failed) report("a thread wrote past argument %d", buffer.argument);
-  // Unwritten memory may be mapped read-only, such as weights.
+  // Unmodified memory is not copied back: it may be mapped read-only, such as weights.
   if (memcmp(buffer.address, buffer.copy, buffer.size) != 0) memcpy(buffer.address, buffer.copy, buffer.size);
   munmap(buffer.mapping, buffer.mapping_size);
 }
 
-// Where the copy of what `pointer` points to is; the pointer itself if that is not guarded.
+// Address in the guarded copy for `pointer`; the pointer itself if it is not guarded.
 inline void* guarded(void* pointer) {
   auto* bytes = static_cast<unsigned char*>(pointer);
   for (int i = 0; i < num_buffers; ++i) {
@@ -80,8 +80,8 @@ inline void on_fault(int signal, siginfo_t* information, void*) {
   fail("reads or writes %p, which belongs to no argument", information->si_addr);
 }
 
-// Faults are ours until `leave_guard`. Not those of one of several ranks, since handlers are of the process: there one ends it,
-// without a message.
+// Handles faults until `leave_guard`. Handlers are per process, so they are off with several ranks: there a fault ends the
+// process without a message.
 inline void enter_guard(Buffer* given, int num_given, bool handles_faults) {
   buffers = given;
   num_buffers = num_given;

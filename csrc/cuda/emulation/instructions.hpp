@@ -1,4 +1,4 @@
-// Asynchronous copies and matrix instructions on the CPU, with the signatures device.cuh documents. Included by it, after
+// CPU emulation of asynchronous copies and matrix instructions, with the signatures of device.cuh. Included by device.cuh after
 // the number formats.
 #pragma once
 
@@ -24,12 +24,12 @@ struct Rows {
   uint32_t* result;
 };
 
-// Eight rows of 16 bytes come from shared memory at once if each is in another eighth of its 128-byte line of banks.
+// Eight rows of 16 bytes are read from shared memory together if each is in a different eighth of its 128-byte line of banks.
 inline void count_conflicts(void** rows) {
   int here[8] = {}, most = 0;
   for (int i = 0; i < 8; ++i) {
     int& count = here[reinterpret_cast<uintptr_t>(static_cast<Rows*>(rows[i])->row) / 16 % 8];
-    bool again = false;  // the same row costs nothing more
+    bool again = false;  // the same row again costs nothing
     for (int j = 0; j < i; ++j) again |= static_cast<Rows*>(rows[j])->row == static_cast<Rows*>(rows[i])->row;
     count += !again;
     if (count > most) most = count;
@@ -67,7 +67,7 @@ struct Fragments {
   const uint32_t* b;
 };
 
-// Every product is exact in float; they are added to d one after the other, k ascending.
+// Every product is exact in float; products are added to d in sequence, k ascending.
 template <class T>
 inline void resolve_multiply(void** brought, unsigned) {
   auto number = [](uint32_t pair, int half) { return to_float(T{uint16_t(pair >> (16 * half))}); };
@@ -114,8 +114,8 @@ inline constexpr Collective MULTIPLY_FP8{"mma_16x8x32_fp8", resolve_multiply_fp8
 
 }  // namespace emulation
 
-// The target is garbage from now on, and the bytes land only when this thread waits for their group: a reader that came
-// too early, or is still reading what was there, sees NaN.
+// Fills the target with garbage; the bytes are copied when this thread waits for their group. A reader that is too early, or
+// that still reads the old data, sees NaN.
 inline void copy_async_16(void* shared, const void* global, bool valid = true) {
   using namespace emulation;
   check_shared(shared, "copy_async_16");
@@ -160,7 +160,7 @@ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&
   emulation::whole_warp(emulation::MULTIPLY<T>, &mine);
 }
 
-// As the manual says: products of four numbers a register, k ascending.
+// As in the PTX manual: products of four numbers per register, k ascending.
 inline void mma_16x8x32_fp8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   emulation::Fragments mine{d, a, b};
   emulation::whole_warp(emulation::MULTIPLY_FP8, &mine);
@@ -182,7 +182,7 @@ inline long long device_time_ns() {
   return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-// Another rank's kernel is another thread of the test, which may want this processor.
+// The kernel of another rank runs in another thread of the test and may need this processor.
 inline void look_away() { sched_yield(); }
 
 }  // namespace quintet

@@ -1,10 +1,10 @@
-// Changing from one stack to another: the only assembly of the emulator. Saves what the calling convention lets a callee
-// keep, nothing else; a system call per change (ucontext) would be a hundred times slower.
+// Stack switching, the only assembly of the emulator. Saves only the callee-saved registers of the calling convention. A system
+// call per switch (ucontext) would be a hundred times slower.
 #pragma once
 
 #include <cstdint>
 
-// Save this stack's state in *from and resume where `to` was left.
+// Saves the state of this stack in *from and resumes the stack `to`.
 extern "C" void qt_switch(void** from, void* to);
 
 #if defined(__x86_64__)
@@ -68,11 +68,11 @@ qt_switch:
 
 namespace quintet::emulation {
 
-// Lay out a new stack so that the first switch to it enters `start`, which never returns.
+// Prepares a new stack so that the first switch to it enters `start`, which never returns.
 inline void* prepare_stack(char* top, void (*start)()) {
   auto* words = reinterpret_cast<std::uintptr_t*>(reinterpret_cast<std::uintptr_t>(top) & ~std::uintptr_t(15));
 #if defined(__x86_64__)
-  words -= 8;  // six registers, the address to return to, and 8 bytes so that `start` finds the stack as after a call
+  words -= 8;  // six registers, the return address, and 8 bytes for the stack alignment after a call
   for (int i = 0; i < 8; ++i) words[i] = 0;
   words[6] = reinterpret_cast<std::uintptr_t>(start);
 #else
