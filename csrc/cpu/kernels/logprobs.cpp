@@ -1,8 +1,8 @@
 // Log-probability of one token of a row, its rank, and the most likely tokens, without sorting the vocabulary.
 //
-// A thread owns a row: one pass for the maxima, one for the sum of exponentials and the rank, then a selection over slightly more
-// than the requested tokens. Bytes: the row twice, the second time from cache. Limiter: the exponential. Reduction order: see
-// logit_row.hpp; the logarithm and the subtraction are fp64. Independent of batch size.
+// A thread owns a row: one pass for the maxima, one for the sum of exponentials, one for the rank. Then it selects from slightly
+// more than the requested tokens. Bytes: the row once from memory, twice from cache. Limiter: the exponential. Reduction order:
+// see logit_row.hpp; the logarithm and the subtraction are fp64. Independent of batch size.
 #include "logit_row.hpp"
 
 namespace qt::QT_ISA {

@@ -1,5 +1,5 @@
 // Digest of AMX products of pseudo-random numbers. Exponents are near one, near the smallest normal number, and denormal.
-// Registers are full or partly filled, and tile shapes change in between.
+// Registers are full or partly filled, and register shapes change in between.
 #pragma once
 
 #include "amx.hpp"

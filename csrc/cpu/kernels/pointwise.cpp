@@ -1,6 +1,6 @@
 // Norms, activations, gates, sums and gathers, in fp32 arithmetic over bf16, fp16 or fp32 rows.
 //
-// A thread owns one row at a time. Bytes: each input read once and each output written once, 4 to 6 bytes an element; norms read
+// A thread owns one row at a time. Bytes: each input read once and each output written once, 4 to 6 bytes an element. Norms read
 // the row two or three times, from the L1 cache. FLOPs: about 2 to 20 an element. Limiter: cache or memory bandwidth; for
 // activations the exponential and the division. Results are rounded to the row format at the same places as the reference (torch,
 // transformers).

@@ -36,7 +36,7 @@ void add_sums(const void* call, index_t begin, index_t end) {
     const float* const sums = c.first + row * c.width;
     for (index_t column = first; column < last; column += kLanes) {
       const index_t count = last - column, at = row * c.y_stride + column;
-      // without a bias + 0, like a linear layer: affects the sign of zero
+      // Without a bias it adds 0, like a linear layer: this affects the sign of zero.
       const f32v added = bias ? load(bias + column, count) : f32v{};
       f32v value = sum_of_ranks(c, sums + column, count) + added;
       if (residual) value = rounded_to<Element>(value) + load(residual + at, count);

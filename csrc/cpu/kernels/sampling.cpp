@@ -11,7 +11,7 @@
 //   logits.
 //
 // Logits are compared as stored, never divided by the temperature. Each bound is a quotient in the reference; here it becomes the
-// least logit whose rounded quotient reaches it. Weights are e^((x - max) * (1 / temperature)). Reduction order: see
+// least logit with a rounded quotient that reaches it. Weights are e^((x - max) * (1 / temperature)). Reduction order: see
 // logit_row.hpp. It depends on the row and its settings only, not on batch size.
 #include "counts.hpp"
 #include "logit_row.hpp"
@@ -116,7 +116,7 @@ class Draw {
 
   void raise(float floor) { floor_ = floor > floor_ ? floor : floor_; }
 
-  // The least logit whose quotient equals that of x.
+  // The least logit with the same quotient as x.
   float equal_of(float x) const { return least_reaching(x / temperature_, temperature_, x); }
 
   Weigh weights() const { return {all(top_), all(1.0f / temperature_), all(floor_)}; }

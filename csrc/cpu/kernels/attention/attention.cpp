@@ -2,8 +2,8 @@
 //
 // A thread owns a piece: consecutive tokens of one row, one KV head and its query heads. These are up to 16 groups of up to 64
 // (token, head) rows that share every load of the cache. The thread walks the keys in chunks of 128. For each chunk and group it
-// computes scores, the online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018) and the
-// weighted sum of the values.
+// computes scores, softmax weights and the weighted sum of the values. The softmax is online (Milakov and Gimelshein, "Online
+// normalizer calculation for softmax", 2018).
 //
 // - Few rows: multiplied with the cache as stored (attention_tiles.hpp).
 // - Many rows: multiplied with a chunk that is widened to fp32 once for all groups (attention_wide.hpp).
@@ -248,7 +248,7 @@ const AttentionKernels attention = {
     .attend_fours = {kSharing<InFours, bf16>, kSharing<InFours, fp16>, kSharing<InFours, float>},
     .attend_eighths = {kSharing<InEighths, bf16>, kSharing<InEighths, fp16>, kSharing<InEighths, float>},
 #if defined(__AVX512BF16__)
-    // pairs are not widened, so groups have nothing to share
+    // Pairs are not widened, so groups have nothing to share
     .attend_in_pairs = kernel<Format<bf16, Pairs, false>, bf16>(kGroupRows, 1),
 #else
     .attend_in_pairs = {},

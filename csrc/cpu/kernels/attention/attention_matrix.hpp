@@ -5,10 +5,10 @@
 //   scores     queries, dimensions 32 i ...      keys of tile t, dimensions 32 i ...
 //   values     weights of tiles 2 i, 2 i + 1     values of these tiles: a pair is key j of each of the two tiles
 //
-// AMX loads bf16 keys directly from the cache. Keys are copied if their dimensions do not fill the last step (key_dim 16, 48, 80
-// ...; padded with zeros) or if they are int8 or int4. Values are always copied, once for all groups of a piece: a tile has 16
-// keys, half of what AMX multiplies in the same time. Cost of the copy: 4 * value_dim cache lines per chunk, and 8 * value_dim
-// cycles of multiplications for each 16 rows.
+// AMX loads bf16 keys directly from the cache. Keys are copied if they are int8 or int4, or if their dimensions do not fill the
+// last step (key_dim 16, 48, 80 ...; zero-padded). Values are always copied, once for all groups of a piece: a tile has 16 keys,
+// half of what AMX multiplies in the same time. Cost of the copy: 4 * value_dim cache lines per chunk, and 8 * value_dim cycles
+// of multiplications for each 16 rows.
 //
 // Reduction order, the same for every row: a score adds 32 dimensions a step, ascending. Within a step, even and odd dimensions
 // are separate sums. The values of a chunk are added from zero, two tiles a step, ascending. Within a step, each of the two tiles
@@ -41,11 +41,11 @@ QT_INLINE void store(MatrixWord* to, i32v words) { std::memcpy(to, &words, sizeo
 // Words of a row of queries, rounded up to whole steps.
 QT_INLINE index_t query_words(index_t key_dim) { return (key_dim + kAmxPairs - 1) / kAmxPairs * kStepWords; }
 
-// AMX registers for up to two blocks of rows: sums 0 and 1 of the first block, sums 2 and 3 of the second (or of the first too),
-// rows in 4 and 5, columns in 6 and 7.
+// AMX registers for up to two blocks of rows: sums in 0 to 3, rows in 4 and 5, columns in 6 and 7. Sums 0 and 1 belong to the
+// first block, 2 and 3 to the second (or to the first too).
 class MatrixUnit {
  public:
-  // Sets the tile shapes for `rows` rows, at most two blocks. No accumulation may be in progress.
+  // Sets the register shapes for `rows` rows, at most two blocks. No accumulation may be in progress.
   void fit(index_t rows) {
     const index_t first = rows < kBlock ? rows : kBlock, second = rows > kBlock ? rows - kBlock : first;
     if (first == first_ && second == second_) return;
@@ -303,9 +303,9 @@ void weigh_chunk_of_matrix(const Group<MatrixWord>& group, const Chunk& chunk, N
   add_chunk(group, scratch.added, numbers.count);
 }
 
-// Computes one chunk, whose first key is at `first`, for all groups of a piece. tiles_of(group): number of the chunk's tiles that
-// the group sees, ascending over groups. before(g) is called before group g. While vector instructions compute the weights of a
-// group, AMX multiplies the weights of the previous group, then the queries of the next:
+// Computes one chunk for all groups of a piece. first: position of the chunk's first key. tiles_of(group): number of the chunk's
+// tiles that the group sees, ascending over groups. before(g) is called before group g. While vector instructions compute the
+// weights of a group, AMX multiplies the weights of the previous group, then the queries of the next:
 //
 //   AMX        scores 0 |          scores 1 | values 0, scores 2 | values 1 ...
 //   vectors             | weights 0         | weights 1          | weights 2 ...

@@ -11,7 +11,7 @@
 //   five    a line: bit q is the upper one; then four lines as of four              32 k
 //   two     a line: bits 2 q, 2 q + 1                                               16 k
 //   three   the same; then 16 bits for each column: bit 4 i + q is the upper one
-//           of number i of the four                                                 16 k
+//           of number i of four q                                                  16 k
 #pragma once
 
 #include "linear.hpp"

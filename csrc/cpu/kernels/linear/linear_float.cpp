@@ -1,8 +1,8 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, or with floating-point codes (fp8, nf4, fp4); accumulated in fp32.
 //
-// A thread owns 64 columns (a tile; 32 or 16 if tiles are few) for a panel of up to 192 rows, and all slices of k or one. K is
-// divided into pieces, a piece into blocks of columns, a block into units of rows. The sums of one unit and block stay in
-// registers for a piece (AVX-512: 12 rows x 32 columns, 24 registers). Between pieces they are stored as fp32. Each step of k
+// A thread owns 64 columns (a tile; 32 or 16 if tiles are few) for a panel of up to 192 rows. It computes all slices of k, or
+// one. K is divided into pieces, a piece into blocks of columns, a block into units of rows. The sums of one unit and block stay
+// in registers for a piece (AVX-512: 12 rows x 32 columns, 24 registers). Between pieces they are stored as fp32. Each step of k
 // loads the weights of the unit's columns once and multiplies them with a broadcast of x for each row. A block's weights of a
 // piece stay in the L1 cache for all units.
 //

@@ -3,16 +3,16 @@
 // x is quantized first (linear_quantize.hpp): to 16 or 8 bits per row and group of k, or to 8 bits per row. Units of some rows by
 // some columns are then multiplied (linear_integer_unit.hpp).
 //
-// A thread owns a tile of 64 columns (32 or 16 if tiles are few) for a panel of rows, and all slices of k or one. K is divided
-// into pieces. The units of a piece prefetch the next piece into the L2 cache, each an equal share. After the last piece they
-// prefetch the thread's probable next tile. If the hardware prefetcher follows sequential reads (Weight::follows), a unit that
-// reads a whole piece issues no prefetch (exception: Weight::asked_rows). Otherwise it also prefetches into the L1 cache shortly
-// before the read (kNearBytes). If many rows share weights of fewer than 8 bits, the weights are expanded to bytes once per
-// piece. Codes with expensive unpacking are expanded from three rows on. Composed scales of several units become floats once per
-// piece.
+// A thread owns a tile of 64 columns (32 or 16 if tiles are few) for a panel of rows. It computes all slices of k, or one. K is
+// divided into pieces. The units of a piece prefetch the next piece into the L2 cache, each an equal share. After the last piece
+// they prefetch the thread's probable next tile. If the hardware prefetcher follows sequential reads (Weight::follows), a unit
+// that reads a whole piece issues no prefetch (exception: Weight::asked_rows). Otherwise it also prefetches into the L1 cache
+// shortly before the read (kNearBytes). If many rows share weights of fewer than 8 bits, the weights are expanded to bytes once
+// per piece. Codes with expensive unpacking are expanded from three rows on. Composed scales of several units become floats once
+// per piece.
 //
-// Bytes per panel: the weight once (1 or 1/2 byte a number, plus scales), x once per tile from cache (once per half tile for many
-// rows). Limiter: the weight's bandwidth up to about 20 rows, then the multiply rate, half of it for 16-bit x.
+// Bytes per panel: the weight once (1 or 1/2 byte a number, plus scales). x once per tile from cache; once per half tile for many
+// rows. Limiter: the weight's bandwidth up to about 20 rows, then the multiply rate, half of it for 16-bit x.
 //
 // Reduction order: the sum over a group of k is an exact integer, the same on every processor and in any order. Groups of a slice
 // (linear.hpp) ascending: fma(float(sum), scale of w * scale of x, result). With zero points or minima then fma(shift of w, scale
@@ -41,7 +41,7 @@ constexpr index_t kLine = 64;  // cache line
 constexpr index_t kPanelBytes = 1 << 20;  // of x: half of an L2 cache
 constexpr index_t kFewestPanelRows = 48;  // fewer rows would re-read the weights too often
 
-// The largest piece of at most `largest` k that divides a slice evenly: the prefetch of the next piece then has the size of this
+// The largest piece of at most `largest` k that divides a slice evenly. The prefetch of the next piece then has the size of this
 // one.
 index_t even_piece(const Weight& weight, index_t largest) {
   if (weight.slices == 1) return largest;
@@ -140,7 +140,7 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.expanded = is_expanded(weight.codes, item.rows, weight.follows);
   const index_t unit_rows = unit_rows_of<Dot>(weight, item, plan);
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
-  // with more units, too little of a longer piece would be in cache
+  // With more units, too little of a longer piece would be in cache.
   const bool once = plan.piece == kStreamPiece && item.rows <= unit_rows;
   if (!plan.whole) plan.piece = even_piece(weight, once && weight.slices > 1 ? kStreamSlice : plan.piece);
   if (item.rows == 1 && weight.slices == 1 && weight.depth <= kRowDepth) plan.piece = kRowDepth;

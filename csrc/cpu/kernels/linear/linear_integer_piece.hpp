@@ -52,7 +52,7 @@ void clear(float* sums, const LinearItem& item) {
       store(sums + r * kTileColumns + column_of(item, place), f32v{});
 }
 
-// Totals of outputs whose slices are complete, scaled by column; if all of k is one group, also by row.
+// Totals of outputs with complete slices, scaled by column; if all of k is one group, also by row.
 void add_integer_slices(const LinearCall& call, const LinearItem& item, float* total) {
   const bool whole = are_eight_bits(call.inputs) && call.weight->group == kWholeDepth;
   const float* const first = partials_of(call, item, 0);

@@ -3,9 +3,9 @@
 // A group has few steps, so its fixed cost matters. The number of steps and the kind of scales are template parameters, and
 // results stay in registers between groups. Reduction order: that of multiply().
 //
-// Micro-operations of Golden Cove on ports 0 and 5, for 32 k of 64 columns: 112 for Q4_0 codes (64 dot products, 16 shifts, 32
-// masks), 64 for Q8_0, 172 for Q5_0. Sums, scales and results take another 28. Limiter: memory, at two micro-operations a cycle.
-// Memory stalls and computation overlap only partly, so both affect the time.
+// Micro-operations of Golden Cove on ports 0 and 5, for 32 k of 64 columns: 112 for Q4_0, 64 for Q8_0, 172 for Q5_0. Those of
+// Q4_0 are 64 dot products, 16 shifts and 32 masks. Sums, scales and results take another 28. Limiter: memory, at two
+// micro-operations a cycle. Memory stalls and computation overlap only partly, so both affect the time.
 //
 // kAsks: software prefetch in two stages, far ahead into the L2 cache (see Fetch), then into the L1 cache. It is off if the
 // hardware prefetcher follows: it would be a tenth of a group's instructions.

@@ -1,9 +1,9 @@
 // Units of integer products: some rows of x by some columns of a tile, with the sums in registers.
 //
-// Shape with 32 registers, 24 of them sums: up to 6 rows (3 for 16-bit x) by four vectors of columns (AVX-512: all 64), so that
-// few rows read the weights once. More rows, up to 12 (6), by two vectors: 14 loads and 6 unpackings of 4-bit weights for 24
-// multiplications. Exception: a hardware prefetcher that follows (linear_integer.cpp). Shape with 16 registers, 12 of them sums:
-// one sum a column by eight vectors, two by four; more, up to 6 rows (3), by two. Limiter: VPDPBUSD, two a cycle.
+// Shape with 32 registers, 24 of them sums: up to 6 rows (3 for 16-bit x) by four vectors of columns. With AVX-512 these are all
+// 64 columns, so few rows read the weights once. More rows, up to 12 (6), by two vectors: 14 loads and 6 unpackings of 4-bit
+// weights for 24 multiplications. Exception: a hardware prefetcher that follows (linear_integer.cpp). Shape with 16 registers, 12
+// of them sums: one sum a column by eight vectors, two by four. More rows, up to 6 (3), by two. Limiter: VPDPBUSD, two a cycle.
 #pragma once
 
 #include "linear_integer_dots.hpp"
@@ -14,9 +14,9 @@
 namespace qt::QT_ISA {
 namespace {
 
-// Prefetch of a unit: one line for each vector of a line of weights, `apart` bytes from one another, and `at_head` lines at the
-// start of a block (heads have no lines of weights). `apart` may be less than a line: repeated prefetches are almost free, but a
-// gap would stall a unit. A burst would fill the line fill buffers that loads need. `at` null: no prefetch, the hardware
+// Prefetch of a unit: one line for each vector of a line of weights, `apart` bytes from one another. The start of a block adds
+// `at_head` lines, since heads have no lines of weights. `apart` may be less than a line: repeated prefetches are almost free,
+// but a gap would stall a unit. A burst would fill the line fill buffers that loads need. `at` null: no prefetch, the hardware
 // prefetcher follows (Weight::follows).
 struct Fetch {
   const char* at;
@@ -60,7 +60,7 @@ struct Unit {
   std::int32_t biased;                // factor of the offset that starts a group's sums of dot_bytes
   Scales scales;
   float* sums;                // [rows][64], from the first column on; int32 while a single group is incomplete
-  float* total;               // receives + the finished sums of a slice; null: they stay in `sums`
+  float* total;               // accumulates the finished sums of a slice; null: they stay in `sums`
   bool whole;                 // a single group over several pieces
   bool first;                 // the piece begins the single group
   bool ends;                  // the piece completes a slice
@@ -136,7 +136,7 @@ QT_INLINE void add_group_as(const i32v (&sums)[R][V][Dot::kSums], const Unit& un
 }
 
 // Adds a group's scaled sums to the results, then the contribution of zero points or minima to the sum of x. g: index among the
-// piece's groups. in_block: index in the group's block, whose head is `head`. widened: the output of begin_block. One
+// piece's groups. in_block: index in the group's block. head: of that block. widened: the output of begin_block. One
 // instantiation for each kind of scales: a branch for every vector takes measurable time.
 template <class Dot, int R, int V>
 QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, const float* widened,

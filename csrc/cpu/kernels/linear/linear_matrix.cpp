@@ -1,19 +1,19 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ in bf16 on AMX; other formats use the kernels of the parent instruction set.
 //
-// A thread owns 64 columns (a tile; 32 or 16 if tiles are few) for a panel of up to 576 rows, and all slices of k or one. Rows
-// are divided into units of 48, then one of 32, then the rest with smaller tiles. k is divided into pieces of up to 1024, or 256
-// if there is only one unit. A piece of the panel's x and of the tile's weights stays in the L2 cache for all units, each with
-// its sums in registers (linear_matrix.hpp). x is read in place. A thread with several tiles of a panel takes them slice by
-// slice. A slice of the panel's x then stays in the L2 cache, while a deep K would not fit.
+// A thread owns 64 columns (a tile; 32 or 16 if tiles are few) for a panel of up to 576 rows. It computes all slices of k, or
+// one. Rows are divided into units of 48, then one of 32, then the rest in registers of fewer rows. k is divided into pieces of
+// up to 1024, or 256 if there is only one unit. A piece of the panel's x and of the tile's weights stays in the L2 cache for all
+// units. The sums of a unit are in registers (linear_matrix.hpp). x is read in place. A thread with several tiles of a panel
+// takes them slice by slice. A slice of the panel's x then stays in the L2 cache, while a deep K would not fit.
 //
-// Bytes: the weight once per panel, prefetched one piece ahead; x once per panel from memory, then once per 32 columns from the
-// L2 cache; y once. Limiter: the weight's bandwidth up to about 200 rows (two bytes for 2 M operations, at 17 GB/s and 4
+// Bytes: the weight once per panel, prefetched one piece ahead; y once. x once per panel from memory, then once per 32 columns
+// from the L2 cache. Limiter: the weight's bandwidth up to about 200 rows (two bytes for 2 M operations, at 17 GB/s and 4
 // TFLOP/s). Then the products with the L2 loads, at 70 % of the products' rate. A panel of 576 rows has 576 operations for each
 // byte of weight; with 384 rows a product took a fifth longer.
 //
 // Reduction order: of a slice of k (linear.hpp), steps of 32 k ascending, with two chains in a step (amx.hpp). Then the slices
-// ascending, the leaves as a tree, the bias, and one rounding. A depth that is not a multiple of 32 is padded with zeros. A row's
-// sums depend only on the row.
+// ascending, the leaves as a tree, the bias, and one rounding. A depth that is not a multiple of 32 is padded with zeros.
+// Independent of batch size: a row's sums depend only on the row.
 #include "amx.hpp"
 
 #if defined(QT_AMX)
@@ -52,7 +52,7 @@ struct Part {
   index_t row, unit_rows, units;
   index_t k, k_end;
   float* sums;        // of the item: [rows][64]
-  float* total;       // receives + sums; or null
+  float* total;       // accumulates the sums; or null
   const char* fetch;  // weights after the slice; null: no prefetch, not even of the slice itself
 };
 
@@ -123,7 +123,7 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
   }
 }
 
-// One slice of an item, whose weights the previous slice prefetched. next: the weights to prefetch.
+// One slice of an item. The previous slice prefetched its weights. next: the weights to prefetch.
 void multiply_slice(Registers& registers, const LinearCall& call, const LinearItem& item, index_t k, float* sums, float* total,
                     const char* next, Buffers& buffers) {
   const index_t slice_end = k + call.weight->slice_depth, end = slice_end < item.k_end ? slice_end : item.k_end;

@@ -10,10 +10,10 @@
 //
 // 16-bit activations of integer weights are two planes of bytes: the two registers of x are then the planes of the same 16 rows.
 //
-// Cycles of a step of 64 bytes of k (32 bf16, 64 bytes), measured on Emerald Rapids (bench/notes/024): a product takes 16, a load
-// from the L1 cache 8, in parallel with products. 48 rows by 32 columns: products 96, loads 56, 80 lines of operands. 32 by 32:
-// 64, 32 and 64. With operands in the L2 cache a product takes 23 cycles for 48 rows, 26 for 32. Storing and reloading a unit's
-// sums costs 300 to 400 cycles, so a unit multiplies many k in between. A prefetch of x costs slightly more than it gains.
+// Cycles of a step of 64 bytes of k (32 bf16, 64 bytes), measured on Emerald Rapids (bench/notes/024): a product takes 16. A load
+// from the L1 cache takes 8, in parallel with products. 48 rows by 32 columns: products 96, loads 56, 80 lines of operands. 32 by
+// 32: 64, 32 and 64. With operands in the L2 cache a product takes 23 cycles for 48 rows, 26 for 32. Storing and reloading a
+// unit's sums costs 300 to 400 cycles, so a unit multiplies many k in between. A prefetch of x costs slightly more than it gains.
 #pragma once
 
 #include "amx.hpp"

@@ -3,7 +3,7 @@
 //
 // x is quantized first (linear_quantize.hpp): a row is one plane of bytes; in 16 bits two planes, high * 256 + low. A thread owns
 // 64 columns (a tile; 32 or 16 if tiles are few) for a panel of rows. k is divided into pieces of whole groups. The weights of a
-// piece stay in the L1 cache for all units of rows; codes of fewer bits are expanded to bytes once per piece. A unit is 32 rows
+// piece stay in the L1 cache for all units of rows. Codes of fewer bits are expanded to bytes once per piece. A unit is 32 rows
 // by 32 columns, 48 rows without groups, or both planes of 16 rows with 16-bit x (linear_matrix.hpp).
 //
 // The integers of a group go through memory to the vector units, which scale and add them while AMX multiplies the next group.
@@ -13,8 +13,11 @@
 // 8-bit x: 64 k in a step), or the vectors.
 //
 // For few rows VPDPBUSD computes 64 products of 16-bit x a cycle: more than memory supplies weights for, up to about ten rows. It
-// passes no groups through memory. Microseconds of gates and ups of S on two cores of Emerald Rapids, AMX and vectors: int8 669
-// and 456 (8 rows), 1122 and 1071 (32); int4 434 and 356, 869 and 1165.
+// passes no groups through memory. Microseconds of gates and ups of S on two cores of Emerald Rapids:
+//
+//             int8 AMX  int8 vectors  int4 AMX  int4 vectors
+//   8 rows         669           456       434           356
+//   32 rows       1122          1071       869          1165
 //
 // Reduction order: as in linear_integer.cpp. Sums over a group are exact, so the bits are the same without AMX.
 #include "amx.hpp"
@@ -34,7 +37,7 @@ constexpr index_t kPiece = 256;             // k at a time, whole groups
 constexpr index_t kWholePiece = 2048, kWholeStreamPiece = 512;  // all of k is one group; with only one unit
 constexpr index_t kPanelBytes = 5 << 18;    // of x: most of a 2 MB L2 cache
 constexpr index_t kHighestPanel = 576, kLowestPanel = 96;
-constexpr int kRowsAtOnce = 8;              // whose integers are scaled together
+constexpr int kRowsAtOnce = 8;              // rows that are scaled together
 static_assert(kPiece % kXGroup == 0 && kHighestPanel % kLargeUnitRows == 0);
 
 // Buffers of a thread.
@@ -131,7 +134,7 @@ QT_INLINE void end_rows(const std::int32_t*, const Unit& unit, index_t) {
   end_part<Dot8, R, 1>(sums, unit);
 }
 
-// Adds the sums of R rows and 16 columns of a slice to the total, unless it is the first, and scales them if it is the last.
+// Adds the sums of R rows and 16 columns of a slice to the total, unless it is the first. Scales them if it is the last.
 template <int R>
 QT_INLINE void end_slice_rows(const std::int32_t*, const Unit& unit, index_t) {
   end_slice<R, 1>(unit);

@@ -1,7 +1,7 @@
 // Packing of weights: rows of a row-major matrix to tiles, and unpacking.
 //
-// A thread owns a tile. It reads up to 64 rows of the source in parallel, kLanes rows by kLanes words at a time, transposes them
-// in registers and writes the tile sequentially. Bytes moved: the source once, the tile once. Limiter: memory bandwidth.
+// A thread owns a tile. It reads up to 64 rows of the source in parallel and transposes kLanes rows by kLanes words in registers.
+// It writes the tile sequentially. Bytes moved: the source once, the tile once. Limiter: memory bandwidth.
 #include "linear_pack.hpp"
 #include "linear_pack_blocks.hpp"
 #include "linear_pack_codes.hpp"

@@ -59,7 +59,7 @@ QT_INLINE void add_bit_of_each(unsigned char bits, unsigned char* codes) {
   std::memcpy(codes, &sum, sizeof sum);
 }
 
-// 6-bit scales and minima of eight groups in twelve bytes. The first four groups have a byte each, whose upper two bits are the
+// 6-bit scales and minima of eight groups in twelve bytes. The first four groups have a byte each. Its upper two bits are the
 // upper two bits of the other groups.
 QT_INLINE void six_bits(const unsigned char* from, const HeadOfLane& head) {
   for (int g = 0; g < 8; ++g) {

@@ -34,9 +34,9 @@ constexpr index_t integer_bytes(bool eight) { return kDotsBytes && eight ? 1 : 2
 constexpr index_t planes_of(bool) { return 1; }
 #endif
 
-// Layout of a row, in bytes. For each group of weights (of x, if weights have none): the scale of x; the negated sum of its
-// integers times the weights' middle; for formats that shift, that sum as a float, not negated. With groups of 16, two groups
-// share a scale, which is stored twice.
+// Layout of a row, in bytes. Per group of weights (of x, if weights have none): the scale of x, and the offset, its negated
+// integer sum times the weights' middle. Formats that shift add a share, scale * -offset. With groups of 16, two groups share a
+// scale, which is stored twice.
 struct QuantizedX {
   index_t plane;  // whole cache lines, zero-padded
   index_t in_group, groups, scales_at, offsets_at, shares_at, row_bytes;

@@ -1,11 +1,11 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ with 4-bit indices into a table per column, plus sparse outliers, in fp32.
 //
-// A thread owns 64 columns (a tile; 32 or 16 if tiles are few) for a panel of up to 192 rows, and all slices of k or one. K is
-// divided into pieces, a piece into units of rows, a unit into blocks of columns. Lanes are k. A register of one column's codes
-// is shifted and indexes the column's table, which is in a register (AVX-512: one permutation for 16 numbers). The result is
-// multiplied with a register of each row's x. No broadcast or transpose is needed. Up to 12 rows share a lookup; other units
-// repeat it. Each output has 16 sums, which are added once a piece. Then come the piece's outliers, stored in runs beside the
-// codes (linear.hpp): outlier * x is added to the column's sum.
+// A thread owns 64 columns (a tile; 32 or 16 if tiles are few) for a panel of up to 192 rows. It computes all slices of k, or
+// one. K is divided into pieces, a piece into units of rows, a unit into blocks of columns. Lanes are k. A register of one
+// column's codes is shifted and indexes the column's table, which is in a register (AVX-512: one permutation for 16 numbers). The
+// result is multiplied with a register of each row's x. No broadcast or transpose is needed. Up to 12 rows share a lookup; other
+// units repeat it. Each output has 16 sums, which are added once a piece. Then come the piece's outliers, stored in runs beside
+// the codes (linear.hpp): outlier * x is added to the column's sum.
 //
 // x is first widened to fp32 and zero-padded to whole blocks, because padding codes also select table entries.
 //

@@ -93,8 +93,7 @@ QT_INLINE void prefetch_outputs(const Finish& f, index_t row, index_t rows) {
   }
 }
 
-// Finishes a few rows at a time: their lines of y stay in the L1 cache for all columns, and are prefetched during the rows
-// before.
+// Finishes a few rows at a time. Their lines of y stay in the L1 cache for all columns, and are prefetched during earlier rows.
 QT_INLINE void finish_by_blocks(const Finish& f, const float* sums, index_t row, index_t rows) {
   constexpr index_t kBlock = 16;
   const FinishRows finish_rows = finish_for(f.call);
@@ -180,7 +179,7 @@ QT_INLINE f32v total_of_leaves(index_t leaves, const OfLeaf& of_leaf) {
   return sums[0];
 }
 
-// Totals of an item's outputs, whose slices are all complete: [rows][64].
+// Totals of an item's outputs, after all slices are complete: [rows][64].
 QT_INLINE void add_slices(const LinearCall& call, const LinearItem& item, float* total) {
   const float* const first = partials_of(call, item, 0);
   for (index_t r = 0; r < item.rows; ++r)

@@ -30,8 +30,8 @@ struct Unit {
   bool odd;      // pairs: one single k follows the steps
   float* sums;   // [rows][64]
   bool first;    // sums begin at zero
-  float* total;  // [rows][64]: receives + the finished sums of a slice; null: they stay in `sums`
-  // prefetch address: each step takes a group of `ahead_lines` (1, 2 or 4) adjacent lines, `ahead_groups` in all
+  float* total;  // [rows][64]: accumulates the finished sums of a slice; null: they stay in `sums`
+  // Prefetch address: each step takes a group of `ahead_lines` (1, 2 or 4) adjacent lines, `ahead_groups` in all
   const char* ahead;
   index_t ahead_groups, ahead_lines, ahead_stride;  // contiguous groups, or, of 1 or 2 lines, with a stride in bytes
 };
