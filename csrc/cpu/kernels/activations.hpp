@@ -1,4 +1,4 @@
-// Activations of one vector of fp32: of the pointwise operations, and of what linear layers compute after their products.
+// Activation functions on one fp32 vector, for pointwise operations and for the fused output of linear layers.
 #pragma once
 
 #include "simd.hpp"
@@ -11,13 +11,13 @@ QT_INLINE f32v sigmoid(f32v x) { return all(1.0f) / (all(1.0f) + exponential(-x)
 
 QT_INLINE f32v silu(f32v x) { return x / (all(1.0f) + exponential(-x)); }
 
-// x (1 + tanh z) / 2 is x / (1 + e^-2z), which loses nothing where tanh z is near -1.
+// x (1 + tanh z) / 2 = x / (1 + e^-2z): no cancellation where tanh z is near -1.
 QT_INLINE f32v gelu_tanh(f32v x) {
   const f32v z = all(0.7978845608f) * fma(all(0.044715f) * x * x, x, x);
   return x / (all(1.0f) + exponential(z * all(-2.0f)));
 }
 
-// erf by Abramowitz and Stegun 7.1.26, |error| <= 1.5e-7: so is that of the factor of x.
+// erf by Abramowitz and Stegun 7.1.26, |error| <= 1.5e-7; the factor of x has the same bound.
 QT_INLINE f32v gelu_erf(f32v x) {
   const f32v s = x * all(0.7071067812f), magnitude = max(s, -s);
   const f32v t = all(1.0f) / fma(all(0.3275911f), magnitude, all(1.0f));
@@ -32,7 +32,7 @@ QT_INLINE f32v gelu_erf(f32v x) {
 
 QT_INLINE f32v relu(f32v x) { return x < 0.0f ? all(0.0f) : x; }  // NaN stays NaN
 
-// kind: not none.
+// kind: any but none.
 QT_INLINE f32v activate(Activation kind, f32v x) {
   switch (kind) {
     case Activation::silu: return silu(x);

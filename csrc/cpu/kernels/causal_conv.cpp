@@ -1,8 +1,8 @@
-// Convolution over the last few tokens, each channel by itself.
+// Causal convolution over the last few tokens, for each channel separately.
 //
-// A thread owns a row and a range of channels, and goes from token to token with the last inputs of a vector of channels at
-// hand. Each input is read once and each output written once: 4 to 8 bytes and 2 FLOPs a tap. Limiter: cache bandwidth.
-// Order: the oldest input first, the bias before it; fused.
+// A thread owns a row and a range of channels. It walks the tokens with the last inputs of one vector of channels in registers.
+// Bytes: 4 to 8 per element (each input read once, each output written once), 2 FLOPs a tap. Limiter: cache bandwidth. Reduction
+// order: the bias, then inputs from oldest to newest, fused. Independent of batch size.
 #include "simd.hpp"
 #include "states.hpp"
 
@@ -11,11 +11,11 @@ namespace {
 
 QT_INLINE f32v silu(f32v x) { return x / (all(1.0f) + exponential(-x)); }
 
-// One vector of channels, `count` of them from `channel` on, through all the row's tokens. Taps 0: as many as the call says.
+// `count` channels from `channel` on, for all tokens of the row. Taps = 0: the number of taps is a runtime value.
 template <class Element, int Taps>
 void convolve(const CausalConvCall& c, const StateRow& row, index_t channel, index_t count) {
   const index_t taps = Taps ? Taps : c.taps, old = taps - 1;
-  f32v weight[Taps ? Taps : kMaxTaps], input[Taps ? Taps : kMaxTaps];  // input[j] meets weight[j]
+  f32v weight[Taps ? Taps : kMaxTaps], input[Taps ? Taps : kMaxTaps];  // input[j] is multiplied by weight[j]
   for (index_t j = 0; j < taps; ++j) weight[j] = load(c.weight + j * c.channels + channel, count);
   const Element* from = row.from ? (const Element*)(row.from + c.offset) + channel : nullptr;
   for (index_t j = 0; j < old; ++j) input[j] = from ? load(from + j * c.channels, count) : all(0.0f);
@@ -33,12 +33,12 @@ void convolve(const CausalConvCall& c, const StateRow& row, index_t channel, ind
   for (index_t j = 0; j < old; ++j) store(to + j * c.channels, input[j], count);
 }
 
-// Asks for memory before it is read: many short runs, which the processor would find out about one by one.
+// Prefetches a run of memory. The runs of a piece are many and short, so the hardware prefetcher would start anew on each.
 QT_INLINE void fetch(const void* from, index_t bytes) {
   for (index_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)from + at);
 }
 
-// What a piece reads besides its inputs.
+// Prefetches the state and the weights of a piece.
 template <class Element>
 QT_INLINE void fetch_piece(const CausalConvCall& c, const StateRow& row, index_t first, index_t columns) {
   for (index_t j = 0; j < c.taps; ++j) {

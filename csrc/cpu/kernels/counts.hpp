@@ -1,5 +1,4 @@
-// How often each value occurs in a row of 16-bit logits: there are at most 65 536, and far fewer in a range that
-// matters.
+// Histogram of the values in a row of 16-bit logits: at most 65 536 values, and far fewer in a relevant range.
 #pragma once
 
 #include "logit_row.hpp"
@@ -7,7 +6,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-// 16-bit floats as unsigned numbers in the same order, and back. No NaN.
+// 16-bit floats to unsigned numbers of the same order, and back. No NaN.
 QT_INLINE std::uint16_t order_of(std::uint16_t bits) {
   return bits ^ std::uint16_t(std::int16_t(bits) >> 15 | std::int16_t(0x8000));
 }
@@ -15,13 +14,13 @@ QT_INLINE std::uint16_t bits_of(std::uint16_t order) {
   return order ^ (order & 0x8000 ? std::uint16_t(0x8000) : std::uint16_t(0xFFFF));
 }
 
-// The bits of a number of the format, or of an adjacent one; denormals stay what they are.
+// The bits of `value` in the format, or of an adjacent number; denormals are kept.
 QT_INLINE std::uint16_t bits_near(float value, bf16) { return narrow_bits(value); }
 QT_INLINE std::uint16_t bits_near(float value, fp16) { return half_bits(value); }
 
 constexpr index_t kTogether = 8;
 
-// Whether none of kTogether values occurs.
+// True if all counts of kTogether values are zero.
 QT_INLINE bool none_of(const std::uint32_t* counts) {
   std::uint64_t words[kTogether];
   std::memcpy(words, counts, sizeof words / 2);
@@ -31,15 +30,15 @@ QT_INLINE bool none_of(const std::uint32_t* counts) {
   return !any;
 }
 
-// Lists the different logits from `least` to `most`, the largest first, and how often each occurs. Returns how many,
-// rounded up with -inf and 0 to whole vectors. counts: room of kCounts; values, times: of the vocabulary, and a vector.
+// Lists the distinct logits from `least` to `most`, descending, with their counts. Returns their number, padded with -inf and 0
+// to whole vectors. counts: kCounts elements; values, times: vocab_size elements plus a vector.
 template <class Element>
 index_t count_values(const Element* x, index_t vocab_size, const float* maxima, float least, float most,
                      std::uint32_t* counts, float* values, float* times) {
   index_t first_order = order_of(bits_near(least, Element{}));
-  first_order -= first_order > 0;  // `least` may have been rounded up; what is counted too much is sorted out below
-  const index_t size = order_of(bits_near(most, Element{})) - first_order + 2;  // place 0 is for everything below
-  // Two tables, for even and odd numbers: one need not wait for the other's count.
+  first_order -= first_order > 0;  // `least` may be rounded up; the loop below drops smaller values
+  const index_t size = order_of(bits_near(most, Element{})) - first_order + 2;  // place 0 counts everything below
+  // Two tables, for even and odd indices, so that consecutive increments do not depend on each other.
   for (int table = 0; table < 2; ++table) std::memset(counts + table * 65536, 0, size * sizeof(std::uint32_t));
   for (index_t b = 0, i = 0; i < vocab_size; ++b, i += kBlock) {
     if (maxima[b] < least) continue;

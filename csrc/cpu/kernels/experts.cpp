@@ -1,9 +1,13 @@
-// Which experts a token chooses, and what is moved and summed around their multiplications.
+// Mixture of experts: routing, gather of expert rows, and the weighted sum of expert outputs.
 //
-// A thread owns a token (route, combine) or a row (gather). Route: [E] scores in fp32 on the stack, a pass for each choice: some
-// E (K + 10) operations. Gather: a row read and written. Combine: K rows read, one written, summed in fp32 with k ascending and
-// rounded once. Limiter: the cache's bandwidth. Sums over experts: lanes ascending by vectors, then by halves; over the chosen,
-// ascending by k. Nothing depends on the number of tokens.
+// A thread owns a token (route, combine) or a row (gather).
+//
+// - Route: [E] scores in fp32 on the stack and one pass for each of K choices, about E (K + 10) operations.
+// - Gather: one row read, one written.
+// - Combine: K rows read, one written; summed in fp32 with k ascending and rounded once.
+//
+// Limiter: cache bandwidth. Reduction order: over experts, lanes ascending by vectors, then by halves; over chosen experts, k
+// ascending. Independent of batch size.
 #include "experts.hpp"
 
 #include "simd.hpp"
@@ -13,10 +17,10 @@ namespace {
 
 constexpr index_t kPadded = kMostExperts + kLanes;
 
-// A token's scores, their choices, and the available experts.
+// A token's scores, their selection keys, and the experts that are no longer available.
 struct Scores {
   alignas(64) float values[kPadded];   // logits, then scores
-  alignas(64) float choices[kPadded];  // what is compared
+  alignas(64) float choices[kPadded];  // selection keys
   bool taken[kMostExperts];
 };
 
@@ -25,7 +29,7 @@ void load_row(const Element* from, index_t count, float* to) {
   for (index_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i));
 }
 
-// e^(value - largest) over their sum; the largest is finite or all are NaN.
+// e^(value - largest) / sum. The largest is finite, or all values are NaN.
 void softmax(float* values, index_t count) {
   float largest = values[0];
   for (index_t i = 1; i < count; ++i) largest = values[i] > largest ? values[i] : largest;
@@ -55,7 +59,7 @@ void sigmoid(float* values, index_t count) {
     store(values + i, all(1.0f) / (all(1.0f) + exponential(-load(values + i))));
 }
 
-// The largest that is not taken, the first of equal ones; some one that is not taken where all are NaN.
+// Index of the largest value that is not taken, the first of equal ones; any index that is not taken if all are NaN.
 index_t largest_of(const float* values, const bool* taken, index_t begin, index_t end) {
   index_t best = -1;
   for (index_t i = begin; i < end; ++i)
@@ -63,7 +67,7 @@ index_t largest_of(const float* values, const bool* taken, index_t begin, index_
   return best;
 }
 
-// Takes all experts of groups that are not chosen.
+// Marks all experts of unselected groups as taken.
 void choose_groups(const Routing& routing, Scores& scores) {
   const index_t size = routing.experts / routing.groups;
   float totals[kMostExperts];
@@ -83,7 +87,7 @@ void choose_groups(const Routing& routing, Scores& scores) {
   for (index_t i = 0; i < routing.experts; ++i) scores.taken[i] = !chosen[i / size];
 }
 
-// The largest's part of a softmax over those that are near it and not taken.
+// Sparse mixer: softmax of `largest` over the experts that are not taken and within the jitter threshold.
 float share_of_near(const Routing& routing, const Scores& scores, index_t largest) {
   const float most = scores.values[largest];
   float sum = 0;

@@ -1,6 +1,5 @@
-// The limits that kernels are measured against: memory read front to back, and 24 independent sums in registers that
-// are added to as often as the processor can; four registers of the matrix unit, which is what kernels keep there. Nothing is
-// computed with them.
+// Benchmarks of the machine's limits, as references for the kernels. Read: sequential memory reads. Multiply: 24 independent
+// accumulators in vector registers, or four AMX registers, at full rate. The results are not used.
 #include "limits.hpp"
 
 #include "amx.hpp"
@@ -18,7 +17,7 @@ QT_INLINE void use(Vector& value) {
 #elif defined(__aarch64__)
   asm volatile("" : "+w"(value));
 #else
-  asm volatile("" : "+m"(value));  // other processors' letters for a vector register differ
+  asm volatile("" : "+m"(value));  // the register constraint differs between other processors
 #endif
 }
 
@@ -45,7 +44,7 @@ QT_INLINE void multiply(index_t items, Vector a, Vector b, Vector start, Add add
 #pragma GCC unroll 24
   for (int i = 0; i < kSums; ++i) {
     sums[i] = start;
-    use(sums[i]);  // or the compiler would see that all are equal
+    use(sums[i]);  // otherwise the compiler merges the equal accumulators
   }
   for (index_t round = 0; round < items * kMultiplyRounds * 24 / kSums; ++round) {
     use(a);
@@ -97,7 +96,7 @@ void matrix_bytes(const void*, index_t begin, index_t end) {
     amx.multiply_bytes<3, 5, 7>();
   });
 }
-#else  // the emulated one is no limit
+#else  // emulated AMX has no hardware limit
 constexpr void (*matrix_pairs)(const void*, index_t, index_t) = nullptr, (*matrix_bytes)(const void*, index_t, index_t) = nullptr;
 #endif
 

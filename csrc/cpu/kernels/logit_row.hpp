@@ -1,9 +1,9 @@
-// Passes over one row of logits, and selection without sorting: what drawing and reporting share.
+// Passes over one row of logits and selection without sorting, for sampling and log-probabilities.
 //
-// A row is seen as blocks of kBlock logits. One pass finds the largest logit of every block; as the n blocks with the
-// largest maxima hold at least n logits that are not below the n-th of these maxima, a search for the n largest
-// logits looks into those blocks only. Sums are of fp32 vectors within a block, element i in lane i mod lanes,
-// ascending, then lanes by halves; of doubles across blocks, ascending.
+// A row is divided into blocks of kBlock logits. One pass computes the maximum of every block. The n blocks with the largest
+// maxima hold at least n logits that are not below the n-th of these maxima. A search for the n largest logits therefore reads
+// only those blocks. Reduction order within a block: fp32 vectors, element i in lane i mod lanes, ascending, then lanes by
+// halves. Across blocks: fp64, ascending.
 #pragma once
 
 #include "sampling.hpp"
@@ -14,21 +14,21 @@ namespace {
 
 constexpr index_t kCounts = 2 * 65536;
 
-// Memory for one row, in the calling thread's scratch.
+// Buffers for one row, in the calling thread's scratch.
 struct Scratch {
   float* maxima;          // [blocks]
   float* sums;            // [blocks]
-  float* values;          // [vocab]: the logits that are still candidates, in the order of the vocabulary,
-  float* weights;         // [vocab]: their weights
-  std::int32_t* ids;      // [vocab]: and their ids
-  float* narrowed;        // [2 * vocab]: what `largest_reaching` narrows down
+  float* values;          // [vocab]: remaining candidate logits, in vocabulary order
+  float* weights;         // [vocab]: weights of the candidates
+  std::int32_t* ids;      // [vocab]: token ids of the candidates
+  float* narrowed;        // [2 * vocab]: buffer of `largest_reaching`
   std::uint32_t* counts;  // [2 * 65536]: see counts.hpp
-  float* masked;          // [vocab]: the row with what its mask leaves
+  float* masked;          // [vocab]: the row after its mask
 };
 
 QT_INLINE Scratch scratch_for(const LogitRows& rows) {
   const index_t blocks = (blocks_of(rows.vocab_size) + 15) / 16 * 16;
-  const index_t width = (rows.vocab_size + kBlock) / 16 * 16 + 16;  // compressing stores write a vector past the end
+  const index_t width = (rows.vocab_size + kBlock) / 16 * 16 + 16;  // compress stores write a whole vector past the end
   float* memory = static_cast<float*>(rows.scratch((2 * blocks + 6 * width + kCounts) * index_t(sizeof(float))));
   Scratch s;
   s.maxima = memory;
@@ -42,18 +42,18 @@ QT_INLINE Scratch scratch_for(const LogitRows& rows) {
   return s;
 }
 
-// The first `count` lanes of value, -inf in the others.
+// The first `count` lanes of value; -inf in the others.
 QT_INLINE f32v or_lowest(f32v value, index_t count) {
   if (count >= kLanes) return value;
   for (int i = int(count); i < kLanes; ++i) value[i] = -__builtin_inff();
   return value;
 }
 
-// Copies a row, -inf in place of what its mask leaves out and of NaN. Something is left to draw in any case: where all that
-// the mask allows is -inf, as where other wishes contradict it, its first token. vocab_size: at most the mask's bits.
+// Copies a row. NaN and masked logits become -inf. If all allowed logits are -inf, the first allowed token becomes the only
+// candidate (logit bias and mask may conflict). vocab_size: at most the number of mask bits.
 template <class Element>
 QT_INLINE void copy_masked(const Element* x, index_t vocab_size, const std::uint32_t* mask, float* to) {
-  constexpr float kMost = 1e30f;  // far from where a quotient by a temperature is infinite
+  constexpr float kMost = 1e30f;  // small enough that division by a temperature stays finite
   i32v lane_bits;
   for (int lane = 0; lane < kLanes; ++lane) lane_bits[lane] = 1 << lane;
   const f32v lowest = all(-__builtin_inff());
@@ -80,7 +80,7 @@ QT_INLINE void copy_masked(const Element* x, index_t vocab_size, const std::uint
 
 struct Largest {
   float value;
-  bool any_nan;  // NaN counts for no maximum
+  bool any_nan;  // maxima ignore NaN
 };
 
 template <class Element>
@@ -104,7 +104,7 @@ QT_INLINE Largest find_maxima(const Element* x, index_t vocab_size, float* maxim
   return {top, any_nan};
 }
 
-// What find_maxima returns, from maxima that were found part by part.
+// The result of find_maxima, from block maxima that were computed in parts.
 QT_INLINE Largest largest_of(const float* maxima, index_t blocks) {
   Largest top = {-__builtin_inff(), false};
   for (index_t b = 0; b < blocks; ++b) {
@@ -114,7 +114,7 @@ QT_INLINE Largest largest_of(const float* maxima, index_t blocks) {
   return top;
 }
 
-// The first index with x == value, which is in the row; or, where value is NaN, the first NaN.
+// The first index with x == value, which must be in the row; if value is NaN, the first NaN.
 template <class Element>
 index_t index_of(const Element* x, index_t vocab_size, const float* maxima, float value) {
   const bool nan = value != value;
@@ -129,8 +129,7 @@ index_t index_of(const Element* x, index_t vocab_size, const float* maxima, floa
   return 0;
 }
 
-// e^((x - top) / temperature) where x >= floor, else 0. floor is such that the exponent is above -88: see
-// `exponential`.
+// e^((x - top) / temperature) where x >= floor, else 0. floor keeps the exponent above -88: see `exponential`.
 struct Weigh {
   f32v top, inverse, floor;
   __attribute__((always_inline)) f32v operator()(f32v x) const {
@@ -139,8 +138,8 @@ struct Weigh {
   }
 };
 
-// The weights of n numbers: their sum; and block by block in `sums`; one by one in `weights`, unless null. Where maxima
-// is not null, blocks below the floor are not looked at.
+// Returns the sum of the weights of n numbers. Writes block sums to `sums` and single weights to `weights`, unless null. If
+// maxima is not null, blocks below the floor are skipped.
 template <class Element>
 QT_INLINE double weigh(const Element* x, index_t n, const Weigh& weight_of, const float* maxima, float* sums,
                        float* weights) {
@@ -168,7 +167,7 @@ QT_INLINE double weigh(const Element* x, index_t n, const Weigh& weight_of, cons
   return total;
 }
 
-// Lists the logits that are at least `least`, in the order of the vocabulary. Returns how many.
+// Lists the logits >= `least` in vocabulary order. Returns their number.
 template <class Element>
 index_t gather(const Element* x, index_t vocab_size, const float* maxima, float least, float* values,
                std::int32_t* ids) {
@@ -198,7 +197,7 @@ index_t gather(const Element* x, index_t vocab_size, const float* maxima, float 
   return n;
 }
 
-// Drops the listed numbers below `least`; weights may be null. Returns how many are left.
+// Removes listed numbers below `least`; weights may be null. Returns the remaining number.
 QT_INLINE index_t keep_at_least(float least, float* values, float* weights, std::int32_t* ids, index_t n) {
   index_t kept = 0, i = 0;
 #if defined(__AVX512F__)
@@ -221,7 +220,7 @@ QT_INLINE index_t keep_at_least(float least, float* values, float* weights, std:
   return kept;
 }
 
-// Unsigned numbers in the order of the floats they stand for.
+// Unsigned keys in the order of their floats.
 QT_INLINE std::uint32_t key_of(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -235,8 +234,8 @@ QT_INLINE float of_key(std::uint32_t key) {
   return value;
 }
 
-// Copies the numbers for which chosen(value) holds, and their weights unless null, in order; in place is fine. Returns
-// how many.
+// Copies the numbers for which chosen(value) holds, and their weights unless null, in order; may be in place. Returns their
+// number.
 template <class Chosen>
 QT_INLINE index_t narrow_down(const float* values, const float* weights, index_t n, Chosen chosen, float* to_values,
                               float* to_weights) {
@@ -259,7 +258,7 @@ QT_INLINE index_t narrow_down(const float* values, const float* weights, index_t
   return kept;
 }
 
-// The numbers of a selection that are still in question, and what those above them weigh.
+// Candidates of a selection, and the total weight above them.
 template <class Sum>
 struct Open {
   const float* values;
@@ -268,8 +267,8 @@ struct Open {
   Sum above;
 };
 
-// Walks bins from the last down to the one in which `target` is reached; returns it, and adds those above it to
-// `above`. Where it is not reached, the lowest bin that is not empty.
+// Walks bins from the last down to the one that reaches `target`. Returns it and adds the bins above it to `above`. If no bin
+// reaches it, returns the lowest non-empty bin.
 template <class Sum>
 QT_INLINE int walk_down(const Sum* bins, int count, Sum target, Sum& above) {
   int chosen = -1;
@@ -285,7 +284,7 @@ QT_INLINE int walk_down(const Sum* bins, int count, Sum target, Sum& above) {
   return chosen;
 }
 
-// Narrows many numbers down to those of one of kBins equal parts of the range they lie in.
+// Reduces many candidates to those of one of kBins equal parts of their range.
 template <class Sum>
 void narrow_by_range(Open<Sum>& open, Sum target, float* room_values, float* room_weights) {
   constexpr int kBins = 1024;
@@ -297,11 +296,11 @@ void narrow_by_range(Open<Sum>& open, Sum target, float* room_values, float* roo
   }
   const f32v low = all(max_of(-least) < 1e30f ? -max_of(-least) : -1e30f),
              scale = all(float(kBins) / (max_of(most) - low[0]));
-  if (!(scale[0] < 1e30f)) return;  // all alike
+  if (!(scale[0] < 1e30f)) return;  // all equal
   const auto bin_of = [=](f32v value) {
     return to_int(min(max((value - low) * scale, all(0.0f)), all(float(kBins - 1))));
   };
-  Sum bins[2][kBins] = {};  // of even and odd places: a number need not wait for the previous sum
+  Sum bins[2][kBins] = {};  // even and odd places, so that an addition does not wait for the previous one
   for (index_t i = 0; i < open.n; i += kLanes) {
     const index_t count = open.n - i < kLanes ? open.n - i : kLanes;
     const i32v bin = bin_of(load(open.values + i, count));
@@ -317,9 +316,9 @@ void narrow_by_range(Open<Sum>& open, Sum target, float* room_values, float* roo
   if (open.weights) open.weights = room_weights;
 }
 
-// The largest of n numbers such that those not below it weigh `target` together; the least number if all of them weigh
-// less. weights, all positive, or null: each weighs 1. A radix selection, 8 bits of the keys at a time, from above;
-// weights are summed in the order of the list. room: for 2 n numbers. n >= 1.
+// The largest of n numbers such that the numbers not below it weigh at least `target`; the minimum if all of them weigh less.
+// weights: all positive, or null (each weighs 1). Radix selection, 8 key bits at a time, most significant first; weights are
+// summed in list order. room: 2 n elements. n >= 1.
 template <class Sum>
 float largest_reaching(const float* values, const float* weights, index_t n, Sum target, float* room) {
   constexpr index_t kMany = 4096;
@@ -345,7 +344,7 @@ float largest_reaching(const float* values, const float* weights, index_t n, Sum
   return of_key(key);
 }
 
-// A number that at least n logits of the row reach, as large as the blocks' maxima tell; -inf if they tell nothing.
+// A lower bound of the n-th largest logit, from block maxima; -inf if n exceeds the number of blocks.
 QT_INLINE float reached_by(index_t n, const float* maxima, index_t blocks, float* room) {
   if (n > blocks) return -__builtin_inff();
   return largest_reaching<index_t>(maxima, nullptr, blocks, n, room);

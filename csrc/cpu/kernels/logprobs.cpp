@@ -1,14 +1,14 @@
-// The log-probability of one token of a row, its rank, and the most likely tokens, without sorting the vocabulary.
+// Log-probability of one token of a row, its rank, and the most likely tokens, without sorting the vocabulary.
 //
-// A thread owns a row: one pass for the maxima, one for the sum of exponentials and the rank, then work on some more
-// than the tokens asked for. Limiter: the exponential. Reductions: see logit_row.hpp; the logarithm and what is
-// subtracted, in fp64.
+// A thread owns a row: one pass for the maxima, one for the sum of exponentials, one for the rank. Then it selects from slightly
+// more than the requested tokens. Bytes: the row once from memory, twice from cache. Limiter: the exponential. Reduction order:
+// see logit_row.hpp; the logarithm and the subtraction are fp64. Independent of batch size.
 #include "logit_row.hpp"
 
 namespace qt::QT_ISA {
 namespace {
 
-// How many of n logits are larger than `own`.
+// Number of logits larger than `own`.
 template <class Element>
 index_t num_above(const Element* x, index_t n, float own) {
   i32v counts = {};
@@ -20,8 +20,8 @@ index_t num_above(const Element* x, index_t n, float own) {
   return count;
 }
 
-// Sorts n entries, largest value first, the lower id first among equals. They come in the order of ids, and every pass
-// of the radix sort is stable. room: for 2 n numbers.
+// Sorts n entries by descending value, ties by ascending id. The input is in id order, and every pass of the radix sort is
+// stable. room: 2 n elements.
 void sort_descending(float* values, std::int32_t* ids, index_t n, float* room) {
   float* from_values = values;
   std::int32_t* from_ids = ids;
@@ -45,7 +45,7 @@ void sort_descending(float* values, std::int32_t* ids, index_t n, float* room) {
   }
 }
 
-// A row with a NaN, or without a finite largest logit, has no distribution: every value NaN, the first ids.
+// Output for a row with a NaN or without a finite largest logit: every value NaN, and the first token ids.
 void report_nothing(std::int32_t own, index_t num_top, std::int32_t* ids, float* values) {
   ids[0] = own;
   for (index_t i = 0; i <= num_top; ++i) {
@@ -82,7 +82,7 @@ void report(const void* call, index_t begin, index_t end) {
     index_t n = gather(x, vocab, s.maxima, reached_by(c.num_top, s.maxima, blocks, s.narrowed), s.values, s.ids);
     if (n > c.num_top) {
       const float last = largest_reaching<index_t>(s.values, nullptr, n, c.num_top, s.narrowed);
-      n = keep_at_least(last, s.values, nullptr, s.ids, n);  // equals of the last included
+      n = keep_at_least(last, s.values, nullptr, s.ids, n);  // includes ties with the last
     }
     sort_descending(s.values, s.ids, n, s.narrowed);
     for (index_t j = 0; j < c.num_top; ++j) {

@@ -1,4 +1,4 @@
-// See matrix_check.hpp.
+// Digest of AMX products, see matrix_check.hpp.
 #include "matrix_check.hpp"
 
 #include "matrix_products.hpp"

@@ -1,5 +1,5 @@
-// Products of known numbers in a matrix unit, as one number. Numbers are near one, about the smallest normal number, and below it;
-// registers are full and partly filled, and their shapes change in between.
+// Digest of AMX products of pseudo-random numbers. Exponents are near one, near the smallest normal number, and denormal.
+// Registers are full or partly filled, and register shapes change in between.
 #pragma once
 
 #include "amx.hpp"
@@ -9,19 +9,19 @@ namespace {
 
 #if defined(QT_AMX)
 
-// What is multiplied: rows and columns of C; depth: pairs or fours.
+// Rows and columns of C; depth: pairs (bf16) or fours (bytes).
 struct ProductShape {
   index_t rows, columns, depth;
 };
 inline constexpr ProductShape kProductShapes[] = {{16, 16, 16}, {5, 7, 3}, {16, 9, 12}};
 
-// The lowest biased exponent of numbers, and how many there are; of the factors, and of what the sums begin with.
+// Lowest biased exponent and number of exponents, of the factors and of the initial sums.
 struct Exponents {
   std::uint32_t factor, factors, sum, sums;
 };
 inline constexpr Exponents kProductExponents[] = {{120, 13, 120, 13}, {58, 11, 0, 10}, {0, 3, 0, 3}};
 
-// Unit: `Amx`, or a type distinct from it.
+// Unit: `Amx`, or a distinct type with the same interface.
 template <class Unit>
 class Products {
  public:
@@ -43,7 +43,7 @@ class Products {
  private:
   static constexpr index_t kWords = kAmxRows * kAmxColumns;
 
-  // Knuth, The Art of Computer Programming, volume 2 (1997), 3.3.4, line 26.
+  // Linear congruential generator: Knuth, The Art of Computer Programming, volume 2 (1997), 3.3.4, line 26.
   std::uint32_t draw() {
     state_ = state_ * 6364136223846793005u + 1442695040888963407u;
     return std::uint32_t(state_ >> 32);
@@ -57,7 +57,7 @@ class Products {
     return number(exponents.factor, exponents.factors) << 16 | low;
   }
 
-  // Twice: the second time onto the first sums.
+  // Multiplies twice, to test accumulation onto existing sums.
   template <class Multiply>
   void multiply(const ProductShape& shape, Multiply multiply) {
     AmxShapes shapes;
@@ -71,7 +71,7 @@ class Products {
     multiply(unit_);
     multiply(unit_);
     unit_.template store<5>(c_, kAmxRowBytes);
-    for (const std::uint32_t word : c_) digest_ = (digest_ ^ word) * 0x100000001B3u;  // Fowler, Noll and Vo, word by word
+    for (const std::uint32_t word : c_) digest_ = (digest_ ^ word) * 0x100000001B3u;  // FNV-1a (Fowler, Noll and Vo), by words
   }
 
   Unit unit_;

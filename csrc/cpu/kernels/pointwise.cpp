@@ -1,11 +1,12 @@
 // Norms, activations, gates, sums and gathers, in fp32 arithmetic over bf16, fp16 or fp32 rows.
 //
-// A thread owns a row at a time. Each input is read once or, by norms, twice or thrice out of the first-level cache;
-// each output written once: 4 to 6 bytes and some 2 to 20 FLOPs an element. Limiter: cache or memory bandwidth; for
-// activations the exponential and the division. Results are rounded to the rows' format where the reference (torch,
-// transformers) rounds. Only norms reduce: four vectors of fp32 sums, element i in lane i mod lanes of vector (i /
-// lanes) mod 4, ascending; then the vectors (0 + 1) + (2 + 3), then lanes by halves. Nothing depends on how many rows
-// there are.
+// A thread owns one row at a time. Bytes: each input read once and each output written once, 4 to 6 bytes an element. Norms read
+// the row two or three times, from the L1 cache. FLOPs: about 2 to 20 an element. Limiter: cache or memory bandwidth; for
+// activations the exponential and the division. Results are rounded to the row format at the same places as the reference (torch,
+// transformers).
+//
+// Reduction order (norms only): four vectors of fp32 sums, element i in lane i mod lanes of vector (i / lanes) mod 4, ascending.
+// Then the vectors (0 + 1) + (2 + 3), then lanes by halves. Independent of batch size.
 #include "pointwise.hpp"
 
 #include "activations.hpp"
@@ -14,7 +15,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-// (1 - e) / (1 + e) with e = e^-2|z|; near 0, where that cancels, the Taylor series to z^7 (relative remainder below
+// tanh z = (1 - e) / (1 + e) with e = e^-2|z|. Near 0, where this cancels, the Taylor series to z^7 (relative remainder below
 // 6e-8).
 QT_INLINE f32v hyperbolic_tangent(f32v z) {
   const f32v square = z * z, magnitude = max(z, -z), e = exponential(magnitude * all(-2.0f));
@@ -27,7 +28,7 @@ QT_INLINE f32v hyperbolic_tangent(f32v z) {
 
 // --- rows ---
 
-// The sum of term(i, count) over a row, in the order that is said above; term gives zeros from lane `count` on.
+// The sum of term(i, count) over a row, in the reduction order above; term returns zeros from lane `count` on.
 template <class Term>
 QT_INLINE float sum_over(index_t width, Term term) {
   f32v sums[4] = {};
@@ -54,14 +55,14 @@ QT_INLINE Element* row_of(void* rows, index_t row, index_t stride) {
   return static_cast<Element*>(rows) + row * stride;
 }
 
-// What a norm multiplies a group by, or adds to it; null: nothing.
+// Weight or bias of a norm's group; null: none.
 template <class Element>
 QT_INLINE const Element* weights_of(const void* weights, index_t group, const PointwiseCall& c) {
   return weights ? static_cast<const Element*>(weights) + group * c.weight_step : nullptr;
 }
 
-// Two conventions. As Llama: the normalised row is rounded, then multiplied by the weight, and rounded again. Rounded once, as
-// Gemma and OLMo 2: multiplied by (offset + weight) in fp32.
+// Two rounding conventions. Llama: the normalized row is rounded, multiplied by the weight, and rounded again. Gemma and OLMo 2
+// (rounds_once): multiplied by (offset + weight) in fp32, and rounded once.
 template <class Element>
 QT_INLINE void rms_norm_of(const PointwiseCall& c, const Element* x, const Element* weight, Element* y) {
   const float squares = sum_over(c.width, [=](index_t i, index_t count) {
@@ -93,7 +94,7 @@ void rms_norm(const void* call, index_t begin, index_t end) {
   }
 }
 
-// The variance from the centred row: no cancellation. Rounded once.
+// The variance is computed from the centred row, without cancellation. Rounded once.
 template <class Element>
 QT_INLINE void layer_norm_of(const PointwiseCall& c, const Element* x, const Element* weight, const Element* bias,
                              Element* y) {
@@ -179,7 +180,7 @@ void scale(const void* call, index_t begin, index_t end) {
   }
 }
 
-// Not a number stays none.
+// Clamp to [-bound, bound]; NaN stays NaN.
 template <class Element>
 void clip(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
@@ -194,7 +195,7 @@ void clip(const void* call, index_t begin, index_t end) {
   }
 }
 
-// tanh(x / bound) * bound, rounded after each of the three, as Gemma 2 caps its logits.
+// tanh(x / bound) * bound, rounded after each of the three operations, like Gemma 2's logit soft cap.
 template <class Element>
 void softcap(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
@@ -209,7 +210,7 @@ void softcap(const void* call, index_t begin, index_t end) {
   }
 }
 
-// e^z - 1 - z for z <= 0; near 0, where that cancels, the Taylor series to z^9 (relative remainder below 2e-7).
+// e^z - 1 - z for z <= 0. Near 0, where this cancels, the Taylor series to z^9 (relative remainder below 2e-7).
 QT_INLINE f32v exponential_beyond_line(f32v z) {
   f32v near = fma(z, all(1.0f / 362880), all(1.0f / 40320));
   near = fma(near, z, all(1.0f / 5040));
@@ -221,8 +222,8 @@ QT_INLINE f32v exponential_beyond_line(f32v z) {
   return z > -1.0f ? near * z * z : exponential(z) - (all(1.0f) + z);
 }
 
-// x > 0: p x^2 + l x; else n (e^min(x, m) - 1 - x) + l x, where n = softplus of the second number + l, p = of the first (Huang and
-// Schlag, "Deriving activation functions using integration", 2024). Rounded once.
+// xIELU: p x^2 + l x for x > 0; n (e^min(x, m) - 1 - x) + l x otherwise. p = softplus of the first parameter, n = softplus of the
+// second + l (Huang and Schlag, "Deriving activation functions using integration", 2024). Rounded once.
 template <class Element>
 void xielu(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);
@@ -262,7 +263,7 @@ void activation(const void* call, index_t begin, index_t end) {
   }
 }
 
-// The activation is rounded before it is multiplied, as the reference does.
+// The activation is rounded before the multiplication, like the reference.
 template <class Element, Activation kind>
 void activation_and_mul(const void* call, index_t begin, index_t end) {
   const PointwiseCall& c = *static_cast<const PointwiseCall*>(call);

@@ -1,9 +1,8 @@
-// y = all ranks' sums (+ bias), rounded; then (+ residual), rounded again: what a linear layer does with its sums, where several
-// processes have made parts of them.
+// All-reduce of a row-parallel linear layer: y = sum over ranks (+ bias), rounded; then (+ residual), rounded again.
 //
-// A thread owns up to 512 numbers of a row. Bytes: four of each rank's sums, written by another core just before, two or four of y
-// and of the residual. Limiter: what other cores wrote has to come here. Every output's sums are added as a tree, those of
-// adjacent ranks first: (0 + 1) + (2 + 3); for counts that are no power of two, followed by a smaller tree.
+// A thread owns up to 512 numbers of a row. Bytes per number: 4 of each rank's sums, written by another core just before; 2 or 4
+// of y and of the residual. Limiter: cache-line transfers between cores. Reduction order: a tree that adds adjacent ranks first,
+// (0 + 1) + (2 + 3). A rank count that is not a power of two adds a smaller tree at the end. Independent of batch size.
 #include "rank_sums.hpp"
 
 #include "simd.hpp"
@@ -11,11 +10,11 @@
 namespace qt::QT_ISA {
 namespace {
 
-constexpr int kHeight = 7;  // of a tree of kMostRanks
+constexpr int kHeight = 7;  // height of a tree of kMostRanks
 
-// The numbers from `sums` on of all ranks.
+// Sum over all ranks of `count` numbers, the first rank's at `sums`.
 QT_INLINE f32v sum_of_ranks(const RankSumCall& c, const float* sums, index_t count) {
-  f32v places[kHeight];  // of what is not added yet: as many as the binary number of ranks so far has ones
+  f32v places[kHeight];  // pending partial sums: one for each set bit of the number of ranks so far
   int used = 0;
   for (index_t rank = 0; rank < c.ranks; ++rank) {
     places[used++] = load(sums + rank * c.stride, count);
@@ -37,7 +36,8 @@ void add_sums(const void* call, index_t begin, index_t end) {
     const float* const sums = c.first + row * c.width;
     for (index_t column = first; column < last; column += kLanes) {
       const index_t count = last - column, at = row * c.y_stride + column;
-      const f32v added = bias ? load(bias + column, count) : f32v{};  // zero is added too, as by a linear layer: it has a sign
+      // Without a bias it adds 0, like a linear layer: this affects the sign of zero.
+      const f32v added = bias ? load(bias + column, count) : f32v{};
       f32v value = sum_of_ranks(c, sums + column, count) + added;
       if (residual) value = rounded_to<Element>(value) + load(residual + at, count);
       store(y + at, value, count);

@@ -1,24 +1,26 @@
-// Draws one token from a row of logits: temperature, min-p, top-k, top-p, then inversion of the cumulative distribution
-// at one random number; or takes the most likely. What is kept is what quintet.executor.sampling.draw keeps, equals
-// included.
+// Samples one token from a row of logits: temperature, min-p, top-k, top-p, then inversion of the cumulative distribution at one
+// random number. Greedy: the most likely token. The kept tokens, including ties, are those of quintet.executor.sampling.draw.
 //
-// A thread owns a row. Greedy: one pass over the row (some 6 instructions a vector; limiter: memory bandwidth). With
-// top-k: the same pass, then work on about k logits. Otherwise a second pass for the weights (an exponential an
-// element), which skips blocks without anything to draw. With top-p and without top-k, after the weights, ever more of
-// the largest logits are listed until they reach p. If those are many: over 16-bit logits, a pass that counts how often
-// each value occurs; over fp32 ones, a selection by weight among all; then the weights of what is left.
+// A thread owns a row. Passes over the row by mode:
 //
-// Logits are compared as they are, never divided by the temperature: each bound is a quotient in the reference, and is
-// translated to the least logit with a rounded quotient that reaches it. Weights are e^((x - max) * (1 / temperature)).
-// Reductions: see logit_row.hpp. They depend on the row and its settings alone.
+// - Greedy: one pass, about 6 instructions a vector. Limiter: memory bandwidth.
+// - Top-k: the same pass, then work on about k logits.
+// - Others: a second pass for the weights, one exponential an element. It skips blocks without candidates.
+// - Top-p without top-k: after the weights, ever longer lists of the largest logits until they reach p. If the list is long:
+//   16-bit logits use a histogram of values; fp32 logits use a selection by weight over all. Then the weights of the remaining
+//   logits.
+//
+// Logits are compared as stored, never divided by the temperature. Each bound is a quotient in the reference; here it becomes the
+// least logit with a rounded quotient that reaches it. Weights are e^((x - max) * (1 / temperature)). Reduction order: see
+// logit_row.hpp. It depends on the row and its settings only, not on batch size.
 #include "counts.hpp"
 #include "logit_row.hpp"
 
 namespace qt::QT_ISA {
 namespace {
 
-constexpr float kLeastExponent = -87.0f;  // of a weight; what is less likely than e^-87 of the most likely is dropped
-constexpr index_t kFew = 4096;            // logits that are sooner sorted out one by one than by counting values
+constexpr float kLeastExponent = -87.0f;  // of a weight; tokens below e^-87 of the largest weight are dropped
+constexpr index_t kFew = 4096;            // up to this many logits, selection is faster than a histogram
 constexpr float kLowest = -3.4028234664e38f;
 
 // The uniform number in (0, 1) of a seed and a position: Philox4x32-10, see quintet.executor.sampling.philox.
@@ -37,10 +39,10 @@ double uniform(std::uint64_t seed, std::uint64_t position) {
   return (double(std::uint64_t(c0) << 20 | c1 >> 12) + 0.5) * 0x1p-52;
 }
 
-// The least x <= most with x / temperature >= bound; bound <= most / temperature.
+// The least x <= most with x / temperature >= bound; requires bound <= most / temperature.
 float least_reaching(float bound, float temperature, float most) {
   if (temperature == 1.0f) return bound;
-  std::uint32_t low = key_of(kLowest), high = key_of(most);  // high always reaches it
+  std::uint32_t low = key_of(kLowest), high = key_of(most);  // invariant: high reaches the bound
   while (low < high) {
     const std::uint32_t middle = low + (high - low) / 2;
     if (of_key(middle) / temperature >= bound)
@@ -51,11 +53,11 @@ float least_reaching(float bound, float temperature, float most) {
   return of_key(high);
 }
 
-// The index where the cumulated weights first exceed a share of their total, and how far into it. Never one of weight
-// 0, of which at least one is not.
+// The index where the cumulative weight first exceeds share * total, and the position within its weight. Never an index of weight
+// 0; at least one weight must be positive.
 struct Inverted {
   index_t index;
-  double inside;  // share of its weight, in [0, 1)
+  double inside;  // fraction of its weight, in [0, 1)
 };
 
 Inverted invert(const float* weights, index_t n, double total, double share) {
@@ -81,7 +83,7 @@ double sum(const float* weights, index_t n) {
 template <class Element>
 class Draw {
  public:
-  // maxima: of its blocks, or null.
+  // maxima: the row's block maxima, or null.
   Draw(const Element* x, index_t vocab_size, float* maxima, const Scratch& scratch)
       : x_(x), vocab_(vocab_size), known_(maxima != nullptr), s_(scratch) {
     if (known_) s_.maxima = maxima;
@@ -97,7 +99,7 @@ class Draw {
     top_ = top.value;
     temperature_ = settings.temperature;
     const float quotient = top_ / temperature_;
-    if (top.any_nan || !(quotient >= kLowest && quotient <= -kLowest)) return 0;  // as the reference: nothing to weigh
+    if (top.any_nan || !(quotient >= kLowest && quotient <= -kLowest)) return 0;  // no distribution: token 0, like the reference
     floor_ = kLowest;
     raise(top_ + kLeastExponent * temperature_);
     const float least = quotient + settings.log_min_p;
@@ -114,20 +116,19 @@ class Draw {
 
   void raise(float floor) { floor_ = floor > floor_ ? floor : floor_; }
 
-  // The least logit that equals x after division.
+  // The least logit with the same quotient as x.
   float equal_of(float x) const { return least_reaching(x / temperature_, temperature_, x); }
 
   Weigh weights() const { return {all(top_), all(1.0f / temperature_), all(floor_)}; }
 
-  // Lists the logits from `least` on.
+  // Lists the logits >= `least`.
   void list(float least) {
     n_ = gather(x_, vocab_, s_.maxima, least, s_.values, s_.ids);
     listed_ = true;
     weighed_ = false;
   }
 
-  // Lists at least the `count` largest logits not below the floor, and what equals them; returns whether nothing is
-  // left out.
+  // Lists at least the `count` largest logits not below the floor, with ties. Returns true if the list is complete.
   bool list_largest(index_t count) {
     const float reached = reached_by(count, s_.maxima, blocks_of(vocab_), s_.narrowed);
     const bool complete = !(reached > floor_);
@@ -158,8 +159,8 @@ class Draw {
     cut(largest_reaching<double>(s_.values, s_.weights, n_, p * total_, s_.narrowed));
   }
 
-  // Lists ever more of the largest logits, until they have the share p of the mass; then total_ is the mass of all.
-  // Returns false where these would be most of the vocabulary and the cut was made in another way.
+  // Lists ever more of the largest logits until they hold the share p of the mass; total_ is then the total mass. Returns false
+  // if the list would be most of the vocabulary and cut_top_p_by_counts made the cut.
   bool list_for_mass(double p) {
     const double total = weigh(x_, vocab_, weights(), s_.maxima, s_.sums, nullptr);
     for (index_t count = 32; 2 * count <= blocks_of(vocab_); count *= 4) {
@@ -183,8 +184,7 @@ class Draw {
     return true;
   }
 
-  // 16-bit logits have few different values: with each value's count the masses are known, however wide they are
-  // spread.
+  // 16-bit logits have few distinct values: their histogram gives the cumulative mass for any spread of logits.
   void cut_top_p_by_counts(double p) {
     const index_t different = count_values(x_, vocab_, s_.maxima, floor_, top_, s_.counts, s_.values, s_.weights);
     const Weigh weight_of = weights();
@@ -218,9 +218,9 @@ class Draw {
   bool known_;
   Scratch s_;
   float top_ = 0, temperature_ = 1;
-  float floor_ = kLowest;  // logits below it are not drawn
-  bool listed_ = false;    // whether every logit that may be drawn is in the list
-  bool weighed_ = false;   // and its weight too
+  float floor_ = kLowest;  // logits below it are not sampled
+  bool listed_ = false;    // true if every candidate is in the list
+  bool weighed_ = false;   // true if the list has weights
   index_t n_ = 0;
   double total_ = 0;
 };

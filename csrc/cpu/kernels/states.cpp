@@ -1,11 +1,13 @@
-// Scans: a state that every token fades and adds to, and reads its result from. See states.hpp for what is computed.
+// State-space scans: each token decays the state, adds to it and reads its result from it. Formulas: see states.hpp.
 //
-// A thread owns a row and up to 64 columns of one head's state (or 64 channels), which it takes by vectors from first to last
-// token. Sums run over the state's rows, ascending, one lane each: no lanes are added, so the order is the same for every
-// instruction set. A state is read and written once a step for rows of one token (limiter: memory, 8 bytes an element and 5
-// FLOPs); for longer ones it stays in the first-level cache, and eight tokens are computed a pass over it (limiter: the
-// multiplications of fp32; of Mamba 1 the exponentials). Sequential rather than by blocks of tokens, as the papers have
-// it: blocks would cost less from some 64 tokens on, but their sums depend on where a row's tokens begin in the step.
+// A thread owns a row and up to 64 columns of one head's state (or 64 channels). It takes them by vectors, from first to last
+// token. Reduction order: over the state's rows, ascending, one lane for each column. No sum crosses lanes, so the order is the
+// same for every instruction set and batch size.
+//
+// Decode: the state is read and written once a step. Limiter: memory, 8 bytes and 5 FLOPs an element. Prefill: the state stays in
+// the L1 cache, and a pass over it computes eight tokens. Limiter: fp32 multiplications; Mamba 1: exponentials. Tokens are
+// sequential, without the papers' chunked algorithm. It would be faster from about 64 tokens on, but its sums depend on where a
+// row's tokens begin in the step.
 #include "simd.hpp"
 #include "states.hpp"
 
@@ -17,7 +19,8 @@ constexpr index_t kTogether = 8;  // tokens of one pass over the state
 QT_INLINE f32v sigmoid(f32v x) { return all(1.0f) / (all(1.0f) + exponential(-x)); }
 QT_INLINE f32v silu(f32v x) { return x / (all(1.0f) + exponential(-x)); }
 
-// Of w >= 1: w = 2^e m with m in [0.7, 1.42), log m = 2 atanh((m - 1) / (m + 1)) by its series (relative remainder below 3e-9).
+// log w for w >= 1: w = 2^e m with m in [0.7, 1.42), log m = 2 atanh((m - 1) / (m + 1)) by its series (relative remainder below
+// 3e-9).
 QT_INLINE f32v logarithm(f32v w) {
   i32v exponent = (as_bits(w) >> 23) - 127;
   f32v m = as_float((as_bits(w) & 0x007FFFFF) | 0x3F800000);
@@ -34,7 +37,7 @@ QT_INLINE f32v logarithm(f32v w) {
   return fma(e, all(0.693359375f), fma(s * 2.0f, p, e * -2.12194440e-4f));
 }
 
-// log(1 + e^x); x itself where that is the same. What 1 + u loses of a small u is added to first order.
+// log(1 + e^x); x where both are equal in fp32. The rounding error of 1 + u is corrected to first order.
 QT_INLINE f32v softplus(f32v x) {
   const f32v u = exponential(x), w = u + 1.0f;
   const f32v sum = logarithm(w) + (u - (w - 1.0f)) / w;
@@ -46,13 +49,13 @@ QT_INLINE const Element* row_of(const Columns& columns, index_t token) {
   return (const Element*)columns.numbers + token * columns.stride;
 }
 
-// `count` numbers in fp32.
+// Converts `count` numbers to fp32.
 template <class Element>
 QT_INLINE void widen(const Element* from, index_t count, float* to) {
   for (index_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i), count - i);
 }
 
-// A vector of which all lanes are there, as is known beforehand, or the first `count`.
+// A vector with all lanes valid (known at compile time), or the first `count`.
 template <bool IsWhole, class Element>
 QT_INLINE f32v read(const Element* from, index_t count) {
   if constexpr (IsWhole) return load(from);
@@ -69,7 +72,7 @@ QT_INLINE index_t least(index_t a, index_t b) { return a < b ? a : b; }
 
 // --- Mamba 1 ---
 
-// One vector of channels, `count` of them from `channel` on, through all the row's tokens.
+// `count` channels from `channel` on, for all tokens of the row.
 template <class Element, bool IsWhole>
 void scan_channels(const SelectiveScanCall& call, const StateRow& row, index_t channel, index_t count) {
   const index_t size = call.state_size;
@@ -109,7 +112,7 @@ void selective_scan(const void* description, index_t begin, index_t end) {
 
 // --- Mamba 2 ---
 
-// What a head's columns share of some tokens.
+// Inputs of some tokens that all columns of a head share.
 struct HeadTokens {
   float b[kTogether][kMaxStateSize], c[kTogether][kMaxStateSize];
   float dt[kTogether + kLanes], decay[kTogether + kLanes];
@@ -132,8 +135,8 @@ void read_head_tokens(const HeadScanCall& call, index_t head, index_t token, ind
   }
 }
 
-// Rows [n, n + Rows) of the state of one vector of columns through some tokens, of which each adds `in` and gets `y`. Rows
-// are in registers: what a token has in common is read once for all of them.
+// Rows [n, n + Rows) of the state of one vector of columns, for some tokens; each adds `in` and accumulates `y`. The state rows
+// are in registers, so each shared input is loaded once for all of them.
 template <int Rows, bool IsWhole>
 QT_INLINE void scan_rows(const HeadScanCall& call, const HeadTokens& shared, index_t num_tokens, const float* from, float* to,
                          index_t n, index_t count, const f32v (&in)[kTogether], f32v (&y)[kTogether]) {
@@ -155,12 +158,12 @@ QT_INLINE void scan_rows(const HeadScanCall& call, const HeadTokens& shared, ind
   for (int i = 0; i < Rows; ++i) write<IsWhole>(to + place + i * next, state[i], count);
 }
 
-// Some tokens through one vector of a head's columns, `count` of them from `column` on. from, to: the head's state,
-// [state_size][head_dim]; from may be null.
+// Some tokens for `count` columns of a head from `column` on. from, to: the head's state, [state_size][head_dim]; from may be
+// null.
 template <class Element, bool IsWhole>
 void scan_columns(const HeadScanCall& call, const HeadTokens& shared, index_t num_tokens, const float* from, float* to,
                   index_t head, index_t token, index_t column, index_t count) {
-  constexpr int kRows = kRegisters / 2 - 4;  // of the state at a time: 12 or 4
+  constexpr int kRows = kRegisters / 2 - 4;  // state rows at a time: 12 or 4
   const index_t at = head * call.head_dim + column;
   f32v x[kTogether], in[kTogether], y[kTogether];
   for (index_t t = 0; t < num_tokens; ++t) {
@@ -181,8 +184,8 @@ void scan_columns(const HeadScanCall& call, const HeadTokens& shared, index_t nu
   }
 }
 
-// One token through `Vectors` whole vectors of a head's columns: the same operations as above, with the state's rows in the order
-// in which they lie in memory, so that it is read and written as one stream. from, to: as above; from is not null.
+// One token for `Vectors` whole vectors of a head's columns, with the operations of scan_columns. It walks the state in memory
+// order, as one stream. from, to: as above; from is not null.
 template <class Element, int Vectors>
 void scan_token(const HeadScanCall& call, const HeadTokens& shared, const float* from, float* to, index_t head, index_t token,
                 index_t column) {
@@ -251,7 +254,7 @@ void unit_length(const Element* x, index_t width, float factor, float* y) {
   for (index_t i = 0; i < width; i += kLanes) store(y + i, load(x + i, width - i) * scale, width - i);
 }
 
-// A token of a head, as all its columns meet it.
+// Inputs of a token that all columns of a head share.
 struct DeltaToken {
   float q[kMaxStateSize], k[kMaxStateSize];
   float decay, beta;
@@ -267,15 +270,15 @@ void read_delta_token(const DeltaRuleCall& call, index_t head, index_t token, De
   read.beta = sigmoid(load(row_of<Element>(call.beta, token) + head, 1))[0];
 }
 
-// Columns of a head's state: where they are read and written, `next` numbers from one row of the state to the next.
+// Columns of a head's state to read and write; `next` is the row stride.
 struct DeltaColumns {
   const float* from;  // null: zeros
   float* to;
   index_t next;
-  const float* ahead;  // what is fetched while they are written
+  const float* ahead;  // prefetched while the columns are written
 };
 
-// What the state says of a key: the sum over its rows, ascending.
+// Prediction of the state for a key: the sum over the state's rows, ascending.
 template <int Vectors>
 void ask(index_t key_dim, const DeltaToken& token, const DeltaColumns& state, index_t count, f32v (&said)[Vectors]) {
   constexpr bool IsWhole = Vectors > 1;
@@ -291,9 +294,9 @@ void ask(index_t key_dim, const DeltaToken& token, const DeltaColumns& state, in
   for (int v = 0; v < Vectors; ++v) said[v] = sums[v];
 }
 
-// One token through `Vectors` vectors of a head's columns, `count` of them, the first of which is column `at` of the values.
-// said: what the state before says of its key; then, if there is a token after it, what the state after says of that one's: so
-// that rows of many tokens go over the state once a token, by the same operations as those of one.
+// One token for `count` columns in `Vectors` vectors, the first of which is column `at` of the values. said: in, the prediction
+// of the old state for this token's key; out, that of the new state for the next token's key. Prefill thus passes over the state
+// once a token, with the operations of decode.
 template <class Element, int Vectors, bool IsFollowed>
 void delta_token(const DeltaRuleCall& call, const DeltaToken& token, const DeltaToken& following, const DeltaColumns& state,
                  index_t index, index_t at, index_t count, f32v (&said)[Vectors]) {
@@ -305,7 +308,7 @@ void delta_token(const DeltaRuleCall& call, const DeltaToken& token, const Delta
     delta[v] = (value - said[v] * decay) * all(token.beta);
     next_said[v] = y[v] = all(0.0f);
   }
-  // By value: the compiler does not know that what is written is none of these.
+  // Local copies: otherwise the compiler assumes that stores alias the struct members.
   const float *from = state.from, *ahead = state.ahead;
   float* to = state.to;
   const index_t next = state.next, step = from ? next : 0, key_dim = call.key_dim;
@@ -329,9 +332,8 @@ void delta_token(const DeltaRuleCall& call, const DeltaToken& token, const Delta
   }
 }
 
-// All of a row's tokens through `Vectors` vectors of columns, all lanes of which are there if they are several. The columns of
-// a row of many tokens are kept side by side meanwhile: rows of a state are a power of two apart, and would share the sets of a
-// cache.
+// All tokens of a row for `Vectors` vectors of columns; with several vectors all lanes are valid. Prefill copies the columns to a
+// contiguous buffer: rows of a state are a power of two apart and would share cache sets.
 template <class Element, int Vectors>
 void delta_columns(const DeltaRuleCall& call, const StateRow& row, DeltaColumns state, index_t head, index_t column,
                    index_t count) {
@@ -370,7 +372,7 @@ void delta_rule(const void* description, index_t begin, index_t end) {
     const index_t place = call.offset + head * call.key_dim * call.head_dim * index_t(sizeof(float));
     for (index_t i = 0; i < columns;) {
       const float* from = row.from ? (const float*)(row.from + place) + first + i : nullptr;
-      // What comes next: the adjacent columns, or the next head's first ones.
+      // Prefetch the next columns: the adjacent ones, or the first of the next head.
       const bool is_last = first + columns == call.head_dim;
       float* to = (float*)(row.to + place) + first + i;
       const float* ahead = (from ? from : to) + (is_last ? call.key_dim * call.head_dim - first : columns);

@@ -1,43 +1,45 @@
-// Causal attention over the paged cache, for single new tokens and for chunks of a prompt alike.
+// Causal attention over the paged KV cache, for decode and prefill chunks alike.
 //
-// A piece of work is some consecutive tokens of one row with a KV head and its query heads: up to 16 groups of up to 64
-// (token, head) rows that share every load of the cache. It walks the keys in chunks of 128: scores, the online softmax
-// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), weighted sum of the values, for one group
-// after another. Few rows are multiplied with the cache as it lies (attention_tiles.hpp), many with a chunk that was
-// widened to fp32 for all of them (attention_wide.hpp). A matrix unit multiplies few and many alike (attention_matrix.hpp).
-// Where few rows leave threads idle, scores and values are two works (attention_apart.hpp).
+// A thread owns a piece: consecutive tokens of one row, one KV head and its query heads. These are up to 16 groups of up to 64
+// (token, head) rows that share every load of the cache. The thread walks the keys in chunks of 128. For each chunk and group it
+// computes scores, softmax weights and the weighted sum of the values. The softmax is online (Milakov and Gimelshein, "Online
+// normalizer calculation for softmax", 2018).
+//
+// - Few rows: multiplied with the cache as stored (attention_tiles.hpp).
+// - Many rows: multiplied with a chunk that is widened to fp32 once for all groups (attention_wide.hpp).
+// - AMX: one path for any number of rows (attention_matrix.hpp).
+// - Few rows that would leave threads idle: scores and values run as two kernels (attention_apart.hpp).
 //
 //   positions  0        128       256       384       512                      1024
 //   chunks     |---------|---------|---------|---------|---------| ...           |
 //   partitions |                                       |                         |
 //
-// Chunks and partitions begin at fixed positions. A partition is reduced by itself, and the results of the
-// partitions a token sees are merged in ascending order, whether they were computed in one piece of work or in several
-// (then by the thread that finishes last). Keys that a row does not see, because they come after it or have left its window, have
-// weight 0 and add nothing. So the result of a (token, head) is one fixed sequence of roundings, whatever else is in the
-// batch, however the prompt was cut into chunks, however many threads there are. Sums are followed by + 0, since
-// whether an unseen key was added to a zero shows in the zero's sign.
+// Reduction order: chunks and partitions begin at fixed positions. Each partition is reduced separately. The results of the
+// partitions that a token sees are merged in ascending order. Several pieces can compute the partitions of one token; then the
+// thread that finishes last merges them. Keys after a row's position or outside its window have weight 0 and add nothing. A
+// (token, head) result is therefore one fixed sequence of roundings. It does not depend on batch size, prefill chunking or the
+// number of threads. Every sum is followed by + 0: otherwise the sign of a zero would show whether an unseen key was added.
 //
-// Weights are powers of two of (score - largest) * log2 e. Scores, weights and sums are fp32, whatever the cache holds;
-// where the processor's pairs of bf16 are faster than fp32 (attend_in_pairs), and on the matrix unit, weights are rounded to
-// bf16 for the multiplication with the values, and it is the rounded ones that the normalizer sums: a true average of the
-// values. (On the matrix unit but for an int8 cache, where weights are rounded with the values' scales.) An int4 cache's numbers are
-// code * scale + least number, rounded once, before they are multiplied; to bf16 once more for the matrix unit. The two scales of a
-// layer with an fp8 cache multiply its scores and its results.
+// Precision: weights are 2^((score - largest) * log2 e). Scores, weights and sums are fp32 for every cache dtype. Two paths round
+// weights to bf16 before the multiplication with the values: dot products of bf16 pairs (attend_in_pairs) and AMX. The normalizer
+// sums the rounded weights, so the result is a true average of the values. Exception: AMX with an int8 cache, which rounds the
+// product of weight and value scale. An int4 number is code * scale + minimum, rounded once before the multiplication; AMX rounds
+// it to bf16 once more. The two scales of a layer with an fp8 cache multiply its scores and its results.
 //
-// Where values are what keys begin with, a chunk's are laid out as values first: once for all groups of a piece.
+// Latent attention (values_in_keys): the values of a chunk are transposed from its keys, once for all groups of a piece.
 //
-// Heads of any width lie in the cache with zeros after their numbers, which add zeros to scores; what their values add up to
-// is not stored.
+// Heads are padded with zeros in the cache to key_dim and value_dim. The zeros add nothing to scores. Padded dimensions of the
+// result are not stored.
 //
-// Per key and KV head in bf16: 2 * (key_dim + value_dim) bytes, as many FLOPs and an exponential for each row. Limiter: memory
-// bandwidth for single tokens, the multiplications for prompts; with a matrix unit softmax as much as they.
+// Bytes and FLOPs per key and KV head in bf16: 2 * (key_dim + value_dim) bytes, and for each row as many FLOPs and one
+// exponential. Limiter: memory bandwidth in decode, multiplications in prefill. With AMX, softmax limits prefill as much as the
+// multiplications.
 #include "attention_apart.hpp"
 
 namespace qt::QT_ISA {
 namespace {
 
-// Brings a group's queries, or the place of its results, into the second-level cache: `numbers` of each of its tokens.
+// Prefetches a group's queries or output rows into the L2 cache: `numbers` elements of each token.
 template <bool kWritten, class Element, class Word>
 void fetch_rows(const Element* memory, index_t stride, index_t numbers, const Group<Word>& group) {
   for (index_t token = 0; token < group.tokens; ++token) {
@@ -46,18 +48,18 @@ void fetch_rows(const Element* memory, index_t stride, index_t numbers, const Gr
   }
 }
 
-// Where a piece is on its walk over a KV head's tiles: the chunk [tile, next), and [next, after) after it.
+// Position of a piece on its walk over the tiles of a KV head: the current chunk [tile, next) and the next one [next, after).
 struct Walk {
   index_t kv_head, first_head;
   index_t tile, next, after, end;
-  int turn;  // which of the two is the chunk's
+  int turn;  // index of the current chunk in `keys` and `values`
   const char *keys[2][kChunkTiles], *values[2][kChunkTiles];
 };
 
-// Of a chunk's tiles, how many of keys and of values are brought closer during the softmax.
+// Tiles of a chunk, of keys and of values each, that are prefetched during the softmax.
 constexpr index_t kSoftmaxTiles = 2;
 
-// The chunk that a few rows are multiplied with, and what they bring closer meanwhile.
+// The current chunk for the few-row path, with the addresses to prefetch during its multiplications.
 Chunk chunk_of(const AttentionCall& call, const Walk& walk, Prefetch& prefetch) {
   Chunk chunk;
   chunk.begin = walk.tile % kChunkTiles * kTileKeys;
@@ -80,14 +82,14 @@ Chunk chunk_of(const AttentionCall& call, const Walk& walk, Prefetch& prefetch) 
   return chunk;
 }
 
-// Of a chunk's tiles, those that a group sees; not more than 0: none.
+// Number of the chunk's tiles that a group sees; 0 or negative: none.
 template <class Word>
 index_t tiles_seen(const Walk& walk, const Group<Word>& group) {
   const index_t end = (group.position + group.tokens - 1) / kTileKeys + 1;
   return (end < walk.next ? end : walk.next) - walk.tile;
 }
 
-// One chunk for all groups of a piece. before(g): called before group g's turn.
+// Computes one chunk for all groups of a piece. before(g) is called before group g is computed.
 template <class Format, class Before>
 void walk_chunk(const AttentionCall& call, const Walk& walk, Group<typename Format::Word>* groups, index_t num_groups,
                 bool wide, typename Format::Unit& unit, Scratch<typename Format::Word>& scratch, Before before) {
@@ -173,7 +175,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
   walk.next = (walk.tile / kChunkTiles + 1) * kChunkTiles;
   if (walk.next > walk.end) walk.next = walk.end;
   locate(call.kv, piece.blocks, walk.kv_head, walk.tile, walk.next, walk.keys[0], walk.values[0]);
-  // A group's queries come closer while the group before it is computed, and the place of its results during its last chunk.
+  // Prefetch: the queries of group g + 1 while group g is computed; the output rows of a group during its last chunk.
   const index_t begin = walk.tile;
   const auto before = [&](index_t g) {
     if (walk.tile == begin) {
@@ -198,7 +200,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
     for (index_t g = 0; g < num_groups; ++g) end_partition(piece, partition, partials, value_dim, groups[g]);
   }
   if (partials && !piece.pending) return;
-  if (partials && !join(piece, partials, piece.pending + unit, value_dim, groups[0])) return;  // one group
+  if (partials && !join(piece, partials, piece.pending + unit, value_dim, groups[0])) return;  // split pieces have one group
   for (index_t g = 0; g < num_groups; ++g) finish<Element>(call, groups[g], heads.first, 0, value_dim);
 }
 
@@ -214,8 +216,8 @@ void attend(const void* description, index_t begin, index_t end) {
   }
 }
 
-// Rows that a group should have: enough that loading a key costs little beside multiplying it, few enough that their scores
-// stay in the first-level cache, and that what single tokens do not see is not computed for them.
+// Target rows of a group. Lower bound: the load of a key must be cheap relative to its multiplications. Upper bounds: scores must
+// stay in the L1 cache, and decode must not compute rows it does not need.
 constexpr index_t kGroupRows = 48;
 
 template <class Format, class Element>
@@ -233,7 +235,7 @@ constexpr AttentionKernel kSharing = kernel<Format, Element>(kGroupRows, kMaxGro
 
 }  // namespace
 
-#if defined(QT_AMX)  // of 16-bit floats and singles the parent's serve
+#if defined(QT_AMX)  // 16-bit floats and fp32 use the parent instruction set's kernels
 const AttentionKernels attention = {
     .attend = {kOfBf16<bf16>}, .attend_bytes = {kOfBf16<std::int8_t>}, .attend_fours = {kOfBf16<Fours>},
     .attend_eighths = {kOfBf16<Eighth>}, .attend_in_pairs = {},
@@ -246,7 +248,8 @@ const AttentionKernels attention = {
     .attend_fours = {kSharing<InFours, bf16>, kSharing<InFours, fp16>, kSharing<InFours, float>},
     .attend_eighths = {kSharing<InEighths, bf16>, kSharing<InEighths, fp16>, kSharing<InEighths, float>},
 #if defined(__AVX512BF16__)
-    .attend_in_pairs = kernel<Format<bf16, Pairs, false>, bf16>(kGroupRows, 1),  // pairs are not widened: nothing to share
+    // Pairs are not widened, so groups have nothing to share
+    .attend_in_pairs = kernel<Format<bf16, Pairs, false>, bf16>(kGroupRows, 1),
 #else
     .attend_in_pairs = {},
 #endif

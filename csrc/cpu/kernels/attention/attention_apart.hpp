@@ -1,15 +1,18 @@
-// Attention of few rows in two works, for threads that would have nothing to do: a unit of it is one thread's work, and a model
-// has few units. First scores, by ranges of keys; when all of them are known, softmax and values, by ranges of the values'
-// numbers.
+// Attention of few rows as two kernels. A model has few units, and a unit is one thread's work, so one kernel would leave threads
+// idle. The first kernel computes scores by ranges of keys. The second computes softmax and weighted values by ranges of value
+// dimensions, after all scores are complete.
 //
-//              keys ->                             numbers of values ->
+//              keys ->                             value dimensions ->
 //   scores     | piece | piece | piece | ...       all keys of a partition:  | piece | piece | ...
 //
-// A score is a sum over its own key, and a number of a result one over that number of all values, so the bits are those of
-// attention.cpp: each sum is added up in the same order, and chunks and partitions are merged as there. The softmax, which needs a
-// row's scores of all keys before, is computed by every piece of values for itself: it is short beside waiting for another.
+// A thread owns a unit and either a range of keys or a range of value dimensions.
 //
-// Keys and values are read once. A piece of values reads a line or more of each of the cache's rows of them.
+// Reduction order: the same bits as attention.cpp. A score is a sum over the dimensions of one key. A result dimension is a sum
+// of that dimension over all values. Both add in the same order, and chunks and partitions merge in the same order. The softmax
+// of a row needs all of its earlier scores. Every piece of values repeats the softmax, which costs less than a wait for another
+// thread.
+//
+// Bytes: keys and values are read once. A piece of values reads at least one cache line of each stored row of values.
 #pragma once
 
 #include "attention_partitions.hpp"
@@ -24,7 +27,7 @@ QT_INLINE float* scores_at(const AttentionPiece& piece, index_t unit, index_t ti
   return piece.scores + unit * piece.unit_scores + chunk * piece.chunk_scores;
 }
 
-// The tiles [tile, end) of a chunk, with nothing to bring closer beside.
+// The tiles [tile, end) of a chunk, without prefetch of other tiles.
 QT_INLINE Chunk chunk_of_tiles(const AttentionCall& call, const AttentionPiece& piece, index_t kv_head, index_t tile, index_t end) {
   Chunk chunk;
   chunk.begin = tile % kChunkTiles * kTileKeys;
@@ -34,7 +37,7 @@ QT_INLINE Chunk chunk_of_tiles(const AttentionCall& call, const AttentionPiece& 
   return chunk;
 }
 
-// Calls with(tile, next) for the tiles [begin, end), a chunk at a time.
+// Calls with(tile, next) for the tiles [begin, end), one chunk at a time.
 template <class With>
 QT_INLINE void by_chunks(index_t begin, index_t end, With with) {
   for (index_t tile = begin, next; tile < end; tile = next) {
@@ -72,7 +75,7 @@ void score_unit(const AttentionCall& call, const ScorePiece& at, index_t unit) {
   });
 }
 
-// Brings a chunk's numbers of values into the second-level cache.
+// Prefetches a range of value dimensions of a chunk into the L2 cache.
 template <class Stored>
 void fetch_numbers(const Chunk& chunk, Numbers numbers) {
   constexpr bool in_pairs = std::is_same_v<Stored, bf16> || std::is_same_v<Stored, Fours>;
@@ -83,7 +86,7 @@ void fetch_numbers(const Chunk& chunk, Numbers numbers) {
         __builtin_prefetch(chunk.values[i] + (row * numbers.all + numbers.first) * bytes + at, 0, 2);
 }
 
-// sums = shrink * sums + weights times a chunk's numbers of values.
+// sums = shrink * sums + weights * values, for a range of value dimensions of a chunk.
 template <class Format>
 void weigh_numbers(const Chunk& chunk, Numbers numbers, typename Format::Unit& matrix, Room<typename Format::Word>& room) {
   auto& group = room.groups[0];
@@ -93,7 +96,7 @@ void weigh_numbers(const Chunk& chunk, Numbers numbers, typename Format::Unit& m
     weigh_chunk<typename Format::Direct>(room.scratch.weights(), group.shrink, group.rows, chunk, numbers, group.sums);
 }
 
-// part: which of the values' ranges of numbers.
+// part: index of the range of value dimensions.
 template <class Format, class Element>
 void weigh_unit(const AttentionCall& call, const AttentionPiece& piece, index_t unit, index_t part) {
   using Word = typename Format::Word;

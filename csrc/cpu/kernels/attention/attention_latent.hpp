@@ -1,8 +1,9 @@
-// Values that are what keys begin with (latent attention), laid out as tiles of values: what multiplies values needs them with
-// the dimensions of a key side by side, and in a tile of keys it is the keys of a dimension that lie so.
+// Latent attention: transposes the first value_dim dimensions of a tile of keys into a tile of values. The value kernels need
+// adjacent dimensions of one key; a tile of keys stores adjacent keys of one dimension.
 //
-// By blocks of kLanes dimensions and keys, transposed in registers: some 2 log2(kLanes) shuffles for each vector, once for up to 16
-// groups of rows, while the next chunk's keys come closer. Memory is read half as often as if values lay there too.
+// Blocks of kLanes dimensions by kLanes keys are transposed in registers. Cost: about 2 log2(kLanes) shuffles per vector, once
+// for up to 16 groups of rows, while the keys of the next chunk are prefetched. Bytes: half of those of a cache that stores
+// values separately.
 #pragma once
 
 #include "attention_tiles.hpp"
@@ -17,11 +18,11 @@ struct LanesOf {
   typedef Bits Type __attribute__((vector_size(sizeof(Bits) * kLanes)));
 };
 
-// The bits of kLanes numbers as they are stored.
+// The stored bits of kLanes numbers.
 template <class Stored>
 using Lanes = typename LanesOf<Stored>::Type;
 
-// kLanes keys' numbers of dimension d of a tile, one a lane.
+// Dimension d of kLanes keys of a tile, one key per lane.
 template <class Stored>
 QT_INLINE i32v keys_numbers(const char* tile, index_t d, index_t key) {
   if constexpr (std::is_same_v<Stored, bf16>) {
@@ -34,7 +35,7 @@ QT_INLINE i32v keys_numbers(const char* tile, index_t d, index_t key) {
   }
 }
 
-// The first value_dim numbers of a tile's keys as a tile of values.
+// Writes the first value_dim dimensions of a tile's keys to `to` as a tile of values.
 template <class Stored>
 void values_of_keys(const char* tile, index_t value_dim, char* to) {
   for (index_t d = 0; d < value_dim; d += kLanes)
@@ -55,7 +56,7 @@ void values_of_keys(const char* tile, index_t value_dim, char* to) {
     }
 }
 
-// A chunk with values that are a prefix of its keys: they are made and pointed to.
+// Fills the buffer with the values of a chunk, transposed from its keys, and sets the chunk's value pointers.
 template <class Stored>
 void take_values_of_keys(Chunk& chunk, index_t value_dim, char* room) {
   for (index_t i = 0; i < chunk.count; ++i, room += kTileKeys * value_dim * index_t(sizeof(Stored))) {

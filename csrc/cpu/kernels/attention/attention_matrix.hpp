@@ -1,24 +1,23 @@
-// The multiplications of attention on the matrix unit (amx.hpp): up to 32 (token, head) rows times tiles of keys, or their
-// weights times values. Queries are bf16; the cache's numbers are bf16, bytes, which bf16 holds exactly, or of four bits, which are
-// rounded to bf16 with their scales.
+// Attention products on AMX (amx.hpp): up to 32 (token, head) rows times tiles of keys, or their weights times values. Queries
+// are bf16. The cache is bf16, int8 (exact in bf16) or int4, which is scaled and rounded to bf16.
 //
 //              rows [up to 16][32 numbers]       columns [16 pairs][16][2], a kilobyte each
 //   scores     queries, dimensions 32 i ...      keys of tile t, dimensions 32 i ...
-//   values     weights of tiles 2 i, 2 i + 1     values of these tiles: a pair is key j of the one and key j of the other
+//   values     weights of tiles 2 i, 2 i + 1     values of these tiles: a pair is key j of each of the two tiles
 //
-// Keys lie in a bf16 cache as the unit reads them; they are copied only where their dimensions do not fill the last step
-// (key_dim 16, 48, 80 ...: zeros follow) and where they are bytes or four bits. Values are copied always, once for all groups of a
-// piece: a tile has only 16 keys, half of what the unit multiplies in the same time. The copy is 4 * value_dim lines of a
-// chunk, beside 8 * value_dim cycles of multiplications for each 16 rows.
+// AMX loads bf16 keys directly from the cache. Keys are copied if they are int8 or int4, or if their dimensions do not fill the
+// last step (key_dim 16, 48, 80 ...; zero-padded). Values are always copied, once for all groups of a piece: a tile has 16 keys,
+// half of what AMX multiplies in the same time. Cost of the copy: 4 * value_dim cache lines per chunk, and 8 * value_dim cycles
+// of multiplications for each 16 rows.
 //
-// Order of summing, of every row alike: a score adds 32 dimensions a step, ascending, even ones apart from odd ones within
-// the step. A chunk's values are added from zero, two tiles a step, ascending, each tile's keys ascending and apart from the
-// other's; then this is added to the row's sum, which has been shrunk, in one rounding. What a tile holds that a row does not
-// see is multiplied by zero; where the piece does not walk it, zeros are.
+// Reduction order, the same for every row: a score adds 32 dimensions a step, ascending. Within a step, even and odd dimensions
+// are separate sums. The values of a chunk are added from zero, two tiles a step, ascending. Within a step, each of the two tiles
+// has its own sum, keys ascending. One fused rounding then adds the result to the row's rescaled sum. Unseen keys of a tile have
+// weight zero. Tiles outside the piece are zeros.
 //
-// Limiter: a multiplication takes a cycle for each of its rows, and two by two registers read 4 kilobytes in 64 cycles. In
-// between the softmax needs some 6 cycles for 16 scores: 96 beside head_dim cycles of multiplications for 16 rows and a tile.
-// So with heads of 64 numbers it is softmax that limits, with 128 the two are about even.
+// Limiter: a multiplication takes one cycle for each of its rows. Two by two registers read 4 kilobytes in 64 cycles. Softmax
+// takes about 6 cycles for 16 scores: 96 cycles for 16 rows and a tile, compared with head_dim cycles of multiplications. Softmax
+// limits heads of 64 dimensions; with 128 dimensions both cost about the same.
 #pragma once
 
 #include "amx.hpp"
@@ -32,21 +31,21 @@ namespace qt::QT_ISA {
 namespace {
 
 inline constexpr index_t kBlock = kAmxRows;                        // rows of a register
-inline constexpr index_t kOperandBytes = kAmxRows * kAmxRowBytes;  // of columns
+inline constexpr index_t kOperandBytes = kAmxRows * kAmxRowBytes;  // of a register of columns
 inline constexpr index_t kOperandWords = kOperandBytes / 4;
-inline constexpr index_t kStepWords = kAmxPairs / 2;               // of a row, that one step multiplies
+inline constexpr index_t kStepWords = kAmxPairs / 2;               // words of a row that one step multiplies
 static_assert(kAmxColumns == kTileKeys && kAmxPairs == 2 * kTileKeys && kLanes == kAmxColumns);
 
 QT_INLINE void store(MatrixWord* to, i32v words) { std::memcpy(to, &words, sizeof words); }
 
-// Words of a row of queries: whole steps.
+// Words of a row of queries, rounded up to whole steps.
 QT_INLINE index_t query_words(index_t key_dim) { return (key_dim + kAmxPairs - 1) / kAmxPairs * kStepWords; }
 
-// The unit with registers for up to two blocks of rows: sums 0 and 1 of the first block, 2 and 3 of the second (or of the
-// first as well), rows in 4 and 5, columns in 6 and 7.
+// AMX registers for up to two blocks of rows: sums in 0 to 3, rows in 4 and 5, columns in 6 and 7. Sums 0 and 1 belong to the
+// first block, 2 and 3 to the second (or to the first too).
 class MatrixUnit {
  public:
-  // Shapes for `rows` rows, at most two blocks. No sums may be under way.
+  // Sets the register shapes for `rows` rows, at most two blocks. No accumulation may be in progress.
   void fit(index_t rows) {
     const index_t first = rows < kBlock ? rows : kBlock, second = rows > kBlock ? rows - kBlock : first;
     if (first == first_ && second == second_) return;
@@ -58,7 +57,7 @@ class MatrixUnit {
     amx_.configure(shapes);
   }
 
-  // What follows is of one block of rows and V times 16 columns, or of two blocks.
+  // Template parameters below: one block of rows by V * 16 columns, or two blocks of rows.
   template <int Blocks, int V>
   QT_MEMBER void zero() {
     each<Blocks, V>([&]<int C>(Number<C>) __attribute__((always_inline)) { amx_.zero<C>(); });
@@ -84,7 +83,7 @@ class MatrixUnit {
   template <int>
   struct Number {};
 
-  // with(the number of each register of sums).
+  // Calls with(register number) for each accumulator.
   template <int Blocks, int V, class With>
   QT_MEMBER void each(With with) {
     static_assert(Blocks * V <= 4);
@@ -107,11 +106,11 @@ class MatrixUnit {
   index_t first_ = 0, second_ = 0;
 };
 
-// to [rows][16 * count] = rows times columns, computed a step at a time, so that the unit works while vectors do something
-// else. Of one unit's products only one may be under way.
+// to [rows][16 * count] = rows * columns, computed in steps that interleave with vector instructions. At most one product of an
+// AMX unit may be in progress.
 class Product {
  public:
-  // Row r is words from + r * row_words ...; column c of 16 is columns[c] + i * column_step for each step i.
+  // Row r is the words from + r * row_words ...; column block c of 16 is columns[c] + i * column_step for each step i.
   struct Operands {
     const MatrixWord* from;
     index_t rows, row_words;
@@ -119,17 +118,17 @@ class Product {
     index_t count, column_step, steps;
   };
 
-  Product() = default;  // of nothing
+  Product() = default;  // no work
   Product(const Operands& of, float* to, index_t to_stride) : of_(of), to_(to), to_stride_(to_stride) {}
 
-  // How often `advance` takes a step, from the beginning.
+  // Number of `advance` calls that compute a step, for the whole product.
   static index_t steps(const Operands& of) {
     const index_t last = of.rows % (2 * kBlock);
     return (of.rows / (2 * kBlock) + (last > kBlock)) * ((of.count + 1) / 2) * of.steps +
            (last > 0 && last <= kBlock ? of.count / 4 + (of.count % 4 + 1) / 2 : 0) * of.steps;
   }
 
-  // The next step: up to four multiplications. False: there was none left.
+  // Computes the next step: up to four multiplications. Returns false if the product is complete.
   __attribute__((noinline)) bool advance(MatrixUnit& unit) {
     const index_t rows = of_.rows - row_, left = of_.count - column_;
     if (rows <= 0) return false;
@@ -163,8 +162,8 @@ class Product {
   index_t row_ = 0, column_ = 0, step_ = 0;
 };
 
-// Of a plane [number][columns]: words of the numbers 2 p and 2 p + 1 of kLanes columns from c on, as bf16. adjust(codes of four bits,
-// number, column): the numbers, rounded to nearest, ties away from zero.
+// Words of numbers 2 p and 2 p + 1 of kLanes columns from c on, as bf16, from a plane [number][columns]. adjust(4-bit codes,
+// number, column) returns the scaled numbers, which are rounded to nearest, ties away from zero.
 template <class Stored, class Adjust>
 QT_INLINE i32v pairs_of(const char* plane, index_t columns, index_t p, index_t c, Adjust adjust) {
   if constexpr (std::is_same_v<Stored, bf16>) {
@@ -180,7 +179,7 @@ QT_INLINE i32v pairs_of(const char* plane, index_t columns, index_t p, index_t c
   }
 }
 
-// The keys of a chunk's tiles as columns: where each tile's are. copies: [kChunkKeys * kMaxKeyDim / 2].
+// Sets `columns` to the keys of each tile in AMX layout, copied if needed. copies: [kChunkKeys * kMaxKeyDim / 2].
 template <class Stored>
 QT_INLINE void arrange_keys(const Chunk& chunk, index_t key_dim, MatrixWord* copies, const char** columns) {
   const index_t pairs = key_dim / 2, words_of_tile = query_words(key_dim) * kTileKeys;
@@ -218,7 +217,7 @@ QT_INLINE void arrange_two(const char* first, const float* first_factors, const 
     }
 }
 
-// Those of a chunk's tiles, its whole pairs of tiles from the first visible one on. Tiles that no row walks are zero.
+// The values of a chunk as columns, in whole pairs of tiles from the first visible one. Tiles outside the piece are zero.
 template <class Stored>
 QT_INLINE void arrange_values(const Chunk& chunk, Numbers numbers, MatrixWord* to) {
   const index_t begin = chunk.begin / kTileKeys, end = begin + chunk.count;
@@ -229,20 +228,20 @@ QT_INLINE void arrange_values(const Chunk& chunk, Numbers numbers, MatrixWord* t
                         to + t / 2 * (numbers.count / kLanes) * kOperandWords);
 }
 
-// Where the columns of the first pair of tiles are of `count` numbers that are arranged so.
+// Sets `values` to the columns of the first pair of tiles, `count` dimensions of the arranged values.
 QT_INLINE void point_to_values(const Chunk& chunk, index_t count, const MatrixWord* arranged, const char** values) {
   const index_t columns = count / kAmxColumns, first_pair = chunk.begin / kAmxPairs;
   for (index_t c = 0; c < columns; ++c) values[c] = (const char*)(arranged + (first_pair * columns + c) * kOperandWords);
 }
 
-// A group's queries times the keys of `tiles` tiles.
+// Operands of a group's queries times the keys of `tiles` tiles.
 QT_INLINE Product::Operands queries_times_keys(const Group<MatrixWord>& group, const char* const* keys, index_t tiles,
                                                index_t key_dim) {
   const index_t row_words = query_words(key_dim);
   return {group.queries, group.rows, row_words, keys, tiles, kOperandBytes, row_words / kStepWords};
 }
 
-// A group's weights times `count` numbers of the values of a chunk's first tiles.
+// Operands of a group's weights times `count` dimensions of the values of a chunk's first tiles.
 QT_INLINE Product::Operands weights_times_values(const Group<MatrixWord>& group, const MatrixWord* weights,
                                                  const char* const* values, const Chunk& chunk, index_t tiles, index_t count) {
   const index_t first_pair = chunk.begin / kAmxPairs, columns = count / kAmxColumns;
@@ -250,8 +249,8 @@ QT_INLINE Product::Operands weights_times_values(const Group<MatrixWord>& group,
   return {weights + first_pair * kStepWords, group.rows, kChunkKeys / 2, values, columns, columns * kOperandBytes, pairs};
 }
 
-// Of an int8 cache: the scales of tiles that no row walks, in a pair with a tile that a row walks, are zero. Their weights are
-// zero, but what a chunk before left there may be an infinity.
+// int8 cache: clears the scales of the tile outside the piece that shares a pair with a tile inside. Its weights are zero, but
+// stale scratch of an earlier chunk may hold an infinity.
 QT_INLINE void clear_scales_beside(const Chunk& chunk, Scratch<MatrixWord>& scratch) {
   float* scales = scratch.value_scales;
   const index_t end = chunk.begin + chunk.count * kTileKeys;
@@ -269,7 +268,7 @@ QT_INLINE void add_chunk(const Group<MatrixWord>& group, const float* added, ind
   }
 }
 
-// Queries [tokens][heads * key_dim], tokens q_stride apart, as [rows][query_words], zeros after the last.
+// Copies queries [tokens][heads * key_dim], tokens q_stride apart, to [rows][query_words] with zero padding.
 QT_INLINE void take_queries_of_matrix(const bf16* q, index_t q_stride, index_t key_dim, Group<MatrixWord>& group) {
   const index_t row_words = query_words(key_dim);
   for (index_t r = 0; r < group.rows; ++r) {
@@ -279,8 +278,8 @@ QT_INLINE void take_queries_of_matrix(const bf16* q, index_t q_stride, index_t k
   }
 }
 
-// Of a chunk for one group, in two works (attention_apart.hpp): its scores [rows][kChunkKeys], and numbers of its values, added to
-// the group's sums.
+// For attention_apart.hpp, one chunk of one group: its scores [rows][kChunkKeys]; and its weighted values, added to the group's
+// sums.
 template <class Stored>
 void score_chunk_of_matrix(const Group<MatrixWord>& group, index_t key_dim, const Chunk& chunk, MatrixUnit& unit,
                            Scratch<MatrixWord>& scratch, float* scores) {
@@ -304,14 +303,14 @@ void weigh_chunk_of_matrix(const Group<MatrixWord>& group, const Chunk& chunk, N
   add_chunk(group, scratch.added, numbers.count);
 }
 
-// One chunk, from the key at `first`, for all groups of a piece. tiles_of(group): how many of the chunk's tiles it sees,
-// no fewer than the group before; before(g): called before group g's turn. While vectors make weights of a group's scores, the
-// unit multiplies the weights of the group before, then the queries of the one that follows:
+// Computes one chunk for all groups of a piece. first: position of the chunk's first key. tiles_of(group): number of the chunk's
+// tiles that the group sees, ascending over groups. before(g) is called before group g. While vector instructions compute the
+// weights of a group, AMX multiplies the weights of the previous group, then the queries of the next:
 //
-//   unit       scores 0 |          scores 1 | values 0, scores 2 | values 1 ...
+//   AMX        scores 0 |          scores 1 | values 0, scores 2 | values 1 ...
 //   vectors             | weights 0         | weights 1          | weights 2 ...
 //
-// `lines` of the cache are brought closer meanwhile: with the unit's steps, and with the rows of a group that is the only one.
+// `lines` cache lines are prefetched, with the AMX steps and, if there is only one group, with its rows.
 template <class Stored, class TilesOf, class Before>
 void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t first, const Chunk& chunk,
                           Group<MatrixWord>* groups, index_t num_groups, TilesOf tiles_of, Before before, MatrixUnit& unit,
@@ -338,7 +337,7 @@ void walk_chunk_of_matrix(const AttentionCall& call, index_t first_head, index_t
   const index_t rest = lines > with_rows ? lines - with_rows : 0;
   const index_t lines_of_step = rest / (Product::steps(scoring_of(g)) + Product::steps(weighing_of(g))) + 1;
   Product scoring, weighing;
-  const Group<MatrixWord>* weighed = nullptr;  // `weighing` is its product
+  const Group<MatrixWord>* weighed = nullptr;  // group of the product `weighing`
   const auto bring_closer = [&](index_t some) __attribute__((noinline)) { prefetch.take(some); };
   const auto advance = [&]() __attribute__((noinline)) {
     bring_closer(lines_of_step);

@@ -1,8 +1,8 @@
-// The end of attention that ranks have computed together: states of partitions, which lie where all read them, merged in their order
-// as one process merges its own (attention_partitions.hpp): so the bits are its bits.
+// Merges the partition states of tensor-parallel attention from shared memory. The order is that of one process
+// (attention_partitions.hpp), so the results are bit-identical to it.
 //
 // A thread owns some heads of a token. Bytes: 4 (value_dim + 2) for each partition and head, written by other cores just before.
-// Limiter: these have to come here.
+// Limiter: cache-line transfers between cores. Independent of batch size.
 #include "attention_merge.hpp"
 
 #include "attention_partitions.hpp"

@@ -1,4 +1,4 @@
-// The end of attention: partitions' states, merged in their order, and the results that come of them.
+// Last stage of attention: merges partition states in ascending order and writes the results.
 #pragma once
 
 #include "attention_softmax.hpp"
@@ -6,7 +6,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-// What partitions are merged into: sums [rows][value_dim], largest scores and normalizers of the rows.
+// Merged or single partition state: sums [rows][value_dim], largest scores and normalizers of the rows.
 struct Partial {
   float *sums, *most, *normalizer;
 };
@@ -15,7 +15,7 @@ QT_INLINE Partial partial_at(float* memory, index_t rows, index_t value_dim) {
   return {memory, memory + rows * value_dim, memory + rows * (value_dim + 1)};
 }
 
-// The state at the end of a partition, with the lanes of the normalizers summed to `normalizer` [kMaxRows].
+// The state at the end of a partition. The lanes of each normalizer are summed to `normalizer` [kMaxRows].
 template <class Word>
 Partial partial_of(Group<Word>& group, float* normalizer) {
   for (index_t r = 0; r < group.rows; r += kLanes) {
@@ -32,7 +32,8 @@ void copy(index_t rows, index_t value_dim, Partial from, Partial to) {
   for (index_t i = 0; i < rows * value_dim; i += kLanes) store(to.sums + i, load(from.sums + i));
 }
 
-// total = total and then `part`, the partition after it. Where a row saw nothing of one, the other's bits stay.
+// total = merge(total, part), where `part` is the next partition. If a row saw no key of one of them, the bits of the other are
+// kept.
 void merge(index_t rows, index_t value_dim, Partial part, Partial total) {
   for (index_t r = 0; r < rows; r += kLanes) {
     const index_t count = rows - r < kLanes ? rows - r : kLanes;
@@ -54,9 +55,9 @@ void merge(index_t rows, index_t value_dim, Partial part, Partial total) {
   }
 }
 
-// What the rows' sums are multiplied with, [kMaxRows]: the scale of an fp8 cache's values over their normalizers, which their
-// heads' sinks have joined (a score without a value: Xiao et al., "Efficient streaming language models with attention sinks",
-// 2024, section 3.2).
+// Factors of the rows' sums, [kMaxRows]: the value scale of an fp8 cache / normalizer. The normalizer includes the head's
+// attention sink, a score without a value (Xiao et al., "Efficient streaming language models with attention sinks", 2024, section
+// 3.2).
 template <class Word>
 void shares_of(const AttentionCall& call, const Group<Word>& group, index_t first_head, Partial total, float* shares) {
   const float* scales = call.layer.value_scales;
@@ -78,7 +79,8 @@ void shares_of(const AttentionCall& call, const Group<Word>& group, index_t firs
   }
 }
 
-// A group is through a partition. `partials`: where it is kept until the pieces of these tokens are all done; null: it is merged.
+// Ends a partition of a group. `partials`: buffer for the state until all pieces of these tokens are complete; null: merges it
+// directly.
 template <class Word>
 void end_partition(const AttentionPiece& piece, index_t partition, float* partials, index_t value_dim, Group<Word>& group) {
   float normalizer[kMaxRows];
@@ -93,8 +95,8 @@ void end_partition(const AttentionPiece& piece, index_t partition, float* partia
   clear(group, value_dim);
 }
 
-// Marks a piece as done after its partitions are stored. Merges those of all pieces of these tokens if it is the last; false: it
-// is not.
+// Marks a piece as complete after its partitions are stored. The last piece merges the partitions of all pieces; the others
+// return false.
 template <class Word>
 bool join(const AttentionPiece& piece, float* partials, std::uint32_t* pending, index_t value_dim, Group<Word>& group) {
   if (__atomic_sub_fetch(pending, 1, __ATOMIC_ACQ_REL) != 0) return false;
@@ -109,7 +111,7 @@ bool join(const AttentionPiece& piece, float* partials, std::uint32_t* pending, 
   return true;
 }
 
-// Stores a group's results: of each head the numbers from `first` on that were added up, value_dim with the zeros after a head's.
+// Stores a group's results: dimensions [first, first + value_dim) of each head, without the zero padding of the head.
 template <class Element, class Word>
 void finish(const AttentionCall& call, const Group<Word>& group, index_t first_head, index_t first, index_t value_dim) {
   const Partial total = partial_at(group.total, group.rows, value_dim);

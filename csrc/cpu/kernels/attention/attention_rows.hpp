@@ -1,5 +1,4 @@
-// What attention begins with, in whichever order it multiplies: the formats of rows and cache, queries as they are multiplied,
-// where a row's tiles lie, and the room that a thread computes in.
+// Setup shared by all attention kernels: formats of rows and cache, query layouts, tile addresses and the buffers of a thread.
 #pragma once
 
 #include "attention_latent.hpp"
@@ -8,7 +7,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-// A cache's format: how it is multiplied where it lies, and whether many rows have it widened to fp32 first.
+// A cache format: how stored numbers are multiplied directly, and whether many rows widen a chunk to fp32 first.
 template <class StoredNumber, class DirectForm, bool kWidenable, bool kWithScales = false>
 struct Format {
   using Stored = StoredNumber;
@@ -19,7 +18,7 @@ struct Format {
 };
 
 #if defined(QT_AMX)
-// bf16, bytes or four bits on the matrix unit.
+// bf16, int8 or int4 on AMX.
 template <class StoredNumber>
 struct OfMatrix {
   using Stored = StoredNumber;
@@ -63,7 +62,7 @@ void take_queries_wide(const Element* q, index_t q_stride, index_t key_dim, Grou
     for (index_t i = 0; i < group.heads * key_dim; i += kLanes, to += kLanes) store(to, load(q + token * q_stride + i));
 }
 
-// Where the tiles [begin, end) of a KV head lie.
+// Addresses of the tiles [begin, end) of a KV head.
 void locate(const PagedKv& kv, const std::int32_t* blocks, index_t kv_head, index_t begin, index_t end,
             const char** keys, const char** values) {
   index_t column = begin / kv.block_tiles, inside = begin % kv.block_tiles;
@@ -75,7 +74,7 @@ void locate(const PagedKv& kv, const std::int32_t* blocks, index_t kv_head, inde
   }
 }
 
-// A group begins another partition.
+// Resets a group's state at the start of a partition.
 template <class Word>
 void clear(Group<Word>& group, index_t value_dim) {
   for (index_t r = 0; r < kMaxRows; ++r) group.most[r] = kNothing;
@@ -83,7 +82,7 @@ void clear(Group<Word>& group, index_t value_dim) {
   for (index_t i = 0; i < group.rows * value_dim; i += kLanes) store(group.sums + i, all(0.0f));
 }
 
-// The factors of a tile's int4 keys, or values, widened.
+// Scales and minima of a tile's int4 keys or values, widened to fp32.
 const float* take_factors(const char* plane, index_t dim, float* to) {
   const fp16* from = (const fp16*)(plane + kTileKeys / 2 * dim);
   const index_t count = (dim + kFourGroup - 1) / kFourGroup * kFactorsOfGroup;
@@ -91,7 +90,7 @@ const float* take_factors(const char* plane, index_t dim, float* to) {
   return to;
 }
 
-// An int8 cache's scales of a chunk's tiles, beside its keys.
+// Copies the int8 scales of a chunk's tiles to scratch.
 template <class Word>
 void take_scales(const AttentionCall& call, const Chunk& chunk, Scratch<Word>& scratch) {
   for (index_t i = 0; i < chunk.count; ++i) {
@@ -101,14 +100,14 @@ void take_scales(const AttentionCall& call, const Chunk& chunk, Scratch<Word>& s
   }
 }
 
-// What a thread computes with. About a megabyte: too much for its stack.
+// Buffers of a thread: about a megabyte, too much for its stack.
 template <class Word>
 struct Room {
   Group<Word> groups[kMaxGroups];
   Scratch<Word> scratch;
 };
 
-// Which heads a unit has.
+// Query heads of a unit.
 struct Heads {
   index_t kv_head, first, count;
 };
@@ -119,7 +118,7 @@ QT_INLINE Heads heads_of(const AttentionCall& call, index_t unit) {
   return {kv_head, kv_head * call.group + skipped, left < call.unit_heads ? left : call.unit_heads};
 }
 
-// Makes room for group g of a piece, which adds up `value_dim` numbers of values.
+// Initializes group g of a piece with buffers for `value_dim` value dimensions.
 template <class Word>
 void begin_group(const AttentionCall& call, const AttentionPiece& piece, Heads heads, index_t g, index_t value_dim,
                  Room<Word>& room) {
@@ -137,7 +136,7 @@ void begin_group(const AttentionCall& call, const AttentionPiece& piece, Heads h
   clear(group, value_dim);
 }
 
-// A group's queries, as what multiplies them takes them; wide: as attention_wide.hpp does.
+// Loads a group's queries in the layout of its kernel. wide: the layout of attention_wide.hpp.
 template <class Format, class Element>
 void take_queries_of(const AttentionCall& call, index_t first_head, bool wide, Group<typename Format::Word>& group) {
   const index_t key_dim = call.kv.key_dim;

@@ -1,9 +1,9 @@
-// The softmax of attention: what the rows of a piece are while keys are walked, and scores to weights, chunk by chunk.
+// Softmax of attention: the state of a piece's rows while keys are walked, and scores to weights, one chunk at a time.
 //
-// Per score 8 operations on the ports that multiply: one fused multiply-add, 7 of them to raise 2 (5 where weights are bf16
-// for the matrix unit, and 4 to round, add up and pair them); a maximum before and a sum after. Beside them 2 * head_dim
-// multiplications. Keys that a row does not see cost nothing, except in the vector where the row's last key is, and where
-// there is a window or a chunk, a soft cap or ALiBi.
+// Cost per score: 8 operations on the multiply ports (one fused multiply-add, 7 for the exponential), a maximum before and a sum
+// after. Weights in bf16 for AMX: 5 for the exponential and 4 to round, add and pair. The products take 2 * head_dim
+// multiplications per score. Unseen keys are free, except in the vector of the row's last key, or with a window, chunked
+// attention, a soft cap or ALiBi.
 #pragma once
 
 #include "attention_wide.hpp"
@@ -14,16 +14,16 @@ namespace {
 constexpr float kLog2E = 1.44269504f;
 constexpr float kNothing = -__builtin_inff();
 
-// 2^x for x <= 1 within 2 units in the last place, exactly 1 for 0, 0 for -inf: x = n + r with r in [0, 1], 2^r by the
-// polynomial of degree 5 that has the least relative error (9e-8) among those that are 1 at 0. Of degree 3 (9e-5): for what is
-// rounded to bf16 next.
+// 2^x for x <= 1 within 2 units in the last place; exactly 1 for 0, 0 for -inf. x = n + r with r in [0, 1]. 2^r is the polynomial
+// of degree 5 with the least relative error (9e-8) among those that are 1 at 0. Degree 3 (9e-5) is for results that are rounded
+// to bf16.
 template <int kDegree = 5>
 QT_INLINE f32v power_of_two(f32v x) {
   static_assert(kDegree == 3 || kDegree == 5);
 #if defined(__AVX512F__)
   const f32v r = _mm512_reduce_ps(x, 0x09);  // x - floor(x); 0 for -inf
 #else
-  x = max(all(-126.5f), x);  // 2^-127 is 0 below
+  x = max(all(-126.5f), x);  // 2^-127 becomes 0 below
   const f32v n = round(x - all(0.5f));
   const f32v r = x - n;
 #endif
@@ -47,7 +47,7 @@ QT_INLINE f32v power_of_two(f32v x) {
 #endif
 }
 
-// Lane i of the result is vector i's lanes folded to one, by halves: lane j with j + kLanes / 2, then quarters.
+// Lane i of the result is the fold of the lanes of vector i, by halves: lane j with j + kLanes / 2, then quarters.
 template <int Apart = kLanes / 2, class Fold>
 QT_INLINE f32v fold_each(f32v (&vectors)[kLanes], Fold fold) {
 #pragma GCC unroll 8
@@ -62,44 +62,44 @@ QT_INLINE f32v fold_each(f32v (&vectors)[kLanes], Fold fold) {
     return vectors[0];
 }
 
-// Some tokens of a piece with their heads: the rows that go through the softmax together, and their state while a partition
-// is walked. Word: what the rows' factors are, see attention_tiles.hpp.
+// Some tokens of a piece with their heads: the rows that share a softmax pass, and their state within a partition. Word: type of
+// the row factors, see attention_tiles.hpp.
 template <class Word>
 struct Group {
   index_t token, position;                   // the first token's index in the step, and its position
   index_t tokens, heads, rows;               // rows: tokens times heads, heads inner
   alignas(64) float most[kMaxRows];          // largest score so far, times log2 e
-  alignas(64) float shrink[kMaxRows];        // what the sums are multiplied with before a chunk is added
-  alignas(64) float less[kMaxRows];          // `most`, or 0 while nothing was seen
+  alignas(64) float shrink[kMaxRows];        // factor of the sums before a chunk is added
+  alignas(64) float less[kMaxRows];          // `most`, or 0 while no key was seen
   alignas(64) float normalizer[kMaxRows * kLanes];
   float* sums;                               // [rows][value_dim]
-  Word* queries;                             // in the order of attention_tiles.hpp, _wide.hpp or _matrix.hpp
-  float* total;                              // of the partitions before: [rows][value_dim + 2]
+  Word* queries;                             // layout of attention_tiles.hpp, _wide.hpp or _matrix.hpp
+  float* total;                              // of earlier partitions: [rows][value_dim + 2]
 };
 
-// What a piece is computed with, one group after another.
+// Buffers of a piece, reused by one group after another.
 template <class Word>
 struct Scratch {
-  static constexpr bool kInPlace = std::is_same_v<Word, float>;  // a weight takes its score's place
-  static constexpr bool kOfMatrix = std::is_same_v<Word, MatrixWord>;  // two groups are under way, one after another
-  // Words of a chunk's keys and of its values: widened, or as the matrix unit reads them.
+  static constexpr bool kInPlace = std::is_same_v<Word, float>;  // weights overwrite scores
+  static constexpr bool kOfMatrix = std::is_same_v<Word, MatrixWord>;  // two groups are in progress at a time
+  // Words of a chunk's keys and of its values: widened, or in AMX layout.
   static constexpr index_t kOfChunk = kInPlace ? kChunkKeys : kOfMatrix ? kChunkKeys / 2 : 0;
   alignas(64) float scores[(kOfMatrix ? 2 : 1) * kMaxRows * kChunkKeys];
   alignas(64) Word pairs[kInPlace ? 1 : (kOfMatrix ? 2 : 1) * kMaxRows * kChunkKeys / 2];
-  alignas(64) float added[kOfMatrix ? kMaxRows * kMaxValueDim : 1];  // of a chunk, to a group's sums
-  alignas(64) float largest[kMaxRows * kLanes];  // score of a chunk, of the keys of a lane
+  alignas(64) float added[kOfMatrix ? kMaxRows * kMaxValueDim : 1];  // chunk's contribution to a group's sums
+  alignas(64) float largest[kMaxRows * kLanes];  // score of a chunk, by lane
   alignas(64) float key_scales[kChunkKeys];      // int8 cache
   alignas(64) float value_scales[kChunkKeys];
   alignas(64) float key_factors[kChunkTiles][kMaxFourGroups * kFactorsOfGroup];  // int4 cache
   alignas(64) float value_factors[kChunkTiles][kMaxFourGroups * kFactorsOfGroup];
-  alignas(64) char values_of_keys[kChunkKeys * kMaxValueDim * 4];  // of a chunk, as tiles of values (attention_tiles.hpp)
+  alignas(64) char values_of_keys[kChunkKeys * kMaxValueDim * 4];  // latent attention: a chunk's tiles of values
   alignas(64) Word keys[kOfChunk * kMaxKeyDim + 1];
   alignas(64) Word values[kOfChunk * kMaxValueDim + 1];
-  alignas(64) float sums[kMaxNumbers];         // of all groups, as the two that follow
+  alignas(64) float sums[kMaxNumbers];         // of all groups, like the next two
   alignas(64) Word queries[kMaxNumbers];
   alignas(64) float totals[kMaxNumbers + 2 * kMaxGroups * kMaxRows];
 
-  // Of the one group under way, or of one of the two.
+  // Buffers of the group in progress, or of one of two.
   float* scores_of(index_t one = 0) { return scores + one * kMaxRows * kChunkKeys; }
   Word* weights(index_t one = 0) {
     if constexpr (kInPlace)
@@ -121,14 +121,14 @@ QT_INLINE f32v capped(f32v score, float cap) {
   return all(cap) - all(2.0f * cap) / (power + all(1.0f));
 }
 
-// What scores of query heads are multiplied with that share a KV head, from `first_head` on: with the scale of an fp8 cache's keys.
+// Scale of the scores of query heads from `first_head` on that share a KV head. Includes the key scale of an fp8 cache.
 QT_INLINE float scale_of(const AttentionCall& call, index_t first_head) {
   const float* scales = call.layer.key_scales;
   return scales ? call.layer.scale * scales[first_head / call.group] : call.layer.scale;
 }
 
-// A score of the token at `position`, for a vector of keys from `key` on, where a score is more than its product: biased
-// (soft-capped, ALiBi; then also times `scale`), and minus infinity for keys that the token does not see.
+// A vector of scores of the token at `position`, for keys from `key` on, adjusted. biased: scale, soft cap and ALiBi are applied
+// here. Unseen keys get minus infinity.
 QT_INLINE f32v adjusted(const AttentionCall& call, bool biased, f32v score, float scale, float slope, index_t position,
                         index_t key) {
   if (biased) {
@@ -137,20 +137,20 @@ QT_INLINE f32v adjusted(const AttentionCall& call, bool biased, f32v score, floa
     const f32v distance = counting() + all(float(key - position));
     score = fma(distance, all(slope), score) * all(kLog2E);
   }
-  // Counted from the vector's first key; exact, as both are small wherever they matter.
+  // Relative to the vector's first key: exact, as both are small where they matter.
   const index_t after = position + 1 - key, before = seen_from(call.layer.window, call.layer.chunk, position) - key;
   const f32v number = counting();
   score = number < all(float(after)) ? score : all(kNothing);
   return number >= all(float(before)) ? score : all(kNothing);
 }
 
-// The keys of a chunk with which a group is multiplied: [begin, end), counted from the chunk's first, which is at `first`.
+// The keys of a chunk that a group multiplies: [begin, end), relative to the chunk's first key, which is at `first`.
 struct Keys {
   index_t first, begin, end;
 };
 
-// Of a row with its token at `position`: [begin, whole) are seen and need no adjustment, [whole, last) are adjusted, what
-// comes then is not seen. Whole vectors.
+// Key ranges of a row, in whole vectors: [begin, whole) are seen without adjustment, [whole, last) are adjusted, the rest is not
+// seen.
 struct Seen {
   index_t whole, last;
 };
@@ -165,9 +165,9 @@ QT_INLINE Seen seen_of(const AttentionCall& call, bool biased, Keys keys, index_
   return {adjust_all ? keys.begin : end / kLanes * kLanes, (end + kLanes - 1) / kLanes * kLanes};
 }
 
-// A row's weights for the matrix unit: [keys / 32][16] words. Those of keys [begin, last) come from their scores, the others of
-// whole pairs of tiles are 0. Rounded to bf16, ties away from zero; what is rounded is added to the normalizer, a pair of
-// tiles after the other. kScaled: rounded with an int8 cache's scales, and added without both.
+// A row's weights for AMX: [keys / 32][16] words. Keys [begin, last) are weighted from their scores; the rest of the whole tile
+// pairs is 0. Rounded to bf16, ties away from zero. The normalizer adds the rounded weights, one tile pair after another.
+// kScaled: weights are multiplied by int8 value scales before the rounding; the normalizer adds them unscaled and unrounded.
 template <bool kScaled>
 QT_INLINE f32v weigh_pairs_of_tiles(const float* scores, const float* scales, Keys keys, index_t last, float factor, f32v less,
                                     f32v normalizer, MatrixWord* weights) {
@@ -198,8 +198,8 @@ QT_INLINE f32v weigh_pairs_of_tiles(const float* scores, const float* scales, Ke
 
 enum class Pass { scores, weights };
 
-// Scores [rows][kChunkKeys] of a chunk to weights, and the rows' new state. kScaled: an int8 cache's scales belong to the
-// scores and the weights. beside(pass): called with every row of both passes, for what shall be done meanwhile.
+// Turns the scores [rows][kChunkKeys] of a chunk into weights and updates the state of the rows. kScaled: applies the int8 scales
+// to scores and weights. beside(pass) is called for every row of both passes, to interleave other work.
 template <bool kScaled, class Word, class Beside>
 void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word>& group, float* all_scores,
             Word* all_weights, Scratch<Word>& scratch, Beside beside) {

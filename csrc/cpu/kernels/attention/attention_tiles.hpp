@@ -1,8 +1,8 @@
-// The multiplications of attention: a few rows times vectors of 16 keys (scores) or of dimensions (weighted values).
+// Products of attention for few rows: rows times vectors of 16 keys (scores) or of value dimensions (weighted values).
 //
-// Both are one loop: an accumulator per row and vector, to which a broadcast factor of the row times a vector of the cache is
-// added, in ascending order of dimensions or of keys. How many rows and vectors are held in registers decides nothing but
-// speed, nor does whether vectors are widened in registers, as here, or were before (attention_wide.hpp).
+// Both are one loop with an accumulator per row and vector. It adds a broadcast factor of the row times a vector of the cache.
+// Reduction order: dimensions or keys ascending. The register blocking and the place of widening (in registers here, in memory in
+// attention_wide.hpp) affect only speed.
 #pragma once
 
 #include "attention.hpp"
@@ -11,7 +11,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-// Register blocks: up to so many rows, and for R of them so many vectors.
+// Register blocks: maximum rows, and the number of vectors for R rows.
 #if defined(__AVX512F__)
 inline constexpr int kBlockRows = 8;
 template <int R>
@@ -24,7 +24,7 @@ inline constexpr int kBlockVectors = 2;  // at most 12 of 16
 inline constexpr int kTileVectors = int(kTileKeys) / kLanes;
 inline constexpr int kChunkTiles = int(kChunkKeys / kTileKeys);
 
-// An int8 cache's numbers, without their scale.
+// Numbers of an int8 cache, without their scale.
 QT_INLINE f32v load(const std::int8_t* from) {
 #if defined(__AVX512F__)
   return to_float((i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
@@ -37,8 +37,8 @@ QT_INLINE f32v load(const std::int8_t* from) {
 #endif
 }
 
-// An fp8 cache's numbers, without their layer's scale: e4m3 without NaN. The multiplication changes the exponent's bias, and makes
-// denormals normal.
+// Numbers of an fp8 cache, without the layer's scale: e4m3 without NaN. The multiplication changes the exponent bias and
+// normalizes denormals.
 struct Eighth { std::uint8_t bits; };
 
 QT_INLINE f32v load(const Eighth* from) {
@@ -53,7 +53,7 @@ QT_INLINE f32v load(const Eighth* from) {
   return as_float(bytes << 20 & all(std::int32_t(0x87F00000))) * all(1.329227995784916e36f);  // 2^120
 }
 
-// kLanes bytes of an int4 cache: a number in their low bits, another in their high ones.
+// kLanes bytes of an int4 cache: one number in the low bits, another in the high bits.
 QT_INLINE i32v load_fours(const char* from) {
 #if defined(__AVX512F__)
   return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -66,14 +66,14 @@ QT_INLINE i32v load_fours(const char* from) {
 #endif
 }
 
-// How what is stored is multiplied: a load gives kParts vectors, each multiplied with a factor of its own. What kGroup numbers of a
-// head share, if anything, belongs to the vectors before that.
+// Storage formats: a load returns kParts vectors, each with its own factor. kGroup numbers of a head share a scale and minimum,
+// which are applied to the vectors first.
 
-// Pairs of bf16 with VDPBF16PS: a factor is a pair as well.
+// Pairs of bf16 with VDPBF16PS; factors are pairs too.
 struct Pairs {
   using Word = std::int32_t;
   using Loaded = i32v;
-  static constexpr int kNumbers = 2, kParts = 1;  // numbers of a row that a step multiplies, with so many factors
+  static constexpr int kNumbers = 2, kParts = 1;  // numbers of a row per step, and its factors
   static constexpr index_t kGroup = 0;
   static constexpr index_t kElementBytes = 4;     // of one lane
   QT_INLINE Loaded load(const char* from) { return load_bits(from); }
@@ -106,7 +106,7 @@ struct Singles {
   QT_INLINE f32v multiply(f32v acc, Word factor, f32v vector) { return fma(all(factor), vector, acc); }
 };
 
-// Two of four bits: times their group's scale, and its least number added, in one rounding.
+// Two 4-bit numbers: code * scale + minimum of the group, in one rounding.
 struct Fours {
   using Word = float;
   using Loaded = i32v;
@@ -121,10 +121,11 @@ struct Fours {
   QT_INLINE f32v multiply(f32v acc, Word factor, f32v vector) { return fma(all(factor), vector, acc); }
 };
 
-// Factors of a tile's int4 keys, or values, widened: [groups][2][kTileKeys], scales and least numbers.
+// Factors of a tile's int4 keys or values, widened: [groups][2][kTileKeys], scales and minima.
 inline constexpr index_t kFactorsOfGroup = 2 * kTileKeys;
 
-// codes * scale + least, where lanes have scales of their own, and where they have one: then there are 16 such numbers.
+// codes * scale + minimum, with scales per lane, or one scale for all lanes. In the second case a 16-entry table replaces the
+// arithmetic.
 QT_INLINE f32v scaled(i32v codes, f32v scales, f32v least) {
 #if defined(__AVX512F__)
   return fma(_mm512_permutexvar_ps((__m512i)codes, f32v{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}), scales, least);
@@ -142,25 +143,25 @@ QT_INLINE f32v scaled(i32v codes, float scale, float least) {
 #endif
 }
 
-// Number d of the keys from `key` on.
+// Dimension d of the keys from `key` on.
 QT_INLINE f32v scaled_keys(i32v codes, const float* factors, index_t d, index_t key) {
   const float* of_group = factors + d / kFourGroup * kFactorsOfGroup + key;
   return scaled(codes, load(of_group), load(of_group + kTileKeys));
 }
 
-// Numbers of a value from d on.
+// Dimensions of a value from d on.
 QT_INLINE f32v scaled_value(i32v codes, const float* factors, index_t key, index_t d) {
   const float* of_group = factors + d / kFourGroup * kFactorsOfGroup + key;
   return scaled(codes, of_group[0], of_group[kTileKeys]);
 }
 
-// Two bf16 of a row as the matrix unit takes them (attention_matrix.hpp): queries of two adjacent dimensions, or the
-// weights of a key and of the one a tile further.
+// Two bf16 of a row in AMX layout (attention_matrix.hpp): queries of two adjacent dimensions, or the weights of keys j of two
+// adjacent tiles.
 struct MatrixWord {
   std::uint32_t bits;
 };
 
-// Factor words for so many numbers of a row.
+// Factor words of `numbers` numbers of a row.
 template <class Form>
 QT_INLINE constexpr index_t words(index_t numbers) {
   return numbers / Form::kNumbers * Form::kParts;
@@ -168,8 +169,8 @@ QT_INLINE constexpr index_t words(index_t numbers) {
 
 constexpr auto kAsItIs = [](auto vector, index_t, int) __attribute__((always_inline)) { return vector; };
 
-// sums[r][v] += over i ascending: factors[r * kRow + i * kStep] * the v-th vector at from + i * stride. What lies at
-// ahead + i * stride is brought closer meanwhile. adjust(vector, number, v): what is multiplied in its place.
+// sums[r][v] += over i ascending: factors[r * kRow + i * kStep] * the v-th vector at from + i * stride. Prefetches ahead + i *
+// stride. adjust(vector, number, v) returns the vector to multiply.
 template <class Form, int R, int V, index_t kRow, index_t kStep, class Adjust>
 QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors, const char* const (&from)[V],
                           const char* const (&ahead)[V], index_t stride, index_t steps, Adjust adjust) {
@@ -178,7 +179,7 @@ QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       loaded[v] = Form::load(from[v] + i * stride);
-      __builtin_prefetch(ahead[v] + i * stride, 0, 2);  // the second level: it has more requests under way than the first
+      __builtin_prefetch(ahead[v] + i * stride, 0, 2);  // L2: it sustains more outstanding requests than L1
     }
 #pragma GCC unroll 2
     for (int part = 0; part < Form::kParts; ++part) {
@@ -195,20 +196,20 @@ QT_INLINE void accumulate(f32v (&sums)[R][V], const typename Form::Word* factors
   }
 }
 
-// The tiles of a chunk that a row sees, and the prefetch meanwhile: while a key tile is multiplied, a tile of values;
-// while a tile of values is, one of the next chunk's keys; and some of both during the softmax, so that memory never rests.
+// The tiles of a chunk that a row sees, and the addresses to prefetch so that memory is always busy. Key products prefetch
+// values. Value products prefetch keys of the next chunk. The softmax prefetches some of both.
 struct Chunk {
-  index_t begin;  // the first one's first key, counted from the chunk's
+  index_t begin;  // first key of the first tile, relative to the chunk
   index_t count;  // tiles
   const char* keys[kChunkTiles];
   const char* values[kChunkTiles];
   const char* beside_keys[kChunkTiles];
   const char* beside_values[kChunkTiles];
-  const float* key_factors[kChunkTiles];  // of an int4 cache
+  const float* key_factors[kChunkTiles];  // int4 cache
   const float* value_factors[kChunkTiles];
 };
 
-// Lines of the cache to bring into the second-level cache, a few at a time.
+// Cache lines to prefetch into the L2 cache, a few at a time.
 class Prefetch {
  public:
   void add(const char* from, index_t bytes) { begin_[count_] = from, end_[count_++] = from + bytes; }
@@ -226,8 +227,8 @@ class Prefetch {
   int count_ = 0, now_ = 0;
 };
 
-// scores[r][v * kLanes ...] of R rows for V vectors of keys, the first of them `inside` bytes into a row of its tile.
-// queries: [words][R]; factors: of the tiles, if the form has groups.
+// scores[r][v * kLanes ...] of R rows for V vectors of keys. The first vector is `inside` bytes into a row of its tile. queries:
+// [words][R]. factors: of the tiles, if the format has groups.
 template <class Form, int R, int V>
 void score(const typename Form::Word* queries, const char* const* keys, const char* const* ahead, const float* const* factors,
            index_t inside, index_t key_dim, float* scores) {
@@ -268,12 +269,12 @@ void score(const typename Form::Word* queries, const char* const* keys, const ch
     for (int v = 0; v < V; ++v) store(scores + r * kChunkKeys + v * kLanes, sums[r][v]);
 }
 
-// Those of a value's `all` numbers that are added up: `count` from `first` on, which is how far rows of sums lie apart.
+// Range of value dimensions to accumulate: `count` of `all`, from `first` on. `count` is also the row stride of the sums.
 struct Numbers {
   index_t all, first, count;
 };
 
-// sums[r][V vectors] = shrink[r] * sums + weights times the chunk's values, V vectors of each from number d on.
+// sums[r][V vectors] = shrink[r] * sums + weights times the chunk's values, V vectors of dimensions from d on.
 template <class Form, int R, int V>
 void weigh(const typename Form::Word* weights, const float* shrink, const Chunk& chunk, index_t d, Numbers numbers, float* sums) {
   f32v acc[R][V];
@@ -305,7 +306,7 @@ void weigh(const typename Form::Word* weights, const float* shrink, const Chunk&
     for (int v = 0; v < V; ++v) store(sums + r * numbers.count + v * kLanes, acc[r][v]);
 }
 
-// All tiles of a chunk for R rows.
+// Scores of R rows for all tiles of a chunk.
 template <class Form, int R>
 void score_rows(const typename Form::Word* queries, index_t key_dim, const Chunk& chunk, float* scores) {
   constexpr int V = kBlockVectors<R>;
@@ -331,7 +332,7 @@ void weigh_rows(const typename Form::Word* weights, const float* shrink, const C
   for (; d < numbers.count; d += kLanes) weigh<Form, R, 1>(weights, shrink, chunk, numbers.first + d, numbers, sums + d);
 }
 
-// By rows - 1.
+// Indexed by rows - 1.
 template <class Form>
 constexpr void (*kScoreRows[])(const typename Form::Word*, index_t, const Chunk&, float*) = {
     score_rows<Form, 1>, score_rows<Form, 2>, score_rows<Form, 3>, score_rows<Form, 4>,
@@ -349,7 +350,7 @@ constexpr void (*kWeighRows[])(const typename Form::Word*, const float*, const C
 #endif
 };
 
-// The rows of the next register block of at most `most` when `left` are left: blocks of nearly equal size.
+// Rows of the next register block, at most `most`, if `left` rows remain: blocks have nearly equal sizes.
 QT_INLINE index_t block_rows(index_t left, index_t most) {
   const index_t blocks = (left + most - 1) / most;
   return (left + blocks - 1) / blocks;

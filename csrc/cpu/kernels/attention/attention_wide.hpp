@@ -1,13 +1,11 @@
-// The multiplications of attention where many rows share them: a chunk of the cache is widened to fp32 once, in the order in
-// which the loops below read it, and all groups of a piece of work use it.
+// Products of attention for many rows: a chunk of the cache is widened to fp32 once, in loop order, for all groups of a piece.
 //
 //   keys    [keys of the chunk / kPanel][key_dim][kPanel]
 //   values  [value_dim / kPanel][keys of the chunk][kPanel]
 //
-// A register block owns up to kWideRows rows of kWideVectors vectors of a panel. A step of it reads these vectors and one
-// factor of each row: with AVX-512 10 loads, of two a cycle, beside 24 multiplications, of two a cycle. So the
-// multiplications limit.
-// Each accumulator adds up in ascending order of dimensions or of keys, the same roundings as in attention_tiles.hpp.
+// A register block owns up to kWideRows rows by kWideVectors vectors of a panel. A step reads these vectors and one factor of
+// each row. With AVX-512 this is 10 loads and 24 multiplications, two of each a cycle. Limiter: multiplications. Reduction order:
+// dimensions or keys ascending, with the roundings of attention_tiles.hpp.
 #pragma once
 
 #include "attention_tiles.hpp"
@@ -25,10 +23,11 @@ inline constexpr int kPanelVectors = kPanel / kLanes;
 static_assert(kPanelVectors % kWideVectors == 0 && kPanel % kTileKeys == 0);
 static_assert(kChunkKeys % kPanel == 0 && kMaxValueDim % kPanel == 0);
 
-// Rows from which on widening a chunk once costs less than widening it for each register block.
+// Minimum rows for which one widening of a chunk costs less than a widening in each register block.
 inline constexpr index_t kWidenFrom = kFewRows + 1;
 
-// A plane [rows / numbers][columns][numbers] of a tile to panels, `panel_floats` from one to the next. adjust(vector, row, column).
+// Copies a plane [rows / numbers][columns][numbers] of a tile to panels, `panel_floats` apart. adjust(vector, row, column)
+// returns the vector to store.
 template <class Form, class Adjust>
 QT_INLINE void widen(const char* from, index_t rows, index_t columns, index_t panel_floats, float* to, Adjust adjust) {
   for (index_t i = 0; i < rows / Form::kNumbers; ++i)
@@ -112,7 +111,7 @@ struct Constant {
   static constexpr int value = Number;
 };
 
-// Calls `with` for `count` vectors, kWideVectors at a time and then fewer: with(number of vectors, a constant; the first).
+// Splits `count` vectors into calls of with(constant number of vectors, first vector): kWideVectors at a time, then fewer.
 template <class With>
 QT_INLINE void in_vectors(index_t count, With with) {
   index_t v = 0;
@@ -122,7 +121,7 @@ QT_INLINE void in_vectors(index_t count, With with) {
   for (; v < count; ++v) with(Constant<1>(), v);
 }
 
-// R rows and `count` keys.
+// Scores of R rows and `count` keys.
 template <int R>
 void score_rows_wide(const float* queries, index_t key_dim, const float* keys, index_t count, float* scores) {
   in_vectors(count / kLanes, [=](auto vectors, index_t v) __attribute__((always_inline)) {
@@ -140,7 +139,7 @@ void weigh_rows_wide(const float* weights, const float* shrink, const float* val
   });
 }
 
-// By rows - 1.
+// Indexed by rows - 1.
 constexpr void (*kScoreRowsWide[])(const float*, index_t, const float*, index_t, float*) = {
     score_rows_wide<1>, score_rows_wide<2>, score_rows_wide<3>, score_rows_wide<4>, score_rows_wide<5>, score_rows_wide<6>,
 };
@@ -149,8 +148,8 @@ constexpr void (*kWeighRowsWide[])(const float*, const float*, const float*, ind
 };
 static_assert(sizeof kScoreRowsWide / sizeof kScoreRowsWide[0] == kWideRows);
 
-// queries: [rows][key_dim]; keys: panels, `count` keys; scores: [rows][kChunkKeys], from the first of these keys on. Lines of
-// the cache are brought closer meanwhile, a few with each register block.
+// queries: [rows][key_dim]. keys: panels, `count` keys. scores: [rows][kChunkKeys], from the first of these keys on. Each
+// register block prefetches `lines` cache lines.
 QT_INLINE void score_wide(const float* queries, index_t rows, index_t key_dim, const float* keys, index_t count,
                           Prefetch& prefetch, index_t lines, float* scores) {
   for (index_t row = 0; row < rows;) {
@@ -161,8 +160,8 @@ QT_INLINE void score_wide(const float* queries, index_t rows, index_t key_dim, c
   }
 }
 
-// sums = shrink * sums + weights times the first `count` keys' values. weights: [rows][kChunkKeys], from that of the first of
-// these keys on; values: panels; sums: [rows][value_dim].
+// sums = shrink * sums + weights times the values of the first `count` keys. weights: [rows][kChunkKeys], from the first of these
+// keys on. values: panels. sums: [rows][value_dim].
 QT_INLINE void weigh_wide(const float* weights, const float* shrink, index_t rows, const float* values, index_t count,
                           index_t value_dim, Prefetch& prefetch, index_t lines, float* sums) {
   for (index_t row = 0; row < rows;) {

@@ -1,20 +1,20 @@
-// Between the projections and attention: norms over heads, rotary positions, and the write of keys and values to the cache.
+// Norms over heads, rotary embedding, and the write of keys and values to the paged KV cache.
 //
-// A piece of work is the new tokens of one row in one tile of 16 positions, with all their heads: no two pieces write the same
-// tile. A query goes from q to q_out, a key is scattered over its tile (a 32-bit word every 64 bytes), a value interleaved
-// with that of its pair. Per number: 2 to 4 bytes read and written, some 5 FLOPs. Limiter: cache misses of the tiles, which
-// attention reads next anyway. Reduction order: a norm sums squares of dimensions i mod lanes ascending, then the lanes
-// by halves; nothing depends on other tokens.
+// A thread owns a piece: the new tokens of one row in one tile of 16 positions, with all heads. No two pieces write the same
+// tile. Queries go from q to q_out. A key is scattered over its tile (a 32-bit word every 64 bytes). A value is interleaved with
+// the other value of its pair. Per number: 2 to 4 bytes read and written, about 5 FLOPs. Limiter: cache misses of the tiles,
+// which attention reads next. Reduction order: a norm sums squares of dimensions i mod lanes, ascending, then the lanes by
+// halves. Independent of batch size and of other tokens.
 //
-// A block may hold numbers of a former tenant, NaN among them, and attention multiplies what a token does not see by 0. So
-// the writer of a tile's first position clears the values of those positions that this step does not write: their keys, where
-// these are the values too.
+// A reused block may hold NaN of an earlier request, and attention multiplies unseen values by 0. The piece that writes a tile's
+// first position therefore clears the values of the positions that this step does not write. With values_in_keys it clears their
+// keys.
 #include "attention_tiles.hpp"
 
 namespace qt::QT_ISA {
 namespace {
 
-// y = norm of one head, rounded where `rms_norm` of pointwise.cpp rounds; y may be x.
+// y = norm of one head, with the roundings of `rms_norm` in pointwise.cpp; y may be x.
 template <class Element>
 void norm(const Element* x, const Element* weight, index_t width, float eps, float offset, Element* y) {
   f32v squares = all(0.0f);
@@ -29,7 +29,7 @@ void norm(const Element* x, const Element* weight, index_t width, float eps, flo
   }
 }
 
-// Pairs (i, i + rotary / 2) turned by their angle. The products are rounded once.
+// Rotates pairs (i, i + rotary / 2). One product is rounded, the other is fused.
 template <class Element>
 void rotate_halves(const Element* x, const Element* cosines, const Element* sines, index_t rotary, Element* y) {
   const index_t half = rotary / 2;
@@ -43,7 +43,7 @@ void rotate_halves(const Element* x, const Element* cosines, const Element* sine
   }
 }
 
-// Lane i of the result is lane `from[i]`.
+// Permutation: lane i of the result is lane `from[i]`.
 QT_INLINE f32v lanes_of(f32v value, i32v from) {
 #if defined(__clang__)
   f32v result;
@@ -54,7 +54,7 @@ QT_INLINE f32v lanes_of(f32v value, i32v from) {
 #endif
 }
 
-// Pairs (2 i, 2 i + 1), with the roundings of halves.
+// Rotates pairs (2 i, 2 i + 1), with the roundings of rotate_halves.
 template <class Element>
 void rotate_interleaved(const Element* x, const Element* cosines, const Element* sines, index_t rotary, Element* y) {
   i32v other, pair;
@@ -68,7 +68,7 @@ void rotate_interleaved(const Element* x, const Element* cosines, const Element*
   }
 }
 
-// A head of queries or keys, normed and rotated, in this order or the other, with zeros up to the `padded` width.
+// A head of queries or keys: norm and rotation in the order of the layer, zero-padded to `padded`.
 template <class Element>
 void turn(const AttentionLayer& layer, const Element* x, const void* weight, const Element* cosines, const Element* sines,
           index_t padded, Element* y) {
@@ -89,7 +89,7 @@ void turn(const AttentionLayer& layer, const Element* x, const void* weight, con
   std::memset(y + width, 0, (padded - width) * sizeof(Element));
 }
 
-// Queries of the token at `position` by what grows with it (Llama 4's temperature, Qwen 1's logarithm), rounded once more.
+// Scales queries by a factor that grows with the position (Llama 4's temperature, Qwen 1's logarithm); one more rounding.
 template <class Element>
 void grow(const AttentionLayer& layer, index_t position, index_t count, Element* q) {
   const index_t shifted = position + layer.shift;
@@ -99,8 +99,8 @@ void grow(const AttentionLayer& layer, index_t position, index_t count, Element*
   for (index_t i = 0; i < count; i += kLanes) store(q + i, load(q + i) * factor);
 }
 
-// Four bits: the nearest of 16 steps (ties to even) from the least number of each kFourGroup of a head, padding left out, to the
-// largest. Both are rounded to fp16 first. codes: [padded]. factors: of this position, [groups][2][kTileKeys].
+// int4: the nearest of 16 steps (ties to even) from the minimum to the maximum of each kFourGroup of a head, without padding.
+// Step and minimum are rounded to fp16 first. codes: [padded]. factors: of this position, [groups][2][kTileKeys].
 struct Four {
   std::uint8_t pair;
 };
@@ -143,7 +143,7 @@ QT_INLINE void put_code(char* plane, index_t major, index_t column, index_t widt
   pair = std::uint8_t(major % 2 ? (pair & 0x0F) | code << 4 : (pair & 0xF0) | code);
 }
 
-// A head's key, or value, of the tile's i-th position.
+// Writes a head's key, or value, at position i of the tile.
 template <class Element>
 void put_key(const Element* key, index_t width, const PagedKv& kv, char* plane, index_t i) {
   std::uint8_t codes[kMaxKeyDim];
@@ -158,9 +158,8 @@ void put_value(const Element* value, index_t width, const PagedKv& kv, char* pla
   for (index_t d = 0; d < kv.value_dim; ++d) put_code(plane, i, d, kv.value_dim, codes[d]);
 }
 
-// Eight bits with a point: the nearest e4m3 (ties to even) of what the layer's scale divides, at most 448, as torch rounds,
-// but that what is no number becomes 448, where torch keeps it. From 2^-6 on the lowest 20 bits of a number are rounded away; those
-// below are multiples of 2^-9.
+// fp8: the nearest e4m3 (ties to even) of number / scale, at most 448, as torch rounds. NaN becomes 448; torch keeps it. From
+// 2^-6 on, the lowest 20 bits are rounded away. Smaller numbers are multiples of 2^-9.
 template <class Element>
 QT_INLINE void in_eighths(const Element* numbers, index_t width, index_t padded, float scale, Eighth* to) {
   for (index_t d = 0; d < padded; d += kLanes) {
@@ -176,11 +175,11 @@ QT_INLINE void in_eighths(const Element* numbers, index_t width, index_t padded,
   }
 }
 
-// Whether each head has a scale of its own.
+// True if each head has its own scale.
 template <class Stored>
 inline constexpr bool kScaled = std::is_same_v<Stored, std::int8_t>;
 
-// The place of row `major` (a key's dimension, or a value's key) in a column of the `width` of a plane.
+// Address of row `major` (dimension of a key, or key of a value) and a column in a plane of `width` columns.
 template <class Stored>
 QT_INLINE Stored* place(char* plane, index_t major, index_t column, index_t width) {
   if constexpr (std::is_same_v<Stored, bf16>)
@@ -189,8 +188,8 @@ QT_INLINE Stored* place(char* plane, index_t major, index_t column, index_t widt
     return (Stored*)plane + major * width + column;
 }
 
-// One head's numbers as they are stored, with zeros up to the `padded` width, a multiple of 16; returns their scale. `scale`: of
-// fp8. int8: nearest of 255 steps between the largest magnitude and its negative (ties to even).
+// Quantizes one head for the cache, zero-padded to `padded`, a multiple of 16; returns its scale. `scale`: fp8 only. int8:
+// nearest of 255 steps between the largest magnitude and its negative (ties to even).
 template <class Element, class Stored>
 QT_INLINE float stored(const Element* numbers, index_t width, index_t padded, float scale, Stored* to) {
   if constexpr (std::is_same_v<Stored, Eighth>) {
@@ -215,12 +214,12 @@ QT_INLINE float stored(const Element* numbers, index_t width, index_t padded, fl
   }
 }
 
-// The value of the tile's i-th position, and what its scales are.
+// Clears the value at position i of the tile, and its scales.
 template <class Stored>
 void clear(const KvWriteCall& call, char* tile, index_t i) {
   const PagedKv& kv = call.kv;
   char* value_plane = tile + kv.key_bytes;
-  if constexpr (std::is_same_v<Stored, Four>) {  // any code times 0
+  if constexpr (std::is_same_v<Stored, Four>) {  // zero factors suffice for any code
     for (index_t d = 0; d < kv.key_dim; d += kFourGroup)
       for (index_t which : {0, 1}) factors_of(tile, kv.key_dim, i)[(d / kFourGroup * 2 + which) * kTileKeys] = fp16{};
     for (index_t d = 0; d < kv.value_dim; d += kFourGroup)
@@ -240,7 +239,7 @@ void clear(const KvWriteCall& call, char* tile, index_t i) {
   }
 }
 
-// That of a KV head, of an fp8 cache.
+// fp8 scale of a KV head.
 QT_INLINE float scale_of(const float* scales, index_t head) { return scales ? scales[head] : 1.0f; }
 
 template <class Element, class Stored>

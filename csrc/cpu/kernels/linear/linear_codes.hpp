@@ -1,16 +1,17 @@
-// How the integers of a packed weight are coded, and how they become bytes.
+// Integer codes of packed weights and their expansion to bytes.
 //
-// A step (step_of) is so many k of all 64 columns. Below, bytes of a line are [64][4]; q counts the step's fours of k, of which a
-// column's four bytes have one number each. Upper bits come first: all fours need them, and registers are few.
+// A step (step_of) is a fixed number of k for all 64 columns. Below, a line is [64][4] bytes. A four is four adjacent k of a
+// column, one in each of its four bytes; q counts the fours of a step. Upper bits come first: all fours need them, and registers
+// are few.
 //
-//   eight   a line: fours as they are
-//   four    a line: q 0 in the low, 1 in the high halves                                     8 k
-//   table   the same, halves choose one of 16 bytes                                          8 k
-//   six     a line with bits 2 q, 2 q + 1 are the upper two; two lines as of four          16 k
-//   five    a line with bit q as the upper one; four lines as of four                      32 k
-//   two     a line: bits 2 q, 2 q + 1                                                       16 k
-//   three   the same; then 16 bits for each column, of which bit 4 i + q is the upper one
-//           of the four's number i                                                          16 k
+//   eight   a line: one four, as stored                                             4 k
+//   four    a line: q = 0 in the low halves, q = 1 in the high halves               8 k
+//   table   the same; each half is an index into a table of 16 bytes                8 k
+//   six     a line: bits 2 q, 2 q + 1 are the upper two; then two lines as of four  16 k
+//   five    a line: bit q is the upper one; then four lines as of four              32 k
+//   two     a line: bits 2 q, 2 q + 1                                               16 k
+//   three   the same; then 16 bits for each column: bit 4 i + q is the upper one
+//           of number i of four q                                                  16 k
 #pragma once
 
 #include "linear.hpp"
@@ -21,7 +22,7 @@ namespace {
 
 inline constexpr index_t kCodeLine = kTileColumns * 4;
 
-// Fours of k in a step.
+// Number of fours in a step.
 constexpr int fours_of(Codes codes) { return int(step_of(codes).k / 4); }
 
 QT_INLINE i32v nibbles_of(i32v line, int half) {
@@ -29,12 +30,12 @@ QT_INLINE i32v nibbles_of(i32v line, int half) {
   return half == 0 ? line & nibbles : (i32v)((u32v)line >> 4) & nibbles;
 }
 
-// Those bits of each byte that come to lie where `mask` has ones once all are moved to the left, or to the right.
+// Shifts all bytes left (or right, if negative) and keeps the bits of `mask`.
 QT_INLINE i32v moved_bits(i32v line, int left, std::int32_t mask) {
   return (left >= 0 ? line << left : (i32v)((u32v)line >> -left)) & all(mask);
 }
 
-// 16 bits of each column, as a byte for each number of a four; bit q is its own.
+// Expands 16 bits of each column to one byte for each number of a four; bit q belongs to four q.
 QT_INLINE i32v spread_bits(const char* halves) {
   const i32v bits = (i32v)((u32v)as_bits(load((const bf16*)halves)) >> 16);
   const i32v apart = (bits & 0xFF) | (bits & 0xFF00) << 8;
@@ -44,7 +45,7 @@ QT_INLINE i32v spread_bits(const char* halves) {
 // Whole lines of a step.
 constexpr int lines_of(Codes codes) { return int(step_of(codes).bytes / kCodeLine); }
 
-// The q-th four of a step, of one vector of columns: of its lines. halves: of three bits, the upper ones, spread.
+// Four q of a step, for one vector of columns. halves: the spread upper bits of three-bit codes.
 template <Codes kCodes>
 QT_INLINE i32v four_of(const i32v (&lines)[lines_of(kCodes)], [[maybe_unused]] i32v halves, int q, [[maybe_unused]] i32v table) {
   if constexpr (kCodes == Codes::eight) return lines[0];
@@ -63,7 +64,7 @@ QT_INLINE i32v table_of(const unsigned char (&bytes)[16]) {
   return load_bits(repeated);
 }
 
-// `steps` of `columns` from `column` on, as lines of bytes, `line` bytes from one to the next.
+// Expands `steps` steps of `columns` columns, from `column` on, to lines of bytes, `line` bytes apart.
 template <Codes kCodes>
 void expand_as(const char* step, index_t column, index_t columns, index_t steps, const unsigned char (&table)[16], char* out,
                index_t line) {
@@ -92,15 +93,15 @@ QT_INLINE Expand expander_of(Codes codes) {
     case Codes::six: return expand_as<Codes::six>;
     case Codes::five: return expand_as<Codes::five>;
     case Codes::three: return expand_as<Codes::three>;
-    default: return expand_as<Codes::two>;  // eight are bytes: not reached
+    default: return expand_as<Codes::two>;  // eight: already bytes, not reached
   }
 }
 
-// One step of fours of k with the numbers in the bytes, as it is stored. `lines`: of one vector of columns.
+// One step in storage format, packed from fours of bytes. `lines`: of one vector of columns.
 inline constexpr int kMostLines = 5;
 struct StoredStep {
   i32v lines[kMostLines];
-  i32v halves;  // of three bits: in the low half of each
+  i32v halves;  // three: upper bits, in the low half of each word
 };
 
 QT_INLINE i32v both_nibbles(const i32v* fours) {
@@ -108,7 +109,7 @@ QT_INLINE i32v both_nibbles(const i32v* fours) {
   return (fours[0] & nibbles) | (fours[1] & nibbles) << 4;
 }
 
-// Bits [from, from + count) of each number of n fours, side by side.
+// Concatenates bits [from, from + count) of each number of n fours.
 QT_INLINE i32v gathered_bits(const i32v* fours, int n, int from, int count) {
   const i32v mask = all(std::int32_t(count == 1 ? 0x01010101 : 0x03030303));
   i32v line{};
@@ -142,7 +143,7 @@ QT_INLINE StoredStep stored_step(Codes codes, const i32v* fours) {
   return step;
 }
 
-// Number k of a lane, from its group's first step on.
+// Code k of a lane, relative to the first step at `codes`.
 int code_at(const Weight& weight, const unsigned char* codes, index_t lane, index_t k) {
   const CodeStep size = step_of(weight.codes);
   const unsigned char* const step = codes + k / size.k * size.bytes;

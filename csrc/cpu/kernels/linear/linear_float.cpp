@@ -1,25 +1,24 @@
-// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, or with weights in floating-point codes, accumulated
-// in fp32.
+// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, fp16 or fp32, or with floating-point codes (fp8, nf4, fp4); accumulated in fp32.
 //
-// A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows, and all slices of k or one. K
-// goes in pieces, a piece in blocks of columns, a block in units of rows: one unit's sums of one block stay in registers over
-// the piece (AVX-512: 12 rows x 32 columns, 24 registers) and wait in between as fp32. For each step of k a unit loads the
-// weights of its columns once and multiplies them with a broadcast of x per row; a block's weights of a piece stay in the first
-// cache while the units pass over them.
+// A thread owns 64 columns (a tile; 32 or 16 if tiles are few) for a panel of up to 192 rows. It computes all slices of k, or
+// one. K is divided into pieces, a piece into blocks of columns, a block into units of rows. The sums of one unit and block stay
+// in registers for a piece (AVX-512: 12 rows x 32 columns, 24 registers). Between pieces they are stored as fp32. Each step of k
+// loads the weights of the unit's columns once and multiplies them with a broadcast of x for each row. A block's weights of a
+// piece stay in the L1 cache for all units.
 //
-// x and weights are widened to fp32. Weights: in registers, or where more than kDirectRows rows share them once per block
-// and piece into a buffer; codes always are, and multiplied with their scales there. x: of up to kOwnRows rows piece by piece; of more, once for all tiles before (the op's
-// scratch), in the order in which the units read it: [panel][piece][unit][k][row of the unit], one stream.
-// bf16 where the processor's dot product of pairs is fast (Weight::dot): a step is two k, VDPBF16PS or BFDOT, nothing is
-// widened, x is read where it lies.
+// x and weights are widened to fp32. Weights: in registers; or, if more than kDirectRows rows share them, once per block and
+// piece into a buffer. Codes are always widened to the buffer and scaled there. x: up to kOwnRows rows are widened piece by
+// piece. More rows are widened once for all tiles, into the scratch of the operation. The layout is one stream in read order:
+// [panel][piece][unit][k][row of the unit]. With fast bf16 dot products (Weight::dot) a step is two k: VDPBF16PS or BFDOT.
+// Nothing is widened, and x is read in place.
 //
-// Bytes moved per panel: the weight once (each unit prefetches its share of the next piece: memory streams while the
-// units compute; but see Weight::follows), x once per tile and block out of the cache, y once. Limiter: the weight's
-// bandwidth up to some 12 rows, then the multiply rate.
+// Bytes per panel: the weight once, x once per tile and block from cache, y once. Each unit prefetches its share of the next
+// piece, so that memory streams during computation (exception: Weight::follows). Limiter: the weight's bandwidth up to about 12
+// rows, then the multiply rate.
 //
-// Reduction order: one fp32 sum per output and slice of k (linear.hpp), k ascending (dot products: in pairs); the slices'
-// sums, ascending; leaves' sums, as a tree; then the bias, one rounding. It depends on neither M nor the place of a row or
-// column in units, blocks, panels and pieces, nor on whether slices are one item's or several's: a row has the same bits in every batch.
+// Reduction order: one fp32 sum for each output and slice of k (linear.hpp), k ascending (dot products: in pairs). Then the
+// slices ascending, the leaves as a tree, the bias, and one rounding. Independent of M and of the split into units, blocks,
+// panels, pieces and items: a row has the same bits in every batch.
 #include "linear_unit.hpp"
 #include "linear_values.hpp"
 #include "thread_memory.hpp"
@@ -29,9 +28,9 @@ namespace {
 
 static_assert(kPiece % 8 == 0);  // whole lines of codes
 
-constexpr index_t kDirectRows = 36;  // rows for which weights are widened in registers, by each unit
+constexpr index_t kDirectRows = 36;  // up to this many rows, each unit widens weights in registers
 
-// A panel's rows cut into units of nearly equal size: the first `longer` have one more than `rows`.
+// A panel's rows divided into units of nearly equal size: the first `longer` units have rows + 1.
 struct Units {
   index_t count, rows, longer;
 
@@ -43,7 +42,7 @@ struct Units {
   index_t rows_of(index_t unit) const { return rows + (unit < longer); }
 };
 
-// How a step multiplies: so many k, `bytes` of all 64 columns.
+// Multiplication of a step: number of k, and `bytes` of all 64 columns.
 struct Way {
   Multiply (*multiply)(index_t rows, index_t vectors);
   index_t k, bytes;
@@ -56,7 +55,7 @@ bool is_coded(const Weight& weight) { return weight.format == Dtype::int8; }
 
 bool is_native(const Weight& weight) { return kDotsPairs && weight.format == Dtype::bf16 && weight.dot; }
 
-// Straight from the tile.
+// Multiplication directly from the tile.
 Way way_of(const Weight& weight) {
   if constexpr (kDotsPairs) {
     if (is_native(weight)) return kWay<NativePairs>;
@@ -66,7 +65,7 @@ Way way_of(const Weight& weight) {
                                         : kWay<Single<float, false>>;
 }
 
-// How weights lie: blocks of codes, or what a step takes.
+// Storage granularity of weights: blocks of codes, or steps.
 struct Stored {
   index_t k, bytes;
 };
@@ -95,7 +94,7 @@ void widen_singles(const Element* weight, index_t depth, index_t block, float* o
     for (index_t c = 0; c < block; c += kLanes) store(out + c, load(weight + c));
 }
 
-// `depth` k of a tile's `block` columns as fp32 [k][block].
+// Widens `depth` k of `block` columns of a tile to fp32 [k][block].
 void widen_block(const Weight& of, const char* weight, index_t depth, index_t column, index_t block, float* out) {
   if (is_coded(of)) return widen_codes(of, weight, depth, column, block, out);
   if (of.format == Dtype::fp16) return widen_singles((const fp16*)weight + column, depth, block, out);
@@ -109,15 +108,15 @@ void widen_block(const Weight& of, const char* weight, index_t depth, index_t co
     }
 }
 
-// An item's buffers, the thread's.
+// Buffers of a thread for one item.
 struct alignas(64) Buffers {
   float sums[kMaxPanelRows * kTileColumns];                // of a slice
-  float total[kTreeHeight][kMaxPanelRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
+  float total[kTreeHeight][kMaxPanelRows * kTileColumns];  // of the slices so far; several for leaves only
   float weights[kPiece * kTileColumns / 2];
   float x[kOwnRows * kPiece];
 };
 
-// What the units of a block fetch of the next piece, a share each.
+// Prefetch of the next piece, divided among the units of a block.
 struct Ahead {
   const char* next;
   index_t left, share;  // groups of lines
@@ -132,14 +131,14 @@ struct Ahead {
   }
 };
 
-// Whole tiles: all lines of a piece, spread evenly over `units` of so many steps.
+// Whole tiles: all lines of a piece, distributed evenly over `units` units of `steps` steps.
 Ahead ahead_of_tile(const char* next, index_t bytes, index_t units, index_t steps) {
   const index_t all = next ? bytes / kLine : 0, each = (all + units - 1) / units;
   const index_t lines = each <= steps ? 1 : each <= 2 * steps ? 2 : 4;
   return {next, (all + lines - 1) / lines, (each + lines - 1) / lines, lines, lines * kLine};
 }
 
-// A block of a narrower item: its own columns alone, others have the rest.
+// Block of a narrower item: prefetches its own columns; other threads own the rest.
 Ahead ahead_of_block(const char* next, index_t steps, index_t step_bytes, index_t column, index_t block, index_t units) {
   const index_t lines = block * step_bytes / kTileColumns / kLine;
   return {next + column * step_bytes / kTileColumns, next ? steps : 0, (steps + units - 1) / units,
@@ -152,8 +151,8 @@ const char* memory_at(const Weight& weight, index_t tile, index_t k) {
   return begin + k / stored.k * stored.bytes;
 }
 
-// The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left.
-// `next_memory`: what this thread probably multiplies next.
+// Computes all slices of an item. The first slice accumulates in `first_sums`, which receives the total. `next_memory`: weights
+// of the thread's probable next item.
 void multiply_slices(const LinearCall& call, const LinearItem& item, const char* next_memory, float* first_sums,
                      Buffers& buffers) {
   const Weight& weight = *call.weight;
@@ -161,14 +160,14 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
   const Units units = Units::of(item.rows);
   const Stored stored = stored_of(weight);
   const bool native = is_native(weight), widens = is_coded(weight) || (!native && item.rows > kDirectRows);
-  const bool own = !native && item.rows <= kOwnRows;  // the last panel's few rows too, although they were prepared
+  const bool own = !native && item.rows <= kOwnRows;  // also few rows of a last panel, although prepared
   const Way way = widens ? kWay<Widened> : way_of(weight);
-  // Codes widened for a block stay in the first-level cache.
+  // Widened codes of a block must stay in the L1 cache.
   const index_t in_registers = block_vectors(units.rows_of(0)) * kLanes;
   const index_t most = is_coded(weight) && in_registers > kTileColumns / 2 ? kTileColumns / 2 : in_registers;
   const index_t span = item.to - item.from, width = span * item.spans;
   const index_t block = span < most ? span : most, blocks = width / block;
-  const bool fetches = !weight.follows || item.rows > 1 || block < kTileColumns;  // what comes next, ahead of time
+  const bool fetches = !weight.follows || item.rows > 1 || block < kTileColumns;  // prefetches the next piece
   const Multiply shorter = way.multiply(units.rows, block / kLanes);
   const Multiply longer = units.longer ? way.multiply(units.rows + 1, block / kLanes) : shorter;
   const char* piece = memory_at(weight, item.tile, item.k);
@@ -176,7 +175,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
     const index_t in_slice = begin % weight.slice_depth;
     const index_t depth = item.k_end - begin < kPiece ? item.k_end - begin : kPiece, end = begin + depth;
     const index_t bytes = (depth + stored.k - 1) / stored.k * stored.bytes;
-    const index_t left = item.k_end - end;  // none: on to the next item
+    const index_t left = item.k_end - end;  // 0: the next piece is of the next item
     const char* next = !fetches ? nullptr : left ? piece + bytes : next_memory;
     const index_t next_depth = left && left < kPiece ? left : weight.slice_depth < kPiece ? weight.slice_depth : kPiece;
     const index_t next_steps = next_depth / stored.k;
@@ -215,7 +214,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
   }
 }
 
-// The sums of an item's leaves, added up in buffers.total[0].
+// Adds the sums of an item's leaves in buffers.total[0].
 void multiply_leaves(const LinearCall& call, const LinearItem& item, const char* next_memory, Buffers& buffers) {
   const Weight* const weights = call.weight;
   add_as_tree(
@@ -255,13 +254,13 @@ void multiply_items(const void* described, index_t begin, index_t end) {
   prefetch_begin(memory_of(begin), weight.memory + weight.tiles * weight.tile_bytes);
   Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
   for (index_t i = begin; i < end; ++i) {
-    // After the last one: items are taken in order, so the next but as many as there are threads is most likely ours.
+    // After the last item: threads take items in order, so the most likely next item is `threads` ahead.
     const index_t next = i + 1 < end ? i + 1 : end == begin + 1 ? i + call.threads : call.items;
     multiply_item(call, item_of(call, i), next < call.items ? memory_of(next) : nullptr, buffers);
   }
 }
 
-// --- x in the units' order, in fp32 ---
+// --- x in unit order, in fp32 ---
 
 Preparation preparation(const Weight& weight, Dtype, Inputs) {
   return {is_native(weight) ? kNever : kOwnRows + 1, (weight.depth * 4 + 63) / 64 * 64, 0};
@@ -279,7 +278,7 @@ index_t prepare_items(const LinearCall& call) {
   return ((call.panels - 1) * panel_units(call, 0) + panel_units(call, call.panels - 1)) * pieces_of(call);
 }
 
-// rows x depth of x to [depth][rows].
+// Transposes x [rows][depth] to [depth][rows].
 template <class Element>
 void interleave(const Element* x, index_t x_stride, index_t rows, index_t depth, float* out) {
   for (index_t k = 0; k < depth; k += kLanes)

@@ -1,23 +1,23 @@
-// y[M, N] = x[M, K] · W[N, K]ᵀ with weights of 8 to 2 bits, multiplied as integers: nothing is dequantized.
+// y[M, N] = x[M, K] · W[N, K]ᵀ with weights of 8 to 2 bits, in integer arithmetic without dequantization.
 //
-// x is quantized first (kernels/linear_quantize.hpp), per row and group of k to 16 bits or to 8, or per row to 8, and multiplied
-// in units of some rows by some columns (kernels/linear_integer_unit.hpp).
+// x is quantized first (linear_quantize.hpp): to 16 or 8 bits per row and group of k, or to 8 bits per row. Units of some rows by
+// some columns are then multiplied (linear_integer_unit.hpp).
 //
-// A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
-// pieces; while a piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes
-// next, is fetched into the second-level cache, evenly over the units. Where the processor finds out by itself what is read
-// front to back (Weight::follows), a unit that reads all of a piece asks for nothing (but see Weight::asked_rows), and reads in order; elsewhere it asks once
-// more, into the first-level cache, for what it is about to read (kNearBytes). Where many rows share weights of fewer bits, they
-// become bytes once per piece, in a buffer; those that take longer to unpack from three rows on. Scales that several units need
-// become floats once per piece as well. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x once per
-// tile (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then the multiply
-// rate, half of it for 16-bit x.
+// A thread owns a tile of 64 columns (32 or 16 if tiles are few) for a panel of rows. It computes all slices of k, or one. K is
+// divided into pieces. The units of a piece prefetch the next piece into the L2 cache, each an equal share. After the last piece
+// they prefetch the thread's probable next tile. If the hardware prefetcher follows sequential reads (Weight::follows), a unit
+// that reads a whole piece issues no prefetch (exception: Weight::asked_rows). Otherwise it also prefetches into the L1 cache
+// shortly before the read (kNearBytes). If many rows share weights of fewer than 8 bits, the weights are expanded to bytes once
+// per piece. Codes with expensive unpacking are expanded from three rows on. Composed scales of several units become floats once
+// per piece.
 //
-// Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
-// groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result), and where the format has zero
-// points or minima fma(shift of w, scale of x * float(middle * sum of x), result), see linear_scales.hpp; the slices' results,
-// ascending; and once at the end the column's scale. Where all of k is one group, slices' sums are integers and exact, too. Leaves'
-// results, as a tree.
+// Bytes per panel: the weight once (1 or 1/2 byte a number, plus scales). x once per tile from cache; once per half tile for many
+// rows. Limiter: the weight's bandwidth up to about 20 rows, then the multiply rate, half of it for 16-bit x.
+//
+// Reduction order: the sum over a group of k is an exact integer, the same on every processor and in any order. Groups of a slice
+// (linear.hpp) ascending: fma(float(sum), scale of w * scale of x, result). With zero points or minima then fma(shift of w, scale
+// of x * float(middle * sum of x), result), see linear_scales.hpp. Then the slices ascending, the column's scale once, and the
+// leaves as a tree. If all of k is one group, the slices' sums are exact integers too. Independent of batch size.
 #include "linear_integer_piece.hpp"
 #include "linear_integer_row.hpp"
 #include "thread_memory.hpp"
@@ -25,23 +25,24 @@
 namespace qt::QT_ISA {
 namespace {
 
-// k at a time, whole groups: short for few rows, for which the memory never rests, so that little is read before
-// anything is fetched; for more rows so much that two pieces leave the cache to the rows of x.
+// k per piece, whole groups. Few rows: short, because memory is the limiter and the first piece has no prefetch. More rows:
+// large, but two pieces must leave cache for the rows of x.
 constexpr index_t kStreamPiece = 512, kPiece = 2048, kExpandedPiece = 1024;
-constexpr index_t kStreamSlice = 768;  // a slice that is one short piece
-// A depth that is one piece for one row: of 768, which would be 512 and 256, the second would fetch twice what it multiplies.
+constexpr index_t kStreamSlice = 768;  // a slice of this depth is one short piece
+// Maximum depth that is one piece for one row. A depth of 768 would split into 512 and 256, and the second piece would prefetch
+// twice its own size.
 constexpr index_t kRowDepth = 1024;
 constexpr index_t kLeastGroup = 16;  // of k
 constexpr index_t kStreamRows = 32;
-// Rows in a panel from which 4-bit weights are expanded once, where units ask for what they read and where they do not; others from more
-// than kFewRows.
+// Panel rows from which 4-bit weights are expanded once, with and without software prefetch. Other codes: more than kFewRows
+// rows.
 constexpr index_t kExpandFrom = 16, kExpandWholeUnitsFrom = 65;
-constexpr index_t kLine = 64;  // of a cache
-constexpr index_t kPanelBytes = 1 << 20;  // of x, half of a second-level cache
-constexpr index_t kFewestPanelRows = 48;  // or weights would be read too often
+constexpr index_t kLine = 64;  // cache line
+constexpr index_t kPanelBytes = 1 << 20;  // of x: half of an L2 cache
+constexpr index_t kFewestPanelRows = 48;  // fewer rows would re-read the weights too often
 
-// The largest part of a slice, of at most so many k, that has equal ones beside it: what is fetched for the next piece is as
-// long as this one.
+// The largest piece of at most `largest` k that divides a slice evenly. The prefetch of the next piece then has the size of this
+// one.
 index_t even_piece(const Weight& weight, index_t largest) {
   if (weight.slices == 1) return largest;
   index_t piece = largest;
@@ -49,24 +50,24 @@ index_t even_piece(const Weight& weight, index_t largest) {
   return piece;
 }
 
-// How items of so many rows are cut.
+// Division of items with a given number of rows.
 struct Plan : Cutting {
   index_t rows;
   bool expanded;
-  index_t in_group;      // of k that have a scale in common; a piece where all have
-  CodeStep step;         // where the units read
+  index_t in_group;      // k with a common scale; a piece if all of k is one group
+  CodeStep step;         // as read by the units
   index_t units, width;  // width: columns of a unit
-  index_t unit_rows, larger_units;  // rows of a unit; how many units, the first ones, have one more
-  index_t parts;         // of an item's columns
-  bool near;             // units ask once more for what they are about to read
-  bool alone;            // a unit reads all of a piece, front to back, and nothing is fetched: see Fetch
-  bool singles;                // scales are made singles once, for all units
-  index_t block, block_bytes;  // k; without groups, integers lie one after another
-  QuantizedX x;                // where in a row of it what lies
+  index_t unit_rows, larger_units;  // rows of a unit; the first `larger_units` have one more
+  index_t parts;         // parts of an item's columns
+  bool near;             // units also prefetch into L1 shortly before the read
+  bool alone;            // one unit reads a whole piece sequentially, without prefetch: see Fetch
+  bool singles;                // composed scales are made fp32 once for all units
+  index_t block, block_bytes;  // k; ungrouped integers are contiguous
+  QuantizedX x;                // layout of a row of x
   MultiplyUnit multiply;
 };
 
-// Whether so many rows are multiplied with bytes, once made of the codes.
+// True if weights are expanded to bytes for this number of rows.
 bool is_expanded(Codes codes, index_t rows, bool follows) {
   switch (codes) {
     case Codes::eight: return false;
@@ -75,7 +76,7 @@ bool is_expanded(Codes codes, index_t rows, bool follows) {
   }
 }
 
-// Whether units ask for what they read. Bytes that one row passes are followed everywhere: nothing is unpacked.
+// True if units prefetch in software. One row of 8-bit weights needs no unpacking; the hardware prefetcher always follows it.
 bool asks_for(const Weight& weight, index_t rows) {
   if (!weight.follows) return true;
   return rows <= weight.asked_rows && (rows > 1 || weight.codes != Codes::eight);
@@ -94,10 +95,10 @@ auto multiply_for(Codes codes) {
   }
 }
 
-// `k` in so many whole steps.
+// Number of whole steps that hold `k`.
 QT_INLINE index_t steps_of(index_t k, const CodeStep& step) { return parts_of(k, step.k); }
 
-// What the units of an item have in common. The rest is left as it is: to clear it would be felt as well.
+// Fields that all units of an item share. The others are left uninitialized: clearing them would take measurable time.
 QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const LinearItem& item, Unit& unit) {
   const Weight& weight = *call.weight;
   const std::int32_t middle = middle_of(weight.codes);
@@ -105,7 +106,7 @@ QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const Linea
   unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
   unit.x_stride = call.prepared_stride;
   unit.over_middle = 1.0f / float(middle), unit.table = &weight.table;
-  unit.biased = 1 - kDotBias / middle;  // an offset is -middle times x's sum: so much is (kDotBias - middle) times it
+  unit.biased = 1 - kDotBias / middle;  // an offset is -middle * sum(x); times `biased` it is (kDotBias - middle) * sum(x)
   unit.whole = plan.whole;
   unit.line = plan.expanded ? plan.width * 4 : plan.step.bytes;
   unit.steps = steps_of(plan.in_group, plan.step);
@@ -119,9 +120,9 @@ QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const Linea
   }
 }
 
-// Rows of a unit. Where the processor follows what is read, units of all columns pass one after another over a piece, the first out of
-// memory, front to back, and the others out of a cache. Wider units of half of the columns, which multiply a little more
-// for what they load, would keep it from that.
+// Rows of a unit. With a hardware prefetcher that follows, units take all columns: the first reads the piece from memory
+// sequentially, the others from cache. Taller units of half the columns need slightly fewer loads per multiplication, but would
+// break the sequential read.
 template <class Dot>
 index_t unit_rows_of(const Weight& weight, const LinearItem& item, const Plan& plan) {
   if (plan.expanded || !weight.follows || item.to - item.from < kTileColumns) return Dot::kUnitRows;
@@ -139,7 +140,8 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.expanded = is_expanded(weight.codes, item.rows, weight.follows);
   const index_t unit_rows = unit_rows_of<Dot>(weight, item, plan);
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
-  const bool once = plan.piece == kStreamPiece && item.rows <= unit_rows;  // or a unit would find too little of it in the cache
+  // With more units, too little of a longer piece would be in cache.
+  const bool once = plan.piece == kStreamPiece && item.rows <= unit_rows;
   if (!plan.whole) plan.piece = even_piece(weight, once && weight.slices > 1 ? kStreamSlice : plan.piece);
   if (item.rows == 1 && weight.slices == 1 && weight.depth <= kRowDepth) plan.piece = kRowDepth;
   plan.in_group = plan.whole ? plan.piece : plan.grouped ? weight.group : call.x_group;
@@ -165,15 +167,15 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   return plan;
 }
 
-// What the passes over a piece, each of so many steps, fetch of what comes next: of all of it a share each or, of a narrower
-// item, its own columns, for other threads fetch the others.
+// Prefetch of the next piece, distributed over the passes of the current one. Narrow items prefetch only their own columns; other
+// threads own the rest.
 struct Ahead {
-  const char* memory;  // null: nothing
+  const char* memory;  // null: no prefetch
   bool narrow;
   index_t apart, in_pass;  // bytes
   index_t at_head;  // lines
-  index_t further;  // from the piece's end to what comes next
-  const char* end;  // of the piece; null: nothing is asked for once more
+  index_t further;  // bytes from the piece's end to the next piece
+  const char* end;  // of the piece; null: no L1 prefetch
 
   // steps, blocks: of a pass. head_bytes: of a block.
   Ahead(const Piece& piece, const Piece& next, const LinearItem& item, const Plan& plan, index_t steps, index_t blocks,
@@ -189,7 +191,7 @@ struct Ahead {
     apart = (next.bytes + places * passes - 1) / (places * passes);
     in_pass = places * apart;
   }
-  // For unit `unit` of the columns from `column` on; all parts of an item are asked in turn.
+  // Prefetch of unit `unit` for the columns from `column` on. Must be called for all parts of an item in order.
   Fetch next(index_t unit, index_t column) {
     if (narrow) return {memory + column * 4, unit == 0 ? apart : 0, 0, end, further};
     const Fetch fetch{memory, apart, at_head, end, further};
@@ -198,15 +200,15 @@ struct Ahead {
   }
 };
 
-// An item's buffers, the thread's.
+// Buffers of a thread for one item.
 struct alignas(64) Buffers {
   float sums[kMaxPanelRows * kTileColumns];                // of a slice
-  float total[kTreeHeight][kMaxPanelRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
+  float total[kTreeHeight][kMaxPanelRows * kTileColumns];  // of the slices so far; several for leaves only
   char bytes[kExpandedPiece * kTileColumns];
   char singles[kPiece / kLeastGroup * single_bytes(Scales::single_shift)];  // of a piece's groups
 };
 
-// Makes bytes of a unit's columns of a piece.
+// Expands the codes of a unit's columns of a piece to bytes.
 void expand_piece(const Weight& weight, const Plan& plan, const Piece& piece, index_t column, char* bytes) {
   const Expand expand = expander_of(weight.codes);
   const CodeStep step = step_of(weight.codes);
@@ -216,7 +218,7 @@ void expand_piece(const Weight& weight, const Plan& plan, const Piece& piece, in
     expand(codes, column, plan.width, steps_of(left < block ? left : block, step), weight.table, bytes, plan.width * 4);
 }
 
-// Makes singles of the scales of a piece's groups, of an item's columns.
+// Converts the scales of a piece's groups to fp32, for an item's columns.
 void make_singles(const Weight& weight, const Plan& plan, const LinearItem& item, const Piece& piece, char* singles) {
   const MakeSingles make = singles_maker_of(weight.scales);
   const index_t in_block = plan.block / plan.in_group;
@@ -229,8 +231,8 @@ void make_singles(const Weight& weight, const Plan& plan, const LinearItem& item
   }
 }
 
-// The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left;
-// finished if the item has all. after: what this thread probably multiplies next.
+// Computes all slices of an item. The first slice accumulates in `first_sums`, which receives the total. Finishes the outputs if
+// the item has all of k. after: the thread's probable next piece.
 template <class Dot>
 void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem& item, const Piece& after, float* first_sums,
                      Buffers& buffers) {
@@ -247,7 +249,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
     end = begin + piece.depth;
     const bool in_first = plan.whole || begin < item.k + weight.slice_depth;
     float* const sums = in_first ? first_sums : buffers.sums;
-    // The only group begins with its offset, wherever its first slice is; its other slices begin with zero.
+    // A single group starts with its offset in its first slice; its other slices start with zero.
     unit.first = begin == 0;
     unit.ends = end == item.k_end || is_between_slices(weight, end);
     unit.last = end == item.k_end && !call.sliced;
@@ -287,7 +289,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
   }
 }
 
-// The results of an item's leaves, added up in buffers.total[0].
+// Adds the results of an item's leaves in buffers.total[0].
 template <class Dot>
 void multiply_leaves(const LinearCall& call, const Plan& plan, const LinearItem& item, const Piece& after, Buffers& buffers) {
   const Weight* const weights = call.weight;
@@ -321,13 +323,13 @@ void multiply_items_as(const LinearCall& call, index_t begin, index_t end) {
   const index_t turn = (end - begin) * call.threads;
   LinearItem item = item_of(call, begin);
   Plan plan = plan_of<Dot>(call, item);
-  if (begin < turn) {  // nothing went before that fetched it
+  if (begin < turn) {  // no earlier item prefetched it
     const Piece piece = piece_at(call.weight[item.leaf], plan, item, item.k);
     prefetch_begin(piece.memory, piece.memory + piece.bytes);
   }
   Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
   for (index_t i = begin; i < end; ++i) {
-    const index_t next = i + 1 < end ? i + 1 : begin + turn;  // what this thread probably takes
+    const index_t next = i + 1 < end ? i + 1 : begin + turn;  // the thread's probable next item
     const LinearItem next_item = item_of(call, next < call.items ? next : i);
     if (item.rows != plan.rows) plan = plan_of<Dot>(call, item);
     const Piece after = piece_at(call.weight[next_item.leaf], plan, next_item, next_item.k);
@@ -348,7 +350,7 @@ Preparation preparation(const Weight& weight, Dtype, Inputs inputs) {
   const index_t least = weight.group < kXBlock ? kXBlock : weight.group;
   const index_t group = weight.group != kWholeDepth ? least : are_eight_bits(inputs) ? weight.depth : kXGroup;
   const index_t row_bytes = quantized_x(weight, group, are_eight_bits(inputs)).row_bytes;
-  // Whole units, of either kind.
+  // Whole units of both precisions.
   const index_t rows = kPanelBytes / row_bytes / Dot8::kUnitRows * Dot8::kUnitRows;
   const index_t panel_rows = rows < kFewestPanelRows ? kFewestPanelRows : rows < kMaxPanelRows ? rows : kMaxPanelRows;
   return {1, row_bytes, group, panel_rows};

@@ -1,9 +1,8 @@
-// A step of some rows of x by some columns of integer weights: how an instruction set multiplies them.
+// Dot products of some rows of x with some columns of integer weights, by instruction set.
 //
-// Where the instruction set has dot products of bytes (kDotsBytes: VPDPBUSD, USDOT, SDOT) a register of weights (with
-// AVX-512, 16 columns x 4 k) is multiplied with four bytes of x by one; 16-bit x goes as two signed bytes, high * 256 +
-// low, and has a sum for each. Without them, weights are widened to 16 bits in registers and multiplied in pairs
-// (PMADDWD). 4-bit weights become bytes in registers.
+// With byte dot products (kDotsBytes: VPDPBUSD, USDOT, SDOT), a register of weights (AVX-512: 16 columns x 4 k) is multiplied
+// with four bytes of x. 16-bit x is two signed bytes, high * 256 + low, with a sum each. Without byte dot products, weights are
+// widened to 16 bits in registers and multiplied in pairs (PMADDWD). 4-bit weights are expanded to bytes in registers.
 #pragma once
 
 #include "linear_codes.hpp"
@@ -11,14 +10,14 @@
 namespace qt::QT_ISA {
 namespace {
 
-// Pointers to every third row of x; an address holds one or two strides more.
+// Pointers to every third row of x; the address mode adds one or two strides.
 template <int R>
 using Rows = const char* [(R + 2) / 3];
 
-// kDotsBytes. 16-bit x: sums of high and of low bytes.
+// kDotsBytes. 16-bit x: separate sums of high and low bytes.
 struct BytesDot16 {
   static constexpr int kSums = 2, kUnitRows = kRegisters == 32 ? 6 : 3;
-  static constexpr index_t x_bytes = 8;  // for 4 k
+  static constexpr index_t x_bytes = 8;  // of 4 k
   template <int V>
   QT_INLINE void step(i32v (&sums)[V][kSums], const i32v (&w)[V], const char* x) {
 #pragma GCC unroll 8
@@ -41,12 +40,12 @@ struct BytesDot8 {
   QT_INLINE i32v total(const i32v (&sums)[kSums]) { return sums[0]; }
 };
 
-// x as 16-bit numbers in the order k, k + 2, k + 1, k + 3, whichever its precision: what the 16-bit lanes of weights have of k
-// once all but eight or four of their bits are gone.
+// x as 16-bit numbers in the order k, k + 2, k + 1, k + 3, for both precisions. It matches the 16-bit lanes of weights after the
+// mask to eight or four bits.
 struct WideDot {
   static constexpr int kSums = 1, kUnitRows = 4;
   static constexpr index_t x_bytes = 8;
-  // The weights that a word of x meets, of the 16 / kBits words of a line.
+  // The weights that match word `word` of x, of the 16 / kBits words of a line.
   template <int kBits>
   QT_INLINE i32v weights(i32v w, int word) {
     const int shift = kBits == 8 ? 8 * word : word / 2 * 4 + word % 2 * 8;
@@ -73,7 +72,7 @@ constexpr int vectors_of(int rows) {
   return sums == 1 ? 8 : sums == 2 ? 4 : 2;
 }
 
-// One line of weights, V registers of 4 k (8 bits) or 8 k (4 bits), by R rows with x `at` bytes further.
+// One line of weights, V registers of 4 k (8 bits) or 8 k (4 bits), by R rows of x at offset `at`.
 template <class Dot, int kBits, int R, int V>
 QT_INLINE void step_of_bytes(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at,
                              const char* weight) {
@@ -97,8 +96,8 @@ QT_INLINE void step_of_bytes(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, i
   }
 }
 
-// The same of WideDot. One row's words of x stay in registers while one register of weights after the other is taken apart;
-// of more rows the weights that a word meets stay while rows pass.
+// The same for WideDot. One row: its words of x stay in registers while the registers of weights are unpacked in turn. More rows:
+// the unpacked weights of a word stay in registers for all rows.
 template <int kBits, int R, int V>
 QT_INLINE void step_of_words(i32v (&sums)[R][V][1], const Rows<R>& x, index_t x_stride, index_t at, const char* weight) {
   constexpr int kWords = 16 / kBits;
@@ -129,7 +128,8 @@ QT_INLINE void step_of_words(i32v (&sums)[R][V][1], const Rows<R>& x, index_t x_
   }
 }
 
-// A step of whatever codes, a four of k after the other, lines as late as in order they can be. column: of the tile, the first.
+// A step of any codes, one four of k after another. Lines are loaded as late as memory order allows. column: first column in the
+// tile.
 template <class Dot, Codes kCodes, int R, int V>
 QT_INLINE void step_of_fours(i32v (&sums)[R][V][Dot::kSums], const Rows<R>& x, index_t x_stride, index_t at, const char* weight,
                              i32v table, index_t column) {

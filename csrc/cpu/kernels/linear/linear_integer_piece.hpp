@@ -1,5 +1,5 @@
-// Some k of a tile of integer weights: where they lie; sums of slices. For the vectors' kernels
-// (linear_integer.cpp) and the matrix unit's (linear_matrix_integer.cpp).
+// Pieces of k of a tile of integer weights: addresses and sums of slices. Shared by the vector kernels (linear_integer.cpp) and
+// AMX (linear_matrix_integer.cpp).
 #pragma once
 
 #include <bit>
@@ -9,30 +9,30 @@
 namespace qt::QT_ISA {
 namespace {
 
-// How k is cut.
+// Division of k.
 struct Cutting {
   bool grouped;  // weights have groups
-  bool whole;    // all of k is one group, and so an integer to the end
-  index_t piece;  // of k at a time
+  bool whole;    // all of k is one group: sums stay integers
+  index_t piece;  // k at a time
 };
 
-// Some k of a tile, from the first block's head on, or its integers where there are no groups.
+// Some k of a tile, from the first block's head; without groups, from the first integer.
 struct Piece {
   index_t depth;
   const char* memory;
   index_t bytes;
 };
 
-// Whole groups, blocks or steps of so many k, a power of two: those before k, and those that k numbers need. In an item of few
-// rows divisions would be felt.
+// Whole groups, blocks or steps of `each` k, a power of two: those before k, and those that hold k numbers. Shifts replace
+// divisions, which take measurable time in items of few rows.
 static_assert(std::has_single_bit(std::size_t(kXGroup)));
 QT_INLINE index_t parts_before(index_t k, index_t each) { return k >> std::countr_zero(std::size_t(each)); }
 QT_INLINE index_t parts_of(index_t k, index_t each) { return parts_before(k + each - 1, each); }
 
-// Whether a slice begins or ends at k of an item, neither its first nor its last.
+// True if k is an inner slice boundary, neither the first nor the last k of an item.
 QT_INLINE bool is_between_slices(const Weight& weight, index_t k) { return weight.slices > 1 && k % weight.slice_depth == 0; }
 
-// Of the item's k from `begin` on, and of one slice, which the only group has no need for.
+// The item's next piece from `begin` on. It ends at the slice boundary, except if all of k is one group.
 Piece piece_at(const Weight& weight, const Cutting& cutting, const LinearItem& item, index_t begin) {
   index_t left = item.k_end - begin;
   if (weight.slices > 1 && !cutting.whole) {
@@ -52,7 +52,7 @@ void clear(float* sums, const LinearItem& item) {
       store(sums + r * kTileColumns + column_of(item, place), f32v{});
 }
 
-// The totals of outputs with all slices complete, scaled by column; of the only group, by row as well.
+// Totals of outputs with complete slices, scaled by column; if all of k is one group, also by row.
 void add_integer_slices(const LinearCall& call, const LinearItem& item, float* total) {
   const bool whole = are_eight_bits(call.inputs) && call.weight->group == kWholeDepth;
   const float* const first = partials_of(call, item, 0);

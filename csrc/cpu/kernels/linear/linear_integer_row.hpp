@@ -1,14 +1,14 @@
-// One row of x by all 64 columns of a tile, of weights in groups of 16 or 32: what one stream of a GGUF file waits for.
+// One row of x by all 64 columns of a tile, for weights in groups of 16 or 32: single-request decode of GGUF models.
 //
-// A group is a few steps only, so what is done once for each is felt: here its steps are counted by the compiler, its scales have
-// one kind, and results stay in registers from group to group. The sums, and the order in which they are added, are multiply()'s.
+// A group has few steps, so its fixed cost matters. The number of steps and the kind of scales are template parameters, and
+// results stay in registers between groups. Reduction order: that of multiply().
 //
-// Of Golden Cove's micro-operations on ports 0 and 5, for 32 k of 64 columns: 112 of Q4_0's codes (64 dot products, 16 shifts, 32
-// masks), 64 of Q8_0's, 172 of Q5_0's; and 28 for sums, scales and results. Limiter: memory, at two a cycle; but a core that waits
-// for one does not do the other, so each of them is seen.
+// Micro-operations of Golden Cove on ports 0 and 5, for 32 k of 64 columns: 112 for Q4_0, 64 for Q8_0, 172 for Q5_0. Those of
+// Q4_0 are 64 dot products, 16 shifts and 32 masks. Sums, scales and results take another 28. Limiter: memory, at two
+// micro-operations a cycle. Memory stalls and computation overlap only partly, so both affect the time.
 //
-// kAsks: what comes next is fetched twice, far ahead into the second-level cache, see Fetch, and from there into the first. Where
-// the processor finds out by itself what is read front to back nothing is: it would be a tenth of a group's instructions.
+// kAsks: software prefetch in two stages, far ahead into the L2 cache (see Fetch), then into the L1 cache. It is off if the
+// hardware prefetcher follows: it would be a tenth of a group's instructions.
 #pragma once
 
 #include "linear_integer_unit.hpp"
@@ -18,7 +18,7 @@ namespace {
 
 using MultiplyUnit = void (*)(const Unit&, index_t rows, index_t columns);
 
-// Ahead of what is read, into the first-level cache.
+// L1 prefetch distance.
 inline constexpr index_t kSoonBytes = 1024;
 
 template <class Dot, Codes kCodes, Scales kScales, index_t kGroup, bool kAsks>
@@ -31,7 +31,7 @@ void multiply_row(const Unit& unit, index_t, index_t) {
   const index_t apart = unit.fetch.apart;
   const float over_middle = unit.over_middle;
   const char *x = unit.x, *block = unit.weight, *head = unit.heads;
-  const char* ahead = unit.fetch.at != nullptr ? unit.fetch.at : unit.weight;  // nothing comes next: what is there already
+  const char* ahead = unit.fetch.at != nullptr ? unit.fetch.at : unit.weight;  // without a next piece: the current weights
   alignas(64) float widened[2 * kTileColumns];
   i32v table{};
   if constexpr (kCodes == Codes::table) table = table_of(*unit.table);
@@ -63,7 +63,7 @@ void multiply_row(const Unit& unit, index_t, index_t) {
         const Rows<1> row = {x};
         step<Dot, kCodes, 1, V>(sums, row, 0, s * x_step, at, table, 0);
       }
-      asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not after them
+      asm volatile("" ::: "memory");  // otherwise scales would be read between lines of codes, not after them
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         f32v scale, shift;
@@ -111,7 +111,7 @@ MultiplyUnit row_multiplier_as(Codes codes, Scales scales, index_t group) {
   return nullptr;
 }
 
-// For a format of GGUF; null for others.
+// Kernel of a GGUF format; null for others.
 template <class Dot>
 MultiplyUnit row_multiplier(Codes codes, Scales scales, index_t group, bool asks) {
   return asks ? row_multiplier_as<Dot, true>(codes, scales, group) : row_multiplier_as<Dot, false>(codes, scales, group);

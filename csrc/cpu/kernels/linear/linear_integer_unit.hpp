@@ -1,9 +1,9 @@
-// Some rows of x by some columns of a tile of integer weights: what is multiplied while its sums stay in registers.
+// Units of integer products: some rows of x by some columns of a tile, with the sums in registers.
 //
-// Shape, with 32 registers, 24 of them sums: up to 6 rows (3 for 16-bit x) by four vectors of columns (with AVX-512 all
-// 64), so that a few rows pass over the weights once; more, up to 12 (6), by two, for 14 loads and 6 unpackings of 4-bit
-// weights per 24 multiplications; not where the processor follows what is read front to back (linear_integer.cpp). With 16 registers, 12 of them sums: one sum a column by eight vectors, two by four,
-// more, up to 6 rows (3), by two. Limiter: VPDPBUSD, two a cycle.
+// Shape with 32 registers, 24 of them sums: up to 6 rows (3 for 16-bit x) by four vectors of columns. With AVX-512 these are all
+// 64 columns, so few rows read the weights once. More rows, up to 12 (6), by two vectors: 14 loads and 6 unpackings of 4-bit
+// weights for 24 multiplications. Exception: a hardware prefetcher that follows (linear_integer.cpp). Shape with 16 registers, 12
+// of them sums: one sum a column by eight vectors, two by four. More rows, up to 6 (3), by two. Limiter: VPDPBUSD, two a cycle.
 #pragma once
 
 #include "linear_integer_dots.hpp"
@@ -14,63 +14,61 @@
 namespace qt::QT_ISA {
 namespace {
 
-// Lines to fetch while a unit is multiplied: one for each vector of a line of weights, `apart` bytes from one another, and `at_head`
-// when a block begins, since heads are memory that no line of weights stands for. Less than a line apart, a line is asked for more
-// than once, which costs next to nothing; more, and some would be left out, for which a unit waits each time; a burst of
-// lines would fill the buffers that the loads need. `at` null: nothing, the processor finds out by itself what is read front to back
-// (Weight::follows).
+// Prefetch of a unit: one line for each vector of a line of weights, `apart` bytes from one another. The start of a block adds
+// `at_head` lines, since heads have no lines of weights. `apart` may be less than a line: repeated prefetches are almost free,
+// but a gap would stall a unit. A burst would fill the line fill buffers that loads need. `at` null: no prefetch, the hardware
+// prefetcher follows (Weight::follows).
 struct Fetch {
   const char* at;
   index_t apart, at_head;
-  const char* end;  // of the piece that units read where it lies, which continues `further` bytes after it; or null
+  const char* end;  // of the piece, which continues `further` bytes later; null: no L1 prefetch
   index_t further;
 };
 
-// A unit of all columns asks for what it reads so many bytes later a second time, into the first-level cache. Multiplications that wait for
-// their weights fill the processor's window, in which there are then too few loads to keep the memory busy, as long as each
-// of them waits for the second-level cache.
+// L1 prefetch distance of a unit of all columns. Multiplications that wait for weights fill the reorder buffer. If each waits for
+// the L2 cache, too few loads are in flight to keep the memory busy.
 inline constexpr index_t kNearBytes = 4096;
 QT_INLINE const char* near_of(const Fetch& fetch, const char* weight) {
   const char* const near = weight + kNearBytes;
   return near < fetch.end ? near : near + fetch.further;
 }
 
-// What a unit asks for: nothing, what comes next, or also, once more, what it is about to read.
+// Prefetch mode of a unit: none, the next piece, or also its own piece into the L1 cache.
 enum class Asking { nothing, next, near_too };
 
-// A unit's share of one piece of k: some groups, or a part of the only one.
+// A unit's share of one piece of k: some groups, or a part of a single group.
 struct Unit {
-  const char* x;                  // of its first row, from the piece's first k on
-  const float* x_scales;          // of the piece's first group
+  const char* x;                  // first row, at the piece's first k
+  const float* x_scales;          // at the piece's first group
   const std::int32_t* x_offsets;  // likewise
-  const float* x_shares;          // likewise, where the format shifts
+  const float* x_shares;          // likewise, for formats that shift
   index_t x_stride;               // bytes from a row to the next, of all four
   const char* weight;             // codes of the first group and column
   index_t line;                   // bytes to the next step
   index_t group_stride, weight_stride;  // to the next group in a block, to the next block
-  const char* heads;                    // the first block's, so many bytes; `head_stride` bytes to the next
+  const char* heads;                    // of the first block, head_bytes each; `head_stride` bytes to the next
   index_t head_bytes;
   index_t head_stride;
   const char* column_scales;  // of the tile; fp32
-  index_t column;             // of the tile: the unit's first
+  index_t column;             // first column in the tile
   index_t groups, steps, last_steps;  // steps in a group and in the last one
   index_t in_block;                   // groups of a block
   const unsigned char (*table)[16];   // Codes::table
   float over_middle;                  // 1 / the stored integer that means zero
-  const char* head;                   // the matrix unit's: of the block of the added sums,
-  index_t head_group;                 // and which of its groups it is
-  std::int32_t biased;                // times its offset: what a group's sums of dot_bytes begin with
+  const char* head;                   // AMX: head of the block of the added sums,
+  index_t head_group;                 // and the group in it
+  std::int32_t biased;                // factor of the offset that starts a group's sums of dot_bytes
   Scales scales;
-  float* sums;                // [rows][64], from the first column on; int32 while the only group is not complete
-  float* total;               // what the finished sums of a slice are added to, and left in; or null: they stay in `sums`
-  bool whole;                 // there is only one group, over several pieces
-  bool first;                 // the piece begins the only group
+  float* sums;                // [rows][64], from the first column on; int32 while a single group is incomplete
+  float* total;               // accumulates the finished sums of a slice; null: they stay in `sums`
+  bool whole;                 // a single group over several pieces
+  bool first;                 // the piece begins the single group
   bool ends;                  // the piece completes a slice
-  bool last;                  // the piece completes the outputs' sums: they are scaled by column
+  bool last;                  // the piece completes the outputs' sums, which are then scaled by column
   Fetch fetch;
 };
 
-// All of a group, or of a part of the only one. Its integer sums are exact.
+// Sums of a group, or of a part of a single group. Integer sums are exact.
 template <class Dot, Codes kCodes, Asking kAsking, int R, int V>
 QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, index_t x_stride, const char* weight,
                          index_t line, index_t steps, i32v table, index_t column, Fetch& fetch) {
@@ -137,9 +135,9 @@ QT_INLINE void add_group_as(const i32v (&sums)[R][V][Dot::kSums], const Unit& un
   }
 }
 
-// Adds a group's sums, scaled, to the results; then what its zero points or minima make of the sum of x. g: among the piece's
-// groups, `in_block` among those of its block, which begins with `head`; widened: what begin_block made of it. Compiled for each kind of
-// scales: a choice for every vector is felt.
+// Adds a group's scaled sums to the results, then the contribution of zero points or minima to the sum of x. g: index among the
+// piece's groups. in_block: index in the group's block. head: of that block. widened: the output of begin_block. One
+// instantiation for each kind of scales: a branch for every vector takes measurable time.
 template <class Dot, int R, int V>
 QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, const float* widened,
                          index_t in_block, index_t g) {
@@ -159,7 +157,7 @@ QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit,
   }
 }
 
-// What the sums of group g begin with: its offsets, or what the piece before left of the only group.
+// Initial sums of group g: its offsets, or the sums of earlier pieces of a single group.
 template <class Dot, int R, int V>
 QT_INLINE void begin_group(i32v (&sums)[R][V][Dot::kSums], const Unit& unit, index_t g) {
   if (Dot::kSums == 1 && unit.whole && !unit.first) {
@@ -181,7 +179,7 @@ QT_INLINE void begin_group(i32v (&sums)[R][V][Dot::kSums], const Unit& unit, ind
   }
 }
 
-// Keeps the integers of a part of the only group where the results will be; makes results of them after the last part.
+// Stores the integer sums of a part of a single group in place of the results; converts them to results after the last part.
 template <class Dot, int R, int V>
 QT_INLINE void end_part(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit) {
   if (!unit.last) {
@@ -203,7 +201,7 @@ QT_INLINE void end_part(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit) 
   }
 }
 
-// Adds the results of a slice to the total, if it is not the first, and scales them by column if it is the last.
+// Adds the results of a slice to the total, unless it is the first, and scales them by column if it is the last.
 template <int R, int V>
 void end_slice(const Unit& unit) {
   if (!unit.last && !unit.total) return;
@@ -218,8 +216,8 @@ void end_slice(const Unit& unit) {
   }
 }
 
-// Reads a block's head before its codes, all of it and in order: read when its groups are added up it would lie after what is read
-// then, and the processor would not see that memory is read front to back. Widens the halves that all of its groups need.
+// Reads the whole head of a block before its codes. A later read would be behind the codes, and the hardware prefetcher would not
+// detect the sequential stream. Widens the fp16 numbers that all groups share.
 QT_INLINE void begin_block(const Unit& unit, const char* head, float (&widened)[2 * kTileColumns]) {
   constexpr index_t kVectorBytes = kLanes * 4;
   for (index_t at = 0; at + kVectorBytes <= unit.head_bytes; at += kVectorBytes) (void)load_in_order(head + at);
@@ -257,7 +255,7 @@ void multiply(const Unit& unit) {
       sum.template operator()<Asking::next>();
     else
       sum.template operator()<Asking::nothing>();
-    asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not after them
+    asm volatile("" ::: "memory");  // otherwise scales would be read between lines of codes, not after them
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
     else
@@ -268,7 +266,7 @@ void multiply(const Unit& unit) {
   if (!unit.whole && unit.ends) end_slice<R, V>(unit);
 }
 
-// `columns` of a unit, which may be less than its registers have room for.
+// `columns` columns of a unit, which may be fewer than its registers hold.
 template <class Dot, Codes kCodes, int R>
 void multiply_columns(const Unit& unit, index_t columns) {
   constexpr int V = vectors_of<Dot>(R);
@@ -289,7 +287,7 @@ void multiply_columns(const Unit& unit, index_t columns) {
   }
 }
 
-// Rows of a unit. Codes that take longer to unpack become bytes first where there are more, and so need no larger ones.
+// Maximum rows of a unit. Codes with expensive unpacking are expanded to bytes for more rows, so they need no larger units.
 inline constexpr int kFewRows = 2;
 template <class Dot, Codes kCodes>
 constexpr int most_rows() {

@@ -1,20 +1,19 @@
-// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, in the matrix unit; other formats as the parent instruction set has them.
+// y[M, N] = x[M, K] · W[N, K]ᵀ in bf16 on AMX; other formats use the kernels of the parent instruction set.
 //
-// A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 576 rows, and all slices of k or one.
-// Rows go in units of 48, then one of 32, then the rest with registers of fewer rows. k goes in pieces of up to 1024, of 256
-// where one unit is all: a piece of the panel's x and of the tile's weights is in the second-level cache, and units pass over
-// it, each with its sums in registers (linear_matrix.hpp). x is read where it lies. A thread that takes several tiles of a
-// panel takes them slice by slice: a slice of the panel's x stays in the second-level cache while they pass, which all of its
-// k would not do where k is deep.
+// A thread owns 64 columns (a tile; 32 or 16 if tiles are few) for a panel of up to 576 rows. It computes all slices of k, or
+// one. Rows are divided into units of 48, then one of 32, then the rest in registers of fewer rows. k is divided into pieces of
+// up to 1024, or 256 if there is only one unit. A piece of the panel's x and of the tile's weights stays in the L2 cache for all
+// units. The sums of a unit are in registers (linear_matrix.hpp). x is read in place. A thread with several tiles of a panel
+// takes them slice by slice. A slice of the panel's x then stays in the L2 cache, while a deep K would not fit.
 //
-// Bytes moved: the weight once per panel, each line fetched a piece ahead; x once per panel from memory, then once per 32
-// columns from the second-level cache; y once. Limiter: the weight's bandwidth up to some 200 rows (two bytes for 2 M
-// operations, at 17 GB/s and 4 TFLOP/s); then the products and the loads of the second-level cache, together 70 % of the
-// products' rate. Of a panel of 576 rows the weight streams at 576 operations a byte; with 384 a product took a fifth longer.
+// Bytes: the weight once per panel, prefetched one piece ahead; y once. x once per panel from memory, then once per 32 columns
+// from the L2 cache. Limiter: the weight's bandwidth up to about 200 rows (two bytes for 2 M operations, at 17 GB/s and 4
+// TFLOP/s). Then the products with the L2 loads, at 70 % of the products' rate. A panel of 576 rows has 576 operations for each
+// byte of weight; with 384 rows a product took a fifth longer.
 //
-// Reduction order: of a slice of k (linear.hpp), steps of 32 k ascending, in a step the two chains of the unit (amx.hpp);
-// the slices' sums, ascending; the leaves', as a tree; then the bias, one rounding. A depth that is no multiple of 32 has zeros after it. A row's
-// sums depend on nothing but the row.
+// Reduction order: of a slice of k (linear.hpp), steps of 32 k ascending, with two chains in a step (amx.hpp). Then the slices
+// ascending, the leaves as a tree, the bias, and one rounding. A depth that is not a multiple of 32 is padded with zeros.
+// Independent of batch size: a row's sums depend only on the row.
 #include "amx.hpp"
 
 #if defined(QT_AMX)
@@ -26,18 +25,18 @@ namespace {
 
 constexpr const LinearKernels& kParent = avx512_bf16::float_linear;
 
-constexpr index_t kPiece = 1024, kStreamPiece = 256;  // k at a time; where one unit reads the weights
+constexpr index_t kPiece = 1024, kStreamPiece = 256;  // k at a time; with only one unit
 constexpr index_t kHighestPanel = 576, kLowestPanel = 192;
-constexpr index_t kTogetherRows = 768;           // of items that are multiplied together
-constexpr index_t kPanelBytes = 5 << 18;         // of x, a slice of k: most of a second-level cache of two megabytes
+constexpr index_t kTogetherRows = 768;           // rows of items that are multiplied together
+constexpr index_t kPanelBytes = 5 << 18;         // of a slice of x: most of a 2 MB L2 cache
 static_assert(kStreamPiece % kAmxPairs == 0 && kHighestPanel % kLargeUnitRows == 0 && kTogetherRows % kLowestPanel == 0);
 
-// The thread's.
+// Buffers of a thread.
 struct alignas(64) Buffers {
-  float total[kTreeHeight][kTogetherRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
+  float total[kTreeHeight][kTogetherRows * kTileColumns];  // of the slices so far; several for leaves only
   float sums[kHighestPanel * kTileColumns];                // of one slice
-  char x[kLargeUnitRows * kAmxRowBytes];      // the last k of a unit's rows, with zeros after them
-  char weight[kAmxRows * kLineBytes];         // likewise of a tile
+  char x[kLargeUnitRows * kAmxRowBytes];      // last k of a unit's rows, zero-padded
+  char weight[kAmxRows * kLineBytes];         // last k of a tile, zero-padded
 };
 
 const char* memory_at(const Weight& weight, index_t tile, index_t k) {
@@ -48,16 +47,16 @@ const char* x_at(const LinearCall& call, index_t row, index_t k) {
   return (const char*)call.x + (row * call.x_stride + k) * 2;
 }
 
-// A slice of an item: its rows [row, row + units * unit_rows), all units alike.
+// A slice of an item: rows [row, row + units * unit_rows), all units of equal size.
 struct Part {
   index_t row, unit_rows, units;
   index_t k, k_end;
   float* sums;        // of the item: [rows][64]
-  float* total;       // what they are added to; or null
-  const char* fetch;  // the weights that come after the slice; or null. Without, the slice's own are not fetched either
+  float* total;       // accumulates the sums; or null
+  const char* fetch;  // weights after the slice; null: no prefetch, not even of the slice itself
 };
 
-// The last k of a depth that is no whole number of steps.
+// The last k of a depth that is not a multiple of a step.
 void multiply_rest(Registers& registers, MultiplyShare multiply, Share share, index_t k, Buffers& buffers) {
   std::memset(buffers.x, 0, sizeof buffers.x);
   for (int i = 0; i < kMostBlocks; ++i)
@@ -124,7 +123,7 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
   }
 }
 
-// One slice of an item; its weights are fetched while those before it are multiplied. next: the weights after it.
+// One slice of an item. The previous slice prefetched its weights. next: the weights to prefetch.
 void multiply_slice(Registers& registers, const LinearCall& call, const LinearItem& item, index_t k, float* sums, float* total,
                     const char* next, Buffers& buffers) {
   const index_t slice_end = k + call.weight->slice_depth, end = slice_end < item.k_end ? slice_end : item.k_end;
@@ -137,7 +136,7 @@ void multiply_slice(Registers& registers, const LinearCall& call, const LinearIt
   }
 }
 
-// All slices of items [begin, end) in turn, of one leaf, with sums that begin in `totals`; after: the weights that come then.
+// All slices of one leaf for items [begin, end), slice by slice; the sums begin in `totals`. after: the next weights.
 void multiply_slices(Registers& registers, const LinearCall& call, index_t begin, index_t end, const char* after, float* totals,
                      Buffers& buffers) {
   const Weight& weight = *call.weight;
@@ -157,7 +156,7 @@ void multiply_slices(Registers& registers, const LinearCall& call, index_t begin
   }
 }
 
-// Items [begin, end), which are of one panel, or of one slice of it; `next`: what this thread probably multiplies then.
+// Items [begin, end) of one panel, or of one slice of it; `next`: the thread's probable next item.
 void multiply_together(Registers& registers, const LinearCall& call, index_t begin, index_t end, index_t next, Buffers& buffers) {
   const Weight* const weights = call.weight;
   const LinearItem first = item_of(call, begin), next_item = item_of(call, next < call.items ? next : begin);
@@ -211,7 +210,7 @@ Preparation preparation(const Weight& weight, Dtype dtype, Inputs inputs) {
   if (weight.format != Dtype::bf16) return kParent.preparation(weight, dtype, inputs);
   const index_t rows = kPanelBytes / (weight.slice_depth * 2) / kLargeUnitRows * kLargeUnitRows;
   Preparation prepared{kNever, 0, 0};
-  // Of several slices lower panels, and more tiles at a time.
+  // Several slices: lower panels, and more tiles at a time.
   const index_t highest = weight.slices > 1 ? kLowestPanel : kHighestPanel;
   prepared.panel_rows = rows < kLowestPanel ? kLowestPanel : rows < highest ? rows : highest;
   prepared.panel_step = kLargeUnitRows;

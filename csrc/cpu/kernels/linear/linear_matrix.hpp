@@ -1,21 +1,19 @@
-// Products in the matrix unit (../amx.hpp): what a thread multiplies while sums stay in its registers. Written for linear
-// layers of bf16 (linear_matrix.cpp) and of integers (linear_matrix_integer.cpp).
+// AMX products of one unit with sums in registers (../amx.hpp), for linear layers in bf16 (linear_matrix.cpp) and integers
+// (linear_matrix_integer.cpp).
 //
 // Eight registers, in one of three layouts by the rows of x in a unit:
 //
 //   rows     x  sums   weights
 //   to 16    1  1 x 4  3, in turn
 //   to 32    2  2 x 2  2
-//   48       1  3 x 2  1: both operands are loaded again and again
+//   48       1  3 x 2  1: both operands are reloaded
 //
-// 16-bit activations of integer weights are two planes of bytes: the two registers of x are then the planes of the same 16
-// rows.
+// 16-bit activations of integer weights are two planes of bytes: the two registers of x are then the planes of the same 16 rows.
 //
-// Cycles of a step of 64 bytes of k (32 bf16, 64 bytes), measured on Emerald Rapids (bench/notes/024): a product takes 16,
-// a load out of the first-level cache 8, beside products. 48 rows by 32 columns: products 96, loads 56, 80 lines of operands.
-// 32 by 32: 64, 32 and 64. With operands in the second-level cache a product so takes 23 cycles of 48 rows, 26 of 32.
-// Leaving a unit's sums in memory and taking them up again costs 300 to 400 cycles, in which the registers wait: so a unit
-// multiplies much of k before it does. Fetching x ahead of the loads costs a little more than it gains.
+// Cycles of a step of 64 bytes of k (32 bf16, 64 bytes), measured on Emerald Rapids (bench/notes/024): a product takes 16. A load
+// from the L1 cache takes 8, in parallel with products. 48 rows by 32 columns: products 96, loads 56, 80 lines of operands. 32 by
+// 32: 64, 32 and 64. With operands in the L2 cache a product takes 23 cycles for 48 rows, 26 for 32. Storing and reloading a
+// unit's sums costs 300 to 400 cycles, so a unit multiplies many k in between. A prefetch of x costs slightly more than it gains.
 #pragma once
 
 #include "amx.hpp"
@@ -29,9 +27,9 @@ inline constexpr index_t kUnitRows = 2 * kAmxRows, kLargeUnitRows = 3 * kAmxRows
 inline constexpr int kMostBlocks = 3;  // of x
 inline constexpr index_t kBlocks = kTileColumns / kAmxColumns;
 
-// The registers of one thread, and the shape that they have. Rows of x: in its first register and in its second, if any. k:
-// bytes of x in a step, as many as four times the lines of weights. Full registers all have one shape, so that of two full blocks of
-// x serves three as well.
+// The AMX registers of a thread and their current shape. first_rows, second_rows: rows of x in its first and second register, 0
+// if unused. k_bytes: bytes of x in a step, four times the lines of weights. Full registers have one shape, so the shape of two
+// full blocks of x also serves three.
 class Registers {
  public:
   void shape(index_t first_rows, index_t second_rows, index_t k_bytes = kAmxRowBytes) {
@@ -55,7 +53,7 @@ class Registers {
 
 enum class Numbers { bf16, bytes };
 
-// Where an item's blocks of 16 columns begin in its tile.
+// Start columns of an item's blocks of 16 columns in its tile.
 struct Columns {
   index_t count, begin[kBlocks];
 
@@ -64,14 +62,14 @@ struct Columns {
   }
 };
 
-// Lines of weights that come next, to be fetched into the second-level cache, a few after each load of weights: a burst of them
-// would fill the buffers that the loads need. Of whole tiles every line; of narrower items those of their blocks, two at most.
+// Prefetch of the next weights into the L2 cache, a few lines after each load of weights. A burst would fill the line fill
+// buffers that loads need. Whole tiles prefetch every line; narrower items the lines of their blocks, at most two.
 struct NextLines {
   const char *at, *end;
   index_t at_once, apart;
-  index_t second;  // bytes from a line to the other block's; 0: there is none
+  index_t second;  // bytes to the other block's line; 0: none
 
-  // From `lines` on so many lines of all columns, during so many loads.
+  // Distributes `count` lines of all columns, from `lines` on, over `loads` loads.
   static NextLines of(const char* lines, index_t count, const Columns& columns, index_t loads) {
     if (lines == nullptr || loads == 0) return {};
     const bool whole = columns.count == kBlocks;
@@ -81,18 +79,18 @@ struct NextLines {
   }
 };
 
-// What one unit (some rows, some blocks of 16 columns) multiplies of a piece of k.
+// A unit's share of a piece of k: some rows by some blocks of 16 columns.
 struct Share {
-  const char* x[kMostBlocks];       // of each block of 16 rows of x: its first row, from the piece's first k on
+  const char* x[kMostBlocks];       // first row of each block of 16 rows, at the piece's first k
   index_t x_rows[kMostBlocks];
   index_t x_stride;       // bytes from a row to the next
   index_t x_step;         // bytes of a step
-  const char* weight;     // the piece's first line
+  const char* weight;     // first line of the piece
   index_t weight_step;    // bytes of a step
-  index_t columns[kBlocks];  // of the tile: where each block begins
+  index_t columns[kBlocks];  // start of each block in the tile
   index_t steps;
   bool first;      // sums begin at zero
-  char* sums[kMostBlocks];  // of each block of x: [rows][64] fp32 or int32
+  char* sums[kMostBlocks];  // for each block of x: [rows][64] fp32 or int32
   NextLines fetch;
 };
 
@@ -112,16 +110,17 @@ QT_INLINE void fetch_weights(const NextLines& next, const char*& at) {
   }
 }
 
-// Keeps an address in a register of its own: the compiler would add several at a time in vectors, and fetch each from memory.
+// Forces an address into its own register. Otherwise the compiler adds several addresses in a vector and reloads each from
+// memory.
 QT_INLINE void keep(const char*& address) { asm("" : "+r"(address)); }
 
-// One step of kX blocks of x by kWeights blocks of columns. Of three blocks of x each second one takes the columns from the
-// last to the first, of which the register is loaded.
+// One step of kX blocks of x by kWeights blocks of columns. With three blocks of x, odd ones take the columns in reverse order
+// and reuse the loaded register.
 template <Numbers kNumbers, int kX, int kWeights, class Fetch>
 QT_INLINE void multiply_step(Amx& unit, const char* const* x, index_t x_stride, const char* weight, index_t second_block,
                              Fetch fetch) {
   constexpr bool kLarge = kX > 2;
-  constexpr int kWeight = kLarge ? 7 : 4 + kX, kTurns = kLarge ? 1 : 4 - kX;  // registers of weights: the first, how many
+  constexpr int kWeight = kLarge ? 7 : 4 + kX, kTurns = kLarge ? 1 : 4 - kX;  // first register of weights, and their number
   repeat<0, kX>([&](auto i) {
     constexpr int kFrom = kLarge ? 6 : 4 + i;
     unit.load<kFrom>(x[i], x_stride);
@@ -176,9 +175,9 @@ void multiply_share(Amx& unit, Share& share) {
   share.fetch.at = fetching;
 }
 
-using MultiplyShare = void (*)(Amx&, Share&);  // moves the share's `fetch` on
+using MultiplyShare = void (*)(Amx&, Share&);  // advances the share's `fetch`
 
-// x_blocks: of 16 rows of x. blocks: 1, 2, or 4 of one block of x.
+// x_blocks: blocks of 16 rows of x. blocks: of columns, 1 or 2; or 4 for one block of x.
 template <Numbers kNumbers>
 MultiplyShare multiply_for(index_t x_blocks, index_t blocks) {
   if (x_blocks == 3) return blocks == 2 ? multiply_share<kNumbers, 3, 2> : multiply_share<kNumbers, 3, 1>;

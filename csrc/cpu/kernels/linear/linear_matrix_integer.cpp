@@ -1,24 +1,25 @@
-// y[M, N] = x[M, K] · W[N, K]ᵀ with 8- and 4-bit weights, in the matrix unit: bits and formats of linear_integer.cpp; its
-// kernels (of the parent instruction set) take fewer rows.
+// y[M, N] = x[M, K] · W[N, K]ᵀ with integer weights on AMX: formats and results of linear_integer.cpp, bit by bit. Fewer than
+// kFewestRows rows use the kernels of the parent instruction set.
 //
-// x is quantized first (linear_quantize.hpp): a row is a line of bytes, or of 16-bit numbers two, its planes: high * 256 +
-// low. A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of rows. k goes in pieces of whole
-// groups, and their weights stay in the first-level cache while units of rows pass over them; weights of fewer bits become bytes
-// there, once per piece. A unit is 32 rows by 32 columns, without groups 48; with 16-bit x both planes of 16 rows
-// (linear_matrix.hpp).
+// x is quantized first (linear_quantize.hpp): a row is one plane of bytes; in 16 bits two planes, high * 256 + low. A thread owns
+// 64 columns (a tile; 32 or 16 if tiles are few) for a panel of rows. k is divided into pieces of whole groups. The weights of a
+// piece stay in the L1 cache for all units of rows. Codes of fewer bits are expanded to bytes once per piece. A unit is 32 rows
+// by 32 columns, 48 rows without groups, or both planes of 16 rows with 16-bit x (linear_matrix.hpp).
 //
-// A group's integers go through memory to the vector units, which scale and add them while the unit multiplies the next group:
-// with groups of 128 and 16-bit x the products of 16 rows by 16 columns are 64 cycles, the vectors' 16 times seven operations on
-// two ports about as many; with groups of 32 the products are 32, the vectors' work as before. Bytes moved as in
-// linear_integer.cpp. Limiter: the weight's bandwidth up to a hundred rows; then the products (no groups, 8-bit x: 64 k in a step)
-// with the loads beside them, or the vectors.
+// The integers of a group go through memory to the vector units, which scale and add them while AMX multiplies the next group.
+// Groups of 128 and 16-bit x: products of 16 rows by 16 columns take 64 cycles. The vectors need 16 times seven operations on two
+// ports, about as long. Groups of 32: the products take 32 cycles, the vectors the same as before. Bytes: as in
+// linear_integer.cpp. Limiter: the weight's bandwidth up to about a hundred rows. Then the products with their loads (no groups,
+// 8-bit x: 64 k in a step), or the vectors.
 //
-// Where few rows are multiplied, VPDPBUSD does 64 products of 16-bit x a cycle, more than memory brings weights for up to
-// some ten rows; it has no group to carry through memory, so fewer than kFewestRows rows are left to it. Microseconds of gates and ups
-// of S on two cores of Emerald Rapids, unit and vectors: int8 669 and 456 (8 rows), 1122 and 1071 (32); int4 434 and 356, 869 and 1165.
+// For few rows VPDPBUSD computes 64 products of 16-bit x a cycle: more than memory supplies weights for, up to about ten rows. It
+// passes no groups through memory. Microseconds of gates and ups of S on two cores of Emerald Rapids:
 //
-// Reduction order: as in linear_integer.cpp; sums over a group are exact, so that the results are the same bits as without
-// the unit.
+//             int8 AMX  int8 vectors  int4 AMX  int4 vectors
+//   8 rows         669           456       434           356
+//   32 rows       1122          1071       869          1165
+//
+// Reduction order: as in linear_integer.cpp. Sums over a group are exact, so the bits are the same without AMX.
 #include "amx.hpp"
 
 #if defined(QT_AMX)
@@ -33,25 +34,25 @@ constexpr const LinearKernels& kParent = avx512_vnni::integer_linear;
 
 constexpr index_t kFewestRows = 16;
 constexpr index_t kPiece = 256;             // k at a time, whole groups
-constexpr index_t kWholePiece = 2048, kWholeStreamPiece = 512;  // where all of k is one group; where one unit reads the weights
-constexpr index_t kPanelBytes = 5 << 18;    // of x: most of a second-level cache of two megabytes
+constexpr index_t kWholePiece = 2048, kWholeStreamPiece = 512;  // all of k is one group; with only one unit
+constexpr index_t kPanelBytes = 5 << 18;    // of x: most of a 2 MB L2 cache
 constexpr index_t kHighestPanel = 576, kLowestPanel = 96;
-constexpr int kRowsAtOnce = 8;              // their integers are scaled together
+constexpr int kRowsAtOnce = 8;              // rows that are scaled together
 static_assert(kPiece % kXGroup == 0 && kHighestPanel % kLargeUnitRows == 0);
 
-// The thread's.
+// Buffers of a thread.
 struct alignas(64) Buffers {
   float sums[kHighestPanel * kTileColumns];                // of a slice
-  float total[kTreeHeight][kHighestPanel * kTileColumns];  // of the slices so far; the first alone, but of leaves
-  std::int32_t integers[2][kUnitRows * kTileColumns];      // a unit's sums of a group: rows, or first of high and then of low bytes
-  char bytes[kPiece * kTileColumns];                // of weights of fewer bits
-  char last[kAmxRows * kLineBytes];                 // the last k, with zeros after them
+  float total[kTreeHeight][kHighestPanel * kTileColumns];  // of the slices so far; several for leaves only
+  std::int32_t integers[2][kUnitRows * kTileColumns];      // a unit's sums of a group: rows, or high bytes, then low bytes
+  char bytes[kPiece * kTileColumns];                // expanded weights
+  char last[kAmxRows * kLineBytes];                 // the last k, zero-padded
 };
 
-// How a call is multiplied.
+// Division of a call.
 struct Plan : Cutting {
   bool planes;                // x in 16 bits
-  index_t in_group, in_step;  // k; of `whole` a group is a piece
+  index_t in_group, in_step;  // k; a piece if `whole`
   index_t unit_rows;
 
   explicit Plan(const LinearCall& call) {
@@ -68,10 +69,10 @@ struct Groups {
   const char* lines;  // of the first
   index_t apart;      // bytes from a group to the next
   index_t count, steps, last_steps;
-  bool rest;  // after the last group's steps one more, from Buffers::last
+  bool rest;  // one more step from Buffers::last after the last group's steps
 };
 
-// Makes the piece's weights bytes, if they are not, and whole steps.
+// Expands the piece's weights to bytes if needed, and pads them to whole steps.
 Groups groups_of(const Weight& weight, const Plan& plan, const Piece& piece, const Columns& columns, Buffers& buffers) {
   Groups groups{};
   groups.count = (piece.depth + plan.in_group - 1) / plan.in_group;
@@ -120,7 +121,7 @@ QT_INLINE void add_rows(const std::int32_t* integers, const Unit& unit, index_t 
   add_group<Dot, R, 1>(sums, unit, unit.head, nullptr, unit.head_group, g);
 }
 
-// Makes results of the integers of R rows and 16 columns with their only group complete; of a slice of it: leaves them, with the
+// R rows and 16 columns of a single group. Complete: converts integers to results. A slice of it: keeps the integers, plus the
 // offset if it is the first.
 template <int R>
 QT_INLINE void end_rows(const std::int32_t*, const Unit& unit, index_t) {
@@ -133,7 +134,7 @@ QT_INLINE void end_rows(const std::int32_t*, const Unit& unit, index_t) {
   end_part<Dot8, R, 1>(sums, unit);
 }
 
-// Adds the sums of R rows and 16 columns of a slice to the total, if it is not the first, and scales them if it is the last.
+// Adds the sums of R rows and 16 columns of a slice to the total, unless it is the first. Scales them if it is the last.
 template <int R>
 QT_INLINE void end_slice_rows(const std::int32_t*, const Unit& unit, index_t) {
   end_slice<R, 1>(unit);
@@ -141,7 +142,7 @@ QT_INLINE void end_slice_rows(const std::int32_t*, const Unit& unit, index_t) {
 
 using EachRows = void (*)(const std::int32_t*, const Unit&, index_t);
 
-// Calls one for some rows at once and another for single ones. integers, unit: of the first.
+// Calls kSome for kRowsAtOnce rows at a time and kOne for the rest. integers, unit: of the first row.
 template <EachRows kSome, EachRows kOne>
 QT_INLINE void each_rows(index_t rows, const std::int32_t* integers, Unit unit, index_t g) {
   for (index_t r = 0; r < rows;) {
@@ -156,7 +157,7 @@ QT_INLINE void each_rows(index_t rows, const std::int32_t* integers, Unit unit, 
   }
 }
 
-// Adds a group's integers to the results of so many rows of a unit, block by block of columns.
+// Adds a group's integers to the results of `rows` rows of a unit, block by block of columns.
 void add_integers(const Plan& plan, const Share& share, index_t blocks, index_t rows, const std::int32_t* integers, Unit unit,
                   index_t g) {
   float *const sums = unit.sums;
@@ -169,7 +170,7 @@ void add_integers(const Plan& plan, const Share& share, index_t blocks, index_t 
   }
 }
 
-// What a piece ends: the only group, or a slice.
+// Finishes the single group or the slice that a piece completes.
 void end_unit(const Plan& plan, const Share& share, index_t blocks, index_t rows, Unit unit) {
   float *const sums = unit.sums, *const total = unit.total;
   for (index_t block = 0; block < blocks; ++block) {
@@ -186,10 +187,10 @@ struct Work {
   Piece piece;
   index_t k;
   Groups groups;
-  bool begins, ends;  // its slice, or the only group
+  bool begins, ends;  // of its slice, or of the single group
   float* sums;        // of the item: [rows][64]
   Unit unit;          // of its first row and column
-  Piece next;         // what is multiplied then
+  Piece next;         // prefetched
 };
 
 void multiply_group(Registers& registers, MultiplyShare multiply, Share& share, const Groups& groups, index_t g, index_t in_step,
@@ -205,7 +206,7 @@ void multiply_group(Registers& registers, MultiplyShare multiply, Share& share, 
   multiply(registers.unit, rest);
 }
 
-// A group's integers of a unit, or the last piece's sums, that vectors have yet to take.
+// Pending vector work: a group's integers of a unit, or the last piece's sums.
 class Waiting {
  public:
   Waiting(const Plan& plan, const Share& share, index_t blocks, index_t rows)
@@ -233,8 +234,8 @@ class Waiting {
   bool ends_ = false;
 };
 
-// Rows [row, row + units * unit_rows) of an item, all units alike. Vectors take a group's integers while the unit multiplies the
-// next group.
+// Rows [row, row + units * unit_rows) of an item, all units of equal size. Vectors process a group's integers while AMX
+// multiplies the next group.
 void multiply_part(Registers& registers, const LinearCall& call, const LinearItem& item, const Plan& plan, const Columns& columns,
                    const Work& work, index_t first_row, index_t unit_rows, index_t units, bool fetches, Buffers& buffers) {
   const index_t x_blocks = plan.planes ? 2 : (unit_rows + kAmxRows - 1) / kAmxRows;
@@ -281,7 +282,8 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
   }
 }
 
-// after: what this thread probably multiplies next.
+// Computes all slices of an item. The first slice accumulates in `first_sums`, which receives the total. after: the thread's
+// probable next piece.
 void multiply_slices(Registers& registers, const LinearCall& call, const LinearItem& item, const Piece& after, float* first_sums,
                      Buffers& buffers) {
   const Weight& weight = *call.weight;
@@ -326,7 +328,7 @@ void multiply_slices(Registers& registers, const LinearCall& call, const LinearI
   }
 }
 
-// The results of an item's leaves, added up in buffers.total[0].
+// Adds the results of an item's leaves in buffers.total[0].
 void multiply_leaves(Registers& registers, const LinearCall& call, const LinearItem& item, const Piece& after, Buffers& buffers) {
   const Weight* const weights = call.weight;
   add_as_tree(
@@ -346,7 +348,7 @@ void multiply_items(const void* described, index_t begin, index_t end) {
   Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
   for (index_t i = begin; i < end; ++i) {
     const LinearItem item = item_of(call, i);
-    const index_t next = i + 1 < end ? i + 1 : begin + turn;  // what this thread probably takes
+    const index_t next = i + 1 < end ? i + 1 : begin + turn;  // the thread's probable next item
     const LinearItem next_item = item_of(call, next < call.items ? next : i);
     const Piece after = piece_at(call.weight[next_item.leaf], Plan(call), next_item, next_item.k);
     float* const total = buffers.total[0];
@@ -366,7 +368,7 @@ Preparation preparation(const Weight& weight, Dtype dtype, Inputs inputs) {
   Preparation prepared = kParent.preparation(weight, dtype, inputs);
   const index_t row_bytes = quantized_x(weight, prepared.x_group, are_eight_bits(inputs)).row_bytes;
   if (row_bytes > prepared.row_bytes) prepared.row_bytes = row_bytes;
-  prepared.row_bytes |= 64;  // an odd number of lines: the more factors of two, the fewer cache sets do rows share
+  prepared.row_bytes |= 64;  // odd number of lines: a row stride with more factors of two maps to fewer cache sets
   const index_t rows = kPanelBytes / prepared.row_bytes / kLargeUnitRows * kLargeUnitRows;
   prepared.panel_rows = rows < kLowestPanel ? kLowestPanel : rows < kHighestPanel ? rows : kHighestPanel;
   prepared.panel_step = kLargeUnitRows;

@@ -1,8 +1,7 @@
-// Packing of weights: rows of a row-major matrix into tiles, and back.
+// Packing of weights: rows of a row-major matrix to tiles, and unpacking.
 //
-// A thread owns a tile. It reads up to 64 rows of the source side by side, kLanes rows by kLanes words at a time,
-// transposes them in registers and writes the tile front to back. Bytes moved: the source once, the tile once. Limiter:
-// memory.
+// A thread owns a tile. It reads up to 64 rows of the source in parallel and transposes kLanes rows by kLanes words in registers.
+// It writes the tile sequentially. Bytes moved: the source once, the tile once. Limiter: memory bandwidth.
 #include "linear_pack.hpp"
 #include "linear_pack_blocks.hpp"
 #include "linear_pack_codes.hpp"
@@ -11,7 +10,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-// bf16 from bf16: pairs of k move as they are.
+// bf16 source and weight: pairs of k are copied.
 void copy_pairs(const Rows& rows, index_t depth, char* tile) {
   const index_t pairs = (depth + 1) / 2;
   for (index_t p = 0; p < pairs; p += kLanes)
@@ -74,9 +73,9 @@ void fill(const void* described, index_t begin, index_t end) {
   }
 }
 
-// --- back ---
+// --- unpacking ---
 
-// One column of a floating-point weight, as it is stored.
+// One column of a floating-point weight, in its stored format.
 template <class Element>
 void copy_column(const Weight& weight, index_t column, Element* out) {
   index_t tile, lane;
@@ -88,7 +87,7 @@ void copy_column(const Weight& weight, index_t column, Element* out) {
     for (index_t k = 0; k < weight.depth; ++k) out[k] = from[k * kTileColumns + lane];
 }
 
-// One column as the numbers that are multiplied.
+// One column as fp32, with the values that the kernels multiply.
 void read_column(const Weight& weight, index_t column, float* out) {
   index_t tile, lane;
   tile_and_lane(weight, column, tile, lane);

@@ -1,4 +1,4 @@
-// Rows of a matrix on their way into the tiles of a packed weight: which row goes where, reading and transposing them.
+// Row access for packing: maps rows to lanes of a tile, reads them and transposes them.
 #pragma once
 
 #include "linear.hpp"
@@ -20,7 +20,7 @@ index_t column_of(const Weight& weight, index_t tile, index_t lane) {
   return column >= half ? -1 : lane < kPairedColumns ? column : half + column;
 }
 
-// The source's rows for the lanes of one tile; null where a lane is not filled.
+// The source rows of the lanes of a tile; null for lanes that are not filled.
 struct Rows {
   const char* of[kTileColumns];
   bool any[kVectors], all[kVectors];
@@ -41,7 +41,7 @@ Rows rows_of(const PackCall& call, index_t tile) {
   return rows;
 }
 
-// Writes a vector of 32-bit words to lanes [v * kLanes, ...) of a row of 64, those that are filled.
+// Writes a vector of 32-bit words to the filled lanes of [v * kLanes, ...) in a row of 64.
 QT_INLINE void put(char* row, const Rows& rows, index_t v, i32v words) {
   char* to = row + v * kLanes * 4;
   if (rows.all[v]) {
@@ -64,13 +64,14 @@ QT_INLINE void put(char* row, const Rows& rows, index_t v, f32v values, fp16*) {
     if (rows.of[v * kLanes + i]) to[i] = lanes[i];
 }
 
-// Likewise the low bytes of `values` to a row of 64 bytes.
+// The same for the low bytes of `values` and a row of 64 bytes.
 QT_INLINE void put_bytes(char* row, const Rows& rows, index_t v, i32v values) {
   for (int i = 0; i < kLanes; ++i)
     if (rows.of[v * kLanes + i]) row[v * kLanes + i] = char(values[i]);
 }
 
-// kLanes words from a byte of each row of vector v on, one vector for each word; zeros where a row has no more of them, or is null.
+// Loads kLanes words at offset `byte` of each row of vector v, transposed: one vector for each word. Zeros past the end of a row
+// and for null rows.
 QT_INLINE void load_words(const Rows& rows, index_t v, index_t byte, index_t bytes_left, i32v (&words)[kLanes]) {
   const char* const* const of = rows.of + v * kLanes;
   if (rows.all[v] && bytes_left >= index_t(sizeof(i32v))) {
@@ -91,7 +92,7 @@ QT_INLINE f32v load_from(const char* row, index_t k, index_t count) {
   return load((const Element*)row + k, count);
 }
 
-// k [begin, begin + depth) of the rows as fp32 [depth rounded up to kLanes][64]; zero where there is none.
+// k [begin, begin + depth) of the rows as fp32 [depth rounded up to kLanes][64]; zeros for missing values.
 template <class Element>
 void load_block(const Rows& rows, index_t begin, index_t depth, float* block) {
   for (index_t k = 0; k < depth; k += kLanes)

@@ -1,8 +1,8 @@
-// Packing of blocks as GGUF files have them (ggml's quantized types): their numbers as they are, in the order of a tile.
+// Packing of GGUF blocks (ggml's quantized types) to tile order, without requantization.
 //
-// A row of the file is blocks of 32 or 256 k, each with its scales. A thread owns a tile: it takes 256 k of each of up to 64
-// rows apart into bytes, which go into steps (linear_pack_steps.hpp), and what it is scaled with into the head. The weight's codes
-// and scales say which type it is.
+// A row of the file is a sequence of blocks of 32 or 256 k, each with its scales. A thread owns a tile. It splits 256 k of up to
+// 64 rows into bytes, which become steps (linear_pack_steps.hpp), and writes the scales to the head. The ggml type follows from
+// the weight's codes and scales.
 #pragma once
 
 #include "linear_pack_steps.hpp"
@@ -10,19 +10,19 @@
 namespace qt::QT_ISA {
 namespace {
 
-// A block's place in the head: of one lane.
+// One lane of a block's head.
 struct HeadOfLane {
   char* head;
   index_t lane;
 
   void half(index_t which, const unsigned char* from) const { std::memcpy(head + which * kHalves + lane * 2, from, 2); }
-  // Behind `halves` of those.
+  // Byte `which` after `halves` fp16 numbers.
   void byte(index_t halves, index_t which, int value) const {
     head[halves * kHalves + which * kTileColumns + lane] = char(value);
   }
 };
 
-// Bytes side by side: of loops over them compilers do not know that what is written is not what is read.
+// 16 bytes as a vector: in byte loops, compilers must assume that stores alias loads.
 typedef std::uint8_t u8x16 __attribute__((vector_size(16)));
 QT_INLINE u8x16 bytes_at(const unsigned char* from) {
   u8x16 bytes;
@@ -30,7 +30,7 @@ QT_INLINE u8x16 bytes_at(const unsigned char* from) {
   return bytes;
 }
 
-// Low halves of bytes, then high ones. count: of bytes, a multiple of 16, as in what follows.
+// Low halves of bytes, then high halves. count: bytes, a multiple of 16; the same below.
 QT_INLINE void split(const unsigned char* from, index_t count, unsigned char* codes) {
 #pragma GCC unroll 4
   for (index_t i = 0; i < count; i += 16) {
@@ -52,15 +52,15 @@ QT_INLINE void add_bits(const unsigned char* from, index_t count, int n, int mas
 // Adds bit n of a byte, times 16, to code n.
 QT_INLINE void add_bit_of_each(unsigned char bits, unsigned char* codes) {
   constexpr std::uint64_t each = 0x0101010101010101;
-  const std::uint64_t apart = bits * each & 0x8040201008040201;  // its own in each byte
+  const std::uint64_t apart = bits * each & 0x8040201008040201;  // bit n in byte n
   std::uint64_t sum;
   std::memcpy(&sum, codes, sizeof sum);
   sum += ((apart + 127 * each) >> 7 & each) << 4;
   std::memcpy(codes, &sum, sizeof sum);
 }
 
-// 6-bit scales and minima of eight groups in twelve bytes: the first four have bytes of their own; the upper two bits of these
-// are the upper two of the others'.
+// 6-bit scales and minima of eight groups in twelve bytes. The first four groups have a byte each. Its upper two bits are the
+// upper two bits of the other groups.
 QT_INLINE void six_bits(const unsigned char* from, const HeadOfLane& head) {
   for (int g = 0; g < 8; ++g) {
     const int scale = g < 4 ? from[g] & 63 : (from[g + 4] & 15) | from[g - 4] >> 6 << 4;
@@ -69,7 +69,7 @@ QT_INLINE void six_bits(const unsigned char* from, const HeadOfLane& head) {
   }
 }
 
-// Of 32 k: fp16 d, or a power of two; with minima another; with 5 bits their upper ones; halves of bytes.
+// Types with blocks of 32 k: fp16 d or a power of two; the minimum, if any; upper bits of 5-bit codes; halves of bytes.
 void take_small(const Weight& weight, const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
   if (weight.scales == Scales::exponent) {
     head.byte(0, 0, from[0]);
@@ -88,7 +88,7 @@ void take_small(const Weight& weight, const unsigned char* from, unsigned char* 
   for (index_t i = 0; i < 4; ++i) add_bit_of_each(from[i], codes + 8 * i);
 }
 
-// Q4_K and Q5_K: d, minima's d, 6-bit scales; with 5 bits the upper ones, bit g of a byte for group g; halves of bytes.
+// Q4_K and Q5_K: d, minima's d, 6-bit scales; upper bits of 5-bit codes, bit g of a byte for group g; halves of bytes.
 void take_groups_of_32(const Weight& weight, const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
   const bool five = weight.codes == Codes::five;
   head.half(0, from), head.half(1, from + 2);
@@ -113,7 +113,7 @@ QT_INLINE void take_lower_pairs(const unsigned char* from, unsigned char* codes)
   for (int n = 0; n < 8; ++n) add_bits(from + n / 4 * 32, 32, n % 4 * 2, 3, 1, codes + 32 * n);
 }
 
-// Q3_K: upper bits, bit n of a byte for the n-th 32 k; pairs of bits; 6-bit scales, lower four bits and upper two; d.
+// Q3_K: upper bits, bit n of a byte for the n-th 32 k; pairs of bits; 6-bit scales, lower four bits, then upper two; d.
 void take_three(const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
   take_lower_pairs(from + 32, codes);
   for (int n = 0; n < 8; ++n) add_bits(from, 32, n, 1, 4, codes + 32 * n);
@@ -132,7 +132,7 @@ void take_two(const unsigned char* from, unsigned char* codes, const HeadOfLane&
   head.half(0, from + 80), head.half(1, from + 82);
 }
 
-// IQ4_XS: d, 6-bit scales, upper two bits and lower four; halves of bytes.
+// IQ4_XS: d; 6-bit scales, upper two bits, then lower four; halves of bytes.
 void take_uneven(const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
   head.half(0, from);
   for (int g = 0; g < 8; ++g) {
@@ -142,7 +142,7 @@ void take_uneven(const unsigned char* from, unsigned char* codes, const HeadOfLa
   }
 }
 
-// One block of one row. Of a table: what chooses, which is what steps have.
+// One block of one row. Table codes stay indices, as in steps.
 void take_block(const Weight& weight, const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
   if (weight.block == 32) return take_small(weight, from, codes, head);
   switch (weight.codes) {
@@ -154,7 +154,7 @@ void take_block(const Weight& weight, const unsigned char* from, unsigned char* 
   }
 }
 
-// Of a block in the file.
+// Bytes of a block in the file.
 index_t stored_bytes(const Weight& weight) {
   const index_t codes = step_of(weight.codes).bytes * weight.block / step_of(weight.codes).k / kTileColumns;
   const index_t head = weight.head_bytes / kTileColumns;
@@ -185,7 +185,7 @@ void fill_blocks(const void* described, index_t begin, index_t end) {
       const index_t ahead = (weight.blocks - last < together ? weight.blocks - last : together) * in_file;
       for (index_t lane = 0; lane < kTileColumns; ++lane) {
         if (!rows.of[lane]) continue;
-        // 64 rows are more streams than processors follow by themselves.
+        // 64 rows are more streams than hardware prefetchers follow.
         const char* const next = rows.of[lane] + last * in_file;
         for (index_t at = 0; at < ahead; at += 64) __builtin_prefetch(next + at);
         for (index_t block = first; block < last; ++block) {

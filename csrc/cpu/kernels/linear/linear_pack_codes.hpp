@@ -1,7 +1,8 @@
-// Packing of weights that are integers already: codes move as they are, scales and zero points beside them; nothing is rounded.
+// Packing of prequantized weights: integer codes, scales and zero points, without rounding.
 //
-// One scale for each column is the column's. Groups' are fp32 where the form has them so. Of those that are fp16, those that a checkpoint has in fp16 are kept as
-// they are; of others the column takes a power of two, so that the largest is near 2^8 and bf16 fits down to some 2^-25 of it.
+// A single scale per column is stored as the column's scale. Group scales are fp32 if the format stores fp32. Otherwise they are
+// fp16: fp16 scales of the checkpoint are stored unchanged. Others are divided by a power of two for each column, so that the
+// largest is near 2^8. bf16 scales are then exact down to about 2^-25 of the largest.
 #pragma once
 
 #include "linear_pack.hpp"
@@ -25,7 +26,7 @@ float scale_at(const CodesCall& call, index_t column, index_t i) {
   }
 }
 
-// 2^-8 of the power of two at or below the largest magnitude, within what divides and multiplies exactly.
+// 2^-8 times the power of two at or below the largest magnitude, clamped so that division and multiplication are exact.
 float power_of_column(float largest) {
   if (largest == 0.0f) return 1.0f;
   std::uint32_t bits;
@@ -37,7 +38,7 @@ float power_of_column(float largest) {
   return power;
 }
 
-// fp4's: bytes, and half of the column's factor, for its table is doubled.
+// Scales of fp4: one byte each. The column's scale is half of its factor, because the table is doubled.
 void fill_byte_scales(const CodesCall& call, index_t column, char* tile, index_t lane) {
   const Weight& weight = *call.codes.weight;
   const float half = 0.5f * (call.factors ? call.factors[column] : 1.0f);
@@ -51,7 +52,7 @@ void fill_byte_scales(const CodesCall& call, index_t column, char* tile, index_t
   }
 }
 
-// A group's scale and zero in fp32, of one lane.
+// fp32 scale and zero point of a group, for one lane.
 void fill_singles(const CodesCall& call, index_t column, index_t from, char* head, index_t lane) {
   const Weight& weight = *call.codes.weight;
   const float scale = scale_at(call, column, from);
@@ -62,7 +63,7 @@ void fill_singles(const CodesCall& call, index_t column, index_t from, char* hea
   std::memcpy(head + kTileColumns * 4 + lane * 4, &zero, 4);
 }
 
-// The scales and zero points of one lane, for column `column` of the source.
+// Scales and zero points of one lane, from column `column` of the source.
 void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane) {
   const Weight& weight = *call.codes.weight;
   if (weight.codes == Codes::table) return fill_byte_scales(call, column, tile, lane);
@@ -98,7 +99,7 @@ void fill_scales(const CodesCall& call, index_t column, char* tile, index_t lane
 
 void fill_codes_of(const CodesCall& call, const Rows& rows, char* tile) {
   const Weight& weight = *call.codes.weight;
-  // Signed bytes become unsigned ones with the weight's middle.
+  // Signed bytes become unsigned: + the weight's middle.
   const std::uint8_t added = call.is_signed ? std::uint8_t(middle_of(weight.codes)) : 0;
   const std::uint8_t all_of_them = put_codes(weight, rows, tile, 0, weight.depth, added);
   if (weight.codes != Codes::eight && all_of_them > 15) report(call, Problem::code);
@@ -123,7 +124,7 @@ void fill_codes(const void* described, index_t begin, index_t end) {
   }
 }
 
-// A column's codes. Returns all their bits.
+// Packs a column's codes. Returns the OR of all codes.
 int put_lines(const Weight& weight, const char* row, const char* tile, index_t lane) {
   int any = 0;
   for (index_t begin = 0; begin < weight.depth; begin += kTableBlock) {
@@ -139,7 +140,7 @@ int put_lines(const Weight& weight, const char* row, const char* tile, index_t l
   return any;
 }
 
-// Tables beside the codes that choose from them.
+// Packs per-column tables and their indices.
 void fill_tables(const void* described, index_t begin, index_t end) {
   const TablesCall& call = *(const TablesCall*)described;
   const Weight& weight = *call.codes.weight;

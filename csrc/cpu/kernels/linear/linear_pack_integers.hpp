@@ -1,13 +1,12 @@
-// Quantizing weights while they are packed.
+// Quantization of weights during packing.
 //
-// int8: |q| <= 127, the scale from the largest magnitude of a column (or of a group in it). int4: q in [-8, 7], or
-// 0..15 less a zero point; of some scales the one with the least squared error is taken, group by group. What is
-// minimised is the error with the scale that is then least squares for its integers: for given q that is (w.q) / (q.q),
-// and the error (w.w) - (w.q)^2 / (q.q), so candidates are compared by their last term alone.
+// int8: |q| <= 127, with the scale from the largest magnitude of a column, or of a group in it. int4: q in [-8, 7], or 0..15
+// minus a zero point. Each group takes the candidate scale with the least squared error, computed with the scale that is least
+// squares for its integers. For given q that scale is (w.q) / (q.q) and the error (w.w) - (w.q)^2 / (q.q). Candidates are
+// compared by the last term.
 //
-// Scales of groups are fp16 relative to the column's, a power of two, so that they are neither too large nor denormal.
-// Columns are lanes: no reduction crosses lanes, and the packed bytes do not depend on how a weight is filled piece by
-// piece.
+// Group scales are fp16 relative to the column's scale, a power of two, which avoids overflow and denormals. Columns are lanes:
+// no reduction crosses lanes, and the packed bytes do not depend on the order or size of partial fills.
 #pragma once
 
 #include "linear_codes.hpp"
@@ -18,9 +17,9 @@
 namespace qt::QT_ISA {
 namespace {
 
-inline constexpr float kLeastMagnitude = 1e-30f;  // of a column or group that is not all zeros
+inline constexpr float kLeastMagnitude = 1e-30f;  // of a column or group with a nonzero value
 
-// What multiplies and divides, column by column; zero where there is nothing to multiply.
+// 1 / scale for each column; zero for a column of zeros.
 QT_INLINE f32v inverse_of(f32v scale) {
   const f32v magnitude = max(scale, -scale);
   return magnitude > all(kLeastMagnitude) ? 1.0f / scale : f32v{};
@@ -28,15 +27,15 @@ QT_INLINE f32v inverse_of(f32v scale) {
 
 QT_INLINE f32v clamp(f32v value, float least, float most) { return min(all(most), max(all(least), value)); }
 
-// The power of two at or below a positive normal number, 1 for zero.
+// The power of two at or below a positive normal number; 1 for zero.
 QT_INLINE f32v power_of_two(f32v value) {
   const f32v power = as_float(as_bits(value) & all(std::int32_t(0x7F800000)));
   return power > all(kLeastMagnitude) ? power : all(1.0f);
 }
 
-// Of one group of up to 128 k and one vector of columns. `block` is [count][64], the vector's first column.
+// Extremes of one group of up to 128 k and one vector of columns. `block` is [count][64], from the vector's first column on.
 struct Extremes {
-  f32v least, most, signed_most;  // the last: of the largest magnitude, with its sign
+  f32v least, most, signed_most;  // signed_most: the largest magnitude, with its sign
 };
 
 QT_INLINE Extremes extremes(const float* block, index_t count) {
@@ -49,7 +48,7 @@ QT_INLINE Extremes extremes(const float* block, index_t count) {
   return found;
 }
 
-// How much squared error q = clamp(round(w / scale) + zero) - zero removes, and the scale that removes it.
+// Squared error that q = clamp(round(w / scale) + zero) - zero removes, and its least-squares scale.
 QT_INLINE f32v explained(const float* block, index_t count, f32v scale, f32v zero, float most, f32v& best_scale) {
   const f32v inverse = inverse_of(scale);
   f32v with_weights = f32v{}, squares = f32v{};
@@ -63,7 +62,7 @@ QT_INLINE f32v explained(const float* block, index_t count, f32v scale, f32v zer
   return with_weights * best_scale;
 }
 
-// The scale (and zero point) of a group for 4 bits.
+// Scale (and zero point) of a 4-bit group.
 QT_INLINE void choose_scale(const float* block, index_t count, bool zeros, f32v& scale, f32v& zero) {
   const Extremes found = extremes(block, count);
   f32v best = all(-1.0f);
@@ -77,7 +76,7 @@ QT_INLINE void choose_scale(const float* block, index_t count, bool zeros, f32v&
       tried_zero = clamp(round(-least * inverse_of(tried) * (1.0f - 0.03f * float(i))), 0.0f, 15.0f);
     } else {
       tried = found.signed_most *
-              (-1.0f / (7.0f + 0.375f * float(i)));  // the largest magnitude becomes -7 to -10, kept in range
+              (-1.0f / (7.0f + 0.375f * float(i)));  // the largest magnitude becomes -7 to -10, clamped
     }
     const f32v gain = explained(block, count, tried, tried_zero, 15.0f, fitted);
     scale = gain > best ? fitted : scale;
@@ -86,7 +85,7 @@ QT_INLINE void choose_scale(const float* block, index_t count, bool zeros, f32v&
   }
 }
 
-// The head of a block, and where the codes of a k begin: its block's, or those of its step.
+// Address of a block's head, and of the codes of k: of its block, or of its step.
 QT_INLINE char* head_at(const Weight& weight, char* tile, index_t block) {
   return tile + weight.tile_head + block * weight.block_bytes;
 }
@@ -130,7 +129,7 @@ void column_magnitudes(const PackCall& call, const Rows& rows, float* block, flo
   }
 }
 
-// Of int8 and int4, with zero points or without.
+// Quantizes to int8 or int4, with or without zero points.
 void fill_integers(const PackCall& call, const Rows& rows, char* tile) {
   const Weight& weight = *call.weight;
   alignas(64) float block[kBlock * kTileColumns];
@@ -144,7 +143,7 @@ void fill_integers(const PackCall& call, const Rows& rows, char* tile) {
     const f32v most = load(magnitudes + v * kLanes) * (1.0f / 127.0f);
     put(tile, rows, v, as_bits(grouped ? power_of_two(most) : most));
   }
-  const index_t step = grouped ? weight.group : kBlock;  // of k with one scale, or a part of those
+  const index_t step = grouped ? weight.group : kBlock;  // k with one scale, or a part of them
   for (index_t begin = 0; begin < weight.depth; begin += step) {
     const index_t depth = weight.depth - begin < step ? weight.depth - begin : step;
     char *const group = head_at(weight, tile, begin / weight.block), *const integers = codes_at(weight, tile, begin);
@@ -172,9 +171,9 @@ void fill_integers(const PackCall& call, const Rows& rows, char* tile) {
   }
 }
 
-// --- back ---
+// --- unpacking ---
 
-// Groups of one lane one after another, as they are multiplied.
+// Dequantizes the groups of one lane, with the values that the kernels multiply.
 class Reader {
  public:
   Reader(const Weight& weight, const char* tile, index_t lane) : weight_(weight), tile_(tile), lane_(lane) {}

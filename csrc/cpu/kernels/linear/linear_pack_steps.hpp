@@ -1,4 +1,4 @@
-// Codes of one byte each on their way into the steps of a tile.
+// Packs codes of one byte each into the steps of a tile.
 #pragma once
 
 #include "linear_pack_integers.hpp"
@@ -52,8 +52,8 @@ std::uint8_t put_codes_as(const Weight& weight, const Rows& rows, char* tile, in
   return bits;
 }
 
-// k [first, first + count) of the filled lanes from their rows, which begin with the first, plus `added` each. Returns an
-// upper bound of the codes: all their bits.
+// Packs k [first, first + count) of the filled lanes from their rows, which begin at k = first. Adds `added` to each code.
+// Returns the OR of all codes.
 std::uint8_t put_codes(const Weight& weight, const Rows& rows, char* tile, index_t first, index_t count, std::uint8_t added) {
   switch (weight.codes) {
     case Codes::four: return put_codes_as<Codes::four>(weight, rows, tile, first, count, added);

@@ -1,13 +1,14 @@
-// Activations as integers: what linear_integer.cpp multiplies.
+// Quantization of activations for linear_integer.cpp.
 //
-// A row becomes: its integers in the order that the multiplication of this instruction set reads them, then per group
-// of k a scale (fp32) and an offset (int32): what a sum over stored weights has too much, the stored integer that means
-// zero times the sum of the group's integers, negated. 16 bits: x = q * scale with |q| <= 32639 = 127 * 256 + 127,
-// rounded to nearest even, one scale per group; 8 bits: |q| <= 127, one scale per row or per group. Integers and scales are the same
-// on every processor. A group without numbers above 1e-30 becomes zero; one with an infinity or a NaN gets a NaN for
-// its scale, so that all of the row's results are NaN, and no other row's.
+// A quantized row is its integers, in the read order of the instruction set's kernel. For each group of k follow a scale (fp32)
+// and an offset (int32). The offset is minus the sum of the group's integers times the stored integer that means zero: it
+// corrects a sum over unsigned weights. 16 bits: x = q * scale with |q| <= 32639 = 127 * 256 + 127, rounded to nearest even, one
+// scale per group. 8 bits: |q| <= 127, one scale per row or per group. Integers and scales are the same on every processor. A
+// group without magnitudes above 1e-30 becomes zero. A group with an infinity or a NaN gets the scale NaN, so all results of this
+// row, and of no other, are NaN.
 //
-// A thread owns a row. Bytes: the row twice (the second time out of the first-level cache), its integers once.
+// A thread owns a row. Bytes: the row twice (the second time from the L1 cache), its integers once. Limiter: cache bandwidth.
+// Independent of batch size.
 #pragma once
 
 #include "amx.hpp"
@@ -17,15 +18,14 @@
 namespace qt::QT_ISA {
 namespace {
 
-// Of k that share a scale of 16-bit x where the weight has no groups: as many as have an exact sum in 32 bits.
+// k with a common scale of 16-bit x, if the weight has no groups: the maximum with an exact 32-bit sum.
 inline constexpr index_t kXGroup = 256;
-inline constexpr index_t kXBlock = 32;  // of k that are quantized at a time; groups are whole blocks
+inline constexpr index_t kXBlock = 32;  // k quantized at a time; groups are whole blocks
 inline constexpr index_t kMost8 = 127, kMost16 = 32639;
 inline constexpr float kLeast = 1e-30f;
 static_assert(255 * kMost16 * kXGroup <= 0x7FFFFFFF && kXGroup % kXBlock == 0);
 
-// Bytes from one k to the next, and in how many planes they are: with the matrix unit all high bytes of a row are followed by all
-// low ones.
+// Bytes from one k to the next, and number of planes: on AMX, all high bytes of a row precede all low bytes.
 #if defined(QT_AMX)
 constexpr index_t integer_bytes(bool) { return 1; }
 constexpr index_t planes_of(bool eight) { return eight ? 1 : 2; }
@@ -34,11 +34,11 @@ constexpr index_t integer_bytes(bool eight) { return kDotsBytes && eight ? 1 : 2
 constexpr index_t planes_of(bool) { return 1; }
 #endif
 
-// Where things lie in a row, in bytes. Of each group of weights, or of x where weights have none: x's scale (half of what has one
-// has it twice where groups are of 16); the negated sum of its integers times the weights' middle; where the format shifts, the
-// same as a number, not negated.
+// Layout of a row, in bytes. Per group of weights (of x, if weights have none): the scale of x, and the offset, its negated
+// integer sum times the weights' middle. Formats that shift add a share, scale * -offset. With groups of 16, two groups share a
+// scale, which is stored twice.
 struct QuantizedX {
-  index_t plane;  // whole lines, zeros at the end
+  index_t plane;  // whole cache lines, zero-padded
   index_t in_group, groups, scales_at, offsets_at, shares_at, row_bytes;
 };
 
@@ -53,7 +53,7 @@ QT_INLINE QuantizedX quantized_x(const Weight& weight, index_t x_group, bool eig
   x.offsets_at = x.scales_at + x.groups * 4;
   x.shares_at = x.offsets_at + x.groups * 4;
   const index_t end = shifts(weight.scales) ? x.shares_at + x.groups * 4 : x.shares_at;
-  x.row_bytes = in_lines(end) + 64;  // rows of a power of two would share cache sets
+  x.row_bytes = in_lines(end) + 64;  // otherwise rows of a power-of-two size share cache sets
   return x;
 }
 
@@ -61,8 +61,8 @@ QT_INLINE QuantizedX quantized_x(const LinearCall& call) {
   return quantized_x(*call.weight, call.x_group, are_eight_bits(call.inputs));
 }
 
-// Of 32 numbers, the largest magnitude of each lane; `largest_of` has the largest of all, as the bits of an fp32: above
-// those of infinity for a NaN.
+// The largest magnitude of each lane over 32 numbers. `largest_of` returns the largest over all lanes as fp32 bits; for NaN they
+// are above those of infinity.
 #if defined(__AVX512BW__)
 QT_INLINE i32v larger(i32v most, const float* x) {
   const i32v magnitude = all(0x7FFFFFFF);
@@ -98,7 +98,7 @@ QT_INLINE std::int32_t largest_of(i32v most, const Element*) {
 }
 #endif
 
-// A block's first number, or a copy followed by zeros where fewer than a block are left.
+// Address of a block; if fewer than kXBlock numbers are left, of a zero-padded copy.
 template <class Element>
 QT_INLINE const Element* block_at(const Element* x, index_t left, Element (&copy)[kXBlock]) {
   if (left >= kXBlock) return x;
@@ -115,10 +115,10 @@ QT_INLINE std::int32_t largest_bits(const Element* x, index_t count) {
   return largest_of(most, x);
 }
 
-// A block of x times `inverse` as integers at `out`, in the order of the multiplication; adds them to the lanes of `sums`, its
-// first half's and its second's, which sums_of separates.
+// Quantizes a block of x with factor `inverse` to `out`, in kernel order. Adds the integers to the lanes of `sums`, by half
+// blocks, which sums_of separates.
 #if defined(__AVX512VNNI__)
-struct HalfBlocks {  // so that packing 32 to 16 bits, which goes by 128-bit lanes, gives k in order
+struct HalfBlocks {  // so that the pack from 32 to 16 bits, which works by 128-bit lanes, keeps the order of k
   f32v low, high;
 };
 
@@ -142,26 +142,26 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
     _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi16_epi8(q));
     return;
   }
-  // The low bytes are q's own; the high bytes make up for their sign.
+  // The low bytes are those of q; the high bytes compensate their sign.
   const __m512i rounded = _mm512_add_epi16(q, _mm512_set1_epi16(128));
 #if defined(QT_AMX)
   _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi16_epi8(_mm512_srai_epi16(rounded, 8)));
   _mm256_storeu_si256((__m256i*)(out + plane), _mm512_cvtepi16_epi8(q));
 #else
-  // Four of each follow one another.
+  // Alternates four high and four low bytes.
   const __m512i halves = _mm512_ternarylogic_epi32(_mm512_set1_epi16(short(0xFF00)), rounded, q, 0xCA);
   const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
   _mm512_storeu_si512(out, _mm512_shuffle_epi8(halves, order));
 #endif
 }
 #elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
-// Four at a time for multiply_pairs: k, k + 2, k + 1, k + 3, whichever the precision.
+// Groups of four for multiply_pairs, in the order k, k + 2, k + 1, k + 3, for both precisions.
 template <class Element>
 QT_INLINE void quantize_block(const Element* x, f32v inverse, bool, char* out, index_t, i32v (&sums)[2]) {
   const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
   for (index_t k = 0; k < kXBlock; k += 2 * kLanes) {
     const __m256i low = _mm256_cvtps_epi32(load(x + k) * inverse), high = _mm256_cvtps_epi32(load(x + k + kLanes) * inverse);
-    const __m256i q = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);  // which packs by 128-bit lanes
+    const __m256i q = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);  // packs works by 128-bit lanes
     i32v& of_half = sums[k * 2 / kXBlock];
     of_half = multiply_pairs(of_half, (i32v)q, all(0x00010001));
     _mm256_storeu_si256((__m256i*)(out + 2 * k), _mm256_shuffle_epi8(q, order));
@@ -171,9 +171,9 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool, char* out, i
 typedef std::int32_t i32x4 __attribute__((vector_size(16)));
 typedef std::int8_t i8x16 __attribute__((vector_size(16)));
 
-// Four integers for dot_bytes: themselves, or four high bytes, then four low ones.
+// Four integers for dot_bytes: one byte each, or four high bytes, then four low bytes.
 QT_INLINE void store_bytes(i32x4 q, bool eight, char* out) {
-  // The low bytes are q's own; the high bytes make up for their sign.
+  // The low bytes are those of q; the high bytes compensate their sign.
   const i8x16 halves = (i8x16)((q & 0xFF) | ((q + 128) & 0xFF00));
 #if defined(__clang__)
   const i8x16 ordered = __builtin_shufflevector(halves, halves, 0, 4, 8, 12, 1, 5, 9, 13, 0, 4, 8, 12, 1, 5, 9, 13);
@@ -209,7 +209,7 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
 }
 #endif
 
-// Sums of first and second halves of blocks; of whole ones, in the first, where no halves are needed.
+// Sums of the first and second halves of blocks; without `halves`, the whole sum in the first.
 struct HalfSums {
   std::int32_t of[2];
 };
@@ -229,7 +229,7 @@ QT_INLINE HalfSums sums_of(const i32v (&sums)[2], bool halves) {
 #endif
 }
 
-// Numbers with the largest magnitude `largest`, quantized to at most `most`. Returns the sums of the integers.
+// Quantizes numbers with the largest magnitude `largest` to at most `most`. Returns the sums of the integers.
 template <class Element>
 QT_INLINE HalfSums quantize_group(const Element* x, index_t count, std::int32_t largest, bool eight, char* out, index_t plane,
                                   float* scale, bool halves) {
@@ -272,7 +272,7 @@ void quantize_row(const LinearCall& call, const QuantizedX& layout, const Elemen
       *scale++ = first, ++offset;
     }
   }
-#if defined(QT_AMX)  // which multiplies whole lines
+#if defined(QT_AMX)  // AMX multiplies whole lines
   const index_t written = (depth + kXBlock - 1) / kXBlock * kXBlock;
   for (index_t p = 0; p < planes_of(eight); ++p)
     std::memset(row + p * layout.plane + written, 0, std::size_t(layout.plane - written));

@@ -1,4 +1,4 @@
-// What a group's integers are multiplied with, from its block's head (Scales).
+// Decodes the scales, zero points and minima of a group from its block's head (Scales).
 #pragma once
 
 #include "linear.hpp"
@@ -7,11 +7,11 @@
 namespace qt::QT_ISA {
 namespace {
 
-inline constexpr index_t kHalves = kTileColumns * 2;  // bytes of an fp16 for each column
+inline constexpr index_t kHalves = kTileColumns * 2;  // bytes of one fp16 for each column
 
 QT_INLINE f32v floats_of(const char* unsigned_bytes) { return to_float(load_bytes(unsigned_bytes)); }
 
-// Signed bytes of memory as 32-bit integers, a lane each.
+// Loads signed bytes as 32-bit integers, one per lane.
 QT_INLINE i32v load_signed_bytes(const char* from) {
 #if defined(__AVX512F__)
   return (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -32,15 +32,15 @@ QT_INLINE f32v powers_of(const char* exponents) {
   return as_float(bits << 23 | ((bits == 0) & 0x00400000));
 }
 
-// fp8, e4m3, without NaN: its exponent's bias changed by a multiplication, which also makes denormals normal.
+// fp8 e4m3 without NaN: the multiplication changes the exponent bias and normalizes denormals.
 QT_INLINE f32v eighths_of(i32v bits) {
   const f32v magnitude = as_float((bits & 0x7F) << 20) * all(1.329227995784916e36f);  // 2^120
   return as_float(as_bits(magnitude) | (bits & 0x80) << 24);
 }
 
-// Of group `group` of a block and one vector of columns from `column` on: the scale; and where the format has zero points or
-// minima (shifts), what is multiplied with `middle` times the sum of x: a weight is (stored - middle) scale + middle shift.
-// halves: the head's first numbers, from the column on, as they are or widened. over_middle: 1 / middle.
+// Scale of group `group` of a block, for one vector of columns from `column` on. Formats with zero points or minima (shifts) also
+// have a shift, the factor of `middle` times the sum of x. A weight is (stored - middle) scale + middle shift. halves: the head's
+// fp16 numbers from the column on, stored or widened. over_middle: 1 / middle.
 template <class Half>
 QT_INLINE void scales_of(Scales scales, const Half* halves, const char* head, index_t group, index_t column, float over_middle, f32v& scale,
                          f32v& shift) {
@@ -91,17 +91,17 @@ QT_INLINE void scales_of(Scales scales, const char* head, index_t group, index_t
   scales_of(scales, (const fp16*)head + column, head, group, column, over_middle, scale, shift);
 }
 
-// Whether all groups of a block have their scales from the same two halves.
+// True if all groups of a block use the same two fp16 numbers.
 constexpr bool share_halves(Scales scales) {
   return scales == Scales::bytes || scales == Scales::bytes_minimum || scales == Scales::nibbles;
 }
 
-// True if a group's scale is composed of several numbers: a loop that needs it often makes singles of it first.
+// True if a group's scale is composed of several numbers: loops that reuse it convert it to fp32 first.
 constexpr bool is_composed(Scales scales) { return shifts(scales) || scales == Scales::bytes; }
 constexpr Scales singles_of(Scales scales) { return shifts(scales) ? Scales::single_shift : Scales::single; }
 constexpr index_t single_bytes(Scales scales) { return kTileColumns * (shifts(scales) ? 8 : 4); }  // of a group
 
-// Makes singles of `groups` of a block, of columns [column, column + columns).
+// Converts the scales of `groups` groups of a block to fp32, for columns [column, column + columns).
 template <Scales kScales>
 void make_singles_of(const char* head, index_t groups, index_t column, index_t columns, float over_middle, char* singles) {
   for (index_t g = 0; g < groups; ++g, singles += single_bytes(kScales))
@@ -132,7 +132,7 @@ QT_INLINE float widened(const Element* from) {
   return load(lanes)[0];
 }
 
-// The same of one lane: a weight is (stored - zero) scale + minimum.
+// Scale of one lane: a weight is (stored - zero) scale + minimum.
 struct ScalesOfLane {
   float scale, zero, minimum;
 };

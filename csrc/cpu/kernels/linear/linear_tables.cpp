@@ -1,20 +1,20 @@
-// y[M, N] = x[M, K] · W[N, K]ᵀ with weights of 4 bits that choose from a table of their column, and outliers, in fp32.
+// y[M, N] = x[M, K] · W[N, K]ᵀ with 4-bit indices into a table per column, plus sparse outliers, in fp32.
 //
-// A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 192 rows, and all slices of k or one. K goes
-// in pieces, a piece in units of rows, a unit in blocks of columns. Lanes are k: a register of codes of one column is shifted, and
-// chooses from the column's table, which a register holds (AVX-512: one permutation for 16 numbers); what was chosen is multiplied
-// with a register of each row's x. So nothing is broadcast or turned over, and numbers that were chosen are used by up to 12 rows;
-// other units choose again. Each output has 16 sums, which are added up once a piece. Then come the piece's outliers, which lie in
-// runs beside the codes (linear.hpp): each one, times x, is added to its column's sum.
+// A thread owns 64 columns (a tile; 32 or 16 if tiles are few) for a panel of up to 192 rows. It computes all slices of k, or
+// one. K is divided into pieces, a piece into units of rows, a unit into blocks of columns. Lanes are k. A register of one
+// column's codes is shifted and indexes the column's table, which is in a register (AVX-512: one permutation for 16 numbers). The
+// result is multiplied with a register of each row's x. No broadcast or transpose is needed. Up to 12 rows share a lookup; other
+// units repeat it. Each output has 16 sums, which are added once a piece. Then come the piece's outliers, stored in runs beside
+// the codes (linear.hpp): outlier * x is added to the column's sum.
 //
-// x is widened to fp32 first, with zeros after a row up to a whole block: codes there choose something.
+// x is first widened to fp32 and zero-padded to whole blocks, because padding codes also select table entries.
 //
-// Bytes moved per panel: the weight once, each line fetched ahead; x once per tile out of the cache. Limiter: for one row
-// permutations, one for 16 numbers, about as long as memory takes for their 8 bytes; then the multiply rate.
+// Bytes per panel: the weight once, each line prefetched; x once per tile from cache. Limiter for one row: permutations, one for
+// 16 numbers, about as slow as the memory read of their 8 bytes. For more rows: the multiply rate.
 //
-// Reduction order: of an output, a piece's k ascending in 16 sums, k modulo 16; these by halves, 8 apart, 4, 2, 1; that plus the
-// pieces' before; then outliers of the piece, k ascending; the slices' sums, ascending. It depends on neither rows nor columns
-// nor the instruction set, as long as that multiplies and adds in one rounding.
+// Reduction order of an output: a piece's k ascending in 16 sums, k modulo 16. These by halves, 8 apart, 4, 2, 1. Then + earlier
+// pieces, the piece's outliers with k ascending, and the slices ascending. Independent of rows and columns, and of the
+// instruction set if it has fused multiply-add.
 #include "linear_tables.hpp"
 
 #include "linear_tile.hpp"
@@ -35,7 +35,7 @@ constexpr int columns_of(int rows) { return rows == 1 ? 4 : 2; }
 #endif
 static_assert(kOutlierColumns % columns_of(1) == 0 && kWordsOfLine % kLanes == 0);
 
-// A thread's.
+// Buffers of a thread.
 struct alignas(64) Buffers {
   float total[kMaxPanelRows * kTileColumns];
   float sums[kMaxPanelRows * kTileColumns];  // of a slice
@@ -48,7 +48,7 @@ struct Unit {
   const float* tables;
   const char* codes;  // of the first column
   index_t blocks;
-  float* sums;  // [rows][64], of the first column
+  float* sums;  // [rows][64], from the first column on
   bool first;   // sums begin at zero
 };
 
@@ -62,7 +62,7 @@ QT_INLINE f32v shuffled(f32v a, f32v b, i32v lanes) {
 #endif
 }
 
-// Of vectors that have groups of `Width` lanes each: the sums of both halves of each group, those of `a` first.
+// For vectors with groups of `Width` lanes: adds the two halves of each group, groups of `a` first.
 template <int Width>
 QT_INLINE f32v added_halves(f32v a, f32v b) {
   i32v low, high;
@@ -74,7 +74,7 @@ QT_INLINE f32v added_halves(f32v a, f32v b) {
   return shuffled(a, b, low) + shuffled(a, b, high);
 }
 
-// Each lane from so many on.
+// Rotates lanes by `Apart`.
 template <int Apart>
 QT_INLINE f32v turned(f32v value) {
   i32v lanes;
@@ -82,10 +82,10 @@ QT_INLINE f32v turned(f32v value) {
   return shuffled(value, value, lanes);
 }
 
-// Codes in the lowest bits; a permutation of a whole table looks at no others.
+// Codes in the lowest bits; a permutation of a 16-entry table ignores the other bits.
 QT_INLINE i32v low_nibbles(i32v words) { return kLanes == kTableSize ? words : words & 15; }
 
-// The sums of the lanes of C vectors, in the lanes 0, kLanes / C, ...
+// Sums of the lanes of C vectors, in lanes 0, kLanes / C, ...
 template <int C, int Width = kLanes>
 QT_INLINE f32v folded(const f32v (&vectors)[C]) {
   if constexpr (C == 1 && Width == 1) {
@@ -132,7 +132,7 @@ void multiply_unit(const Unit& unit) {
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-          const f32v its = as_float(load_in_order(x + r * unit.x_stride + v * kLanes));  // once for all columns
+          const f32v its = as_float(load_in_order(x + r * unit.x_stride + v * kLanes));  // loaded once for all columns
 #pragma GCC unroll 8
           for (int c = 0; c < C; ++c) sums[r][c][v] = fma(w[c], its, sums[r][c][v]);
         }
@@ -174,7 +174,7 @@ QT_INLINE float fused(float a, float b, float c) {
 #endif
 }
 
-// Outliers of `columns` from `column` on, of the piece at k, by some rows.
+// Adds the outliers of `columns` columns from `column` on, of the piece at k, to some rows.
 void add_outliers(const Weight& weight, index_t tile, index_t k, index_t column, index_t columns, const float* x, index_t x_stride,
                   index_t rows, float* sums) {
   const std::uint32_t* const runs = weight.outliers.begins + outlier_run(weight, tile, k, column);
@@ -186,7 +186,7 @@ void add_outliers(const Weight& weight, index_t tile, index_t k, index_t column,
   }
 }
 
-// The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left.
+// Computes all slices of an item. The first slice accumulates in `first_sums`, which receives the total.
 void multiply_slices(const LinearCall& call, const LinearItem& item, float* first_sums, Buffers& buffers) {
   const Weight& weight = *call.weight;
   const char* const tile = weight.memory + item.tile * weight.tile_bytes;
@@ -230,7 +230,7 @@ void multiply_items(const void* described, index_t begin, index_t end) {
   }
 }
 
-// Of a first-level cache. Rows of x lie so that a unit's pieces of them, each of 16 lines, are in as many sets as there are.
+// Sets of an L1 cache. The row stride spreads a unit's pieces, 16 lines each, over as many sets as possible.
 constexpr index_t kSets = 64, kLinesApart = 17;
 
 index_t padded(index_t depth) { return (depth + kTableBlock - 1) / kTableBlock * kTableBlock; }

@@ -1,9 +1,9 @@
-// Where a weight of tables has what (Values::tables): a table for each column, and codes of 128 k of a column in a line.
+// Layout of table weights (Values::tables): one table per column, and lines with the codes of 128 k of a column.
 //
-//   a line      16 words, of a cache line; word i has the codes of k = i, 16 + i, 32 + i ... 112 + i, the first in the lowest bits
+//   a line      a cache line of 16 words; word i has the codes of k = i, 16 + i, 32 + i ... 112 + i, the first in the lowest bits
 //   a block     128 k: the lines of a tile's 64 columns
 //
-// So adjacent k are adjacent lanes, and a line is shifted seven times.
+// Adjacent k are adjacent lanes, and a line is shifted seven times.
 #pragma once
 
 #include "linear.hpp"
@@ -23,7 +23,7 @@ QT_INLINE const char* line_at(const Weight& weight, const char* tile, index_t bl
   return tile + weight.tile_head + block * weight.block_bytes + column * kTableLine;
 }
 
-// Which word of a line has k, and how far to the left.
+// Word of a line that has k, and its shift in bits.
 constexpr index_t word_of(index_t k) { return k % kWordsOfLine; }
 constexpr int shift_of(index_t k) { return int(k % kTableBlock / kWordsOfLine * 4); }
 

@@ -1,4 +1,4 @@
-// What every multiplication kernel shares: the rows and columns of an item, what happens to finished sums.
+// Shared parts of the linear kernels: rows and columns of an item, finish of the sums, reduction of leaves and slices.
 #pragma once
 
 #include <bit>
@@ -11,9 +11,9 @@ namespace qt::QT_ISA {
 namespace {
 
 inline constexpr index_t kMaxPanelRows = 192;
-inline constexpr index_t kLineBytes = kTileColumns * 4;  // of a tile: a pair of bf16, 4 k in 8 bits or 8 in 4
+inline constexpr index_t kLineBytes = kTileColumns * 4;  // of a tile: a pair of bf16, 4 k of 8 bits or 8 k of 4 bits
 
-// Rows [row, row + rows) of y by columns [from, to) of a tile; of paired weights, its gates among them and their ups.
+// Rows [row, row + rows) of y by columns [from, to) of a tile. Paired weights: these gate columns and their up columns.
 struct Finish {
   const LinearCall& call;
   index_t tile, from, to;
@@ -24,7 +24,7 @@ QT_INLINE f32v load_or_zero(const Element* from, index_t count) {
   return from ? load(from, count) : f32v{};
 }
 
-// act(gate) * up, rounded to Element where the reference rounds: the activation, then the product.
+// act(gate) * up, rounded to Element like the reference: the activation, then the product.
 template <class Element>
 QT_INLINE f32v activated(const LinearCall& call, f32v gate, f32v up) {
   if (call.activation == Activation::clamped_swiglu) {
@@ -37,7 +37,7 @@ QT_INLINE f32v activated(const LinearCall& call, f32v gate, f32v up) {
   return rounded_to<Element>(activate(call.activation, gate)) * up;
 }
 
-// Rounds sums [rows][64] of a tile to y, numbers of Element, after the bias, with what is fused after. Bias: the call's dtype.
+// Writes sums [rows][64] of a tile to y as Element, after the bias and the fused operations. Bias: the call's dtype.
 template <class Element, class Bias = Element>
 void finish(const Finish& f, const float* sums, index_t row, index_t rows) {
   const LinearCall& call = f.call;
@@ -80,7 +80,7 @@ QT_INLINE FinishRows finish_for(const LinearCall& call) {
   return call.dtype == Dtype::bf16 ? finish<bf16> : call.dtype == Dtype::fp16 ? finish<fp16> : finish<float>;
 }
 
-// Rows of y are far apart: without this every line of it is waited for.
+// Rows of y are far apart: without prefetch, every line of y is a cache miss.
 QT_INLINE void prefetch_outputs(const Finish& f, index_t row, index_t rows) {
   const LinearCall& call = f.call;
   const index_t size = call.y_dtype == Dtype::fp32 ? 4 : 2;
@@ -93,8 +93,7 @@ QT_INLINE void prefetch_outputs(const Finish& f, index_t row, index_t rows) {
   }
 }
 
-// Finishes rows a few at a time: their lines of y stay in the first-level cache for all columns, and are fetched while the rows before
-// them are finished.
+// Finishes a few rows at a time. Their lines of y stay in the L1 cache for all columns, and are prefetched during earlier rows.
 QT_INLINE void finish_by_blocks(const Finish& f, const float* sums, index_t row, index_t rows) {
   constexpr index_t kBlock = 16;
   const FinishRows finish_rows = finish_for(f.call);
@@ -106,13 +105,13 @@ QT_INLINE void finish_by_blocks(const Finish& f, const float* sums, index_t row,
   }
 }
 
-// Fetches what is read before anything was fetched for it: the beginning of the tiles that a thread takes.
+// Prefetches the start of a thread's first tile, which no earlier item prefetched.
 QT_INLINE void prefetch_begin(const char* from, const char* end) {
   constexpr index_t kBytes = 16 << 10;
   for (const char* line = from; line < end && line < from + kBytes; line += 64) __builtin_prefetch(line, 0, 2);
 }
 
-// The tile's column that is `place` on among an item's.
+// The tile column at index `place` of an item's columns.
 QT_INLINE index_t column_of(const LinearItem& item, index_t place) {
   const index_t in_span = item.to - item.from;
   return item.from + (place < in_span ? place : place - in_span + kPairedColumns);
@@ -120,8 +119,8 @@ QT_INLINE index_t column_of(const LinearItem& item, index_t place) {
 
 // --- leaves of k ---
 
-// Adds leaves as a tree while they come: `take(leaf, place)` puts a leaf's sum in a place, `add(from, to)` adds one to another.
-// Place 0 has the whole in the end.
+// Adds leaves as a tree in sequence: `take(leaf, place)` computes a leaf's sum into a place, `add(from, to)` adds one place to
+// another. Place 0 receives the total.
 template <class Take, class Add>
 QT_INLINE void add_as_tree(index_t leaves, const Take& take, const Add& add) {
   for (index_t leaf = 0; leaf < leaves; ++leaf) {
@@ -140,14 +139,14 @@ QT_INLINE void add_sums(const LinearItem& item, index_t rows, const float* sums,
     }
 }
 
-// --- slices that are items of their own ---
+// --- slices as separate items ---
 
-// Where the sums of an item's rows and columns over a slice are: [rows][64].
+// Sums of an item's rows and columns over a slice: [rows][64].
 QT_INLINE float* partials_of(const LinearCall& call, const LinearItem& item, index_t slice) {
   return call.partials + ((slice * call.weight->tiles + item.tile) * call.rows + item.row) * kTileColumns;
 }
 
-// After an item's sums are in their place: whether all other slices of its outputs are as well. To one of the items only.
+// Marks an item's sums as stored. Returns true to exactly one item: the one that completes all slices of its outputs.
 QT_INLINE bool brings_last_slice(const LinearCall& call, const LinearItem& item) {
   std::uint32_t* pending = call.pending + item.output;
   if (index_t(__atomic_add_fetch(pending, 1, __ATOMIC_ACQ_REL)) != call.weight->whole_slices) return false;
@@ -155,7 +154,7 @@ QT_INLINE bool brings_last_slice(const LinearCall& call, const LinearItem& item)
   return true;
 }
 
-// A leaf's total, slices ascending, as Vector adds: f32v, or i32v for integers. first: the first leaf's first.
+// Sum of a leaf's slices, ascending; Vector: f32v, or i32v for integers. first: sums of the first slice of the first leaf.
 template <class Vector>
 QT_INLINE Vector total_of_slices(const LinearCall& call, const float* first, index_t leaf) {
   const index_t stride = call.weight->tiles * call.rows * kTileColumns;
@@ -170,7 +169,7 @@ QT_INLINE Vector total_of_slices(const LinearCall& call, const float* first, ind
   return total;
 }
 
-// An output's total, where `of_leaf` is each leaf's.
+// An output's total over leaves, where `of_leaf` returns the total of a leaf.
 template <class OfLeaf>
 QT_INLINE f32v total_of_leaves(index_t leaves, const OfLeaf& of_leaf) {
   f32v sums[kTreeHeight];
@@ -180,7 +179,7 @@ QT_INLINE f32v total_of_leaves(index_t leaves, const OfLeaf& of_leaf) {
   return sums[0];
 }
 
-// The totals of an item's outputs, all slices complete: [rows][64].
+// Totals of an item's outputs, after all slices are complete: [rows][64].
 QT_INLINE void add_slices(const LinearCall& call, const LinearItem& item, float* total) {
   const float* const first = partials_of(call, item, 0);
   for (index_t r = 0; r < item.rows; ++r)

@@ -1,5 +1,5 @@
-// The innermost loops of floating-point products: one unit's sums of one block of columns over one piece of k. See
-// linear_float.cpp for what these are.
+// Inner loops of floating-point products: one unit's sums of one block of columns over one piece of k. Terms: see
+// linear_float.cpp.
 #pragma once
 
 #include "linear_tile.hpp"
@@ -9,7 +9,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kUnitRows = 12;
-constexpr index_t kOwnRows = 4;  // rows of an item that widens x for itself
+constexpr index_t kOwnRows = 4;  // an item of at most this many rows widens its own x
 constexpr int block_vectors(index_t rows) { return rows <= 6 ? 4 : 2; }
 #else
 constexpr int kUnitRows = 6;
@@ -19,23 +19,24 @@ constexpr int block_vectors(index_t rows) { return rows == 1 ? 8 : rows == 2 ? 4
 constexpr index_t kPiece = 256;      // k at a time: 32 KiB of a block's weights in fp32
 constexpr index_t kLine = 64;
 static_assert(kPiece % 2 == 0);
-static_assert((kUnitRows + 1) / 2 > kOwnRows);  // where there are several units, none has so few rows
+static_assert((kUnitRows + 1) / 2 > kOwnRows);  // of several units, none has so few rows
 
 // A unit's share of one piece, for one block of columns.
 struct Unit {
-  const void* x;      // of its first row and k
-  index_t x_stride;   // from a row to the next in what x points to; unused by units with x as [k][row]
+  const void* x;      // first row and k
+  index_t x_stride;   // from a row to the next in x; unused with x as [k][row]
   const char* weight;
   index_t steps;
   bool odd;      // pairs: one single k follows the steps
   float* sums;   // [rows][64]
   bool first;    // sums begin at zero
-  float* total;  // [rows][64]: what the finished sums of a slice are added to, and left in; or null: they stay in `sums`
-  const char* ahead;  // what to prefetch, a group of lines a step: `ahead_groups` of `ahead_lines` (1, 2 or 4) side by side,
-  index_t ahead_groups, ahead_lines, ahead_stride;  // one group after another or, of 1 or 2 lines, so many bytes apart
+  float* total;  // [rows][64]: accumulates the finished sums of a slice; null: they stay in `sums`
+  // Prefetch address: each step takes a group of `ahead_lines` (1, 2 or 4) adjacent lines, `ahead_groups` in all
+  const char* ahead;
+  index_t ahead_groups, ahead_lines, ahead_stride;  // contiguous groups, or, of 1 or 2 lines, with a stride in bytes
 };
 
-// x of row r, i elements on in k: [k][row] for R rows, or rows far apart.
+// True if x is [k][row] for R rows; otherwise rows have a stride.
 template <int R>
 inline constexpr bool kInterleaved = R > kOwnRows;
 
@@ -44,7 +45,7 @@ QT_INLINE f32v spread(const float* x, index_t x_stride, int r, int i) {
   return all(kInterleaved<R> ? x[i * R + r] : x[r * x_stride + i]);
 }
 
-// kDotsPairs. Two adjacent k of bf16 per step, x as it is.
+// kDotsPairs: two adjacent k of bf16 per step; x is read in place.
 struct NativePairs {
   using X = bf16;
   static constexpr index_t k = 2;
@@ -89,13 +90,13 @@ QT_INLINE void multiply_one(f32v (&sums)[R][V], const float* x, index_t x_stride
 constexpr std::int32_t kUpper = std::int32_t(0xFFFF0000);
 alignas(32) constexpr std::int32_t kUpperHalves[8] = {kUpper, kUpper, kUpper, kUpper, kUpper, kUpper, kUpper, kUpper};
 
-// The mask of a step's upper k. A whole unit's sums leave none of 16 registers for it: read anew it costs a load, kept it
-// would cost a sum its register.
+// Mask of a step's upper k. With 16 registers, a full unit's sums leave none for it: a reload costs a load, a register would cost
+// a sum.
 template <int R>
 QT_INLINE i32v upper_halves() {
   if constexpr (kRegisters > 16 || R < kUnitRows) return all(kUpper);
   const std::int32_t* from = kUpperHalves;
-  asm volatile("" : "+r"(from));  // or the compiler would keep it
+  asm volatile("" : "+r"(from));  // prevents the compiler from keeping it
   return load_bits(from);
 }
 
@@ -133,7 +134,7 @@ struct WidePairs {
   }
 };
 
-// One k per step, x in fp32. Rows of weights are a tile's, or (Widened) those of a block side by side.
+// One k per step, x in fp32. Rows of weights are those of a tile, or (Widened) of a contiguous block.
 template <class Element, bool kBlock>
 struct Single {
   using X = float;
@@ -156,8 +157,8 @@ struct Single {
 };
 using Widened = Single<float, true>;
 
-// `steps` steps, in each of which kLines lines of what comes next are fetched: a few at a time, for a burst of them would
-// fill the core's line fill buffers and stop the loads that the multiplications wait for.
+// `steps` steps, each of which prefetches kLines lines. A burst would fill the line fill buffers and stall the loads of the
+// multiplications.
 template <class Step, int R, int V, int kLines>
 QT_INLINE void multiply_steps(f32v (&sums)[R][V], const typename Step::X*& x, index_t x_stride, const char*& weight,
                               const char*& fetch, index_t steps) {
@@ -171,7 +172,7 @@ QT_INLINE void multiply_steps(f32v (&sums)[R][V], const typename Step::X*& x, in
   }
 }
 
-// The same with the line at `fetch` and the one `second` on, which may be the same, `stride` bytes from step to step.
+// The same with the lines at `fetch` and `fetch + second` (which may be equal), `stride` bytes from step to step.
 template <class Step, int R, int V>
 QT_INLINE void multiply_steps_apart(f32v (&sums)[R][V], const typename Step::X*& x, index_t x_stride, const char*& weight,
                                     const char* fetch, index_t second, index_t stride, index_t steps) {
@@ -226,7 +227,7 @@ void multiply(const Unit& unit) {
 
 using Multiply = void (*)(const Unit&);
 
-// The multiplication of units of `rows` rows by `vectors`: those of a block, or of a narrower item.
+// Kernel for units of `rows` rows by `vectors` vectors, of a block or of a narrower item.
 template <class Step, int R = 1>
 Multiply multiply_for(index_t rows, index_t vectors) {
   if constexpr (R <= kUnitRows) {
