@@ -80,9 +80,9 @@ def make_requests(
                 num_seen=len(outputs),
                 attempt=spec.attempt,
                 deadline_ns=spec.deadline_ns,
-                origin=None if spec.claim is None else admit,
-                reading=spec.reading,
-                handover=spec.handover,
+                origin=None if spec.resume_token is None else admit,
+                parsing=spec.parsing,
+                kv_transfer=spec.kv_transfer,
                 repetition=None if watched is None else Repetition(watched),
                 length=len(prompt) + len(outputs),
             )

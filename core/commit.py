@@ -22,8 +22,8 @@ from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
 
 def offer(state: SchedulerState, request: Request) -> None:
     """Offer the full prompt blocks of a request that has just ended, while the device still has them."""
-    peers, handover = state.pool.tiers.peers, request.handover
-    if peers is None or handover is None or not handover.offers:
+    peers, kv_transfer = state.pool.tiers.peers, request.kv_transfer
+    if peers is None or kv_transfer is None or not kv_transfer.offers:
         return
     limits, index = state.limits, state.pool.index
     groups, size = limits.groups.all, limits.block_size
@@ -55,7 +55,7 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
         _forward_logprobs(flight, result, outbox, now_ns)
     for request in ended:
         state.retire(request)
-        if request.handover is not None:
+        if request.kv_transfer is not None:
             offer(state, request)
     if state.limits.groups.states:
         for request in flight.rows:

@@ -18,7 +18,7 @@ class Counters:
     """Tokens computed by steps, for requests that still had their slot at commit."""
     generation_tokens: int = 0
     first_tokens: int = 0
-    """Of these, first outputs of a choice, drawn by the step of its last prompt token."""
+    """Generated tokens that are the first of a choice, drawn by the step of its last prompt token."""
     swap_out_blocks: int = 0
     """Blocks copied to the host."""
     swap_in_blocks: int = 0

@@ -269,8 +269,8 @@ class Engine:
             for request in self.state.live.values()
             if request.first_id == first
             and request.origin is not None
-            and request.origin.spec.claim is not None
-            and hmac.compare_digest(request.origin.spec.claim.key, message.key)
+            and request.origin.spec.resume_token is not None
+            and hmac.compare_digest(request.origin.spec.resume_token.key, message.key)
         ]
 
     def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> StepMessages:
@@ -398,7 +398,7 @@ class Engine:
         return down if epoch_tag(newest) == epoch else is_newer(newest, epoch)
 
     def plan(self, now_ns: int) -> StepPlan | None:
-        """Plan a step if fewer than ``depth`` are in flight and there is work."""
+        """Plan a step if fewer than ``max_steps_in_flight`` are in flight and there is work."""
         state = self.state
         if state is None or len(state.in_flight) >= self._scheduler.max_steps_in_flight:
             return None

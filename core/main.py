@@ -48,7 +48,7 @@ MAX_EARLY = 1 << 14
 
 
 class Core:
-    """Event loop: receive messages, apply them, plan up to the configured depth."""
+    """Event loop: receive messages, apply them, plan up to ``max_steps_in_flight`` steps."""
 
     def __init__(self, process: Process[Message]) -> None:
         config = process.config
@@ -74,7 +74,7 @@ class Core:
     def run(self) -> None:
         """Serve until the process is stopped."""
         scheduler = self.process.config.scheduler
-        self.process.ready(policy=scheduler.policy, depth=str(scheduler.max_steps_in_flight))
+        self.process.ready(policy=scheduler.policy, max_steps_in_flight=str(scheduler.max_steps_in_flight))
         try:
             while True:
                 self.apply(self.process.receive())
@@ -294,7 +294,7 @@ class Core:
                 self.process.peers.send(Role.DETOKENIZER, slot.worker.index, account)
 
     def _plan(self) -> None:
-        """Send plans until the depth is reached, no work is left, or the executor's epoch is not the known one."""
+        """Send plans until ``max_steps_in_flight`` is reached, no work is left, or the executor's epoch is not the known one."""
         peers = self.process.peers
         executor = self.process.me.index
         if not self._has_executor():

@@ -45,7 +45,7 @@ def _store_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
     ):
         help = f"Chunks of KV blocks for the shared store, by event; {name}: {what}."
         yield f"store_{name}_runs", metrics.counter("kv_store_runs", help, event=name)
-    for name, what in (("fetched", "come"), ("missed", "asked for, and not come, or not whole")):
+    for name, what in (("fetched", "received"), ("missed", "requested, and not received or incomplete")):
         help = f"KV blocks of the shared store, by event; {name}: {what}."
         yield f"store_{name}_blocks", metrics.counter("kv_store_blocks", help, event=name)
     bytes_fetched = metrics.counter("kv_store_bytes", "Bytes of these blocks.", event="fetched")

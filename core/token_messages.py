@@ -173,5 +173,5 @@ def opening(request: Request, now_ns: int) -> Open:
         prompt_logprobs=params.prompt_logprobs is not None,
         num_seen=request.num_seen,
         attempt=request.attempt,
-        reading=request.reading,
+        parsing=request.parsing,
     )

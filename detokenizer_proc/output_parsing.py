@@ -81,8 +81,8 @@ class OutputParsers:
             return self._showing
         if not _is_read(opened):
             return self._skipping
-        assert opened.reading is not None
-        key = opened.reading.reasoning, opened.reading.tools
+        assert opened.parsing is not None
+        key = opened.parsing.reasoning, opened.parsing.tools
         table = self._tables.get(key)
         if table is None:
             if len(self._tables) >= MAX_TABLES:
@@ -98,22 +98,22 @@ class OutputParsers:
         """Return a new reader for the request's output; None for plain text."""
         if not _is_read(opened):
             return None
-        reading = opened.reading
-        assert reading is not None
+        parsing = opened.parsing
+        assert parsing is not None
         decoder = self._showing.decoder()
         prompt_ids = unpack_i32(opened.prompt_ids)[-PROMPT_TAIL:]
         prompt = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.flush()
-        parser = registry.build(reading.reasoning, reading.tools, reading.schemas, prompt)
-        return OutputReader(parser, requires_calls=reading.requires_calls)
+        parser = registry.build(parsing.reasoning, parsing.tools, parsing.schemas, prompt)
+        return OutputReader(parser, requires_calls=parsing.requires_calls)
 
 
 def _is_read(opened: Open) -> bool:
     """Return whether the request has text and names parsers of this build."""
-    reading = opened.reading
+    parsing = opened.parsing
     return (
-        reading is not None
+        parsing is not None
         and opened.detokenize
-        and bool(reading.reasoning or reading.tools)
-        and (not reading.reasoning or reading.reasoning in registry.REASONING)
-        and (not reading.tools or reading.tools in registry.TOOLS)
+        and bool(parsing.reasoning or parsing.tools)
+        and (not parsing.reasoning or parsing.reasoning in registry.REASONING)
+        and (not parsing.tools or parsing.tools in registry.TOOLS)
     )

@@ -144,7 +144,7 @@ class StepWorker(Protocol):
         """True if idle tasks are left."""
 
     def run_idle_task(self) -> None:
-        """Run one short idle task. Called with no step in flight."""
+        """Run one short idle task. Called with no step in flight, or between two steps under load."""
 
     def waits_for(self, plan: StepPlan) -> bool:
         """Return whether the oldest step without a requested result must end before this plan starts.

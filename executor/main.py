@@ -1,7 +1,7 @@
 """Run the executor's loop: receive plans, send results in the same order.
 
 The loop starts a plan on arrival, while earlier steps still run. The core limits the number of steps in flight
-(`SchedulerConfig.depth`). This module owns the choice of worker and the handshake with the core (`Capacity`). It
+(`SchedulerConfig.max_steps_in_flight`). This module owns the choice of worker and the handshake with the core (`Capacity`). It
 handles no tensors. After a step raises, it resets the tables and reports the failure; the core isolates the request.
 """
 

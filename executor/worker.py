@@ -291,7 +291,7 @@ def _make_transformers_worker(
 
 
 def facts_of(config: EngineConfig, platform: Platform, num_bytes: int, started: float) -> dict[str, str]:
-    """Return the start-up facts for the log. ``begun``: the `time.monotonic` value when the device was opened."""
+    """Return the start-up facts for the log. started: the `time.monotonic` value when the device was opened."""
     suffix = " by transformers" if config.model.implementation == "transformers" else ""
     return {
         "worker": f"{config.model.architecture}{suffix} in {config.model.dtype} on {platform.description}",

@@ -132,19 +132,19 @@ class Endpoint:
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: HttpRequest = scope["exchange"]
+        http_request: HttpRequest = scope["http_request"]
         row = self.row
-        exchange.route = row.path
-        exchange.path_params = scope["path_params"]
-        method = "GET" if exchange.method == "HEAD" else exchange.method
+        http_request.route = row.path
+        http_request.path_params = scope["path_params"]
+        method = "GET" if http_request.method == "HEAD" else http_request.method
         if method not in row.methods:
             allowed = ", ".join(row.methods)
-            exchange.headers_out.append((b"allow", allowed.encode()))
+            http_request.headers_out.append((b"allow", allowed.encode()))
             raise RequestError(
                 ErrorCode.METHOD_NOT_ALLOWED,
-                f"{row.path} does not take {exchange.method[:MAX_SHOWN]}; use {allowed}.",
+                f"{row.path} does not take {http_request.method[:MAX_SHOWN]}; use {allowed}.",
             )
-        await row.handler(self.service, exchange)
+        await row.handler(self.service, http_request)
 
 
 class App:
@@ -175,31 +175,31 @@ class App:
         path: str = scope["path"]
         if path not in self._errors:
             scope["path"] = self._normalized(path)
-        exchange = HttpRequest(scope, receive, send, openai_errors.ERRORS)
-        exchange.errors = self._errors_of(exchange.path)
-        scope["exchange"] = exchange
-        if (format_name := exchange.header(FORMAT_HEADER)) is not None and exchange.method == "POST":
-            exchange.before_start = partial(self._load.headers, format_name)
+        http_request = HttpRequest(scope, receive, send, openai_errors.ERRORS)
+        http_request.errors = self._errors_of(http_request.path)
+        scope["http_request"] = http_request
+        if (format_name := http_request.header(FORMAT_HEADER)) is not None and http_request.method == "POST":
+            http_request.before_start = partial(self._load.headers, format_name)
         service.num_exchanges += 1
         try:
-            await self._answer(exchange, scope, receive, send)
+            await self._answer(http_request, scope, receive, send)
         except ClientDisconnected:
             pass
         except asyncio.CancelledError:
-            exchange.abort()
+            http_request.abort()
             await asyncio.sleep(0)
         finally:
             service.num_exchanges -= 1
-            exchange.release_body()
-            schedule_trim(exchange.num_bytes)
-            service.http.answered(exchange.route, exchange.method, exchange.status or 499)
+            http_request.release_body()
+            schedule_trim(http_request.num_bytes)
+            service.http.answered(http_request.route, http_request.method, http_request.status or 499)
             if self._log_requests:
                 self._log.info(
                     "%s %s %s %d",
-                    exchange.request_id,
-                    exchange.method,
-                    quote(exchange.path),
-                    exchange.status or 499,
+                    http_request.request_id,
+                    http_request.method,
+                    quote(http_request.path),
+                    http_request.status or 499,
                 )
             service.check_drained()
 
@@ -219,25 +219,25 @@ class App:
             path = path.removeprefix(root)
         return path.removeprefix(ALIAS) if path.startswith(ALIASED) else path
 
-    async def _answer(self, exchange: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, http_request: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
         if self._service.draining or self._service.is_retiring:
-            exchange.headers_out.append((b"connection", b"close"))
+            http_request.headers_out.append((b"connection", b"close"))
         try:
-            self._keys.check(exchange)
+            self._keys.check(http_request)
             await self._router(scope, receive, send)
         except RequestError as error:
-            await exchange.respond_error(error)
+            await http_request.respond_error(error)
         except ClientDisconnected:
             raise
         except Exception:  # noqa: BLE001 - log it and answer 500: one request must not end the process
-            if not exchange.started:
-                await exchange.respond_error(
+            if not http_request.started:
+                await http_request.respond_error(
                     RequestError(
                         ErrorCode.INTERNAL,
-                        f"Internal server error (request {exchange.request_id}); see the server's log.",
+                        f"Internal server error (request {http_request.request_id}); see the server's log.",
                     )
                 )
-            self._log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
+            self._log.exception("request %s %s failed", http_request.request_id, quote(http_request.path))
 
 
 async def _not_found(scope: Scope, _receive: Receive, _send: Send) -> None:

@@ -15,33 +15,33 @@ SUPERVISOR_ANSWERS_S = 1.0
 """Timeout of the supervisor. If it is silent for longer, the topology counts as stale."""
 
 
-async def livez(_service: Service, exchange: HttpRequest) -> None:
+async def livez(_service: Service, http_request: HttpRequest) -> None:
     """Answer 200: the event loop runs."""
-    await exchange.respond(200, b"ok", b"text/plain")
+    await http_request.respond(200, b"ok", b"text/plain")
 
 
-async def readyz(service: Service, exchange: HttpRequest) -> None:
+async def readyz(service: Service, http_request: HttpRequest) -> None:
     """Answer 200 if requests can be served, else 503 with the missing roles."""
     missing = [str(role) for role in service.sessions.slots.missing()]
     ready = not missing and not service.draining
-    await exchange.respond_json(
+    await http_request.respond_json(
         {"ready": ready, "missing": missing, "draining": service.draining}, 200 if ready else 503
     )
 
 
-async def v2_live(_service: Service, exchange: HttpRequest) -> None:
+async def v2_live(_service: Service, http_request: HttpRequest) -> None:
     """Answer as `livez`, in the format of the Open Inference Protocol (KServe, Triton)."""
-    await exchange.respond_json({"live": True})
+    await http_request.respond_json({"live": True})
 
 
-async def v2_model_ready(service: Service, exchange: HttpRequest) -> None:
+async def v2_model_ready(service: Service, http_request: HttpRequest) -> None:
     """Answer whether the named model can serve requests."""
-    name = _served(service, exchange.path_params["id"])
+    name = _served(service, http_request.path_params["id"])
     ready = not service.sessions.slots.missing() and not service.draining
-    await exchange.respond_json({"name": name, "ready": ready}, 200 if ready else 503)
+    await http_request.respond_json({"name": name, "ready": ready}, 200 if ready else 503)
 
 
-async def health(service: Service, exchange: HttpRequest) -> None:
+async def health(service: Service, http_request: HttpRequest) -> None:
     """Answer 200, or 503 with stalled, down and missing processes; ``?verbose`` lists every process.
 
     Based on heartbeats with progress counters; sends no probe request.
@@ -66,9 +66,9 @@ async def health(service: Service, exchange: HttpRequest) -> None:
         "processes": unhealthy,
         "missing": missing,
     }
-    if exchange.has_flag("verbose"):
+    if http_request.has_flag("verbose"):
         answer["everyone"] = [_process_json(process) for process in (report.processes if report else [])]
-    await exchange.respond_json(answer, 200 if healthy else 503)
+    await http_request.respond_json(answer, 200 if healthy else 503)
 
 
 def _process_json(process: ProcessMetrics) -> dict[str, object]:
@@ -90,31 +90,31 @@ def _process_json(process: ProcessMetrics) -> dict[str, object]:
     }
 
 
-async def load(service: Service, exchange: HttpRequest) -> None:
+async def load(service: Service, http_request: HttpRequest) -> None:
     """Answer with the number of live requests of this frontend."""
-    await exchange.respond_json({"server_load": service.sessions.num_live})
+    await http_request.respond_json({"server_load": service.sessions.num_live})
 
 
-async def show_version(_service: Service, exchange: HttpRequest) -> None:
+async def show_version(_service: Service, http_request: HttpRequest) -> None:
     """Answer with the package version."""
     try:
         name = version("quintet")
     except PackageNotFoundError:
         name = "unknown"
-    await exchange.respond_json({"version": name})
+    await http_request.respond_json({"version": name})
 
 
-async def models(service: Service, exchange: HttpRequest) -> None:
+async def models(service: Service, http_request: HttpRequest) -> None:
     """Answer with the served model names, on one page."""
     names = service.config.model.served_names
     data = [_model(service, name) for name in names]
     pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-    await exchange.respond_json({"object": "list", "data": data, **pages})
+    await http_request.respond_json({"object": "list", "data": data, **pages})
 
 
-async def model(service: Service, exchange: HttpRequest) -> None:
+async def model(service: Service, http_request: HttpRequest) -> None:
     """Answer for one model name."""
-    await exchange.respond_json(_model(service, _served(service, exchange.path_params["id"])))
+    await http_request.respond_json(_model(service, _served(service, http_request.path_params["id"])))
 
 
 def _served(service: Service, name: str) -> str:

@@ -53,9 +53,9 @@ _export_decoder = msgspec.json.Decoder(ExportBody)
 _import_decoder = msgspec.json.Decoder(ImportBody)
 
 
-async def listing(service: Service, exchange: HttpRequest) -> None:
+async def listing(service: Service, http_request: HttpRequest) -> None:
     """List every engine's prefixes, most recently used first."""
-    limit, with_text = _limit(exchange), exchange.has_flag("text")
+    limit, with_text = _limit(http_request), http_request.has_flag("text")
     reports = await service.queries.kv_query("list", limit=limit, with_tokens=with_text)
     _raise_if_all_failed(reports)
     found = [(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
@@ -67,7 +67,7 @@ async def listing(service: Service, exchange: HttpRequest) -> None:
             ids = list(unpack_i32(prefix.token_ids))
             row["text"] = await service.queries.detokenize(ids) if ids else None
             row["token_ids"] = ids or None
-    await exchange.respond_json(
+    await http_request.respond_json(
         {
             "object": "list",
             "data": shown,
@@ -80,24 +80,24 @@ async def listing(service: Service, exchange: HttpRequest) -> None:
     )
 
 
-async def pin(service: Service, exchange: HttpRequest) -> None:
+async def pin(service: Service, http_request: HttpRequest) -> None:
     """Pin a prefix on every engine."""
-    await _change(service, exchange, "pin")
+    await _change(service, http_request, "pin")
 
 
-async def unpin(service: Service, exchange: HttpRequest) -> None:
+async def unpin(service: Service, http_request: HttpRequest) -> None:
     """Unpin a prefix on every engine."""
-    await _change(service, exchange, "unpin")
+    await _change(service, http_request, "unpin")
 
 
-async def evict(service: Service, exchange: HttpRequest) -> None:
+async def evict(service: Service, http_request: HttpRequest) -> None:
     """Evict a prefix and its extensions."""
-    await _change(service, exchange, "evict")
+    await _change(service, http_request, "evict")
 
 
-async def export_prefix(service: Service, exchange: HttpRequest) -> None:
+async def export_prefix(service: Service, http_request: HttpRequest) -> None:
     """Write a prefix's disk blocks into a file in the export folder."""
-    body = parse.decode(await exchange.read_json_body(service.bodies), _export_decoder)
+    body = parse.decode(await http_request.read_json_body(service.bodies), _export_decoder)
     path = _path_of(service, body.file)
     name, token_ids = await _prefix_of(service, body)
     fields = {"name": name, "token_ids": token_ids, "salt": body.cache_salt, "file": body.file}
@@ -105,14 +105,14 @@ async def export_prefix(service: Service, exchange: HttpRequest) -> None:
     _raise_if_all_failed(reports)
     (report,) = reports
     data = [_prefix(report.core, prefix, report.room) for prefix in report.prefixes]
-    await exchange.respond_json(
+    await http_request.respond_json(
         {"object": "kv.export", "data": data, "file": path, "bytes": report.num_bytes, "errors": []}
     )
 
 
-async def import_prefix(service: Service, exchange: HttpRequest) -> None:
+async def import_prefix(service: Service, http_request: HttpRequest) -> None:
     """Load a file's blocks to the disk of every engine."""
-    body = parse.decode(await exchange.read_json_body(service.bodies), _import_decoder)
+    body = parse.decode(await http_request.read_json_body(service.bodies), _import_decoder)
     path = _path_of(service, body.file)
     reports = await service.queries.kv_query("import", file=body.file)
     _raise_if_all_failed(reports)
@@ -126,7 +126,7 @@ async def import_prefix(service: Service, exchange: HttpRequest) -> None:
         for report in reports
         if report.error is None
     ]
-    await exchange.respond_json(
+    await http_request.respond_json(
         {"object": "kv.import", "data": data, "file": path, "errors": _errors(reports)}
     )
 
@@ -147,13 +147,13 @@ def _path_of(service: Service, file: str) -> str:
     return f"{disk.folder}/{EXCHANGE}/{file}"
 
 
-async def _change(service: Service, exchange: HttpRequest, verb: Verb) -> None:
-    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+async def _change(service: Service, http_request: HttpRequest, verb: Verb) -> None:
+    body = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
     name, token_ids = await _prefix_of(service, body)
     reports = await service.queries.kv_query(verb, name=name, token_ids=token_ids, salt=body.cache_salt)
     _raise_if_all_failed(reports)
     data = [_prefix(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
-    await exchange.respond_json({"object": f"kv.{verb}", "data": data, "errors": _errors(reports)})
+    await http_request.respond_json({"object": f"kv.{verb}", "data": data, "errors": _errors(reports)})
 
 
 async def _prefix_of(service: Service, body: PrefixBody) -> tuple[str, bytes]:
@@ -177,8 +177,8 @@ async def _prefix_of(service: Service, body: PrefixBody) -> tuple[str, bytes]:
     return "", ids
 
 
-def _limit(exchange: HttpRequest) -> int:
-    given = exchange.query_param("limit")
+def _limit(http_request: HttpRequest) -> int:
+    given = http_request.query_param("limit")
     if given is None:
         return DEFAULT_LIMIT
     if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_LISTED):

@@ -76,7 +76,7 @@ class SlotMetrics:
         yield from self.snapshot.histograms
 
 
-async def metrics(service: Service, exchange: HttpRequest) -> None:
+async def metrics(service: Service, http_request: HttpRequest) -> None:
     """Answer with the metrics that the supervisor has of all processes; 503 on timeout.
 
     This process's own metrics are shown only after the supervisor stored them. Else they would be lost with the process,
@@ -87,7 +87,7 @@ async def metrics(service: Service, exchange: HttpRequest) -> None:
     except RequestError as error:
         raise RequestError(ErrorCode.UNAVAILABLE, error.message) from None
     text = generate_latest(MetricsPage(collect(report), service.config.model.served_names[0]))
-    await exchange.respond(200, text, CONTENT_TYPE)
+    await http_request.respond(200, text, CONTENT_TYPE)
 
 
 def collect(report: MetricsReport) -> list[SlotMetrics]:

@@ -106,10 +106,10 @@ class Sessions:
         final_only: bool = False,
         interval: int = 1,
         are_checked: bool = False,
-        claim: ResumeToken | None = None,
+        resume_token: ResumeToken | None = None,
         deadline_ns: int = 0,
         clamp_max_tokens: bool = False,
-        reading: OutputParsing | None = None,
+        parsing: OutputParsing | None = None,
         replayed_ids: bytes = b"",
         session: str = "",
         received: Sequence[reattachment.ReceivedOutput] = (),
@@ -120,7 +120,7 @@ class Sessions:
         ``params`` are checked (`RequestError`) unless ``are_checked``; a missing seed is drawn. ``mailbox``: shared by streams
         of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every ``interval``
         tokens, and end. ``deadline_ns``: monotonic time at which the request fails; 0 for none. ``clamp_max_tokens``,
-        ``session``: see `Submit`. ``reading``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to deliver
+        ``session``: see `Submit`. ``parsing``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to deliver
         again. ``received``: output of each choice received from another server. ``kv_transfer``: KV transfer with other servers.
         """
         if not are_checked:
@@ -138,11 +138,11 @@ class Sessions:
                 echo=_echo_of(prompt) if echo else Echo.NONE,
                 return_prompt_ids=return_prompt_ids,
                 deadline_ns=deadline_ns,
-                claim=claim,
-                reading=reading,
+                resume_token=resume_token,
+                parsing=parsing,
                 output_ids=replayed_ids,
                 replays=bool(replayed_ids),
-                handover=kv_transfer,
+                kv_transfer=kv_transfer,
             ),
             sent_ns=0,
             core=0,

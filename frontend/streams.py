@@ -359,7 +359,7 @@ class Stream:
         ``keep``: the client may resume it later, at this or another frontend.
         """
         self.is_closed = True
-        self.is_retained = keep and self.submit.spec.claim is not None
+        self.is_retained = keep and self.submit.spec.resume_token is not None
         self._dirty = []
         if not self.ended:
             self.cancel()

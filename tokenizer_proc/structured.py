@@ -88,15 +88,15 @@ class Forms:
         ``prompt_end`` returns the end of the prompt's text. Raises `RequestError`.
         """
         params = self.compiled(spec.params)
-        marks, reading, form = self._model.parsers.thinks, spec.reading, params.structured_outputs
-        if params is spec.params or marks is None or reading is None or not reading.reasoning or form is None:
+        marks, parsing, form = self._model.parsers.thinks, spec.parsing, params.structured_outputs
+        if params is spec.params or marks is None or parsing is None or not parsing.reasoning or form is None:
             return params
         grammar = with_reasoning(
             form.compiled,
             marks,
             lambda text: lark_of_text(text, self._named),
             prompt_end(),
-            is_content=not reading.requires_calls,
+            is_content=not parsing.requires_calls,
         )
         if len(grammar.encode()) > MAX_COMPILED_BYTES:
             raise refused("the grammar", "it is too long in combination with reasoning: make it smaller")

@@ -169,10 +169,10 @@ def disk_checks(
     }
 
 
-def is_kv_transfer(handover: KvTransfer | None) -> bool:
+def is_kv_transfer(kv_transfer: KvTransfer | None) -> bool:
     """Return True when the KV transfer fields have bounded size. The core checks the peer itself."""
-    return handover is None or (
-        len(handover.peer) <= MAX_PEER_CHARS and 0 <= handover.num_blocks <= MAX_COUNT
+    return kv_transfer is None or (
+        len(kv_transfer.peer) <= MAX_PEER_CHARS and 0 <= kv_transfer.num_blocks <= MAX_COUNT
     )
 
 

@@ -218,7 +218,7 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     """Number of ``output_ids`` that the frontend has; the others are sent to it at once."""
     attempt: int = 0
     """Replaces the detokenizer's state of an older attempt."""
-    reading: OutputParsing | None = None
+    parsing: OutputParsing | None = None
     """Output parsers; None for plain text."""
 
 

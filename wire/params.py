@@ -1,6 +1,7 @@
 """Sampling parameters: the one struct that clients, the core, the sampler and the detokenizer share.
 
-Names, defaults and ranges are those of vLLM's ``SamplingParams``, so that existing scripts work unchanged.
+Names and defaults are those of vLLM's ``SamplingParams``, so that existing scripts work unchanged. Ranges are vLLM's where it
+has one.
 
 The tokenizer process derives `ThinkingBound`, the reasoning budget in token ids, from ``thinking_token_budget``.
 """

@@ -86,17 +86,17 @@ class RequestSpec(msgspec.Struct, array_like=True):
     attempt: int = 0
     deadline_ns: int = 0
     """Latest end requested by the client; 0 for none."""
-    claim: ResumeToken | None = None
+    resume_token: ResumeToken | None = None
     """Set for resumable requests: they survive the loss of their frontend or client."""
     adopts: bool = False
     """Resume the request that the core retains under this id (`Reclaim.rename_to`)."""
     topology: int = 0
     """Version of the sender's topology. A receiver with an older one waits for it, so that answers reach living processes."""
-    reading: OutputParsing | None = None
+    parsing: OutputParsing | None = None
     """Output parsing; None for plain text."""
     replays: bool = False
     """The client has no text of ``output_ids`` yet: send it as if they had just been drawn."""
-    handover: KvTransfer | None = None
+    kv_transfer: KvTransfer | None = None
     """None without KV transfer."""
 
     @property

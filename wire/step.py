@@ -63,7 +63,7 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     checksum: int = 0
     """CRC-32 of the tables after the changes, when ``SchedulerConfig.audit``; 0 otherwise."""
     tables: int = 0
-    """`Capacity.tables` of the plan; the executor drops plans for tables that it has emptied since."""
+    """Version of the slot tables (`Capacity.tables`); the executor drops plans for tables that it has emptied since."""
     swaps_out: bytes = b""
     """int32 pairs ``device block, host block``: contents copied to host memory, before all other operations."""
     swaps_in: bytes = b""
@@ -135,7 +135,7 @@ class StepsEnded(msgspec.Struct, array_like=True, tag="ended", gc=False):
 class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     """The executor is ready with empty tables; its capacity.
 
-    Sent to the core after loading, and again whenever a step failed and the tables were emptied (`failure`).
+    Sent to the core after loading, to each new core, and whenever a step failed and the tables were emptied (`failure`).
     """
 
     executor_epoch: int

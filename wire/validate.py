@@ -163,8 +163,8 @@ class Validator:
             and 0 <= spec.deadline_ns < MAX_ID
             and self._are_tokens(spec.output_ids)
             and len(spec.output_ids) <= ID_BYTES * self._max_len
-            and _is_output_parsing(spec.reading)
-            and is_kv_transfer(spec.handover)
+            and _is_output_parsing(spec.parsing)
+            and is_kv_transfer(spec.kv_transfer)
         )
 
     def _submit(self, msg: m.Submit) -> bool:
@@ -328,7 +328,7 @@ class Validator:
             and 0 <= opened.num_prompt_tokens <= MAX_COUNT
             and 0 <= opened.num_cached_tokens <= MAX_COUNT
             and 0 <= opened.attempt <= MAX_COUNT
-            and _is_output_parsing(opened.reading)
+            and _is_output_parsing(opened.parsing)
         )
 
     def _text(self, msg: m.Text) -> bool:
@@ -367,12 +367,12 @@ def _is_slot(index: int) -> bool:
     return 0 <= index < MAX_SLOTS
 
 
-def _is_output_parsing(reading: OutputParsing | None) -> bool:
+def _is_output_parsing(parsing: OutputParsing | None) -> bool:
     """Return True when the parser fields have bounded size. The detokenizer checks the parser names."""
-    return reading is None or (
-        len(reading.reasoning) <= MAX_NAME_CHARS
-        and len(reading.tools) <= MAX_NAME_CHARS
-        and len(reading.schemas) <= MAX_SCHEMAS_BYTES
+    return parsing is None or (
+        len(parsing.reasoning) <= MAX_NAME_CHARS
+        and len(parsing.tools) <= MAX_NAME_CHARS
+        and len(parsing.schemas) <= MAX_SCHEMAS_BYTES
     )
 
 

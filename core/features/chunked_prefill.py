@@ -12,7 +12,7 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the clamp for the configuration, or None when the budget alone decides."""
+    """Return the hook `limit_tokens` for the configuration, or None when the budget alone decides."""
     if not setup.scheduler.enable_chunked_prefill:
         return Feature("chunked_prefill", limit_tokens=whole_or_wait)
     threshold = setup.scheduler.long_prefill_token_threshold
@@ -32,7 +32,7 @@ def whole_or_wait(state: SchedulerState, request: Request, wanted: int, budget: 
 
 
 def share_of(threshold: int) -> LimitTokens:
-    """Return a clamp to ``threshold`` tokens while more than one request is alive."""
+    """Return a limit of ``threshold`` tokens while more than one request is alive."""
 
     def limit_tokens(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
         return min(wanted, threshold) if len(state.live) > 1 else wanted

@@ -29,22 +29,22 @@ def build(setup: Setup) -> Feature | None:
 
 def can_schedule(state: SchedulerState, request: Request) -> bool:
     """Delay a request while blocks are being fetched for it. A poison-isolation trial waits for nothing."""
-    peers, handover = state.pool.tiers.peers, request.handover
-    if peers is None or handover is None or not handover.peer or state.trial is not None:
+    peers, kv_transfer = state.pool.tiers.peers, request.kv_transfer
+    if peers is None or kv_transfer is None or not kv_transfer.peer or state.trial is not None:
         return True
     fetch = peers.fetches.requests.get(request.request_id)
     if fetch is None and request.scheduled_ns is None and request.parent is None:
-        if not _ask(state, peers, request, handover):
+        if not _ask(state, peers, request, kv_transfer):
             return not peers.fetches.frees_host_blocks
         fetch = peers.fetches.requests.get(request.request_id)
     return fetch is None or not fetch.pending
 
 
-def _ask(state: SchedulerState, peers: PeerPool, request: Request, handover: KvTransfer) -> bool:
+def _ask(state: SchedulerState, peers: PeerPool, request: Request, kv_transfer: KvTransfer) -> bool:
     """Fetch the blocks that the peer has for a request. Return False when host blocks were short."""
     limits, index = state.limits, state.pool.index
     groups, size = limits.groups.all, limits.block_size
-    num_reachable = min((len(request.tokens) - 1) // size, handover.num_blocks)
+    num_reachable = min((len(request.tokens) - 1) // size, kv_transfer.num_blocks)
     if limits.groups.states:
         num_reachable = min(num_reachable, last_checkpoint(limits, request.num_prompt) // size)
     num_on_device = reach(
@@ -61,7 +61,7 @@ def _ask(state: SchedulerState, peers: PeerPool, request: Request, handover: KvT
         missing += keys[len(run_of(keys, index.block_of)) :]
     whole = not limits.groups.is_plain or peers.fetches.frees_host_blocks
     request_id, rank = request.request_id, request.rank
-    return peers.ask(request_id, rank, handover.peer, missing, num_reachable * size, whole=whole)
+    return peers.ask(request_id, rank, kv_transfer.peer, missing, num_reachable * size, whole=whole)
 
 
 def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:

@@ -1,7 +1,7 @@
 """Poison isolation: find the request that makes the executor fail, by bisection.
 
 It owns the suspects, the group on trial, and the number of deaths per suspect that ran alone. It does not handle
-slots, blocks or messages; `quintet.core.engine` ends the culprit.
+slots, blocks or messages; `quintet.core.poison_isolation.trial.reject_poison` ends the request found.
 
 Every request in an unfinished step is a suspect. Half of the suspects run first, and no other request runs with them:
 

@@ -92,12 +92,12 @@ class Request:
     """Outputs that the frontend had received when it sent the newest attempt."""
     attempt: int = 0
     origin: Admit | None = None
-    """The `Admit` message, if the request is resumable (`RequestSpec.claim`)."""
+    """The `Admit` message, if the request is resumable (`RequestSpec.resume_token`)."""
     deadline_ns: int = 0
     """Latest end; 0 for none."""
-    reading: OutputParsing | None = None
+    parsing: OutputParsing | None = None
     """Output parsers; used only by the detokenizer."""
-    handover: KvTransfer | None = None
+    kv_transfer: KvTransfer | None = None
     """KV transfer from or to other servers."""
     repetition: Repetition | None = None
     """Repetition detector; None when disabled."""

@@ -109,10 +109,10 @@ class RetainedRequests:
             self._drop(next(iter(self._kept)))
 
     def find(self, first: int, key: bytes) -> RetainedRequest | None:
-        """Return the request of this first id, after renames, if ``key`` matches its claim."""
+        """Return the request of this first id, after renames, if ``key`` matches its resume token."""
         kept = self._kept.get(self.newest(first))
-        claim = None if kept is None else kept.admit.spec.claim
-        return kept if claim is not None and hmac.compare_digest(claim.key, key) else None
+        resume_token = None if kept is None else kept.admit.spec.resume_token
+        return kept if resume_token is not None and hmac.compare_digest(resume_token.key, key) else None
 
     def newest(self, first: int) -> int:
         """Return the current first id of a request."""

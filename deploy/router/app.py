@@ -56,65 +56,65 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"this router speaks HTTP, not {scope['type']}")
         scope["path"] = tidy_path(scope["path"])
-        exchange = HttpRequest(scope, receive, send, errors_of(scope["path"]))
+        http_request = HttpRequest(scope, receive, send, errors_of(scope["path"]))
         if self.is_draining:
-            exchange.headers_out.append((b"connection", b"close"))
+            http_request.headers_out.append((b"connection", b"close"))
         self.num_open += 1
         try:
-            await self._answer(exchange, scope["headers"])
+            await self._answer(http_request, scope["headers"])
         except RequestError as error:
-            await self._end(exchange, error)
+            await self._end(http_request, error)
         except ClientDisconnected:
             pass
         except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
-            _log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
-            message = f"Internal error of the router (request {exchange.request_id}); see its log."
-            await self._end(exchange, RequestError(ErrorCode.INTERNAL, message))
+            _log.exception("request %s %s failed", http_request.request_id, quote(http_request.path))
+            message = f"Internal error of the router (request {http_request.request_id}); see its log."
+            await self._end(http_request, RequestError(ErrorCode.INTERNAL, message))
         finally:
             self.num_open -= 1
 
-    async def _end(self, exchange: HttpRequest, error: RequestError) -> None:
+    async def _end(self, http_request: HttpRequest, error: RequestError) -> None:
         """Send an error to the client: as a response, or as the last event of a started stream."""
-        if not exchange.started:
-            await exchange.respond_error(error)
-            self._metrics.answered(None, exchange.status)
+        if not http_request.started:
+            await http_request.respond_error(error)
+            self._metrics.answered(None, http_request.status)
             return
-        body = exchange.errors.body(error, exchange.request_id)
-        is_messages = exchange.errors is anthropic_errors.ERRORS
+        body = http_request.errors.body(error, http_request.request_id)
+        is_messages = http_request.errors is anthropic_errors.ERRORS
         frame = (
             b"event: error\ndata: " + body + b"\n\n"
             if is_messages
             else b"data: " + body + b"\n\ndata: [DONE]\n\n"
         )
-        await exchange.write(frame, last=True)
+        await http_request.write(frame, last=True)
 
-    async def _answer(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]]) -> None:
-        key = self._policy.keys.check(exchange)
-        match exchange.path:
+    async def _answer(self, http_request: HttpRequest, headers: list[tuple[bytes, bytes]]) -> None:
+        key = self._policy.keys.check(http_request)
+        match http_request.path:
             case "/livez":
-                await exchange.respond(200, b"ok", b"text/plain")
+                await http_request.respond(200, b"ok", b"text/plain")
             case "/readyz":
                 is_ready = bool(self._servers.usable) and not self.is_draining
-                await exchange.respond_json(
+                await http_request.respond_json(
                     {"ready": is_ready, "servers": len(self._servers.usable), "draining": self.is_draining},
                     200 if is_ready else 503,
                 )
             case "/metrics":
                 bodies = self._policy.bodies
                 self._metrics.held_bodies.set(bodies.num_open_bytes + bodies.num_retained_bytes)
-                await exchange.respond(200, self._metrics.text(), CONTENT_TYPE)
+                await http_request.respond(200, self._metrics.text(), CONTENT_TYPE)
             case "/servers":
-                await exchange.respond(
+                await http_request.respond(
                     200, msgspec.json.encode([_server_state(server) for server in self._servers])
                 )
             case _:
-                await self._proxy(exchange, headers, key)
+                await self._proxy(http_request, headers, key)
 
-    async def _proxy(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
+    async def _proxy(self, http_request: HttpRequest, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
         policy = self._policy
         if self.is_draining:  # the request came over an open connection
             raise RequestError(ErrorCode.UNAVAILABLE, "The router is draining; reconnect.", retry_s=1)
-        check_path(exchange.path)
+        check_path(http_request.path)
         try:
             account = policy.limits.enter(key)
         except RequestError:
@@ -122,23 +122,23 @@ class App:
             raise
         num_kv_tokens = 0
         try:
-            has_body = exchange.method in ("POST", "PUT", "PATCH")
-            body = await exchange.read_json_body(policy.bodies) if has_body else b""
+            has_body = http_request.method in ("POST", "PUT", "PATCH")
+            body = await http_request.read_json_body(policy.bodies) if has_body else b""
             if body:
                 policy.bodies.keep(len(body))
                 num_kv_tokens = len(body)
-            summary = read(body, exchange.header(SESSION_HEADER) or "") if body else RequestSummary()
+            summary = read(body, http_request.header(SESSION_HEADER) or "") if body else RequestSummary()
             outgoing = Outgoing(
-                "GET" if exchange.method == "HEAD" else exchange.method,
-                quote(exchange.path),
-                exchange.query,
+                "GET" if http_request.method == "HEAD" else http_request.method,
+                quote(http_request.path),
+                http_request.query,
                 headers,
-                exchange.request_id,
+                http_request.request_id,
                 body,
                 policy.servers_key,
                 RELAYED if summary.is_streamed else (),
             )
-            await ProxiedRequest(self._servers, self._metrics, self._timeouts, exchange).answer(
+            await ProxiedRequest(self._servers, self._metrics, self._timeouts, http_request).answer(
                 outgoing, summary
             )
         finally:

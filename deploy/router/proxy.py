@@ -69,12 +69,12 @@ class ProxiedRequest:
     """One request of a client, with all its attempts."""
 
     def __init__(
-        self, servers: Servers, metrics: RouterMetrics, timeouts: ProxyTimeouts, exchange: HttpRequest
+        self, servers: Servers, metrics: RouterMetrics, timeouts: ProxyTimeouts, http_request: HttpRequest
     ) -> None:
         self._servers = servers
         self._metrics = metrics
         self._timeouts = timeouts
-        self._exchange = exchange
+        self._exchange = http_request
         self._events = Events(is_relayed=False)
         self._ticket = b""
         self._attempt: Attempt | None = None
@@ -270,7 +270,7 @@ class ProxiedRequest:
 
     async def _forward(self, flow: ResponseFlow, outgoing: Outgoing, summary: RequestSummary) -> bool:
         """Forward a stream to its end. Return False if it was lost before anything but comments was sent."""
-        exchange = self._exchange
+        http_request = self._exchange
         content_type = header_of(flow.headers, b"content-type")
         headers = forwarded_headers(flow.headers)
         self._ticket = header_of(flow.headers, RELAY)
@@ -289,9 +289,9 @@ class ProxiedRequest:
             is_over = not (piece or is_lost) or (events.is_over and flow.is_read)
             is_last = is_over and not events.is_withdrawn
             if forwarded or is_last:
-                if not exchange.started:
-                    await exchange.start_stream(content_type, headers)
-                await exchange.write(forwarded, last=is_last)
+                if not http_request.started:
+                    await http_request.start_stream(content_type, headers)
+                await http_request.write(forwarded, last=is_last)
                 if is_last:
                     return True
             if is_lost or events.is_withdrawn:

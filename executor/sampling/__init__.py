@@ -3,8 +3,7 @@
 The order of operations is vLLM's, so the same parameters behave the same::
 
     raw logits ── log-probabilities are of these
-      │ allowed ids, bad words, min tokens, logit bias, penalties      (SHAPING in `sampler`: rows that use one, as
-      fp32)
+      │ allowed ids, bad words, min tokens, logit bias, penalties      (SHAPING in `sampler`: rows that use one, fp32)
       ├─ temperature 0: the most likely token
       └─ temperature, min-p, top-k, top-p, draw                        (`draw`: one operation, see FILTERS there)
 

@@ -89,8 +89,8 @@ class Submissions:
     def stream_id(self) -> StreamId | None:
         """Id for resuming the response; None if it is not resumable."""
         submit = self.streams[0].submit
-        claim = submit.spec.claim
-        return None if claim is None else StreamId(submit.request_id, claim.key)
+        resume_token = submit.spec.resume_token
+        return None if resume_token is None else StreamId(submit.request_id, resume_token.key)
 
     def unread_bytes(self) -> int:
         """Estimate the bytes held for the client."""
@@ -112,8 +112,8 @@ def submit_all(
     arrival_ns: int,
     deadline_ns: int,
     clamp_max_tokens: bool,
-    claim: ResumeToken | None = None,
-    reading: OutputParsing | None = None,
+    resume_token: ResumeToken | None = None,
+    parsing: OutputParsing | None = None,
     interval: int = 1,
     echo: bool = False,
     return_prompt_ids: bool = False,
@@ -148,10 +148,10 @@ def submit_all(
                     final_only=not body.stream,
                     interval=interval,
                     are_checked=True,
-                    claim=claim,
+                    resume_token=resume_token,
                     deadline_ns=deadline_ns,
                     clamp_max_tokens=clamp_max_tokens,
-                    reading=reading,
+                    parsing=parsing,
                     session=session,
                     received=received[index] if received else (),
                     replayed_ids=replayed_ids,
@@ -166,7 +166,7 @@ def submit_all(
 
 async def stream_answer(
     service: Service,
-    exchange: HttpRequest,
+    http_request: HttpRequest,
     submissions: Submissions,
     writer: AnswerWriter,
     before_end: BeforeEnd | None = None,
@@ -177,11 +177,11 @@ async def stream_answer(
     """
     write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
-    watcher = exchange.watch_disconnect(submissions.leave)
+    watcher = http_request.watch_disconnect(submissions.leave)
     keep_alive = sse.KeepAliveTimer(service.config.frontend.keep_alive_s, submissions.mailbox.wake)
-    reader = Reader(exchange.abort, submissions.unread_bytes)
+    reader = Reader(http_request.abort, submissions.unread_bytes)
     write_timeout.watch(reader)
-    exchange.register_break_silence(submissions.mailbox.wake)
+    http_request.register_break_silence(submissions.mailbox.wake)
     if submissions.num_unread == 0:
         submissions.mailbox.wake()  # only the end is left to write
     try:
@@ -196,7 +196,7 @@ async def stream_answer(
                 batch = submissions.take(stream)
                 writer.write(frames, positions[stream.request_id], stream, batch)
                 error = error or batch.error
-            if error is not None and not exchange.started and not frames:
+            if error is not None and not http_request.started and not frames:
                 raise error
             last = error is not None or submissions.num_unread == 0
             if error is not None:
@@ -209,10 +209,10 @@ async def stream_answer(
                 await before_end(service, writer)
             if frames:
                 began = reader.waiting_since_s = time.perf_counter()
-                if not exchange.started:
-                    explain(exchange, submissions.streams)
-                    await exchange.start_stream(sse.CONTENT_TYPE, writer.headers())
-                await exchange.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
+                if not http_request.started:
+                    explain(http_request, submissions.streams)
+                    await http_request.start_stream(sse.CONTENT_TYPE, writer.headers())
+                await http_request.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
                 reader.waiting_since_s = None
                 write_seconds.observe(time.perf_counter() - began)
                 span("events", len(ready), woken_ns)
@@ -223,7 +223,7 @@ async def stream_answer(
         keep_alive.stop()
         write_timeout.forget(reader)
         watcher.cancel()
-        submissions.close(keep=exchange.started)
+        submissions.close(keep=http_request.started)
 
 
 @dataclass(slots=True)
@@ -240,7 +240,7 @@ class Output:
     """Spans of the text: see `quintet.frontend.streams.text_spans`."""
 
 
-async def collect_outputs(exchange: HttpRequest, submissions: Submissions) -> list[Output]:
+async def collect_outputs(http_request: HttpRequest, submissions: Submissions) -> list[Output]:
     """Wait for the end of every stream and return the choices in order of prompts.
 
     Raises the first stream's error, or `ClientDisconnected`; both cancel the other streams.
@@ -251,7 +251,7 @@ async def collect_outputs(exchange: HttpRequest, submissions: Submissions) -> li
         bases[stream.request_id] = num_choices
         num_choices += len(stream.choices)
     outputs: dict[int, Output] = {}
-    watcher = exchange.watch_disconnect(submissions.leave)
+    watcher = http_request.watch_disconnect(submissions.leave)
     try:
         while submissions.num_unread:
             ready = await submissions.mailbox.wait()
@@ -270,5 +270,5 @@ async def collect_outputs(exchange: HttpRequest, submissions: Submissions) -> li
     finally:
         watcher.cancel()
         submissions.close()
-    explain(exchange, submissions.streams)
+    explain(http_request, submissions.streams)
     return [outputs[index] for index in sorted(outputs)]

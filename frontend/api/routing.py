@@ -16,22 +16,22 @@ MAX_EXPLAINED = 16
 """Maximum prompts listed: clients and proxies limit headers to a few KiB."""
 
 
-def session_of(exchange: HttpRequest, *names: str | None) -> str:
+def session_of(http_request: HttpRequest, *names: str | None) -> str:
     """Return the session key: the header, else the first non-empty one of ``names``."""
-    for name in (exchange.header(SESSION_HEADER), *names):
+    for name in (http_request.header(SESSION_HEADER), *names):
         if name:
             return name[:MAX_SESSION]
     return ""
 
 
-def explain(exchange: HttpRequest, streams: Sequence[Stream]) -> None:
+def explain(http_request: HttpRequest, streams: Sequence[Stream]) -> None:
     """On request, add the first engine choice of each prompt to the response headers; for a beam search, of round one."""
-    if exchange.header(EXPLAIN_HEADER) is None:
+    if http_request.header(EXPLAIN_HEADER) is None:
         return
-    is_explained = any(name == ROUTING_HEADER for name, _ in exchange.headers_out)
+    is_explained = any(name == ROUTING_HEADER for name, _ in http_request.headers_out)
     if not is_explained:
         choices = [stream.choice for stream in streams if stream.choice is not None]
         words = [f"engine {choice.index}: {choice.reason}" for choice in choices[:MAX_EXPLAINED]]
         if len(choices) > MAX_EXPLAINED:
             words.append(f"and {len(choices) - MAX_EXPLAINED} prompts more")
-        exchange.headers_out.append((ROUTING_HEADER, "; ".join(words).encode()))
+        http_request.headers_out.append((ROUTING_HEADER, "; ".join(words).encode()))

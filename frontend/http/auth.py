@@ -64,9 +64,9 @@ class Keys:
         self._keys, self._is_open = [key.encode() for key in keys], is_open
         self._operators = operators
 
-    def check(self, exchange: HttpRequest) -> bytes:
+    def check(self, http_request: HttpRequest) -> bytes:
         """Return the request's key; empty for none. Raises `RequestError` for a missing or wrong key."""
-        return self.admit(exchange.path, exchange.header)
+        return self.admit(http_request.path, http_request.header)
 
     def admit(self, path: str, header: Callable[[str], str | None]) -> bytes:
         """Check a path and its headers, given by lower-case name, as `check` does."""

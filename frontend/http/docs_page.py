@@ -25,15 +25,15 @@ def _file(name: str) -> bytes:
     return files("quintet.frontend").joinpath("swagger", name).read_bytes()
 
 
-async def docs(_service: Service, exchange: HttpRequest) -> None:
+async def docs(_service: Service, http_request: HttpRequest) -> None:
     """Serve the page."""
     headers = [(b"content-security-policy", POLICY)]
-    await exchange.respond(200, _file("index.html"), b"text/html; charset=utf-8", headers)
+    await http_request.respond(200, _file("index.html"), b"text/html; charset=utf-8", headers)
 
 
-async def docs_part(_service: Service, exchange: HttpRequest) -> None:
+async def docs_part(_service: Service, http_request: HttpRequest) -> None:
     """Serve a file of the page."""
-    name = exchange.path_params["name"]
+    name = http_request.path_params["name"]
     if name not in FILES:
         raise RequestError(ErrorCode.NOT_FOUND, f"/docs has no file {shown(name)}; open /docs.")
-    await exchange.respond(200, _file(name), FILES[name], [(b"cache-control", CACHE_CONTROL)])
+    await http_request.respond(200, _file(name), FILES[name], [(b"cache-control", CACHE_CONTROL)])

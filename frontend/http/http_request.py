@@ -56,7 +56,7 @@ class ClientDisconnected(Exception):
 
 
 class HttpRequest:
-    """A request being answered, passed to endpoints in ``scope["exchange"]``."""
+    """A request being answered, passed to endpoints in ``scope["http_request"]``."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, errors: ErrorShape) -> None:
         self.arrival_ns = time.monotonic_ns()

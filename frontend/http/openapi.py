@@ -373,7 +373,7 @@ def _schemas() -> dict[str, Schema]:
     return schemas
 
 
-async def openapi(service: Service, exchange: HttpRequest) -> None:
+async def openapi(service: Service, http_request: HttpRequest) -> None:
     """Serve the document."""
     config = service.config.frontend
-    await exchange.respond_json(openapi_document(bool(config.api_keys), config.root_path))
+    await http_request.respond_json(openapi_document(bool(config.api_keys), config.root_path))

@@ -63,9 +63,9 @@ _decoder = msgspec.json.Decoder(ContinueStreamBody)
 _flags_decoder = msgspec.json.Decoder(_StreamFlags)
 
 
-async def continue_stream(service: Service, exchange: HttpRequest) -> None:
+async def continue_stream(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/streams."""
-    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+    body = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
     if body.path not in HANDLERS:
         raise parse.invalid(
             f"path is {shown(body.path)}; streams of {', '.join(HANDLERS)} can be continued.", "path"
@@ -86,8 +86,8 @@ async def continue_stream(service: Service, exchange: HttpRequest) -> None:
         )
     for ids in body.outputs:
         check_token_ids(ids, service.config.model.vocab_size, "outputs")
-    exchange.replace_body(
+    http_request.replace_body(
         bytes(body.request), PartialResponse(body.position, body.outputs, body.seeds, body.created, body.name)
     )
-    handler, exchange.errors = HANDLERS[body.path]
-    await handler(service, exchange)
+    handler, http_request.errors = HANDLERS[body.path]
+    await handler(service, http_request)

@@ -60,9 +60,9 @@ _KINDS: Any = functools.reduce(operator.or_, RESUMABLE_APIS)
 _decode: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(_KINDS).decode
 
 
-def answer_of(claim: ResumeToken) -> Answer:
-    """Decode the answer given to `resume_token.claim_for`."""
-    return _decode(claim.answer)
+def answer_of(resume_token: ResumeToken) -> Answer:
+    """Decode the answer given to `resume_token.resume_token_for`."""
+    return _decode(resume_token.answer)
 
 
 def api_of(answer: Answer) -> ResumableApi:

@@ -28,36 +28,36 @@ NOTHING_RECEIVED = (None, False)
 """Cursor of a choice that is sent from its start."""
 
 
-async def streams(service: Service, exchange: HttpRequest) -> None:
+async def streams(service: Service, http_request: HttpRequest) -> None:
     """GET /v1/streams/{id}: events after a cursor, from the query ``from`` or ``Last-Event-ID``."""
-    query = parse_qs(exchange.query)
+    query = parse_qs(http_request.query)
     given = query.get("from", [""])[0].replace(" ", "+")  # a form-encoded plus; cursors have no space
-    given = given or (exchange.header(LAST_EVENT) or "").partition(":")[2]
-    await resume(service, exchange, StreamId.parse(exchange.path_params["id"]), given)
+    given = given or (http_request.header(LAST_EVENT) or "").partition(":")[2]
+    await resume(service, http_request, StreamId.parse(http_request.path_params["id"]), given)
 
 
 def resumable(handler: Handler) -> Handler:
     """Wrap an endpoint: with ``Last-Event-ID`` it resumes that stream, else it handles the request."""
 
-    async def endpoint(service: Service, exchange: HttpRequest) -> None:
-        event_id = exchange.header(LAST_EVENT)
+    async def endpoint(service: Service, http_request: HttpRequest) -> None:
+        event_id = http_request.header(LAST_EVENT)
         if not event_id:
-            await handler(service, exchange)
+            await handler(service, http_request)
             return
-        await exchange.read_json_body(service.bodies)
+        await http_request.read_json_body(service.bodies)
         stream, _, given = event_id.partition(":")
-        await resume(service, exchange, StreamId.parse(stream), given)
+        await resume(service, http_request, StreamId.parse(stream), given)
 
     return endpoint
 
 
-async def resume(service: Service, exchange: HttpRequest, stream_id: StreamId, given: str) -> None:
+async def resume(service: Service, http_request: HttpRequest, stream_id: StreamId, given: str) -> None:
     """Write the events after a cursor. Raises `RequestError` if no core knows the stream."""
     admit = _known(await service.queries.reclaim(stream_id.request_id, stream_id.key))
-    assert admit.spec.claim is not None
-    answer = answer_of(admit.spec.claim)
+    assert admit.spec.resume_token is not None
+    answer = answer_of(admit.spec.resume_token)
     api = api_of(answer)
-    exchange.errors = api.errors
+    http_request.errors = api.errors
     n = answer.num_choices
     total = answer.num_prompts * n
     position = StreamCursor.parse(given, total)
@@ -79,13 +79,13 @@ async def resume(service: Service, exchange: HttpRequest, stream_id: StreamId, g
             )
             submissions.add(stream)
         writer = api.writer(answer, StreamId(first_id, stream_id.key), position)
-        with_relay(exchange, writer, submissions, _received(reclaimed, position, n))
+        with_relay(http_request, writer, submissions, _received(reclaimed, position, n))
         if isinstance(writer, ChunkWriter) and writer.options.include_usage:
             await replay_usage(service, submissions)
     except BaseException:
         submissions.close()
         raise
-    await stream_answer(service, exchange, submissions, writer, api.before_end)
+    await stream_answer(service, http_request, submissions, writer, api.before_end)
 
 
 def _received(

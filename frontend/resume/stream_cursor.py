@@ -116,7 +116,7 @@ class Answer(msgspec.Struct, array_like=True):
 encode_answer: Callable[[Answer], bytes] = msgspec.msgpack.Encoder().encode
 
 
-def claim_for(answer: Answer, config: EngineConfig) -> ResumeToken | None:
+def resume_token_for(answer: Answer, config: EngineConfig) -> ResumeToken | None:
     """Build the resume token; None if resuming is disabled or there are too many choices."""
     if config.scheduler.resume_grace_s <= 0 or answer.num_prompts * answer.num_choices > MAX_CHOICES:
         return None

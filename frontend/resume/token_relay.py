@@ -62,7 +62,7 @@ def replayed_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
 
 
 def with_relay(
-    exchange: HttpRequest,
+    http_request: HttpRequest,
     writer: WriterT,
     submissions: Submissions,
     received: Iterable[tuple[int, Sequence[int]]] = (),
@@ -72,13 +72,13 @@ def with_relay(
     The header has the seed of each prompt, the start time, and the response id if the server made it up.
     ``received``: choices and their token ids before the cursor.
     """
-    if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None and writer.can_continue:
+    if http_request.header(RELAY_HEADER) is not None and writer.stream_id is not None and writer.can_continue:
         writer.sends_ids = True
         writer.prior_comments = [note for index, ids in received for note in replayed_comments(index, ids)]
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
         name = f".{writer.name}" if writer.name else ""
         ticket = f"{seeds}.{writer.created or 0}{name}"
-        exchange.headers_out.append((RELAY_HEADER.encode(), ticket.encode()))
+        http_request.headers_out.append((RELAY_HEADER.encode(), ticket.encode()))
     return writer
 
 

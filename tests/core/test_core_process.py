@@ -288,15 +288,15 @@ def test_attempt_of_newer_topology_waits_for_it(stepped_core: SteppedCore) -> No
 
 
 def test_reclaim_of_tokens_lost_with_executor_is_answered(stepped_core: SteppedCore) -> None:
-    peer_processes, claim = stepped_core.peer_processes, ResumeToken(b"k" * 16, b"")
+    peer_processes, resume_token = stepped_core.peer_processes, ResumeToken(b"k" * 16, b"")
     for worker, accepts in ((EXECUTOR, StepPlan), (FRONTEND, Reclaimed)):
         peer_processes.bind(worker, accepts)
     peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     peer_processes.send(Capacity(1, 32, 4, 8, 128))
     request_id = RequestIds(0, 1).take()
-    peer_processes.send(changed(admit(request_id, PROMPT, 6), claim=claim))
+    peer_processes.send(changed(admit(request_id, PROMPT, 6), resume_token=resume_token))
     stepped_core.deliver(3)
-    peer_processes.send(Reclaim(5, 0, request_id, claim.key))
+    peer_processes.send(Reclaim(5, 0, request_id, resume_token.key))
     stepped_core.deliver(1)
     peer_processes.publish(NEW_EXECUTOR, DETOKENIZER, FRONTEND)
     peer_processes.send(Capacity(2, 32, 4, 8, 128))
@@ -525,8 +525,8 @@ def test_waiting_for_peer_kv_is_not_pending_work(config: EngineConfig) -> None:
         peer_processes.bind(EXECUTOR, StepPlan | KvTierRequests)
         peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
         peer_processes.send(Capacity(1, 32, 4, 8, 128, num_peer_blocks=8))
-        handover = KvTransfer(peer="127.0.0.1:5600", num_blocks=2)
-        peer_processes.send(changed(admit(RequestIds(0, 1).take(), PROMPT, 6), handover=handover))
+        kv_transfer = KvTransfer(peer="127.0.0.1:5600", num_blocks=2)
+        peer_processes.send(changed(admit(RequestIds(0, 1).take(), PROMPT, 6), kv_transfer=kv_transfer))
         stepped_core.deliver(3)
         orders = peer_processes.receive(EXECUTOR)
         assert isinstance(orders, KvTierRequests)

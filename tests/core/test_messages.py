@@ -50,11 +50,11 @@ def test_one_message_per_detokenizer_and_step() -> None:
 
 def test_opening_carries_output_parsing() -> None:
     world = World(max_steps_in_flight=1)
-    reading = OutputParsing("qwen3", "hermes", b"[]")
-    world.admit(0, PROMPT, reading=reading)
+    parsing = OutputParsing("qwen3", "hermes", b"[]")
+    world.admit(0, PROMPT, parsing=parsing)
     world.plan()
     ((_, tokens),) = messages_of(world, world.executor.results.popleft())
-    assert [opened.reading for opened in tokens.opens] == [reading]
+    assert [opened.parsing for opened in tokens.opens] == [parsing]
 
 
 def test_newer_attempt_of_live_request_replays_outputs() -> None:

@@ -33,7 +33,14 @@ def continue_as(world: World, request_id: int, former: int, seen: list[int], **o
     """Continue a request under a new id, as a frontend does."""
     assert reclaim(world, former, rename_to=request_id).admit is not None
     world.admit(
-        request_id, PROMPT, output_ids=seen, adopts=True, claim=CLAIM, ignore_eos=True, seed=1, **options
+        request_id,
+        PROMPT,
+        output_ids=seen,
+        adopts=True,
+        resume_token=CLAIM,
+        ignore_eos=True,
+        seed=1,
+        **options,
     )
 
 
@@ -41,7 +48,7 @@ def continue_as(world: World, request_id: int, former: int, seen: list[int], **o
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 20])
 def test_resumed_stream_samples_no_token_twice(depth: int, num_steps: int) -> None:
     world = World(max_steps_in_flight=depth)
-    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
     for _ in range(num_steps):
         world.step()
     while world.plan() is not None:
@@ -52,7 +59,7 @@ def test_resumed_stream_samples_no_token_twice(depth: int, num_steps: int) -> No
     assert world.engine.num_live == 0
     world.assert_idle()
     answer = reclaim(world, 1)
-    assert answer.admit is not None and answer.admit.spec.claim == CLAIM
+    assert answer.admit is not None and answer.admit.spec.resume_token == CLAIM
     [(choice, outputs)] = answer.choices
     known = list(codec.unpack_i32(outputs))
     assert choice == 0 and known == expected(PROMPT, 1, 8, stops=())[: len(known)]
@@ -67,7 +74,7 @@ def test_resumed_stream_samples_no_token_twice(depth: int, num_steps: int) -> No
 
 def test_client_resumes_a_running_request() -> None:
     world = World(max_steps_in_flight=2)
-    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
     for _ in range(3):
         world.step()
     answer = reclaim(world, 1)
@@ -82,7 +89,7 @@ def test_client_resumes_a_running_request() -> None:
 
 def test_former_id_resolves_to_newest_id() -> None:
     world = World()
-    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
     world.step()
     assert reclaim(world, 1).choices
     continue_as(world, 50, 1, [])
@@ -96,7 +103,7 @@ def test_former_id_resolves_to_newest_id() -> None:
 
 def test_resumption_needs_the_key() -> None:
     world = World()
-    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
     world.step()
     assert reclaim(world, 1, b"x" * 16).admit is None
     assert world.engine.num_live == 1
@@ -110,7 +117,7 @@ def test_resumable_requests_of_lost_frontend_are_retained() -> None:
     world = World()
     ids = RequestIds(3, 1)
     kept, lost = ids.take(2), ids.take()
-    world.admit(kept, PROMPT, n=2, seed=1, temperature=1.0, ignore_eos=True, claim=CLAIM)
+    world.admit(kept, PROMPT, n=2, seed=1, temperature=1.0, ignore_eos=True, resume_token=CLAIM)
     world.admit(lost, PROMPT, ignore_eos=True)
     for _ in range(3):
         world.step()
@@ -128,7 +135,7 @@ def test_pending_reclaim_ends_when_its_tokens_are_lost(how: str, loss: str) -> N
     """A reclaim waits for the last tokens; a loss of the executor ends it without recomputation."""
     world = World(max_steps_in_flight=2)
     request_id = RequestIds(3, 1).take()
-    world.admit(request_id, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    world.admit(request_id, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
     for _ in range(2):
         world.step()
     while world.plan() is not None:
@@ -159,7 +166,7 @@ def test_pending_reclaim_ends_when_its_tokens_are_lost(how: str, loss: str) -> N
 
 def test_unclaimed_request_is_dropped_after_grace_period() -> None:
     world = World(resume_grace_s=5.0)
-    world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
+    world.admit(1, PROMPT, ignore_eos=True, resume_token=CLAIM)
     world.run()
     world.engine.expire(world.now + 4 * S)
     assert reclaim(world, 1).admit is not None
@@ -170,13 +177,13 @@ def test_unclaimed_request_is_dropped_after_grace_period() -> None:
 
 def test_engine_is_needed_while_requests_are_retained() -> None:
     world = World(resume_grace_s=5.0)
-    world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
+    world.admit(1, PROMPT, ignore_eos=True, resume_token=CLAIM)
     assert world.engine.is_needed
     world.run()
     assert len(world.engine.retained) == 1 and not world.engine.is_needed, (
         "its client has received the ending"
     )
-    world.admit(2, PROMPT, ignore_eos=True, claim=CLAIM)
+    world.admit(2, PROMPT, ignore_eos=True, resume_token=CLAIM)
     world.step()
     world.apply(world.engine.cancel([2], world.tick(), keep=True))
     world.run()
@@ -187,7 +194,7 @@ def test_engine_is_needed_while_requests_are_retained() -> None:
 
 def test_cancelled_request_is_not_retained() -> None:
     world = World()
-    world.admit(1, PROMPT, ignore_eos=True, claim=CLAIM)
+    world.admit(1, PROMPT, ignore_eos=True, resume_token=CLAIM)
     world.step()
     world.cancel(1)
     assert world.outcomes[1].finish is FinishReason.ABORT
@@ -197,7 +204,7 @@ def test_cancelled_request_is_not_retained() -> None:
 
 def test_logprobs_are_recomputed_from_the_resume_position() -> None:
     world = World()
-    world.admit(1, PROMPT, seed=1, ignore_eos=True, logprobs=1, claim=CLAIM)
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, logprobs=1, resume_token=CLAIM)
     world.run()
     [(_, outputs)] = reclaim(world, 1).choices
     continue_as(world, 50, 1, list(codec.unpack_i32(outputs))[:6], logprobs=1)
@@ -210,7 +217,7 @@ def test_retention_is_bounded() -> None:
     world = World()
     world.engine.retained = RetainedRequests(10 * S, max_bytes=5000)
     for request_id in range(1, 9):
-        world.admit(request_id, PROMPT, ignore_eos=True, claim=CLAIM)
+        world.admit(request_id, PROMPT, ignore_eos=True, resume_token=CLAIM)
     world.run()
     known = [request_id for request_id in range(1, 9) if reclaim(world, request_id).admit is not None]
     assert 1 <= len(known) < 8 and len(known) == len(world.engine.retained)
@@ -219,23 +226,30 @@ def test_retention_is_bounded() -> None:
 def test_all_data_of_a_retained_request_counts() -> None:
     shapes = {"answer": ResumeToken(KEY, b"a" * 10_000), "stop strings": CLAIM, "salt": CLAIM}
     options = {"answer": {}, "stop strings": {"stop": ["s" * 4000] * 3}, "salt": {"cache_salt": "s" * 10_000}}
-    for what, claim in shapes.items():
+    for what, resume_token in shapes.items():
         world = World()
         world.engine.retained = RetainedRequests(10 * S, max_bytes=10_000)
-        world.admit(1, PROMPT, ignore_eos=True, claim=claim, **options[what])
+        world.admit(1, PROMPT, ignore_eos=True, resume_token=resume_token, **options[what])
         world.run()
         assert reclaim(world, 1).admit is None, what
 
 
 def test_ended_choice_is_retained_with_the_others() -> None:
     world = World()
-    world.admit(1, PROMPT, n=2, seed=1, temperature=1.0, ignore_eos=True, claim=CLAIM)
+    world.admit(1, PROMPT, n=2, seed=1, temperature=1.0, ignore_eos=True, resume_token=CLAIM)
     world.run()
     for first in (50, 90):
         answer = reclaim(world, 1, rename_to=first)
         assert [(choice, len(outputs) // 4) for choice, outputs in answer.choices] == [(0, 8), (1, 8)]
         world.admit(  # the second choice was sent to its end, the first was not
-            first, PROMPT, output_ids=[], adopts=True, claim=CLAIM, ignore_eos=True, seed=1, temperature=1.0
+            first,
+            PROMPT,
+            output_ids=[],
+            adopts=True,
+            resume_token=CLAIM,
+            ignore_eos=True,
+            seed=1,
+            temperature=1.0,
         )
     assert world.engine.state is not None
     assert world.engine.state.counters.generation_tokens == 16
@@ -244,7 +258,7 @@ def test_ended_choice_is_retained_with_the_others() -> None:
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_request_continued_by_another_engine_is_dropped_silently(num_steps: int) -> None:
     world = World()
-    world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
     world.admit(2, PROMPT, seed=1, ignore_eos=True)
     for _ in range(num_steps):
         world.step()

@@ -257,7 +257,7 @@ def _admit(
         priority=rng.randint(-1, 1),
         cache_salt=rng.choice(["", "", "a"]),
         skip_reading_prefix_cache=rng.random() < 0.1,
-        handover=None if world.peers is None else rng.choice(HANDOVERS),
+        kv_transfer=None if world.peers is None else rng.choice(HANDOVERS),
     )
     return next_id + n
 

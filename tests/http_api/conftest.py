@@ -126,7 +126,7 @@ class FakeEngine:
             case DetokenizeQuery():
                 ids = list(unpack_i32(message.token_ids))
                 answer = Detokenized(message.query_id, "".join(f" t{i - 10}" for i in ids))
-                if message.opened is not None and message.opened.reading is not None:
+                if message.opened is not None and message.opened.parsing is not None:
                     answer.num_reasoning_tokens = len(ids)
                 loop.call_soon(self.deliver, answer)
             case MetricsQuery() if not self.is_supervisor_silent:
@@ -176,7 +176,7 @@ class FakeEngine:
 
     def piece(self, submit: Submit, index: int) -> str:
         """Return what token ``index`` says."""
-        spoken = self.script[index : index + 1] if submit.spec.reading is not None else []
+        spoken = self.script[index : index + 1] if submit.spec.parsing is not None else []
         return "".join(text for _, _, text in spoken[0]) if spoken else f" t{index}"
 
     def step(self, submit: Submit, index: int, offset: int, is_first: bool = False) -> None:
@@ -202,7 +202,7 @@ class FakeEngine:
             reason, stop, piece = FinishReason.STOP, params.stop[0], ""
         elif index + 1 == (params.max_tokens or 4):
             reason = FinishReason.LENGTH
-        spoken = self.script[index : index + 1] if submit.spec.reading is not None else []
+        spoken = self.script[index : index + 1] if submit.spec.parsing is not None else []
         if spoken and index + 1 == len(self.script):
             reason = FinishReason.STOP
         elif spoken and index + 1 != params.max_tokens:

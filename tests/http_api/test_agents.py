@@ -437,7 +437,7 @@ def test_choices_of_other_dialects_are_understood(parsing: Any, choice: Any, kno
         prompt_of(parsing, H, {"messages": HELLO, "tools": [NESTED], "tool_choice": each})
         specs.append(parsing.engine.wait_for(Submit)[-1].spec)
     assert specs[0].params.structured_outputs == specs[1].params.structured_outputs
-    assert specs[0].reading == specs[1].reading
+    assert specs[0].parsing == specs[1].parsing
 
 
 @pytest.mark.parametrize("path", [f"{H}/render", f"{H}/batch"])

@@ -88,7 +88,7 @@ def test_whole_and_streamed_say_the_same(client: anthropic.Anthropic, server: An
         assert message.stop_reason == "tool_use"
         assert message.usage.output_tokens_details is not None
         assert message.usage.output_tokens_details.thinking_tokens == 2
-    assert server.engine.wait_for(Submit)[-1].spec.reading == OutputParsing("qwen3", "hermes")
+    assert server.engine.wait_for(Submit)[-1].spec.parsing == OutputParsing("qwen3", "hermes")
 
 
 def test_a_client_may_want_one_call_alone_or_none(client: anthropic.Anthropic, server: Any) -> None:
@@ -99,7 +99,7 @@ def test_a_client_may_want_one_call_alone_or_none(client: anthropic.Anthropic, s
     assert said(whole) == said(streamed)
     assert [block.name for block in whole.content if block.type == "tool_use"] == ["rain"]
     client.messages.create(**{**ASK, "tool_choice": {"type": "none"}})
-    assert server.engine.wait_for(Submit)[-1].spec.reading == OutputParsing("qwen3")
+    assert server.engine.wait_for(Submit)[-1].spec.parsing == OutputParsing("qwen3")
 
 
 def test_a_budget_for_thinking_is_passed_on(client: anthropic.Anthropic, server: Any) -> None:

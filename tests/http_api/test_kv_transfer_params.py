@@ -37,16 +37,16 @@ def test_who_computes_a_prompt_says_where_its_kv_is(serve: Any) -> None:
     server = serve(peers=peers("prefill"))
     reply = server.ask("POST", C, {"prompt": WORDS, "max_tokens": 1, "kv_transfer_params": DECODE})
     assert reply.json["kv_transfer_params"] == {key: PREFILL[key] for key in PREFILL if key != "tp_size"}
-    assert server.engine.wait_for(Submit)[0].spec.handover == KvTransfer(offers=True)
+    assert server.engine.wait_for(Submit)[0].spec.kv_transfer == KvTransfer(offers=True)
     few = server.ask("POST", C, {"prompt": "w w", "max_tokens": 1, "kv_transfer_params": DECODE})
     assert few.json["kv_transfer_params"] is None, "no block is full"
     plain = server.ask("POST", C, {"prompt": WORDS, "max_tokens": 1})
     assert "kv_transfer_params" not in plain.json
-    assert server.engine.wait_for(Submit)[2].spec.handover is None
+    assert server.engine.wait_for(Submit)[2].spec.kv_transfer is None
 
 
 @pytest.mark.parametrize(
-    ("changed", "handover"),
+    ("changed", "kv_transfer"),
     [
         ({}, KvTransfer(peer="10.0.0.5:5600", num_blocks=2)),
         ({"remote_host": "fd00::7"}, KvTransfer(peer="[fd00::7]:5600", num_blocks=2)),
@@ -58,13 +58,16 @@ def test_who_computes_a_prompt_says_where_its_kv_is(serve: Any) -> None:
     ],
 )
 def test_who_computes_an_answer_is_told_where_to_fetch(
-    serve: Any, changed: dict[str, Any], handover: KvTransfer | None
+    serve: Any, changed: dict[str, Any], kv_transfer: KvTransfer | None
 ) -> None:
     server = serve(peers=peers("decode"))
     body = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": PREFILL | changed}
     for path, sent in ((H, body), (C, {"prompt": "x", "kv_transfer_params": PREFILL | changed})):
         assert server.ask("POST", path, sent).status == 200
-    assert [submit.spec.handover for submit in server.engine.wait_for(Submit, 2)] == [handover, handover]
+    assert [submit.spec.kv_transfer for submit in server.engine.wait_for(Submit, 2)] == [
+        kv_transfer,
+        kv_transfer,
+    ]
 
 
 @pytest.mark.parametrize(

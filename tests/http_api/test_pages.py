@@ -152,7 +152,7 @@ def test_a_request_is_one_line_of_the_log(serve: Callable[..., Any]) -> None:
 
 
 def test_bodies_do_not_outlive_their_exchange(serve: Callable[..., Any]) -> None:
-    """An exchange and its scope refer to each other: megabytes must not wait for Python's search for such cycles."""
+    """An http_request and its scope refer to each other: megabytes must not wait for Python's search for such cycles."""
     server = serve()
     gc.collect()
     gc.disable()

@@ -71,7 +71,7 @@ def test_a_whole_answer(server: Any) -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
     assert choice["finish_reason"] == "tool_calls"
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
-    assert submitted(server).spec.reading == OutputParsing("qwen3", "hermes")
+    assert submitted(server).spec.parsing == OutputParsing("qwen3", "hermes")
 
 
 def test_a_streamed_answer_says_the_same(server: Any) -> None:
@@ -119,9 +119,9 @@ def test_what_a_request_says_of_channels(server: Any) -> None:
     assert message(include_reasoning=False)["reasoning"] is None
     assert calls_of(message(parallel_tool_calls=False)) == CALLS[:1]
     server.ask("POST", H, {**BODY, "tool_choice": "none"})
-    assert submitted(server).spec.reading == OutputParsing("qwen3")
+    assert submitted(server).spec.parsing == OutputParsing("qwen3")
     server.ask("POST", H, {key: value for key, value in BODY.items() if key != "tools"})
-    assert submitted(server).spec.reading == OutputParsing("qwen3")
+    assert submitted(server).spec.parsing == OutputParsing("qwen3")
 
 
 def test_content_is_null_beside_calls_alone(server: Any) -> None:
@@ -139,9 +139,9 @@ def test_token_ids_are_told_with_tokens_that_say_nothing(server: Any) -> None:
 def test_schemas_travel_where_the_format_has_no_types(serve: Callable[..., Any]) -> None:
     server = serve(parsers=ParsersConfig(tools="qwen3_coder", needs_schemas=True))
     server.ask("POST", H, BODY)
-    reading = submitted(server).spec.reading
-    assert reading is not None
-    assert (reading.tools, json.loads(reading.schemas)) == ("qwen3_coder", TOOLS)
+    parsing = submitted(server).spec.parsing
+    assert parsing is not None
+    assert (parsing.tools, json.loads(parsing.schemas)) == ("qwen3_coder", TOOLS)
     long = [{"type": "function", "function": {**FUNCTION, "description": "d" * MAX_SCHEMAS_BYTES}}]
     refused = server.ask("POST", H, {**BODY, "tools": long})
     assert (refused.status, refused.json["error"]["param"]) == (400, "tools")
@@ -160,7 +160,7 @@ def test_calls_that_are_insisted_on_are_a_form(
     tools = [*TOOLS, {"type": "function", "function": {"name": "snow"}}]
     server.ask("POST", H, {**BODY, "tools": tools, "tool_choice": choice})
     spec = submitted(server).spec
-    assert spec.reading == OutputParsing("qwen3", "hermes", requires_calls=True)
+    assert spec.parsing == OutputParsing("qwen3", "hermes", requires_calls=True)
     form = spec.params.structured_outputs
     assert form is not None and form.structural_tag is not None
     (calls,) = json.loads(form.structural_tag)["format"]["elements"]
@@ -184,7 +184,7 @@ def test_a_schema_beside_tools_leaves_room_for_calls(
     spec = submitted(server).spec
     form = spec.params.structured_outputs
     assert form is not None and form.json is not None and '{\\"name\\": \\"rain\\"' in form.calls
-    assert spec.reading == OutputParsing("qwen3", reader)
+    assert spec.parsing == OutputParsing("qwen3", reader)
     server.ask("POST", H, {**BODY, **asked, "tool_choice": "none"})
     form = submitted(server).spec.params.structured_outputs
     assert form is not None and form.calls == ""
@@ -232,13 +232,13 @@ def test_a_batch_has_the_form_of_its_conversations(serve: Callable[..., Any]) ->
     assert answer.status == 200, answer.json
     spec = submitted(server).spec
     assert spec.params.structured_outputs == expected.params.structured_outputs
-    assert spec.reading == expected.reading
+    assert spec.parsing == expected.parsing
 
 
 def test_a_model_without_parsers_answers_plainly(serve: Callable[..., Any]) -> None:
     server = serve()
     answer = server.ask("POST", H, BODY).json
-    assert submitted(server).spec.reading is None
+    assert submitted(server).spec.parsing is None
     assert answer["choices"][0]["message"] == {
         "role": "assistant",
         "content": " t0 t1 t2 t3",

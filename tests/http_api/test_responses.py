@@ -184,7 +184,7 @@ def test_reasoning_text_and_calls_are_items_whole_and_streamed(parsing: Any) -> 
         ids = [item.id for item in response.output]
         assert len(set(ids)) == 5
         assert response.tools[0].to_dict() == RAIN
-    assert sent(parsing).spec.reading == OutputParsing("qwen3", "hermes")
+    assert sent(parsing).spec.parsing == OutputParsing("qwen3", "hermes")
     numbers = [event.sequence_number for event in events]
     assert numbers == list(range(len(numbers)))
     assert [e.arguments for e in events if e.type == "response.function_call_arguments.done"] == [
@@ -319,12 +319,12 @@ def test_tool_choice_is_as_the_chat_dialect_has_it(parsing: Any) -> None:
         reply = parsing.ask("POST", R, ask(tools=[RAIN, NOW], tool_choice=choice))
         assert reply.status == 200 and reply.json["tool_choice"] == choice
         submit = sent(parsing)
-        assert submit.spec.params.structured_outputs is not None and submit.spec.reading.requires_calls
+        assert submit.spec.params.structured_outputs is not None and submit.spec.parsing.requires_calls
         tag = submit.spec.params.structured_outputs.structural_tag
         assert "now" in tag and "rain" not in tag
     assert [tool["function"]["name"] for tool in json.loads(sent(parsing).prompt.tools)] == ["now"]
     parsing.ask("POST", R, ask(tools=[RAIN], tool_choice="none"))
-    assert sent(parsing).spec.reading == OutputParsing("qwen3")
+    assert sent(parsing).spec.parsing == OutputParsing("qwen3")
     parsing.ask("POST", R, ask(tool_choice="auto", tools=[]))
     assert sent(parsing).prompt.tools == b""
 

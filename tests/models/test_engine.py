@@ -55,13 +55,13 @@ class CoreAndWorker:
         prompt: list[int] | EmbedsPrompt,
         params: SamplingParams,
         priority: int = 0,
-        handover: KvTransfer | None = None,
+        kv_transfer: KvTransfer | None = None,
     ) -> None:
         embeds = None
         if isinstance(prompt, EmbedsPrompt):
             embeds = msgspec.structs.replace(prompt, digest=digest_of(prompt))
         ids = prompt if isinstance(prompt, list) else [0] * prompt.num_tokens
-        spec = RequestSpec(params, 0, 0, priority=priority, handover=handover)
+        spec = RequestSpec(params, 0, 0, priority=priority, kv_transfer=kv_transfer)
         admit = Admit(request_id, pack_i32(ids), spec, 0, embeds=embeds)
         self._apply(self.engine.admit(admit, 0))
 

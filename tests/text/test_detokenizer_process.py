@@ -305,7 +305,7 @@ def test_an_output_is_read_as_the_one_of_a_request(
     for skips in (True, False):
         opened = m.Open(
             9, 0, 0, b"", [" jum"], False, skips, True, True, Echo.NONE, False, 0, 0, 0,
-            reading=OutputParsing("deepseek_r1"),
+            parsing=OutputParsing("deepseek_r1"),
         )  # fmt: skip
         world.send(m.DetokenizeQuery(9, 0, pack_i32(ids), opened))
         answer = world.wait(world.frontend, m.Detokenized)

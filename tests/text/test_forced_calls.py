@@ -70,9 +70,9 @@ def model(model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, T
 
 
 def compiled(
-    model: ModelConfig, form: StructuredOutputsParams, reading: OutputParsing | None = None, prompt: str = ""
+    model: ModelConfig, form: StructuredOutputsParams, parsing: OutputParsing | None = None, prompt: str = ""
 ) -> str:
-    spec = RequestSpec(SamplingParams(structured_outputs=form.checked()), 0, 0, reading=reading)
+    spec = RequestSpec(SamplingParams(structured_outputs=form.checked()), 0, 0, parsing=parsing)
     found = Forms(model, is_mock=False).enforceable(spec, lambda: prompt).structured_outputs
     assert found is not None
     return found.compiled

@@ -86,7 +86,7 @@ def finish_of(texts: Sequence[Text]) -> Finish:
 
 def test_rows_are_told_in_channels(showing: PieceTable, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(OUTPUT).ids
-    texts = run(steps_of(showing), ids, opening(reading=READING))
+    texts = run(steps_of(showing), ids, opening(parsing=READING))
     assert sorted_out(texts) == TOLD
     whole = "".join(delta for text in texts for delta in text.deltas)
     told = 0
@@ -103,9 +103,9 @@ def test_another_process_goes_on_in_the_same_channels_after_any_token(
     showing: PieceTable, tokenizer: Tokenizer
 ) -> None:
     ids = tokenizer.encode(OUTPUT).ids
-    before = run(steps_of(showing), ids, opening(reading=READING))
+    before = run(steps_of(showing), ids, opening(parsing=READING))
     for seen in range(1, len(ids)):
-        opened = opening(reading=READING, output_ids=pack_i32(ids[:seen]), num_seen=seen, attempt=1)
+        opened = opening(parsing=READING, output_ids=pack_i32(ids[:seen]), num_seen=seen, attempt=1)
         steps = steps_of(showing)
         assert steps.apply(tokens(opens=[opened])) == []
         after = [
@@ -120,7 +120,7 @@ def test_another_process_goes_on_in_the_same_channels_after_any_token(
 
 def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<think>a<|eot|>b</think><|eot|>c").ids
-    assert sorted_out(run(steps_of(showing), ids, opening(reading=OutputParsing("qwen3")))) == [
+    assert sorted_out(run(steps_of(showing), ids, opening(parsing=OutputParsing("qwen3")))) == [
         (REASONING, 0, "ab"),
         (CONTENT, 0, "c"),
     ]
@@ -130,7 +130,7 @@ def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Token
 
 
 @pytest.mark.parametrize(
-    ("reading", "special", "output", "told"),
+    ("parsing", "special", "output", "told"),
     [
         (
             OutputParsing("gemma"),
@@ -153,18 +153,18 @@ def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Token
     ],
 )
 def test_special_tokens_within_marks_and_heads_are_seen(
-    reading: OutputParsing, special: list[str], output: str, told: list[tuple[int, int, str]]
+    parsing: OutputParsing, special: list[str], output: str, told: list[tuple[int, int, str]]
 ) -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens(special)
     steps = steps_of(PieceTable(Vocabulary.of(tokenizer)))
-    assert sorted_out(run(steps, tokenizer.encode(output).ids, opening(reading=reading))) == told
+    assert sorted_out(run(steps, tokenizer.encode(output).ids, opening(parsing=parsing))) == told
 
 
 def test_the_prompts_end_says_that_the_output_is_reasoning(showing: PieceTable, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("user hello<think>\n").ids
     ids = tokenizer.encode("so</think>yes").ids
-    texts = run(steps_of(showing), ids, opening(prompt=prompt, reading=OutputParsing("qwen3")))
+    texts = run(steps_of(showing), ids, opening(prompt=prompt, parsing=OutputParsing("qwen3")))
     assert sorted_out(texts) == [(REASONING, 0, "so"), (CONTENT, 0, "yes")]
 
 
@@ -180,7 +180,7 @@ def test_an_answer_that_must_be_calls_has_no_content_wherever_it_ends(
     ids = tokenizer.encode(how.begin + how.separator.join(written) + how.end).ids
     for end in range(1, len(ids) + 1):
         steps = steps_of(showing)
-        steps.apply(tokens(opens=[opening(reading=OutputParsing("", how.reader, requires_calls=True))]))
+        steps.apply(tokens(opens=[opening(parsing=OutputParsing("", how.reader, requires_calls=True))]))
         text = only(steps, tokens((ONE, 0, ids[:end], finish)))
         assert CONTENT not in {channel for channel, _, _ in sorted_out([text])}
 
@@ -190,24 +190,24 @@ def test_a_call_that_was_cut_off_is_no_content_beside_whole_ones(
 ) -> None:
     end = OUTPUT.index('": {}}')
     ids = tokenizer.encode(OUTPUT[:end]).ids
-    texts = run(steps_of(showing), ids, opening(reading=READING))
+    texts = run(steps_of(showing), ids, opening(parsing=READING))
     assert sorted_out(texts) == TOLD[:4]
 
 
 def test_a_stop_string_ends_what_is_read(showing: PieceTable, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode('Hello {"a": 1} there').ids
-    opened = opening(reading=OutputParsing("", "llama3_json"), stop=["there"])
+    opened = opening(parsing=OutputParsing("", "llama3_json"), stop=["there"])
     steps = steps_of(showing)
     steps.apply(tokens(opens=[opened]))
     text = only(steps, tokens((ONE, 0, ids, NONE)))
     assert (text.deltas, finish_of([text]).reason) == (['Hello {"a": 1} '], STOP)
 
 
-@pytest.mark.parametrize("reading", [OutputParsing("no_such"), OutputParsing("", "no_such"), OutputParsing()])
+@pytest.mark.parametrize("parsing", [OutputParsing("no_such"), OutputParsing("", "no_such"), OutputParsing()])
 def test_a_parser_that_is_not_here_reads_nothing(
-    showing: PieceTable, tokenizer: Tokenizer, reading: OutputParsing
+    showing: PieceTable, tokenizer: Tokenizer, parsing: OutputParsing
 ) -> None:
     ids = tokenizer.encode("<think>a</think>b").ids
-    texts = run(steps_of(showing), ids, opening(reading=reading))
+    texts = run(steps_of(showing), ids, opening(parsing=parsing))
     assert "".join(delta for text in texts for delta in text.deltas) == "ab"
     assert not any(text.spans for text in texts)

@@ -1,4 +1,4 @@
-"""Parsers of reasoning, alone and before parsers of calls; and outputs whose reading is worth spelling out."""
+"""Parsers of reasoning, alone and before parsers of calls; and outputs whose parsing is worth spelling out."""
 
 from __future__ import annotations
 

@@ -68,32 +68,32 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"the worker supports HTTP only, not {scope['type']}")
-        exchange = HttpRequest(scope, receive, send, ERRORS)
-        is_computed = exchange.path in COMPUTED
+        http_request = HttpRequest(scope, receive, send, ERRORS)
+        is_computed = http_request.path in COMPUTED
         self._registration.num_open += is_computed
         try:
-            await self._answer(exchange)
+            await self._answer(http_request)
         except WorkerError as error:
-            await _respond_error(exchange, error)
+            await _respond_error(http_request, error)
         except RequestError as error:
-            await exchange.respond_error(error)
+            await http_request.respond_error(error)
         except ClientDisconnected:
             pass
         except Exception:  # noqa: BLE001 - isolates failures of single requests
-            _log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
-            message = f"Internal worker error (request {exchange.request_id})."
-            await _respond_error(exchange, WorkerError(Code.INTERNAL, message))
+            _log.exception("request %s %s failed", http_request.request_id, quote(http_request.path))
+            message = f"Internal worker error (request {http_request.request_id})."
+            await _respond_error(http_request, WorkerError(Code.INTERNAL, message))
         finally:
             self._registration.num_open -= is_computed
 
-    async def _answer(self, exchange: HttpRequest) -> None:
-        answer = self._paths.get(exchange.path)
-        if answer is None or exchange.method != "POST":
+    async def _answer(self, http_request: HttpRequest) -> None:
+        answer = self._paths.get(http_request.path)
+        if answer is None or http_request.method != "POST":
             paths = ", ".join(self._paths)
             raise RequestError(
                 ErrorCode.NOT_FOUND, f"Unknown endpoint; this FastChat worker supports POST to {paths}."
             )
-        body = await exchange.read_json_body(self._bodies)
+        body = await http_request.read_json_body(self._bodies)
         task = asyncio.current_task()
         assert task is not None
         is_disconnected = False
@@ -102,9 +102,9 @@ class App:
             nonlocal is_disconnected
             is_disconnected = task.cancel()
 
-        watcher = exchange.watch_disconnect(cancel)
+        watcher = http_request.watch_disconnect(cancel)
         try:
-            await answer(exchange, body)
+            await answer(http_request, body)
         except ConnectionError as error:
             raise server_lost(error) from None
         except asyncio.CancelledError:
@@ -116,7 +116,7 @@ class App:
 
     # --- generation -------------------------------------------------------------------------------------
 
-    async def _stream(self, exchange: HttpRequest, body: bytes) -> None:
+    async def _stream(self, http_request: HttpRequest, body: bytes) -> None:
         params = read(body, Params)
         flow = await self._server.send("POST", COMPLETIONS, await self._request_of(params, is_streamed=True))
         try:
@@ -124,24 +124,24 @@ class App:
                 whole = await flow.whole
                 raise as_worker(error_in(whole.body, whole.status))
             events, response = EventData(), FastChatResponse()
-            await exchange.start_stream(KIND)
+            await http_request.start_stream(KIND)
             while piece := await flow.take():
                 objects = [each for event in events.take(piece) for each in response.take(event)]
                 # Each object contains all text so far, so only the last one is sent, and the final one with the finish reason.
                 for each in objects[-2:] if objects and objects[-1]["finish_reason"] else objects[-1:]:
-                    await exchange.write(msgspec.json.encode(each) + b"\0")
-            await exchange.write(b"", last=True)
+                    await http_request.write(msgspec.json.encode(each) + b"\0")
+            await http_request.write(b"", last=True)
         finally:
             self._server.release(flow)
 
-    async def _generate(self, exchange: HttpRequest, body: bytes) -> None:
+    async def _generate(self, http_request: HttpRequest, body: bytes) -> None:
         params = read(body, Params)
         request = await self._request_of(params, is_streamed=False)
         whole = await self._server.ask("POST", COMPLETIONS, request)
         if whole.status != 200:
             raise as_worker(error_in(whole.body, whole.status))
         *_, final = FastChatResponse().take(whole.body)
-        await exchange.respond_json(final)
+        await http_request.respond_json(final)
 
     async def _request_of(self, params: Params, is_streamed: bool) -> dict[str, object]:
         is_text = messages_of(params.prompt) is None
@@ -157,37 +157,37 @@ class App:
 
     # --- information -----------------------------------------------------------------------------------------
 
-    async def _count(self, exchange: HttpRequest, body: bytes) -> None:
+    async def _count(self, http_request: HttpRequest, body: bytes) -> None:
         counted = read(body, TokenCountRequest)
         try:
             ids = await self._ids(counted.prompt, counted.model)
         except (WorkerError, ConnectionError) as error:
             # FastChat ignores the error code here; its following generation request reports the error to the client.
             fields = error.body if isinstance(error, WorkerError) else server_lost(error).body
-            await exchange.respond_json({"count": 0, **fields})
+            await http_request.respond_json({"count": 0, **fields})
         else:
-            await exchange.respond_json({"count": len(ids), "error_code": 0})
+            await http_request.respond_json({"count": len(ids), "error_code": 0})
 
-    async def _status(self, exchange: HttpRequest, _body: bytes) -> None:
+    async def _status(self, http_request: HttpRequest, _body: bytes) -> None:
         is_ready = self._registration.model is not None
-        await exchange.respond_json(self._registration.status(), 200 if is_ready else 503)
+        await http_request.respond_json(self._registration.status(), 200 if is_ready else 503)
 
-    async def _template(self, exchange: HttpRequest, _body: bytes) -> None:
-        await exchange.respond_json({"conv": TEMPLATE})
+    async def _template(self, http_request: HttpRequest, _body: bytes) -> None:
+        await http_request.respond_json({"conv": TEMPLATE})
 
-    async def _details(self, exchange: HttpRequest, _body: bytes) -> None:
-        await exchange.respond_json({"context_length": self._registration.max_len})
+    async def _details(self, http_request: HttpRequest, _body: bytes) -> None:
+        await http_request.respond_json({"context_length": self._registration.max_len})
 
     async def _embeddings(self, _exchange: HttpRequest, _body: bytes) -> None:
         raise WorkerError(Code.INVALID_MODEL, "This model does not support embeddings.")
 
 
-async def _respond_error(exchange: HttpRequest, error: WorkerError) -> None:
+async def _respond_error(http_request: HttpRequest, error: WorkerError) -> None:
     """Send an error: as the response, or as the last object of a stream."""
     body = msgspec.json.encode(error.body)
-    if exchange.started:
-        await exchange.write(body + b"\0", last=True)
-    elif exchange.path == STREAM:
-        await exchange.respond(200, body + b"\0", KIND)
+    if http_request.started:
+        await http_request.write(body + b"\0", last=True)
+    elif http_request.path == STREAM:
+        await http_request.respond(200, body + b"\0", KIND)
     else:
-        await exchange.respond(200, body)
+        await http_request.respond(200, body)

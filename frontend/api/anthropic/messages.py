@@ -19,7 +19,7 @@ from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_cursor import claim_for
+from quintet.frontend.resume.stream_cursor import resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
@@ -32,44 +32,44 @@ _decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(CountTokensBody)
 
 
-async def messages(service: Service, exchange: HttpRequest) -> None:
+async def messages(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/messages."""
     config = service.config
-    body = await parse.read_body(service, exchange, _decoder)
-    chat, conversation, params, reading = _checked(body, config)
-    request_id = parse.request_id(chat, exchange)
+    body = await parse.read_body(service, http_request, _decoder)
+    chat, conversation, params, parsing = _checked(body, config)
+    request_id = parse.request_id(chat, http_request)
     channels = channels_of(chat, conversation, request_id, config)
     answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
-    claim = claim_for(answer, config) if body.stream else None
-    deadline_ns = parse.deadline_ns(chat, exchange)
-    seeds, position, received = resume_state(exchange.partial_response, 1, 1)
+    resume_token = resume_token_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(chat, http_request)
+    seeds, position, received = resume_state(http_request.partial_response, 1, 1)
     submissions = submit_all(
         service,
         body,
         [conversation.prompt],
         params,
-        arrival_ns=exchange.arrival_ns,
+        arrival_ns=http_request.arrival_ns,
         deadline_ns=deadline_ns,
         clamp_max_tokens=True,  # max_tokens is required by the API; the context length limits too
-        claim=claim,
-        reading=reading,
-        session=session_of(exchange),
+        resume_token=resume_token,
+        parsing=parsing,
+        session=session_of(http_request),
         received=received,
         seeds=seeds,
     )
     if body.stream:
         writer = MessagesWriter(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, with_relay(exchange, writer, submissions))
+        await stream_answer(service, http_request, submissions, with_relay(http_request, writer, submissions))
     else:
-        (output,) = await collect_outputs(exchange, submissions)
-        await exchange.respond_json(message_of(answer, output))
+        (output,) = await collect_outputs(http_request, submissions)
+        await http_request.respond_json(message_of(answer, output))
 
 
-async def render_messages(service: Service, exchange: HttpRequest) -> None:
+async def render_messages(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/messages/render: return the request in token ids."""
-    body = await parse.read_body(service, exchange, _decoder)
+    body = await parse.read_body(service, http_request, _decoder)
     chat, conversation, params, _ = _checked(body, service.config)
-    await respond_rendered(service, exchange, chat, conversation.prompt, params, "messages")
+    await respond_rendered(service, http_request, chat, conversation.prompt, params, "messages")
 
 
 def _checked(
@@ -85,11 +85,11 @@ def _checked(
         raise parse.renamed(error, CLIENT_NAMES) from None
 
 
-async def count_tokens(service: Service, exchange: HttpRequest) -> None:
+async def count_tokens(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/messages/count_tokens."""
     config = service.config
-    body = await parse.read_body(service, exchange, _count_decoder)
+    body = await parse.read_body(service, http_request, _count_decoder)
     chat, translation = chat_body(body)
     prompt = parse_conversation(chat, config, translation).prompt
     counted = await service.queries.tokenize(prompt)
-    await exchange.respond_json({"input_tokens": len(unpack_i32(counted.token_ids))})
+    await http_request.respond_json({"input_tokens": len(unpack_i32(counted.token_ids))})

@@ -21,7 +21,7 @@ from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.types import CompletionBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId, claim_for
+from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
@@ -37,45 +37,45 @@ class GenerateAnswer(Answer, tag="generate"):
     options: AnswerOptions
 
 
-async def generate(service: Service, exchange: HttpRequest) -> None:
+async def generate(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /inference/v1/generate."""
     config = service.config
-    body = await parse.read_body(service, exchange, _decoder)
+    body = await parse.read_body(service, http_request, _decoder)
     fields = sampling_fields(body)
     parse.check_combinations(fields, config)
     prompt = token_prompt(body.token_ids, fields.truncate_prompt_tokens, config.model, "token_ids")
     params = _params(fields, config)
     options = msgspec.structs.replace(
-        options_of("", fields, params, exchange, config),
-        response_id=parse.request_id(fields, exchange),
+        options_of("", fields, params, http_request, config),
+        response_id=parse.request_id(fields, http_request),
         return_token_ids=True,
     )
     interval = body.stream_interval or 1
     answer = GenerateAnswer(1, params.n, interval, options)
-    claim = claim_for(answer, config) if body.stream else None
-    deadline_ns = parse.deadline_ns(fields, exchange)
+    resume_token = resume_token_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(fields, http_request)
     _reject_unsupported(body, fields)
-    seeds, position, received = resume_state(exchange.partial_response, params.n, 1)
+    seeds, position, received = resume_state(http_request.partial_response, params.n, 1)
     submissions = submit_all(
         service,
         body,
         [prompt],
         params,
-        arrival_ns=exchange.arrival_ns,
+        arrival_ns=http_request.arrival_ns,
         deadline_ns=deadline_ns,
         clamp_max_tokens=fields.max_tokens is None,
-        claim=claim,
+        resume_token=resume_token,
         interval=interval,
-        session=session_of(exchange),
+        session=session_of(http_request),
         received=received,
         seeds=seeds,
     )
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
+        await stream_answer(service, http_request, submissions, with_relay(http_request, chunks, submissions))
     else:
-        outputs = await collect_outputs(exchange, submissions)
-        await exchange.respond_json(_response_json(outputs, submissions, options))
+        outputs = await collect_outputs(http_request, submissions)
+        await http_request.respond_json(_response_json(outputs, submissions, options))
 
 
 def sampling_fields(body: GenerateBody) -> CompletionBody:

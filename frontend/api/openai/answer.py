@@ -73,14 +73,20 @@ class AnswerOptions(msgspec.Struct, frozen=True, array_like=True):
 
 
 def options_of(
-    id_prefix: str, body: GenerationBody, params: SamplingParams, exchange: HttpRequest, config: EngineConfig
+    id_prefix: str,
+    body: GenerationBody,
+    params: SamplingParams,
+    http_request: HttpRequest,
+    config: EngineConfig,
 ) -> AnswerOptions:
     """Return the response options of a request; the response id starts with ``id_prefix``."""
     wanted, as_ids = body.stream_options, body.return_tokens_as_token_ids
     include_usage = config.frontend.force_include_usage or (wanted is not None and bool(wanted.include_usage))
     return AnswerOptions(
-        response_id=f"{id_prefix}-{parse.request_id(body, exchange)}",
-        created=int(time.time()) if exchange.partial_response is None else exchange.partial_response.created,
+        response_id=f"{id_prefix}-{parse.request_id(body, http_request)}",
+        created=int(time.time())
+        if http_request.partial_response is None
+        else http_request.partial_response.created,
         model=config.model.served_names[0],
         num_choices=params.n,
         include_usage=include_usage,
@@ -111,7 +117,7 @@ def usage_of(
             prompt += stream.started.num_prompt_tokens
             cached += stream.started.num_cached_tokens
         completion += 0 if echo_only else stream.num_output_tokens
-        is_read |= stream.submit.spec.reading is not None
+        is_read |= stream.submit.spec.parsing is not None
     usage: dict[str, object] = {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,

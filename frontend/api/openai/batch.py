@@ -30,19 +30,19 @@ _decoder = msgspec.json.Decoder(ChatBody)
 _conversations_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-async def batch(service: Service, exchange: HttpRequest) -> None:
+async def batch(service: Service, http_request: HttpRequest) -> None:
     """Handle a batch. Choices are numbered consecutively, those of the first conversation first."""
     config = service.config
-    body = await parse.read_body(service, exchange, _decoder)
+    body = await parse.read_body(service, http_request, _decoder)
     check_chat(body, config)
     if body.prompt_token_ids is not None:
         raise parse.invalid(
             "prompt_token_ids is a single prompt, but a batch has several; leave it out.", "prompt_token_ids"
         )
     conversations = _conversations(body, config)
-    params, reading = params_and_reading(body, conversations[0].tools, config)
-    options = options_of("chatcmpl", body, params, exchange, config)
-    deadline_ns = parse.deadline_ns(body, exchange)
+    params, parsing = params_and_reading(body, conversations[0].tools, config)
+    options = options_of("chatcmpl", body, params, http_request, config)
+    deadline_ns = parse.deadline_ns(body, http_request)
     reject_unsupported(body)
     parse.reject_search(body)
     submissions = submit_all(
@@ -50,14 +50,14 @@ async def batch(service: Service, exchange: HttpRequest) -> None:
         body,
         [each.prompt for each in conversations],
         params,
-        arrival_ns=exchange.arrival_ns,
+        arrival_ns=http_request.arrival_ns,
         deadline_ns=deadline_ns,
         clamp_max_tokens=parse.chat_max_tokens(body) is None,
-        reading=reading,
+        parsing=parsing,
         return_prompt_ids=options.return_token_ids,
-        session=session_of(exchange, body.user),
+        session=session_of(http_request, body.user),
     )
-    outputs = await collect_outputs(exchange, submissions)
+    outputs = await collect_outputs(http_request, submissions)
     answers = [
         ChatAnswer(
             1,
@@ -66,11 +66,11 @@ async def batch(service: Service, exchange: HttpRequest) -> None:
             options,
             each.role,
             each.last_text if options.echo else "",
-            None if reading is None else channels_of(body, each, options.response_id, config),
+            None if parsing is None else channels_of(body, each, options.response_id, config),
         )
         for each in conversations
     ]
-    await exchange.respond_json(
+    await http_request.respond_json(
         {
             "id": options.response_id,
             "object": "chat.completion",

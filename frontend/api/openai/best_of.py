@@ -62,7 +62,7 @@ class BeamRequest:
     answer: AnswerOptions
     deadline_ns: int
     session: str
-    reading: OutputParsing | None = None
+    parsing: OutputParsing | None = None
 
     @property
     def num_shown(self) -> int:
@@ -102,11 +102,11 @@ def _drops_choices(body: GenerationBody) -> bool:
 
 
 async def beam_answer(
-    service: Service, exchange: HttpRequest, request: BeamRequest
+    service: Service, http_request: HttpRequest, request: BeamRequest
 ) -> tuple[list[Output], Submissions]:
     """Search, and return the choices of each prompt, best first, with their submissions."""
-    submissions, beams = await _search_beams(service, exchange, request)
-    outputs = await collect_outputs(exchange, submissions)
+    submissions, beams = await _search_beams(service, http_request, request)
+    outputs = await collect_outputs(http_request, submissions)
     for output, beam in zip(outputs, beams, strict=True):
         output.logprobs = beam.positions
     return outputs, submissions
@@ -114,7 +114,7 @@ async def beam_answer(
 
 async def stream_beams(
     service: Service,
-    exchange: HttpRequest,
+    http_request: HttpRequest,
     request: BeamRequest,
     writer: Callable[[AnswerOptions, int], ChunkWriter],
 ) -> None:
@@ -122,10 +122,10 @@ async def stream_beams(
 
     ``writer``: makes the event writer from options and number of choices; each choice is formatted as the only one of a prompt.
     """
-    submissions, beams = await _search_beams(service, exchange, request)
+    submissions, beams = await _search_beams(service, http_request, request)
     chunks = writer(msgspec.structs.replace(request.answer, num_choices=1), len(beams))
     chunks.streams_per_prompt = submissions.streams_per_prompt
-    await stream_answer(service, exchange, submissions, BeamsWriter(chunks, beams))
+    await stream_answer(service, http_request, submissions, BeamsWriter(chunks, beams))
 
 
 class BeamsWriter:
@@ -146,7 +146,7 @@ class BeamsWriter:
 
 
 async def _search_beams(
-    service: Service, exchange: HttpRequest, request: BeamRequest
+    service: Service, http_request: HttpRequest, request: BeamRequest
 ) -> tuple[Submissions, list[Beam]]:
     """Search, and return the submissions that replay the found beams, and the beams of each prompt, best first."""
     body, params = request.body, request.params
@@ -159,7 +159,7 @@ async def _search_beams(
     async def ask(extended: Sequence[TokenPrompt], step: SamplingParams) -> list[PositionLogprobs]:
         submissions = Submissions()
         _submit(service, submissions, request, [(prompt, step, b"") for prompt in extended])
-        return [output.logprobs[0] for output in await collect_outputs(exchange, submissions)]
+        return [output.logprobs[0] for output in await collect_outputs(http_request, submissions)]
 
     found = [beams[:n] for beams in await search(prompts, options, ask)]
     submissions = Submissions(streams_per_prompt=n)
@@ -209,7 +209,7 @@ def _submit(
                     final_only=True,
                     are_checked=True,
                     deadline_ns=request.deadline_ns,
-                    reading=request.reading if replayed_ids else None,
+                    parsing=request.parsing if replayed_ids else None,
                     replayed_ids=replayed_ids,
                     session=request.session,
                 )

@@ -38,7 +38,7 @@ from quintet.frontend.api.openai.types import (
 )
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId, claim_for
+from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Delta
@@ -84,44 +84,44 @@ class Conversation:
     """JSON of all tools that the model may call; the prompt has those that the template shows."""
 
 
-async def chat_completions(service: Service, exchange: HttpRequest) -> None:
+async def chat_completions(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/chat/completions."""
     config = service.config
-    body = await parse.read_body(service, exchange, _decoder)
-    conversation, params, reading = checked_chat(body, config)
+    body = await parse.read_body(service, http_request, _decoder)
+    conversation, params, parsing = checked_chat(body, config)
     prompt = prompt_of(body, conversation, config)
-    options = options_of("chatcmpl", body, params, exchange, config)
+    options = options_of("chatcmpl", body, params, http_request, config)
     prefix, interval = conversation.last_text if options.echo else "", body.stream_interval or 1
-    channels = None if reading is None else channels_of(body, conversation, options.response_id, config)
+    channels = None if parsing is None else channels_of(body, conversation, options.response_id, config)
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
-    claim = claim_for(answer, config) if body.stream else None
-    deadline_ns = parse.deadline_ns(body, exchange)
+    resume_token = resume_token_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(body, http_request)
     kv_transfer = take_kv_transfer(body, 1, config)
     reject_unsupported(body)
-    session = session_of(exchange, body.user)
+    session = session_of(http_request, body.user)
     if body.use_beam_search:
         prompts, gives_way = [prompt], parse.chat_max_tokens(body) is None
         request = BeamRequest(
-            prompts, body, params, "messages", gives_way, options, deadline_ns, session, reading
+            prompts, body, params, "messages", gives_way, options, deadline_ns, session, parsing
         )
         if body.stream:
             shape = chat_shape(answer.role, prefix, channels)
-            await stream_beams(service, exchange, request, functools.partial(ChunkWriter, shape))
+            await stream_beams(service, http_request, request, functools.partial(ChunkWriter, shape))
             return
-        outputs, submissions = await beam_answer(service, exchange, request)
-        await exchange.respond_json(_response_json(outputs, submissions, answer))
+        outputs, submissions = await beam_answer(service, http_request, request)
+        await http_request.respond_json(_response_json(outputs, submissions, answer))
         return
-    seeds, position, received = resume_state(exchange.partial_response, params.n, 1)
+    seeds, position, received = resume_state(http_request.partial_response, params.n, 1)
     submissions = submit_all(
         service,
         body,
         [prompt],
         rankable(params, body),
-        arrival_ns=exchange.arrival_ns,
+        arrival_ns=http_request.arrival_ns,
         deadline_ns=deadline_ns,
         clamp_max_tokens=parse.chat_max_tokens(body) is None,
-        claim=claim,
-        reading=reading,
+        resume_token=resume_token,
+        parsing=parsing,
         interval=interval,
         return_prompt_ids=options.return_token_ids,
         session=session,
@@ -129,15 +129,15 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         seeds=seeds,
         kv_transfer=kv_transfer,
     )
-    if exchange.partial_response is not None and options.include_usage:
+    if http_request.partial_response is not None and options.include_usage:
         await replay_usage(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
+        await stream_answer(service, http_request, submissions, with_relay(http_request, chunks, submissions))
     else:
-        outputs = best_choices(await collect_outputs(exchange, submissions), body)
+        outputs = best_choices(await collect_outputs(http_request, submissions), body)
         whole = _response_json(outputs, submissions, answer)
-        await exchange.respond_json(with_params(whole, submissions.streams, config))
+        await http_request.respond_json(with_params(whole, submissions.streams, config))
 
 
 def checked_chat(

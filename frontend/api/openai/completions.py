@@ -33,7 +33,7 @@ from quintet.frontend.api.openai.redetokenize import replay_usage
 from quintet.frontend.api.openai.types import CompletionBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId, claim_for
+from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -52,41 +52,41 @@ class CompletionAnswer(Answer, tag="completion"):
     options: AnswerOptions
 
 
-async def completions(service: Service, exchange: HttpRequest) -> None:
+async def completions(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/completions."""
     config = service.config
-    body = await parse.read_body(service, exchange, _decoder)
+    body = await parse.read_body(service, http_request, _decoder)
     parse.check_combinations(body, config)
     parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
     prompts = await _prompts(body, config)
     params = completion_params(body, config)
-    options = options_of("cmpl", body, params, exchange, config)
+    options = options_of("cmpl", body, params, http_request, config)
     interval = body.stream_interval or 1
     answer = CompletionAnswer(len(prompts), params.n, interval, options)
-    claim = claim_for(answer, config) if body.stream else None
-    deadline_ns = parse.deadline_ns(body, exchange)
+    resume_token = resume_token_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(body, http_request)
     kv_transfer = take_kv_transfer(body, len(prompts), config)
     parse.reject_unsupported(body)
-    session = session_of(exchange, body.user)
+    session = session_of(http_request, body.user)
     if body.use_beam_search:
         gives_way = body.max_tokens is None
         request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns, session)
         if body.stream:
-            await stream_beams(service, exchange, request, partial(ChunkWriter, SHAPE))
+            await stream_beams(service, http_request, request, partial(ChunkWriter, SHAPE))
             return
-        outputs, submissions = await beam_answer(service, exchange, request)
-        await exchange.respond_json(_response_json(outputs, submissions, options))
+        outputs, submissions = await beam_answer(service, http_request, request)
+        await http_request.respond_json(_response_json(outputs, submissions, options))
         return
-    seeds, position, received = resume_state(exchange.partial_response, params.n, len(prompts))
+    seeds, position, received = resume_state(http_request.partial_response, params.n, len(prompts))
     submissions = submit_all(
         service,
         body,
         prompts,
         rankable(params, body),
-        arrival_ns=exchange.arrival_ns,
+        arrival_ns=http_request.arrival_ns,
         deadline_ns=deadline_ns,
         clamp_max_tokens=body.max_tokens is None,
-        claim=claim,
+        resume_token=resume_token,
         interval=interval,
         echo=options.echo,
         return_prompt_ids=options.return_token_ids,
@@ -95,18 +95,18 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         seeds=seeds,
         kv_transfer=kv_transfer,
     )
-    if exchange.partial_response is not None and options.include_usage:
+    if http_request.partial_response is not None and options.include_usage:
         await replay_usage(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
+        await stream_answer(service, http_request, submissions, with_relay(http_request, chunks, submissions))
     else:
-        outputs = best_choices(await collect_outputs(exchange, submissions), body)
+        outputs = best_choices(await collect_outputs(http_request, submissions), body)
         if options.echo_only:
             for output in outputs:
                 output.text, output.token_ids, output.logprobs = "", (), []
         whole = _response_json(outputs, submissions, options)
-        await exchange.respond_json(with_params(whole, submissions.streams, config))
+        await http_request.respond_json(with_params(whole, submissions.streams, config))
 
 
 async def _prompts(body: CompletionBody, config: EngineConfig) -> list[Prompt]:

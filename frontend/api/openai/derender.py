@@ -41,14 +41,14 @@ _chat_request_decoder = msgspec.json.Decoder(ChatBody)
 _completion_request_decoder = msgspec.json.Decoder(CompletionBody)
 
 
-async def derender_chat(service: Service, exchange: HttpRequest) -> None:
+async def derender_chat(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/chat/completions/derender."""
     config = service.config
-    body = await parse.read_body(service, exchange, _chat_decoder)
+    body = await parse.read_body(service, http_request, _chat_decoder)
     generated = body.generate_response
     _check([generated], body.stream, config)
-    options = _options("chatcmpl", generated, exchange, config)
-    how, params, reading, prompt_ids = (
+    options = _options("chatcmpl", generated, http_request, config)
+    how, params, parsing, prompt_ids = (
         ChatAnswer(1, 1, 1, options, "assistant", ""),
         SamplingParams(),
         None,
@@ -57,31 +57,31 @@ async def derender_chat(service: Service, exchange: HttpRequest) -> None:
     given = parse.json_of(body.chat_request)
     if given:
         chat = parse.decode(given, _chat_request_decoder)
-        conversation, params, reading = checked_chat(chat, config)
+        conversation, params, parsing = checked_chat(chat, config)
         prompt_ids = (await service.queries.tokenize(conversation.prompt)).token_ids
         how.role, how.prefix = conversation.role, conversation.last_text if chat.echo else ""
         how.channels = (
-            None if reading is None else channels_of(chat, conversation, options.response_id, config)
+            None if parsing is None else channels_of(chat, conversation, options.response_id, config)
         )
     choices: list[dict[str, object]] = []
     num_reasoning = 0
     for choice in generated.choices:
-        answer = await _read(service, choice, params, prompt_ids, reading)
+        answer = await _read(service, choice, params, prompt_ids, parsing)
         num_reasoning += answer.num_reasoning_tokens
         message = message_of(choice.index, answer.text, answer.spans, how)
         choices.append(_choice(choice, answer, {"message": message}))
     given_counts = None if body.prompt_tokens is None else [body.prompt_tokens]
     usage = _usage([generated], [len(unpack_i32(prompt_ids))] if given else given_counts)
-    if reading is not None:
+    if parsing is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     answer_body = {**_head(options, "chat.completion"), "choices": choices, "usage": usage}
-    await exchange.respond_json({**answer_body, "prompt_logprobs": _raw_json(generated.prompt_logprobs)})
+    await http_request.respond_json({**answer_body, "prompt_logprobs": _raw_json(generated.prompt_logprobs)})
 
 
-async def derender_completions(service: Service, exchange: HttpRequest) -> None:
+async def derender_completions(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/completions/derender."""
     config = service.config
-    body = await parse.read_body(service, exchange, _completion_decoder)
+    body = await parse.read_body(service, http_request, _completion_decoder)
     answers = body.generate_responses
     if not answers or len(body.prompt_tokens or answers) != len(answers):
         raise parse.invalid(
@@ -96,7 +96,7 @@ async def derender_completions(service: Service, exchange: HttpRequest) -> None:
         params = completion_params(request, config)
         if request.echo:
             raise parse.not_implemented("echo", "echo in derendered responses", "Leave it out.")
-    options = _options("cmpl", answers[0], exchange, config)
+    options = _options("cmpl", answers[0], http_request, config)
     choices: list[dict[str, object]] = []
     for generated in answers:
         for choice in generated.choices:
@@ -106,7 +106,7 @@ async def derender_completions(service: Service, exchange: HttpRequest) -> None:
                 {**fields, "index": len(choices), "prompt_logprobs": _raw_json(generated.prompt_logprobs)}
             )
     usage = _usage(answers, body.prompt_tokens)
-    await exchange.respond_json({**_head(options, "text_completion"), "choices": choices, "usage": usage})
+    await http_request.respond_json({**_head(options, "text_completion"), "choices": choices, "usage": usage})
 
 
 def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConfig) -> None:
@@ -132,10 +132,12 @@ def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConf
             )
 
 
-def _options(prefix: str, generated: Generated, exchange: HttpRequest, config: EngineConfig) -> AnswerOptions:
+def _options(
+    prefix: str, generated: Generated, http_request: HttpRequest, config: EngineConfig
+) -> AnswerOptions:
     given = generated.request_id
     fields = CompletionBody(request_id=given.removeprefix(f"{prefix}-") if given else None)
-    response_id = f"{prefix}-{parse.request_id(fields, exchange)}"
+    response_id = f"{prefix}-{parse.request_id(fields, http_request)}"
     return AnswerOptions(response_id, int(time.time()), config.model.served_names[0], 1)
 
 
@@ -144,13 +146,13 @@ async def _read(
     choice: GeneratedChoice,
     params: SamplingParams,
     prompt_ids: bytes,
-    reading: OutputParsing | None,
+    parsing: OutputParsing | None,
 ) -> Detokenized:
     """Detokenize a choice."""
     ends_with_stop = choice.finish_reason in ("stop", "tool_calls")
     is_cut = choice.finish_reason is not None and not ends_with_stop
     ids = choice.token_ids or ()
-    return await redetokenize(service, ids, ends_with_stop, params, prompt_ids, reading, is_cut=is_cut)
+    return await redetokenize(service, ids, ends_with_stop, params, prompt_ids, parsing, is_cut=is_cut)
 
 
 def _choice(choice: GeneratedChoice, answer: Detokenized, fields: dict[str, object]) -> dict[str, object]:

@@ -21,13 +21,13 @@ class _Kind(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Kind)
 
 
-async def invocations(service: Service, exchange: HttpRequest) -> None:
+async def invocations(service: Service, http_request: HttpRequest) -> None:
     """Forward to chat completions (``messages``) or completions (``prompt``)."""
-    kind = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+    kind = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
     if kind.messages is not msgspec.UNSET:
-        await chat_completions(service, exchange)
+        await chat_completions(service, http_request)
     elif kind.prompt is not msgspec.UNSET:
-        await completions(service, exchange)
+        await completions(service, http_request)
     else:
         raise parse.invalid(
             "messages and prompt are both missing; send one of them.",

@@ -131,7 +131,7 @@ def with_params(
     answer: dict[str, object], streams: Sequence[Stream], config: EngineConfig
 ) -> dict[str, object]:
     """Add the params for the decode server to an unstreamed response, if the request asks for them."""
-    kv_transfer, peers = streams[0].submit.spec.handover, config.cache.peers
+    kv_transfer, peers = streams[0].submit.spec.kv_transfer, config.cache.peers
     if peers is None or kv_transfer is None or not kv_transfer.offers:
         return answer
     return answer | {FIELD: _params_of(streams[0], peers, config.model.kv.block_size)}

@@ -48,10 +48,10 @@ class NamesModel(Protocol):
 
 
 async def read_body(
-    service: Service, exchange: HttpRequest, decoder: msgspec.json.Decoder[NamingT]
+    service: Service, http_request: HttpRequest, decoder: msgspec.json.Decoder[NamingT]
 ) -> NamingT:
     """Return the body of a request for a served model. Raises `RequestError`."""
-    body = decode(await exchange.read_json_body(service.bodies), decoder)
+    body = decode(await http_request.read_json_body(service.bodies), decoder)
     check_model(body.model, service.config.model)
     return body
 
@@ -258,7 +258,7 @@ def max_alternatives(params: SamplingParams) -> int:
     return max(params.logprobs or 0, len(params.logprob_token_ids or ()))
 
 
-def deadline_ns(body: GenerationBody, exchange: HttpRequest) -> int:
+def deadline_ns(body: GenerationBody, http_request: HttpRequest) -> int:
     """Return the deadline (monotonic ns): the earlier one of body and header; 0 for none."""
     waits_s: list[float] = []
     if body.timeout is not None:
@@ -268,7 +268,7 @@ def deadline_ns(body: GenerationBody, exchange: HttpRequest) -> int:
                 "timeout",
             )
         waits_s.append(body.timeout)
-    given = exchange.header(DEADLINE_HEADER)
+    given = http_request.header(DEADLINE_HEADER)
     if given is not None:
         if not _MILLISECONDS.fullmatch(given) or not 0 < int(given) <= 1000 * MAX_TIMEOUT_S:
             raise invalid(
@@ -276,16 +276,16 @@ def deadline_ns(body: GenerationBody, exchange: HttpRequest) -> int:
                 f"and at most {1000 * MAX_TIMEOUT_S}."
             )
         waits_s.append(int(given) * 1e-3)
-    return exchange.arrival_ns + max(1, int(min(waits_s) * 1e9)) if waits_s else 0
+    return http_request.arrival_ns + max(1, int(min(waits_s) * 1e9)) if waits_s else 0
 
 
-def request_id(body: GenerationBody, exchange: HttpRequest) -> str:
+def request_id(body: GenerationBody, http_request: HttpRequest) -> str:
     """Return the id for the response: from the body, else the header, else generated."""
     if body.request_id:
         _check_request_id("request_id", "request_id", body.request_id)
-    if exchange.given_id:
-        _check_request_id(f"The header {REQUEST_ID_HEADER}", None, exchange.given_id)
-    return body.request_id or exchange.request_id
+    if http_request.given_id:
+        _check_request_id(f"The header {REQUEST_ID_HEADER}", None, http_request.given_id)
+    return body.request_id or http_request.request_id
 
 
 def _check_request_id(name: str, param: str | None, given: str) -> None:

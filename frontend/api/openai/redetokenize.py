@@ -24,7 +24,7 @@ async def redetokenize(
     ends_with_stop: bool,
     params: SamplingParams,
     prompt_ids: bytes,
-    reading: OutputParsing | None,
+    parsing: OutputParsing | None,
     *,
     is_cut: bool = False,
 ) -> Detokenized:
@@ -50,7 +50,7 @@ async def redetokenize(
         min_tokens=params.min_tokens,
         arrival_ns=0,
         scheduled_ns=0,
-        reading=reading,
+        parsing=parsing,
     )
     return await service.queries.read_output(ids, opened, is_cut=is_cut)
 
@@ -72,8 +72,8 @@ async def replay_usage(service: Service, submissions: Submissions) -> None:
 
 async def _count(service: Service, stream: Stream, ended: list[tuple[StreamChoice, Finish]]) -> None:
     submit, is_over = stream.submit, len(ended) == len(stream.choices)
-    params, reading, arrival_ns = submit.spec.params, submit.spec.reading, submit.spec.arrival_ns
-    if reading is None and not is_over:
+    params, parsing, arrival_ns = submit.spec.params, submit.spec.parsing, submit.spec.arrival_ns
+    if parsing is None and not is_over:
         return  # the engine prefills its prompt and reports the length
     prompt = submit.prompt
     if isinstance(prompt, EmbedsPrompt):
@@ -84,9 +84,9 @@ async def _count(service: Service, stream: Stream, ended: list[tuple[StreamChoic
         num_prompt_tokens = min(len(prompt_ids) // 4, _most_tokens(service, stream))
     if is_over:
         stream.started = Started(submit.request_id, num_prompt_tokens, 0, arrival_ns, arrival_ns)
-    if reading is not None:
+    if parsing is not None:
         for choice, finish in ended:
-            read = await redetokenize(service, choice.output_ids.tolist(), True, params, prompt_ids, reading)
+            read = await redetokenize(service, choice.output_ids.tolist(), True, params, prompt_ids, parsing)
             finish.num_reasoning_tokens = read.num_reasoning_tokens
 
 

@@ -28,22 +28,22 @@ NOT_SENT = frozenset({"output_kind", "detokenize", "structured_outputs", "trunca
 """Parameters that `/inference/v1/generate` does not take, or that are sent in another form."""
 
 
-async def render_chat(service: Service, exchange: HttpRequest) -> None:
+async def render_chat(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/chat/completions/render."""
     config = service.config
-    body = await parse.read_body(service, exchange, _chat_decoder)
+    body = await parse.read_body(service, http_request, _chat_decoder)
     conversation, params, _ = checked_chat(body, config)
     prompt = prompt_of(body, conversation, config)
     reject_unsupported_in_chat(body)
     parse.reject_search(body)
     limit = params.max_tokens if parse.chat_max_tokens(body) is not None else None
     ids = await _ids_of(prompt, limit, service, "messages")
-    await exchange.respond_json(_rendered(ids, body, params, exchange, config))
+    await http_request.respond_json(_rendered(ids, body, params, http_request, config))
 
 
 async def respond_rendered(
     service: Service,
-    exchange: HttpRequest,
+    http_request: HttpRequest,
     chat: ChatBody,
     prompt: ChatPrompt,
     params: SamplingParams,
@@ -56,13 +56,13 @@ async def respond_rendered(
     ids = await _ids_of(prompt, None, service, field)
     if params.max_tokens is not None:
         params.max_tokens = min(params.max_tokens, service.config.model.max_model_len - len(ids))
-    await exchange.respond_json(_rendered(ids, chat, params, exchange, service.config))
+    await http_request.respond_json(_rendered(ids, chat, params, http_request, service.config))
 
 
-async def render_completions(service: Service, exchange: HttpRequest) -> None:
+async def render_completions(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/completions/render: one rendered request per prompt."""
     config = service.config
-    body = await parse.read_body(service, exchange, _completion_decoder)
+    body = await parse.read_body(service, http_request, _completion_decoder)
     parse.check_combinations(body, config)
     parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
     if body.prompt_embeds:
@@ -74,8 +74,8 @@ async def render_completions(service: Service, exchange: HttpRequest) -> None:
     rendered = []
     for prompt in prompts:
         ids = await _ids_of(prompt, body.max_tokens, service, "prompt")
-        rendered.append(_rendered(ids, body, params, exchange, config))
-    await exchange.respond_json(rendered)
+        rendered.append(_rendered(ids, body, params, http_request, config))
+    await http_request.respond_json(rendered)
 
 
 async def _ids_of(
@@ -103,7 +103,7 @@ def _rendered(
     ids: Sequence[int],
     body: GenerationBody,
     params: SamplingParams,
-    exchange: HttpRequest,
+    http_request: HttpRequest,
     config: EngineConfig,
 ) -> dict[str, object]:
     if params.truncate_prompt_tokens is not None:
@@ -113,7 +113,7 @@ def _rendered(
             "Truncate the ids.",
         )
     return {
-        "request_id": parse.request_id(body, exchange),
+        "request_id": parse.request_id(body, http_request),
         "token_ids": list(ids),
         "sampling_params": _params_json(params),
         "model": config.model.served_names[0],

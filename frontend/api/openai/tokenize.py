@@ -25,10 +25,10 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
-async def tokenize(service: Service, exchange: HttpRequest) -> None:
+async def tokenize(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /tokenize: return the ids of a text, or of a conversation rendered by the chat template."""
     config = service.config
-    body = await parse.read_body(service, exchange, _tokenize_decoder)
+    body = await parse.read_body(service, http_request, _tokenize_decoder)
     prompt: TextPrompt | ChatPrompt
     if body.prompt is not None:
         prompt = TextPrompt(body.prompt, body.add_special_tokens is not False)
@@ -37,7 +37,7 @@ async def tokenize(service: Service, exchange: HttpRequest) -> None:
     else:
         raise parse.invalid("prompt and messages are both missing; send one of them.", "prompt")
     answer = await service.queries.tokenize(prompt, bool(body.return_token_strs))
-    await exchange.respond_json(
+    await http_request.respond_json(
         {
             "count": len(answer.token_ids) // ID_BYTES,
             "max_model_len": config.model.max_model_len,
@@ -59,7 +59,7 @@ async def _as_json(column: bytes) -> msgspec.Raw:
     return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
-async def tokenizer_info(service: Service, exchange: HttpRequest) -> None:
+async def tokenizer_info(service: Service, http_request: HttpRequest) -> None:
     """Handle GET /tokenizer_info: return the tokenizer's configuration and chat template."""
     config = service.config
     if not config.frontend.tokenizer_info:
@@ -72,14 +72,14 @@ async def tokenizer_info(service: Service, exchange: HttpRequest) -> None:
         msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
     )
     template = config.model.chat_templates.get("default")
-    await exchange.respond_json(
+    await http_request.respond_json(
         config_json if template is None else {**config_json, "chat_template": template}
     )
 
 
-async def detokenize(service: Service, exchange: HttpRequest) -> None:
+async def detokenize(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /detokenize: return the text of token ids."""
     config = service.config
-    body = await parse.read_body(service, exchange, _detokenize_decoder)
+    body = await parse.read_body(service, http_request, _detokenize_decoder)
     check_token_ids(body.tokens, config.model.vocab_size, "tokens")
-    await exchange.respond_json({"prompt": await service.queries.detokenize(body.tokens)})
+    await http_request.respond_json({"prompt": await service.queries.detokenize(body.tokens)})

@@ -19,7 +19,7 @@ from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import CANCELLED, FAILED, ResponsesAnswer, response_json
 from quintet.frontend.api.responses.response_history import answer_of, conversation_turn
 from quintet.frontend.response_store import Events, Record, ResponseFile
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId, claim_for
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId, resume_token_for
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Submit
@@ -184,10 +184,10 @@ def _resubmitted(service: Service, record: Record, answer: ResponsesAnswer) -> S
             cache_salt=spec.cache_salt,
             mailbox=submissions.mailbox,
             are_checked=True,
-            claim=claim_for(answer, service.config),
+            resume_token=resume_token_for(answer, service.config),
             deadline_ns=spec.deadline_ns,
             clamp_max_tokens=submit.clamp_max_tokens,
-            reading=spec.reading,
+            parsing=spec.parsing,
             session=submit.session,
         )
     )

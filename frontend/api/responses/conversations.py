@@ -38,9 +38,9 @@ _items_decoder = msgspec.json.Decoder(ItemsBody)
 _raw_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-async def conversations(service: Service, exchange: HttpRequest) -> None:
+async def conversations(service: Service, http_request: HttpRequest) -> None:
     """POST /v1/conversations."""
-    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+    body = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
     check_metadata(body.metadata or {})
     items = encode_json(_named(body.items or []))
     if not service.responses.is_enabled:
@@ -53,18 +53,18 @@ async def conversations(service: Service, exchange: HttpRequest) -> None:
     }
     record = Record(str(head["id"]), "", CONVERSATION, False, False, None, items, encode_json(head))
     await service.responses.do(lambda file: file.insert(record))
-    await exchange.respond(200, record.answer)
+    await http_request.respond(200, record.answer)
 
 
-async def conversation(service: Service, exchange: HttpRequest) -> None:
+async def conversation(service: Service, http_request: HttpRequest) -> None:
     """GET, POST (new metadata) or DELETE /v1/conversations/{id}."""
-    record = await _find(service.responses, exchange.path_params["id"])
-    if exchange.method == "DELETE":
+    record = await _find(service.responses, http_request.path_params["id"])
+    if http_request.method == "DELETE":
         await service.responses.do(lambda file: file.delete(record.id))
-        await exchange.respond_json({"id": record.id, "object": "conversation.deleted", "deleted": True})
+        await http_request.respond_json({"id": record.id, "object": "conversation.deleted", "deleted": True})
         return
-    if exchange.method == "POST":
-        body = parse.decode(await exchange.read_json_body(service.bodies), _change_decoder)
+    if http_request.method == "POST":
+        body = parse.decode(await http_request.read_json_body(service.bodies), _change_decoder)
         metadata = body.metadata or {}
         check_metadata(metadata)
 
@@ -74,16 +74,16 @@ async def conversation(service: Service, exchange: HttpRequest) -> None:
         record = _existing(
             await service.responses.do(lambda file: file.rewrite(record.id, change)), record.id
         )
-    await exchange.respond(200, record.answer)
+    await http_request.respond(200, record.answer)
 
 
-async def items(service: Service, exchange: HttpRequest) -> None:
+async def items(service: Service, http_request: HttpRequest) -> None:
     """GET (one page) or POST (append) /v1/conversations/{id}/items."""
-    record = await _find(service.responses, exchange.path_params["id"])
-    if exchange.method != "POST":
-        await exchange.respond_json(page_of(exchange, msgspec.json.decode(record.items)))
+    record = await _find(service.responses, http_request.path_params["id"])
+    if http_request.method != "POST":
+        await http_request.respond_json(page_of(http_request, msgspec.json.decode(record.items)))
         return
-    body = parse.decode(await exchange.read_json_body(service.bodies), _items_decoder)
+    body = parse.decode(await http_request.read_json_body(service.bodies), _items_decoder)
     new = _named(body.items)
     raw = _raw_items_decoder.decode(encode_json(new))
     _existing(
@@ -91,14 +91,14 @@ async def items(service: Service, exchange: HttpRequest) -> None:
         record.id,
     )
     ends = {"first_id": new[0]["id"] if new else None, "last_id": new[-1]["id"] if new else None}
-    await exchange.respond_json({"object": "list", "data": new, **ends, "has_more": False})
+    await http_request.respond_json({"object": "list", "data": new, **ends, "has_more": False})
 
 
-async def item(service: Service, exchange: HttpRequest) -> None:
+async def item(service: Service, http_request: HttpRequest) -> None:
     """GET or DELETE /v1/conversations/{id}/items/{item_id}."""
     record, item_id = (
-        await _find(service.responses, exchange.path_params["id"]),
-        exchange.path_params["item_id"],
+        await _find(service.responses, http_request.path_params["id"]),
+        http_request.path_params["item_id"],
     )
     found = [each for each in _raw_items_decoder.decode(record.items) if id_of(each) == item_id]
     if not found:
@@ -107,8 +107,8 @@ async def item(service: Service, exchange: HttpRequest) -> None:
             f"The conversation {record.id} has no item {shown(item_id)}; GET its items for those it has.",
             "item_id",
         )
-    if exchange.method != "DELETE":
-        await exchange.respond(200, bytes(found[0]))
+    if http_request.method != "DELETE":
+        await http_request.respond(200, bytes(found[0]))
         return
 
     def change(record: Record) -> None:
@@ -116,7 +116,7 @@ async def item(service: Service, exchange: HttpRequest) -> None:
         record.items = encode_json([each for each in held if id_of(each) != item_id])
 
     changed = await service.responses.do(lambda file: file.rewrite(record.id, change))
-    await exchange.respond(200, _existing(changed, record.id).answer)
+    await http_request.respond(200, _existing(changed, record.id).answer)
 
 
 async def items_so_far(store: ResponseStore, conversation_id: str) -> list[InputItem]:

@@ -43,7 +43,7 @@ from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
 from quintet.frontend.resume.reattachment import PartialResponse
-from quintet.frontend.resume.stream_cursor import claim_for
+from quintet.frontend.resume.stream_cursor import resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
@@ -67,7 +67,7 @@ class CheckedRequest:
     """Input items of the request itself."""
     prompt: ChatPrompt
     params: SamplingParams
-    reading: OutputParsing | None
+    parsing: OutputParsing | None
     answer: ResponsesAnswer
     deadline_ns: int
 
@@ -77,12 +77,12 @@ class CheckedRequest:
         return self.answer.options.response_id
 
 
-async def responses(service: Service, exchange: HttpRequest) -> None:
+async def responses(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/responses."""
-    body = await parse.read_body(service, exchange, _decoder)
-    checked = await _read(service, exchange, body)
+    body = await parse.read_body(service, http_request, _decoder)
+    checked = await _read(service, http_request, body)
     if not checked.answer.is_stored:
-        await _answer(service, exchange, checked)
+        await _answer(service, http_request, checked)
         return
     service.admission.enter([checked.prompt], checked.params)  # before the first write to the store
     record = record_of(
@@ -94,20 +94,20 @@ async def responses(service: Service, exchange: HttpRequest) -> None:
         background=bool(body.background),
         streams=bool(body.background and body.stream),
     )
-    is_new = await service.responses.do(functools.partial(_store_new, record, exchange.partial_response))
+    is_new = await service.responses.do(functools.partial(_store_new, record, http_request.partial_response))
     is_answered = False
     try:
         if body.background:
-            is_answered = await _answer_later(service, exchange, checked, record)
+            is_answered = await _answer_later(service, http_request, checked, record)
         else:
-            is_answered = await _answer(service, exchange, checked)
+            is_answered = await _answer(service, http_request, checked)
     finally:
         if not is_answered:
-            await _discard(service, exchange, checked, is_new)
+            await _discard(service, http_request, checked, is_new)
     if body.background and body.stream:
-        await write_events(service, exchange, record, 0)
+        await write_events(service, http_request, record, 0)
     elif body.background:
-        await exchange.respond(200, response_of(record))
+        await http_request.respond(200, response_of(record))
 
 
 def _store_new(record: Record, partial: PartialResponse | None, file: ResponseFile) -> bool:
@@ -118,11 +118,11 @@ def _store_new(record: Record, partial: PartialResponse | None, file: ResponseFi
     return True
 
 
-async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) -> CheckedRequest:
+async def _read(service: Service, http_request: HttpRequest, body: ResponsesBody) -> CheckedRequest:
     """Check a request, and read the conversation before it."""
     config, store = service.config, service.responses
-    if exchange.partial_response is not None:
-        _check_partial(exchange.partial_response, body)
+    if http_request.partial_response is not None:
+        _check_partial(http_request.partial_response, body)
     is_stored = store.is_enabled and body.store is not False
     if body.background and not is_stored:
         reason = (
@@ -142,11 +142,11 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
             )
         items, former = await _items_of(store, body, named)
         chat, translation, forms = chat_body(body, [*former, *items])
-        read, params, reading = checked_chat(chat, config, _own_locations(translation, len(former)))
+        read, params, parsing = checked_chat(chat, config, _own_locations(translation, len(former)))
         parse.reject_unsupported(chat)
     except RequestError as error:
         raise parse.renamed(error, CLIENT_NAMES) from None
-    partial = exchange.partial_response
+    partial = http_request.partial_response
     options = AnswerOptions(
         response_id=f"resp_{secrets.token_hex(ID_BYTES)}" if partial is None else partial.name,
         created=int(time.time()) if partial is None else partial.created,
@@ -167,8 +167,8 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
     }
     channels = channels_of(chat, read, options.response_id, config)
     answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_stored, named, forms)
-    deadline_ns = parse.deadline_ns(chat, exchange)
-    return CheckedRequest(body, items, read.prompt, params, reading, answer, deadline_ns)
+    deadline_ns = parse.deadline_ns(chat, http_request)
+    return CheckedRequest(body, items, read.prompt, params, parsing, answer, deadline_ns)
 
 
 def _check_partial(partial: PartialResponse, body: ResponsesBody) -> None:
@@ -211,16 +211,16 @@ def _own_locations(translation: Translation, num_former: int) -> Translation:
     return replace(translation, message_names=[own(place) for place in translation.message_names])
 
 
-async def render_responses(service: Service, exchange: HttpRequest) -> None:
+async def render_responses(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/responses/render: return the request in token ids; stores nothing."""
     config = service.config
-    body = await parse.read_body(service, exchange, _decoder)
+    body = await parse.read_body(service, http_request, _decoder)
     try:
         items, former = await _items_of(service.responses, body, conversation_of(body))
         chat, translation, _ = chat_body(body, [*former, *items])
         read, params, _ = checked_chat(chat, config, _own_locations(translation, len(former)))
         parse.reject_unsupported(chat)
-        await respond_rendered(service, exchange, chat, read.prompt, params, "messages")
+        await respond_rendered(service, http_request, chat, read.prompt, params, "messages")
     except RequestError as error:
         raise parse.renamed(error, CLIENT_NAMES) from None
 
@@ -228,8 +228,8 @@ async def render_responses(service: Service, exchange: HttpRequest) -> None:
 def _submit(
     service: Service,
     checked: CheckedRequest,
-    exchange: HttpRequest,
-    claim: ResumeToken | None,
+    http_request: HttpRequest,
+    resume_token: ResumeToken | None,
     replayed_ids: bytes = b"",
     seeds: Sequence[int] = (),
 ) -> Submissions:
@@ -239,47 +239,49 @@ def _submit(
         body,
         [checked.prompt],
         checked.params,
-        arrival_ns=exchange.arrival_ns,
+        arrival_ns=http_request.arrival_ns,
         deadline_ns=checked.deadline_ns,
         clamp_max_tokens=True,  # max_output_tokens is an upper bound
-        claim=claim,
-        reading=checked.reading,
-        session=session_of(exchange, body.prompt_cache_key, body.user),
+        resume_token=resume_token,
+        parsing=checked.parsing,
+        session=session_of(http_request, body.prompt_cache_key, body.user),
         replayed_ids=replayed_ids,
         seeds=seeds,
     )
 
 
-async def _answer(service: Service, exchange: HttpRequest, checked: CheckedRequest) -> bool:
+async def _answer(service: Service, http_request: HttpRequest, checked: CheckedRequest) -> bool:
     """Answer a waiting client; return True after the end."""
     answer = checked.answer
-    claim = claim_for(answer, service.config) if checked.body.stream else None
-    seeds, position, received = resume_state(exchange.partial_response, 1, 1)
+    resume_token = resume_token_for(answer, service.config) if checked.body.stream else None
+    seeds, position, received = resume_state(http_request.partial_response, 1, 1)
     output = received[0][0] if received else None
-    submissions = _submit(service, checked, exchange, claim, pack_i32(output[0]) if output else b"", seeds)
+    submissions = _submit(
+        service, checked, http_request, resume_token, pack_i32(output[0]) if output else b"", seeds
+    )
     if checked.body.stream:
         writer = ResponsesWriter(answer, submissions.stream_id, position)
         await stream_answer(
-            service, exchange, submissions, with_relay(exchange, writer, submissions), store_end
+            service, http_request, submissions, with_relay(http_request, writer, submissions), store_end
         )
         return True
-    (whole,) = await collect_outputs(exchange, submissions)
+    (whole,) = await collect_outputs(http_request, submissions)
     status, response = response_of_output(answer, whole)
     if answer.is_stored:
         turn = conversation_turn(answer, status, response)
         await service.responses.do(
             lambda file: file.finish(checked.response_id, status, response, is_open=True, turn=turn)
         )
-    await exchange.respond(200, response)
+    await http_request.respond(200, response)
     return True
 
 
 async def _answer_later(
-    service: Service, exchange: HttpRequest, checked: CheckedRequest, record: Record
+    service: Service, http_request: HttpRequest, checked: CheckedRequest, record: Record
 ) -> bool:
     """Start a background response; return True."""
-    claim = claim_for(checked.answer, service.config)
-    submissions = wake_on_start(_submit(service, checked, exchange, claim))
+    resume_token = resume_token_for(checked.answer, service.config)
+    submissions = wake_on_start(_submit(service, checked, http_request, resume_token))
     try:
         await note_request(service, record, submissions)
     except BaseException:
@@ -289,10 +291,12 @@ async def _answer_later(
     return True
 
 
-async def _discard(service: Service, exchange: HttpRequest, checked: CheckedRequest, is_new: bool) -> None:
+async def _discard(
+    service: Service, http_request: HttpRequest, checked: CheckedRequest, is_new: bool
+) -> None:
     """Delete a response that no client received; cancel it after a disconnect, unless the client resumes."""
     response_id = checked.response_id
-    if not exchange.started and is_new:
+    if not http_request.started and is_new:
         await service.responses.do(lambda file: file.delete(response_id))
         return
     response = response_json(checked.answer.head, CANCELLED, [])

@@ -35,23 +35,23 @@ POLL_S, MAX_POLL_S = 0.025, 0.4
 MAX_ITEMS, DEFAULT_ITEMS = 100, 20
 
 
-async def response(service: Service, exchange: HttpRequest) -> None:
+async def response(service: Service, http_request: HttpRequest) -> None:
     """GET or DELETE /v1/responses/{id}. With ``stream``: its events after number ``starting_after``."""
-    record = await find(service, exchange.path_params["id"])
-    if exchange.method == "DELETE":
+    record = await find(service, http_request.path_params["id"])
+    if http_request.method == "DELETE":
         await service.responses.do(lambda file: file.delete(record.id))
         await stop(service, record)
-        await exchange.respond_json({"id": record.id, "object": "response", "deleted": True})
-    elif exchange.has_flag("stream"):
-        after = _number(exchange, "starting_after", MAX_COUNT)
-        await write_events(service, exchange, record, 0 if after is None else after + 1)
+        await http_request.respond_json({"id": record.id, "object": "response", "deleted": True})
+    elif http_request.has_flag("stream"):
+        after = _number(http_request, "starting_after", MAX_COUNT)
+        await write_events(service, http_request, record, 0 if after is None else after + 1)
     else:
-        await exchange.respond(200, response_of(record))
+        await http_request.respond(200, response_of(record))
 
 
-async def cancel_response(service: Service, exchange: HttpRequest) -> None:
+async def cancel_response(service: Service, http_request: HttpRequest) -> None:
     """POST /v1/responses/{id}/cancel."""
-    record = await find(service, exchange.path_params["id"])
+    record = await find(service, http_request.path_params["id"])
     if not record.background:
         raise parse.invalid(
             "Only a response created with background: true can be cancelled; close the connection of others.",
@@ -60,19 +60,21 @@ async def cancel_response(service: Service, exchange: HttpRequest) -> None:
     if record.is_open:
         await cancel(service, record)
         record = await find(service, record.id)
-    await exchange.respond(200, response_of(record))
+    await http_request.respond(200, response_of(record))
 
 
-async def input_items(service: Service, exchange: HttpRequest) -> None:
+async def input_items(service: Service, http_request: HttpRequest) -> None:
     """GET /v1/responses/{id}/input_items: input items, including those of previous responses."""
-    record = await find(service, exchange.path_params["id"])
+    record = await find(service, http_request.path_params["id"])
     former = await items_before(service.responses, record)
-    await exchange.respond_json(page_of(exchange, stored_items([*former, *input_of(record)], record.id)))
+    await http_request.respond_json(
+        page_of(http_request, stored_items([*former, *input_of(record)], record.id))
+    )
 
 
-def page_of(exchange: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any]:
+def page_of(http_request: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one page of a list, by the query's ``limit``, ``order`` and ``after``."""
-    query = parse_qs(exchange.query)
+    query = parse_qs(http_request.query)
     order, after = query.get("order", ["desc"])[0], query.get("after", [""])[0]
     if order not in ("asc", "desc"):
         raise parse.invalid(f"order is {shown(order)}; it must be 'asc' or 'desc'.", "order")
@@ -83,7 +85,7 @@ def page_of(exchange: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any
         if after not in ids:
             raise parse.invalid(f"after is {shown(after)}; it must be the id of one of the items.", "after")
         items = items[ids.index(after) + 1 :]
-    page = items[: _number(exchange, "limit", MAX_ITEMS, least=1) or DEFAULT_ITEMS]
+    page = items[: _number(http_request, "limit", MAX_ITEMS, least=1) or DEFAULT_ITEMS]
     return {
         "object": "list",
         "data": page,
@@ -93,8 +95,8 @@ def page_of(exchange: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def _number(exchange: HttpRequest, name: str, most: int, least: int = 0) -> int | None:
-    given = parse_qs(exchange.query).get(name, [""])[-1]
+def _number(http_request: HttpRequest, name: str, most: int, least: int = 0) -> int | None:
+    given = parse_qs(http_request.query).get(name, [""])[-1]
     if not given:
         return None
     if not given.isdecimal() or len(given) > 10 or not least <= int(given) <= most:
@@ -102,18 +104,18 @@ def _number(exchange: HttpRequest, name: str, most: int, least: int = 0) -> int 
     return int(given)
 
 
-async def write_events(service: Service, exchange: HttpRequest, record: Record, first: int) -> None:
+async def write_events(service: Service, http_request: HttpRequest, record: Record, first: int) -> None:
     """Write a response's events from number ``first``: stored ones, then new ones as they arrive.
 
     If the events were not stored, they are rebuilt from the final response.
     """
     gone = asyncio.Event()
-    watcher = exchange.watch_disconnect(gone.set)
-    reader = Reader(exchange.abort, lambda: 0)
+    watcher = http_request.watch_disconnect(gone.set)
+    reader = Reader(http_request.abort, lambda: 0)
     service.write_timeout.watch(reader)
     keep_alive_s = service.config.frontend.keep_alive_s or math.inf
     try:
-        await exchange.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
+        await http_request.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
         last_write_s, pause_s = time.perf_counter(), POLL_S
         while not gone.is_set():
             status, events = await _read_events(service, record.id, first)
@@ -125,7 +127,7 @@ async def write_events(service: Service, exchange: HttpRequest, record: Record, 
                 chunk = sse.KEEP_ALIVE
             if chunk or has_ended:
                 last_write_s = reader.waiting_since_s = time.perf_counter()
-                await exchange.write(chunk, has_ended)
+                await http_request.write(chunk, has_ended)
                 reader.waiting_since_s = None
             if has_ended:
                 return
@@ -138,7 +140,7 @@ async def write_events(service: Service, exchange: HttpRequest, record: Record, 
         raise ClientDisconnected
     except RequestError as error:  # the status line was already sent
         _log.warning("response %s: reading its events failed: %s", record.id, error)
-        exchange.abort()
+        http_request.abort()
         raise ClientDisconnected from error
     finally:
         service.write_timeout.forget(reader)

@@ -30,15 +30,15 @@ def state_of(world: World) -> SchedulerState:
 
 def compute(world: World, request_id: int = 1, prompt: list[int] | None = None) -> None:
     """Act as the server that runs prefill; then start an empty core."""
-    world.admit(request_id, prompt or PROMPT, max_tokens=1, ignore_eos=True, handover=OFFERS)
+    world.admit(request_id, prompt or PROMPT, max_tokens=1, ignore_eos=True, kv_transfer=OFFERS)
     world.run()
     assert world.plan() is None, "only tier requests are left"
     world.new_core()
 
 
 def admit(world: World, request_id: int, num_blocks: int = 5, prompt: list[int] | None = None) -> None:
-    handover = KvTransfer(peer=PEER, num_blocks=num_blocks)
-    world.admit(request_id, prompt or PROMPT, max_tokens=5, ignore_eos=True, handover=handover)
+    kv_transfer = KvTransfer(peer=PEER, num_blocks=num_blocks)
+    world.admit(request_id, prompt or PROMPT, max_tokens=5, ignore_eos=True, kv_transfer=kv_transfer)
 
 
 def decode(world: World, request_id: int = 2, num_blocks: int = 5, prompt: list[int] | None = None) -> int:

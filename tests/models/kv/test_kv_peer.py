@@ -44,10 +44,10 @@ def answers(config: EngineConfig) -> tuple[list[int], list[int], int]:
             closed.callback(worker.kv_peers.close)
             houses.append((CoreAndWorker(one, worker), one.cache.peers.listen))
         (gives, address), (takes, _) = houses
-        gives.admit(1, PROMPT, GREEDY, handover=KvTransfer(offers=True))
+        gives.admit(1, PROMPT, GREEDY, kv_transfer=KvTransfer(offers=True))
         gives.run()
         gives.run_disk_operations()
-        takes.admit(1, PROMPT, GREEDY, handover=KvTransfer(peer=address, num_blocks=1 << 20))
+        takes.admit(1, PROMPT, GREEDY, kv_transfer=KvTransfer(peer=address, num_blocks=1 << 20))
         takes.run()
         return gives.outputs[1], takes.outputs[1], takes.cached[1]
 

@@ -158,12 +158,12 @@ def test_ranks_fetch_offered_blocks(layout: Layout, tmp_path: Path) -> None:
             closed.callback(loaded.worker.kv_peers.close)
             houses.append(CoreAndWorker(changed(loaded.config), loaded.worker))
         gives, takes = houses
-        gives.admit(1, PROMPT, GREEDY, handover=KvTransfer(offers=True))
+        gives.admit(1, PROMPT, GREEDY, kv_transfer=KvTransfer(offers=True))
         gives.run()
         gives.run_disk_operations()
         assert configs[0].cache.peers is not None
         peer = configs[0].cache.peers.listen
-        takes.admit(1, PROMPT, GREEDY, handover=KvTransfer(peer=peer, num_blocks=1 << 20))
+        takes.admit(1, PROMPT, GREEDY, kv_transfer=KvTransfer(peer=peer, num_blocks=1 << 20))
         takes.run()
     assert takes.outputs == gives.outputs and takes.cached[1] == in_blocks(configs[0])
 
