@@ -17,7 +17,7 @@ from pathlib import Path
 TICK_S = 0.2
 LAST_WORDS_S = 3.0
 """Time for a hanging process to write its stacks (Python's faulthandler, on SIGABRT) before it is killed."""
-GONE_S = 30.0
+GONE_S = 10.0
 """Time for killed processes to vanish: the kernel gives back a GPU's memory first."""
 
 

@@ -1,4 +1,4 @@
-"""Finds out more of the first failure of a stage: the failing test alone, then under memcheck, then a kernel's core dump.
+"""Diagnose the first failure of a stage: a kernel's core dump, then the failing test alone, then under memcheck.
 
     python -m bench.gpu.diagnosis LOGS
 
@@ -18,7 +18,7 @@ from bench.gpu.machine import ROOT, environment
 from bench.gpu.rows import PYTEST
 from bench.gpu.summary import entries_of
 
-BLOCKING_S, MEMCHECK_S, DEBUGGER_S = 25, 60, 10
+BLOCKING_S, MEMCHECK_S, DEBUGGER_S = 20, 40, 10
 _FAILED = re.compile(r"^(tests/\S+?::.+?): (?:setup|call|teardown) failed")
 
 
@@ -70,17 +70,6 @@ def attempt(title: str, command: list[str], limit_s: float, **variables: str) ->
 def main() -> int:
     """Run the parts that apply."""
     logs = Path(sys.argv[1])
-    test = first_failing_test(logs)
-    if test is not None:
-        command = [sys.executable, *pytest_arguments(test)]
-        attempt("alone, launches blocking", command, BLOCKING_S, CUDA_LAUNCH_BLOCKING="1")
-        attempt(
-            "memcheck",
-            ["compute-sanitizer", "--tool", "memcheck", "--print-limit", "5", *command],
-            MEMCHECK_S,
-        )
-    else:
-        print("no failing test is reported", flush=True)
     for core in sorted(logs.glob("*.cudacore"))[:1]:
         script = [
             "-ex",
@@ -93,6 +82,13 @@ def main() -> int:
             "info registers pc",
         ]
         attempt("core dump", ["cuda-gdb", "--batch", *script], DEBUGGER_S)
+    test = first_failing_test(logs)
+    if test is None:
+        print("no failing test is reported: the smoke test instead", flush=True)
+    command = [sys.executable, *(("-m", "bench.gpu.smoke") if test is None else pytest_arguments(test))]
+    attempt("alone, launches blocking", command, BLOCKING_S, CUDA_LAUNCH_BLOCKING="1")
+    sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--print-limit", "5"]
+    attempt("memcheck", [*sanitizer, *command], MEMCHECK_S)
     return 0
 
 

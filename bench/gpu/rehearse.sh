@@ -21,7 +21,7 @@ mkdir -p "$copy/build"
 cp -r build/gpu "$copy/build/gpu"
 cd "$copy"
 offline=()
-unshare --net true 2> /dev/null && offline=(unshare --net)
+if unshare --net true 2> /dev/null; then offline=(unshare --net); else echo "unshare is not permitted: the rehearsal keeps the network"; fi
 export OUT=${OUT:-$OLDPWD/build/gpu-out} PATH=$environment/bin:$PATH
-"${offline[@]}" bash -c "ip link set lo up 2> /dev/null; exec timeout $((seconds + 10)) \
+"${offline[@]}" bash -c "ip link set lo up 2> /dev/null; exec timeout -k 20 $((seconds + 10)) \
   bash bench/gpu/remote.sh $stage $seconds $(cat build/gpu/commit) cpu"

@@ -16,8 +16,8 @@ PYTEST = (
 
 DEVICE = ("torch", "numpy", "cupy")
 ENGINE = (*DEVICE, "msgspec", "tqdm", "safetensors")
-TESTS = (*ENGINE, "pytest", "transformers", "llguidance")
-"""Tests make small models with transformers; the engine of tests compiles grammars with llguidance."""
+TESTS = (*ENGINE, "pytest", "transformers", "llguidance", "gguf")
+"""Tests make small models with transformers and gguf; the engine of tests compiles grammars with llguidance."""
 PROCESSES = (
     *ENGINE,
     "zmq",

@@ -30,11 +30,12 @@ from quintet.executor.backends.cuda.kernels.modules import modules
 
 
 class LoggedDevice:
-    """A device that prints each launch before it happens, waits for it, and prints what the kernel takes."""
+    """A device that prints each launch in advance, synchronizes, and prints the kernel's resources."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._seen: set[Kernel] = set()
+        self._is_capturing = False
 
     def launch(
         self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
@@ -43,7 +44,8 @@ class LoggedDevice:
         words = f"{kernel.module}.{kernel.name} grid {grid} block {block} shared {shared_bytes}"
         print(f"  launch {words}", flush=True)
         self._device.launch(kernel, grid, block, args, shared_bytes)
-        self._device.synchronize()
+        if not self._is_capturing:  # a capture forbids it
+            self._device.synchronize()
         usage = getattr(self._device, "usage", None)
         if usage is not None and kernel not in self._seen:
             taken = usage(kernel, block[0] * block[1] * block[2], shared_bytes)
@@ -53,6 +55,14 @@ class LoggedDevice:
                 flush=True,
             )
         self._seen.add(kernel)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Device`."""
+        self._is_capturing = True
+        try:
+            return self._device.capture(run)
+        finally:
+            self._is_capturing = False
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._device, name)

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,13 @@ ROW_END_S = 6.0
 """Before a job's limit the checklist ends its row, and records what it found."""
 MOST_OF_PLANNED = 1.6
 """A group on a GPU may take so many times what is planned, where others have left it."""
+FIRST_SHARE = 0.6
+"""Share of a job's limit after which its fallback runs instead."""
 MAX_CORE_BYTES = 8 << 20
-"""A larger core dump is not packed: an archive above 16 MiB would not come back."""
+"""A larger core dump is not packed."""
+CORE_SUFFIX = ".cudacore"
+MAX_FILE_BYTES = 16 << 20
+"""Maximum size of a file that comes back."""
 SMALL_LOG_BYTES = 2 << 20
 """Of a longer log, beginning and end are packed."""
 
@@ -132,6 +138,8 @@ class Session:
     out: Path
     deadline: float
     results: list[JobResult] = field(default_factory=list)
+    is_ending: threading.Event = field(default_factory=threading.Event)
+    """Set by SIGTERM: running jobs are killed, no job begins."""
 
     @property
     def logs(self) -> Path:
@@ -184,19 +192,29 @@ def run_job(job: Job, session: Session, limit_s: float, num_parallel: int) -> Jo
         session.logs, num_parallel, job.name == "smoke" or job.name.startswith("rows-")
     )
 
-    def attempt(command: tuple[str, ...], target: Path) -> int | None:
+    def raise_if_ending() -> None:
+        if session.is_ending.is_set():
+            raise RuntimeError("the stage was ended")
+
+    def attempt(command: tuple[str, ...], target: Path, share: float = 1.0) -> int | None:
         words = [part.format(**names) for part in command]
         if words[-1] != str(session.logs):
             words += ["--device", session.device]
-        remaining = limit_s - (time.monotonic() - begun)
+        remaining = share * (limit_s - (time.monotonic() - begun))
         try:
-            return run([sys.executable, *words], ROOT, variables, target, remaining).status
+            return run([sys.executable, *words], ROOT, variables, target, remaining, raise_if_ending).status
         except RuntimeError as error:
             print(f"  {job.name}: {error}", flush=True)
             return None
 
-    status = attempt(job.command, log)
-    used_fallback = bool(status != 0 and job.fallback and limit_s - (time.monotonic() - begun) > LEAST_S)
+    status = attempt(job.command, log, FIRST_SHARE if job.fallback else 1.0)
+    has_time = limit_s - (time.monotonic() - begun) > LEAST_S and not session.is_ending.is_set()
+    used_fallback = bool(status != 0 and job.fallback and has_time)
+        status != 0
+        and job.fallback
+        and not session.is_ending.is_set()
+        and limit_s - (time.monotonic() - begun) > LEAST_S
+    )
     if used_fallback:
         status = attempt(job.fallback, session.logs / f"{job.name}-fallback.log")
     return JobResult(job.name, status, time.monotonic() - begun, used_fallback)
@@ -214,7 +232,11 @@ def run_group(group: Group, session: Session, kept_s: float) -> None:
         return
     print(f"{names}: at most {limit_s:.0f} s", flush=True)
     with ThreadPoolExecutor(len(group.jobs)) as threads:
-        done = list(threads.map(lambda job: run_job(job, session, limit_s, len(group.jobs)), group.jobs))
+        try:
+            done = list(threads.map(lambda job: run_job(job, session, limit_s, len(group.jobs)), group.jobs))
+        except BaseException:
+            session.is_ending.set()
+            raise
     session.results += done
     for result in done:
         print(f"  {result.text()}", flush=True)
@@ -236,24 +258,27 @@ def pack(session: Session) -> None:
     session.out.mkdir(parents=True, exist_ok=True)
     target = session.out / "logs.tar.gz"
     part = target.with_suffix(".part")
-    with tarfile.open(part, "w:gz") as archive:
-        for path in sorted(session.logs.rglob("*")):
-            if path.is_file():
+    files = [path for path in sorted(session.logs.rglob("*")) if path.is_file()]
+    cores = [path for path in files if path.suffix == CORE_SUFFIX and path.stat().st_size <= MAX_CORE_BYTES]
+    for kept in (cores[:1], []):
+        with tarfile.open(part, "w:gz") as archive:
+            for path in (*(path for path in files if path.suffix != CORE_SUFFIX), *kept):
                 pack_file(archive, path, str(path.relative_to(session.logs)))
+        if part.stat().st_size <= MAX_FILE_BYTES:
+            break
     part.replace(target)
+    for path in session.out.iterdir():
+        if path.stat().st_size > MAX_FILE_BYTES:
+            print(f"{path.name} is too large and was deleted: {path.stat().st_size} bytes", flush=True)
+            path.unlink()
     write_results(session.logs, session.results, session.out / "results.json")
     (session.out / "summary.txt").write_text(summarise(session.logs, session.results))
 
 
 def pack_file(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    """Add a file; of a long log beginning and end, of core dumps those that are small."""
-    size = path.stat().st_size
-    if path.suffix == ".cudacore":
-        if size <= MAX_CORE_BYTES:
-            archive.add(path, name)
-        return
+    """Add a file; of a long log only its beginning and end."""
     content = path.read_bytes()
-    if size > SMALL_LOG_BYTES:
+    if len(content) > SMALL_LOG_BYTES and path.suffix != CORE_SUFFIX:
         half = SMALL_LOG_BYTES // 2
         content = content[:half] + b"\n... cut ...\n" + content[-half:]
     entry = tarfile.TarInfo(name)

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from bench.gpu import check
@@ -29,8 +32,12 @@ from bench.gpu.machine import ROOT, environment
 from bench.gpu.plans import Batch, NoRoom, Plans
 from bench.gpu.rows import ROWS, Row, rows_of
 from bench.gpu.shapes import LLAMA_3_8B
+from bench.gpu.smoke import LoggedDevice
+from bench.gpu.steps import check_is_device_worker
 from bench.gpu.workload import SPREADS, Work, requests
 
+from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.interface import StepWorker
 from quintet.wire.codec import unpack_i32
 from quintet.wire.step import StepPlan, StepResult
 
@@ -355,3 +362,37 @@ def test_programs_run_on_toy_shapes(
 def test_engine_alone_finishes_its_requests() -> None:
     rates = measure_alone_elsewhere(Work.CONVERSATION, "cpu", 12)
     assert rates.tokens > rates.requests > 0
+
+
+IMAGE = {
+    *("torch", "cupy", "transformers", "tokenizers", "triton", "pytest", "numpy", "uvloop", "yaml", "psutil"),
+    *("prometheus_client", "safetensors", "tqdm", "jinja2"),
+}
+"""Python packages of the GPU machine's image, by import name."""
+
+
+def test_each_needed_package_is_installed_there_or_carried() -> None:
+    prepare = (ROOT / "bench/gpu/prepare.sh").read_text()
+    [names] = re.findall(r"grep -iE '\^\(([\w|]+)\)==' constraints.txt", prepare)
+    carried = {{"pyzmq": "zmq"}.get(name, name) for name in names.split("|")}
+    needed = {name for row in ROWS for name in row.needs}
+    assert needed <= IMAGE | carried, needed - IMAGE - carried
+
+
+def test_only_a_worker_of_own_kernels_is_measured() -> None:
+    with pytest.raises(SystemExit, match="nothing to measure"):
+        check_is_device_worker(cast(StepWorker, SimpleNamespace(facts={"worker": "torch"})))
+
+
+def test_the_smoke_test_does_not_synchronize_in_a_capture() -> None:
+    log: list[str] = []
+    device = SimpleNamespace(
+        launch=lambda *_: log.append("launch"),
+        synchronize=lambda: log.append("synchronize"),
+        capture=lambda run: run(),
+    )
+    logged = LoggedDevice(cast(Device, device))
+    kernel = Kernel("norm", "rms", "")
+    logged.capture(lambda: logged.launch(kernel, (1, 1, 1), (1, 1, 1), ()))
+    logged.launch(kernel, (1, 1, 1), (1, 1, 1), ())
+    assert log == ["launch", "launch", "synchronize"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import tarfile
 import time
 from pathlib import Path
@@ -90,6 +91,36 @@ def test_a_job_that_fails_runs_its_fallback(session: Session) -> None:
     [result] = session.results
     assert result.status == 0 and result.used_fallback
     assert (session.logs / "boot-fallback.log").read_text() == "fine\n"
+
+
+def test_hanging_job_with_a_fallback_leaves_time_for_it(session: Session) -> None:
+    run_stage((Group((job("boot", HANG, PASS),), 1, 1),), session)
+    [result] = session.results
+    assert result.status == 0 and result.used_fallback
+
+
+def test_a_stage_that_is_ended_kills_its_jobs(session: Session) -> None:
+    program = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(1000)"
+    previous = signal.signal(signal.SIGTERM, stages.exit_on_signal)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(SystemExit):
+            run_stage((Group((job("a", program), job("b", PASS)), 1, 1),), session)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert time.monotonic() - begun < session.left_s(), "ended before the limit of its job"
+
+
+def test_one_core_dump_is_packed(session: Session) -> None:
+    for name in ("core.1.cudacore", "core.2.cudacore"):
+        (session.logs / name).write_bytes(b"x")
+    (session.out / "trace.json.gz").parent.mkdir(parents=True, exist_ok=True)
+    with (session.out / "trace.json.gz").open("wb") as file:
+        file.truncate(stages.MAX_FILE_BYTES + 1)
+    stages.pack(session)
+    with tarfile.open(session.out / "logs.tar.gz") as archive:
+        assert archive.getnames() == ["core.1.cudacore"]
+    assert not (session.out / "trace.json.gz").exists()
 
 
 def test_group_without_time_is_not_started(session: Session) -> None:

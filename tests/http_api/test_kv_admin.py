@@ -129,7 +129,7 @@ def test_files_are_of_a_server_with_a_disk_and_stay_in_their_folder(operator: Op
     cache = msgspec.structs.replace(config.cache, disk=disk)
     operator.server.service.config = msgspec.structs.replace(config, cache=cache)
     exported = operator.ask("POST", "/kv/export", {"id": NAME, "file": "a.kv"})
-    assert (exported.status, exported.json["file"]) == (200, "/kv/http_request/a.kv")
+    assert (exported.status, exported.json["file"]) == (200, "/kv/exchange/a.kv")
     assert operator.ask("POST", "/kv/import", {"file": "a.kv"}).json["data"][0]["engine"] == 0
     assert [(query.verb, query.file) for query in operator.asked] == [("export", "a.kv"), ("import", "a.kv")]
     for name in ("", "../a.kv", "/etc/passwd", ".hidden", "a" * 101):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,13 +36,25 @@ def layer_of(run: Fp8Run, result_dtype: torch.dtype | None = None) -> Linear:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_library_computes_many_rows_only(device: Device, biased: bool) -> None:
+def test_library_computes_many_rows_only(
+    device: Device, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    library = torch._scaled_mm
+
+    def counted(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        calls.append(len(x))
+        return library(x, *arguments, **named)
+
+    monkeypatch.setattr(torch, "_scaled_mm", counted)
     run = run_of(device, biased=biased)
     linears = DeviceLinears(device, batch_invariant=False)
     linears.measure([layer_of(run)], lambda launch: 1.0)
     for num_rows, is_ours in ((MIN_ROWS - 1, True), (MIN_ROWS, False)):
         x = torch.randn(num_rows, 64).to(BF16).to(device.torch_device)
+        calls.clear()
         found = linears.apply(layer_of(run), x)
+        assert calls == ([] if is_ours else [num_rows])
         ours = fp8_matmul(device, x, run.weight, run.scales, run.bias)
         torch.testing.assert_close(found, ours, rtol=2.0**-6, atol=2.0**-5)  # bf16, rounded twice with a bias
         if is_ours:
