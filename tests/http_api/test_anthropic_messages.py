@@ -273,7 +273,7 @@ def test_middleware_errors_have_anthropics_types(serve: Callable[..., Any]) -> N
         client.messages.create(**body())
 
 
-def test_an_error_halfway_is_an_event(serve: Callable[..., Any]) -> None:
+def test_an_error_after_output_is_an_event(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.fail_after = 2
     *_, (_, name, data) = events_of(server.ask("POST", M, body(stream=True)).body)

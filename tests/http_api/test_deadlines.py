@@ -80,7 +80,7 @@ def test_a_core_rejection_is_a_429_with_retry_after(serve: Callable[..., Any]) -
 
     def refuse() -> None:
         submit = server.engine.wait_for(Submit)[0]
-        words = "The first token would come too late."
+        words = "The first token would miss the deadline."
         failed = Failed(submit.request_id, ErrorCode.OVERLOADED, words, None, 17)
         server.call(server.engine.deliver, failed)
 

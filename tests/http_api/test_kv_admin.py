@@ -61,7 +61,7 @@ def test_only_operators_have_access(operator: Operator) -> None:
     assert len(operator.queries) == 1
 
 
-def test_kv_admin_needs_a_configured_key(serve: Callable[..., Any]) -> None:
+def test_without_keys_the_api_is_open_and_kv_is_closed(serve: Callable[..., Any]) -> None:
     server = serve()
     assert server.ask("GET", "/v1/models").status == 200
     assert server.ask("GET", "/kv").status == 401

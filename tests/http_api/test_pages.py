@@ -126,7 +126,7 @@ def test_the_docs_page_loads_no_external_files(shared: Any) -> None:
     assert shared.ask("GET", "/docs/index.html").status == 404
 
 
-def test_health_version_and_ping_pages(shared: Any) -> None:
+def test_status_pages(shared: Any) -> None:
     assert shared.ask("GET", "/livez").body == b"ok"
     assert shared.ask("GET", "/ping").status == 200
     assert shared.ask("POST", "/ping").status == 200

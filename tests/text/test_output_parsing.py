@@ -36,7 +36,7 @@ EXPECTED = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Tokenizer with marks as special tokens, one of them split in text."""
+    """Tokenizer with the marks as special tokens."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<think>", "</think>", "<|eot|>"])
     return tokenizer
@@ -118,7 +118,7 @@ def test_another_process_resumes_in_the_same_channels_after_any_token(
         assert finish_of(after) == finish_of(before)
 
 
-def test_only_marks_of_special_tokens_are_parsed(showing: PieceTable, tokenizer: Tokenizer) -> None:
+def test_special_tokens_that_are_not_marks_are_skipped(showing: PieceTable, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<think>a<|eot|>b</think><|eot|>c").ids
     assert channel_texts(run(steps_of(showing), ids, opening(reading=OutputParsing("qwen3")))) == [
         (REASONING, 0, "ab"),

@@ -63,7 +63,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 1}, {"a": 1, "b": 2}],
         [{}, {"b": 1}, {"a": 1, "c": 2}, {"a": "1"}],
     ),
-    "names of an enum, beside properties": (
+    "names of an enum, with properties": (
         {"propertyNames": {"enum": ["a", "b"]}, "properties": {"a": STRING, "c": {}}, "additionalProperties": INTEGER,
          "type": "object"},
         [{"a": "1", "b": 2}],
@@ -91,7 +91,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [[2, 1]],
         [[1, 1], [3]],
     ),
-    "a set of truth values": (
+    "a set of booleans": (
         {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True},
         [[True, False]],
         [[True, True]],

@@ -113,27 +113,27 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"properties": 1, "a": {"properties": 1}}'],
         ['{"b": 1}'],
     ),
-    "json, blanks of a flat object": (
+    "json, spaces of a flat object": (
         {"json": FLAT},
         ['{"a": 1}', '{"a":1}', '{\n  "a": 1\n}', '{\n' + 8 * " " + '"a" :\t1}', '{\r\n"a":\n1\n}'],
         ['{"a":  1}', '{\n\n"a": 1}', '{ \n"a": 1}', '{\n' + 9 * " " + '"a": 1}'],
     ),
-    "json, blanks of a nested one": (
+    "json, spaces of a nested one": (
         {"json": {"type": "object", "properties": {"a": {"type": "array", "items": FLAT}}}},
         ['{\n    "a": [\n        {\n            "a": 1\n        }\n    ]\n}'],
         ['{\n' + 17 * " " + '"a": []}'],
     ),
-    "json, blanks of any object": (
+    "json, spaces of any object": (
         {"json_object": True},
         ['{"a": {"b": {\n' + 20 * " " + '"c": 1}}}'],
         ['{"a": {"b": {\n' + 21 * " " + '"c": 1}}}'],
     ),
-    "json, blanks between tags": (
+    "json, spaces between tags": (
         {"structural_tag": {"format": {"type": "json_schema", "json_schema": FLAT}}},
         ['{\n' + 8 * " " + '"a": 1}'],
         ['{\n' + 9 * " " + '"a": 1}'],
     ),
-    "json, blanks between tags, as asked for": (
+    "json, spaces between tags, as requested": (
         {"structural_tag": {"format": {"type": "json_schema", "json_schema": FLAT}}, "whitespace_pattern": "[ ]?"},
         ['{ "a": 1}'],
         ['{\n"a": 1}'],
@@ -201,7 +201,7 @@ def next_(i: int) -> dict[str, object]:
 DEEP: dict[str, dict[str, Any]] = {
     "references": {"json": chain(next_, 2000)},
     "anchors": {"json": chain(lambda i: {"$anchor": f"a{i - 1}", "$ref": f"#a{i % 2000}"}, 2000)},
-    "anchors of its own": {
+    "own anchors": {
         "json": {"$id": "https://x/", **chain(lambda i: {"$id": f"a{i - 1}", "$ref": f"a{i % 2000}"}, 2000)}
     },
     "alternatives": {"json": chain(lambda i: {"anyOf": [next_(i)]}, 2000)},
@@ -211,7 +211,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "rules": {
         "grammar": "start: r0\n" + "".join(f'r{i}: "b" r{i + 1} | "c"\n' for i in range(5000)) + 'r5000: "a"'
     },
-    "rules of many words": {
+    "rules of many terms": {
         "grammar": "start: r-0\n" + "".join(f"r-{i}: r-{i + 1}\n" for i in range(5000)) + 'r-5000: "a"'
     },
     "GBNF": {

@@ -54,7 +54,7 @@ CHATS: dict[str, list[Message]] = {
     "call with an object": [USER, called(ARGUMENTS), RESULT],
     "call with empty text": [USER, called(TEXT, content=""), RESULT],
     "call without content": [USER, {k: v for k, v in called(TEXT).items() if k != "content"}, RESULT],
-    "call behind text": [
+    "call after text": [
         USER,
         called(TEXT, content="I look."),
         RESULT,
