@@ -89,4 +89,4 @@ def test_a_core_rejection_is_a_429_with_retry_after(serve: Callable[..., Any]) -
     answer = server.ask("POST", C, body)
     refusing.join()
     assert (answer.status, answer.headers["retry-after"]) == (429, "17")
-    assert "too late" in answer.json["error"]["message"]
+    assert "miss the deadline" in answer.json["error"]["message"]
