@@ -210,11 +210,6 @@ def run_job(job: Job, session: Session, limit_s: float, num_parallel: int) -> Jo
     status = attempt(job.command, log, FIRST_SHARE if job.fallback else 1.0)
     has_time = limit_s - (time.monotonic() - begun) > LEAST_S and not session.is_ending.is_set()
     used_fallback = bool(status != 0 and job.fallback and has_time)
-        status != 0
-        and job.fallback
-        and not session.is_ending.is_set()
-        and limit_s - (time.monotonic() - begun) > LEAST_S
-    )
     if used_fallback:
         status = attempt(job.fallback, session.logs / f"{job.name}-fallback.log")
     return JobResult(job.name, status, time.monotonic() - begun, used_fallback)

@@ -1,6 +1,6 @@
-"""A frontend over real HTTP on an ephemeral port, with an engine that is a few lines of arithmetic.
+"""Frontend over real HTTP on an ephemeral port, with a fake engine.
 
-The engine answers `Submit` with the messages the real processes would send: token ``i`` of a choice is the text
+The engine answers `Submit` with the messages of the real processes: token ``i`` of a choice is the text
 `` t<i>`` (id ``10 + i``), ``max_tokens`` of them, one step at a time.
 """
 
@@ -90,7 +90,7 @@ def position(token_id: int, num_top: int, offset: int) -> PositionLogprobs:
 
 @dataclass
 class FakeEngine:
-    """Everything behind the frontend. ``held``: say nothing of new requests until `release`."""
+    """All processes except the frontend. ``held``: send nothing for new requests until `release`."""
 
     service: Service | None = None
     sent: list[tuple[Role, int, msgspec.Struct]] = field(default_factory=list)
@@ -100,11 +100,11 @@ class FakeEngine:
     """Fail requests after this many tokens."""
     fails_with: ErrorCode = ErrorCode.INTERNAL
     silent_after: int | None = None
-    """Say nothing more after this many tokens."""
+    """Send nothing more after this many tokens."""
     script: list[list[tuple[int, int, str]]] = field(default_factory=list)
-    """What each token says, by channel and call, to requests that are read by parsers; it ends with a stop."""
-    kept: Reclaimed = field(default_factory=lambda: Reclaimed(0, None))
-    """What the core knows of a stream whose client comes back."""
+    """Text of each token by channel and call, for requests with parsers. The last token stops the request."""
+    reclaimed: Reclaimed = field(default_factory=lambda: Reclaimed(0, None))
+    """Answer of the core for a resumed stream."""
     live: dict[int, Submit] = field(default_factory=dict)
     arrived: threading.Condition = field(default_factory=threading.Condition)
 
@@ -132,8 +132,8 @@ class FakeEngine:
             case MetricsQuery() if not self.is_supervisor_silent:
                 loop.call_soon(self.deliver, self.report(message))
             case Reclaim():
-                kept = msgspec.structs.replace(self.kept, query_id=message.query_id)
-                loop.call_soon(self.deliver, kept)
+                reclaimed = msgspec.structs.replace(self.reclaimed, query_id=message.query_id)
+                loop.call_soon(self.deliver, reclaimed)
         with self.arrived:
             self.sent.append((role, index, message))
             self.arrived.notify_all()
@@ -144,7 +144,7 @@ class FakeEngine:
         self.service.handle(message)
 
     def report(self, query: MetricsQuery) -> MetricsReport:
-        """Answer as the supervisor does: one core died after 50 tokens, and a detokenizer left after 7 hits."""
+        """Answer as the supervisor does: one core died after 50 tokens, one detokenizer left after 7 hits."""
         processes = [ProcessMetrics(query.asker, 1, SlotState.READY, 0, 0, 0, 0, query.metrics)]
         for index in (0, 1):
             metrics = Metrics()
@@ -170,14 +170,14 @@ class FakeEngine:
             message = f"The prompt has {len(submit.prompt.text)} tokens; the model takes at most 256."
             self.deliver(Failed(submit.request_id, ErrorCode.TOO_LONG, message, "prompt"))
             return
-        num_told = 0 if submit.spec.replays else len(submit.spec.output_ids) // 4
-        begun = [self.piece(submit, index) for index in range(num_told)]
-        self.step(submit, len(begun), sum(map(len, begun)), is_first=True)
+        num_sent = 0 if submit.spec.replays else len(submit.spec.output_ids) // 4
+        sent_texts = [self.piece(submit, index) for index in range(num_sent)]
+        self.step(submit, len(sent_texts), sum(map(len, sent_texts)), is_first=True)
 
     def piece(self, submit: Submit, index: int) -> str:
-        """Return what token ``index`` says."""
-        spoken = self.script[index : index + 1] if submit.spec.parsing is not None else []
-        return "".join(text for _, _, text in spoken[0]) if spoken else f" t{index}"
+        """Return the text of token ``index``."""
+        entries = self.script[index : index + 1] if submit.spec.parsing is not None else []
+        return "".join(text for _, _, text in entries[0]) if entries else f" t{index}"
 
     def step(self, submit: Submit, index: int, offset: int, is_first: bool = False) -> None:
         """Send token ``index`` of every choice, after ``offset`` characters."""
@@ -202,13 +202,13 @@ class FakeEngine:
             reason, stop, piece = FinishReason.STOP, params.stop[0], ""
         elif index + 1 == (params.max_tokens or 4):
             reason = FinishReason.LENGTH
-        spoken = self.script[index : index + 1] if submit.spec.parsing is not None else []
-        if spoken and index + 1 == len(self.script):
+        entries = self.script[index : index + 1] if submit.spec.parsing is not None else []
+        if entries and index + 1 == len(self.script):
             reason = FinishReason.STOP
-        elif spoken and index + 1 != params.max_tokens:
+        elif entries and index + 1 != params.max_tokens:
             reason = FinishReason.NONE
-        spans = [(channel, call, len(text)) for channel, call, text in spoken[0]] if spoken else []
-        heard = [channel for token in self.script for channel, _, _ in token]
+        spans = [(channel, call, len(text)) for channel, call, text in entries[0]] if entries else []
+        channels = [channel for token in self.script for channel, _, _ in token]
         started = []
         if is_first:
             prompt_logprobs = None
@@ -256,8 +256,8 @@ class FakeEngine:
                         reason,
                         stop,
                         index + 1,
-                        heard.count(Channel.REASONING),
-                        heard.count(Channel.NAME),
+                        channels.count(Channel.REASONING),
+                        channels.count(Channel.NAME),
                     )
                     for rid in ids
                 ]
@@ -285,13 +285,13 @@ class FakeEngine:
             self.begin(submit)
 
     def wait_for_idle(self) -> None:
-        """Return once everything asked for has been answered."""
+        """Return once no request is live."""
         self.wait_for(Submit)
         with self.arrived:
             assert self.arrived.wait_for(lambda: not self.live, DEADLINE_S), "still busy"
 
     def wait_for(self, kind: type[msgspec.Struct], count: int = 1) -> list[Any]:
-        """Return the messages of a kind once there are this many."""
+        """Return the messages of a kind once there are ``count`` of them."""
 
         def found() -> list[Any]:
             return [m for _, _, m in self.sent if isinstance(m, kind)]
@@ -327,10 +327,10 @@ class Reply:
 
 
 class Server:
-    """The application under uvicorn, in a thread of its own."""
+    """The application under uvicorn, in its own thread."""
 
     kinds = messages
-    """The messages the engine was sent are of these."""
+    """Module of the types of messages sent to the engine."""
 
     def __init__(self, config: EngineConfig, states: dict[str, SlotState]) -> None:
         self.engine = FakeEngine()
@@ -367,7 +367,7 @@ class Server:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(DEADLINE_S)
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
-        """Send one request over a connection of its own; ``body`` may be bytes or anything JSON has."""
+        """Send one request over a new connection. ``body`` is bytes or a JSON value."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
         try:
             if body is not None and not isinstance(body, bytes):
@@ -380,7 +380,7 @@ class Server:
             connection.close()
 
     def stop(self) -> None:
-        """Close everything at once. uvicorn would first look, and then wait, every tenth of a second."""
+        """Close all connections immediately: uvicorn's own shutdown polls every 0.1 s."""
 
         def exit_now() -> None:
             for server in self._server.servers:
@@ -389,7 +389,7 @@ class Server:
                 connection.shutdown()
             self.loop.call_soon(self._serving.cancel)
 
-        if not self._serving.done():  # a test may have ended it in its own way
+        if not self._serving.done():  # a test may have stopped it already
             self.call(exit_now)
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
@@ -397,7 +397,7 @@ class Server:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Start servers with the given frontend settings; ``states`` are those of slots that are not ready."""
+    """Start servers with the given frontend settings. ``states`` lists the slots that are not ready."""
     servers: list[Server] = []
 
     def start(states: dict[str, SlotState] | None = None, **frontend: Any) -> Server:
@@ -411,7 +411,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for tests that change nothing."""
+    """One server for tests without side effects."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     server = Server(make_config(str(tmp_path_factory.mktemp("run")), policy="priority"), {})
     yield server
@@ -426,5 +426,5 @@ def client(shared: Server) -> Iterator[OpenAI]:
 
 @pytest.fixture(name="topology")
 def topology_fixture() -> Callable[..., Topology]:
-    """Make topologies with one slot of each role, all ready but those named."""
+    """Build topologies with one slot of each role, all ready except those in ``states``."""
     return topology

@@ -1,4 +1,4 @@
-"""What coding agents send: tools and items of every type, searches of tools, system messages in the middle."""
+"""Requests of coding agents: tools and items of every type, tool search, late system messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parsing(serve: Callable[..., Any]) -> Any:
 
 
 def prompt_of(server: Any, path: str, body: Json) -> ChatPrompt:
-    """Send a request; return the prompt that the engine got."""
+    """Send a request and return the prompt that the engine received."""
     limit = {M: "max_tokens", R: "max_output_tokens", H: "max_tokens"}[path]
     reply = server.ask("POST", path, {"model": "toy", limit: 4, **body})
     assert reply.status == 200, reply.json
@@ -50,7 +50,7 @@ def prompt_of(server: Any, path: str, body: Json) -> ChatPrompt:
 
 
 def functions(prompt: ChatPrompt) -> dict[str, Json]:
-    """Return the functions that the template shows, by name."""
+    """Return the functions in the template's tools, by name."""
     tools = json.loads(prompt.tools) if prompt.tools else []
     assert all(tool["type"] == "function" for tool in tools)
     return {tool["function"]["name"]: tool["function"] for tool in tools}
@@ -74,7 +74,7 @@ def test_tools_that_need_no_change_reach_the_template_as_they_were_sent(shared: 
 
 
 @pytest.mark.parametrize("path", [H, R, M])
-def test_no_tools_are_none(shared: Any, path: str) -> None:
+def test_an_empty_tool_list_is_no_tools(shared: Any, path: str) -> None:
     messages = {"input" if path == R else "messages": HELLO}
     assert prompt_of(shared, path, {**messages, "tools": []}).tools == b""
 
@@ -106,7 +106,7 @@ def test_a_namespace_is_functions_of_joined_names(shared: Any) -> None:
         (M, {"type": "mcp_toolset", "mcp_server_name": "x"}),
     ],
 )
-def test_a_tool_that_a_server_runs_is_skipped(
+def test_hosted_tools_are_skipped(
     shared: Any, caplog: pytest.LogCaptureFixture, path: str, tool: Json
 ) -> None:
     messages = {"input": "x"} if path == R else {"messages": HELLO}
@@ -120,7 +120,7 @@ def test_a_tool_that_a_server_runs_is_skipped(
 
 
 @pytest.mark.parametrize("kind", ["bash_20250124", "text_editor_20250728", "memory_20250818"])
-def test_tools_of_anthropics_that_the_client_runs_are_functions(shared: Any, kind: str) -> None:
+def test_anthropic_client_tools_are_functions(shared: Any, kind: str) -> None:
     tools = [{"type": kind, "name": "mine"}]
     assert (
         "command"
@@ -130,10 +130,10 @@ def test_tools_of_anthropics_that_the_client_runs_are_functions(shared: Any, kin
     )
 
 
-# --- calls that come back -----------------------------------------------------------------------------------------
+# --- past calls -------------------------------------------------------------------------------------------------------
 
 
-def test_calls_are_told_as_the_items_of_their_tools(parsing: Any) -> None:
+def test_calls_have_the_item_types_of_their_tools(parsing: Any) -> None:
     search = {"type": "tool_search", "execution": "client", "parameters": SCHEMA, "description": "Find."}
     space = {"type": "namespace", "name": "mcp__db", "description": "", "tools": [FLAT]}
     calls = [
@@ -169,8 +169,10 @@ def test_calls_are_told_as_the_items_of_their_tools(parsing: Any) -> None:
     kinds = [event["type"] for event in events]
     assert kinds.count("response.custom_tool_call_input.done") == 1
     assert kinds.count("response.function_call_arguments.done") == 2
-    kept = parsing.ask("GET", f"{R}/{streamed['id']}?stream=true").events
-    done = [[e["item"] for e in each if e["type"] == "response.output_item.done"] for each in (events, kept)]
+    replayed = parsing.ask("GET", f"{R}/{streamed['id']}?stream=true").events
+    done = [
+        [e["item"] for e in each if e["type"] == "response.output_item.done"] for each in (events, replayed)
+    ]
     assert done[0] == done[1] == streamed["output"]
     Response.model_validate(whole)
 
@@ -178,7 +180,7 @@ def test_calls_are_told_as_the_items_of_their_tools(parsing: Any) -> None:
 
 
 def assert_results_follow(parsing: Any, whole: Json, calls: list[tuple[str, str]], tools: list[Json]) -> None:
-    """Send the results of calls; the template gets the calls as the model made them."""
+    """Send results of calls, and check that the template gets the calls as the model wrote them."""
     parsing.engine.script = [[(int(Channel.CONTENT), 0, "Done.")]]
     follow = {"previous_response_id": whole["id"], "tools": tools}
     results = [
@@ -187,11 +189,11 @@ def assert_results_follow(parsing: Any, whole: Json, calls: list[tuple[str, str]
         if item["type"] != "tool_search_call"
     ]
     messages = json.loads(prompt_of(parsing, R, {**follow, "input": results}).messages)
-    past = [
+    past_calls = [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in messages[1]["tool_calls"]
     ]
-    assert past == [(name, json.loads(arguments)) for name, arguments in calls]
+    assert past_calls == [(name, json.loads(arguments)) for name, arguments in calls]
     assert [message["name"] for message in messages[2:]] == [
         "apply_patch",
         "local_shell",
@@ -200,7 +202,7 @@ def assert_results_follow(parsing: Any, whole: Json, calls: list[tuple[str, str]
     ]
 
 
-def test_shell_and_apply_patch_have_items_of_their_own(parsing: Any) -> None:
+def test_shell_and_apply_patch_have_item_types(parsing: Any) -> None:
     operation = {"type": "update_file", "path": "a.py", "diff": "@@\n-x\n+y"}
     calls = [("shell", {"commands": ["ls", "pwd"]}), ("apply_patch", operation)]
     parsing.engine.script = [
@@ -222,8 +224,8 @@ def test_shell_and_apply_patch_have_items_of_their_own(parsing: Any) -> None:
     ]
     follow = {"previous_response_id": whole["id"], "tools": tools, "input": results}
     messages = json.loads(prompt_of(parsing, R, follow).messages)
-    past = [call["function"] for call in messages[1]["tool_calls"]]
-    assert [(call["name"], json.loads(call["arguments"])) for call in past] == calls
+    past_calls = [call["function"] for call in messages[1]["tool_calls"]]
+    assert [(call["name"], json.loads(call["arguments"])) for call in past_calls] == calls
     assert [message["content"] for message in messages[2:]] == ["a.py\n[exit code 1]\n/x\nslow", "failed"]
 
 
@@ -240,7 +242,7 @@ def test_incomplete_items_of_shell_and_apply_patch_are_refused(shared: Any, item
     assert reply.status == 400 and param in reply.json["error"]["message"]
 
 
-def test_items_that_a_server_wrote_are_left_out(shared: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_items_of_hosted_tools_are_dropped(shared: Any, caplog: pytest.LogCaptureFixture) -> None:
     items = [
         *HELLO,
         {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}},
@@ -248,15 +250,15 @@ def test_items_that_a_server_wrote_are_left_out(shared: Any, caplog: pytest.LogC
         {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "x", "tools": []},
         {"type": "compaction", "encrypted_content": "gAAA"},
         {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAA"},
-        {"role": "user", "content": "go on"},
+        {"role": "user", "content": "continue"},
     ]
     with caplog.at_level(logging.INFO, "quintet"):
         prompt = prompt_of(shared, R, {"input": items, "store": False})
-    assert json.loads(prompt.messages) == [{"role": "user", "content": "hello\ngo on"}]
+    assert json.loads(prompt.messages) == [{"role": "user", "content": "hello\ncontinue"}]
     assert "input[1], an item of type web_search_call, was skipped" in caplog.text
 
 
-def test_calls_that_a_server_ran_are_calls_with_their_results(shared: Any) -> None:
+def test_hosted_calls_become_calls_with_results(shared: Any) -> None:
     call = {
         "type": "mcp_call",
         "id": "mcp_1",
@@ -270,7 +272,7 @@ def test_calls_that_a_server_ran_are_calls_with_their_results(shared: Any) -> No
     assert messages[2] == {"role": "tool", "tool_call_id": "mcp_1", "name": "f", "content": "4"}
 
 
-def test_a_tool_that_a_search_found_is_told_in_place_and_may_be_called(parsing: Any) -> None:
+def test_tools_found_by_a_search_are_in_its_result_and_callable(parsing: Any) -> None:
     tools = [FLAT, {**FLAT, "name": "later", "defer_loading": True}]
     items = [
         *HELLO,
@@ -292,7 +294,7 @@ def added(name: str) -> Json:
     return {"type": "additional_tools", "role": "developer", "tools": [{**FLAT, "name": name}]}
 
 
-def test_tools_of_the_first_items_are_shown_beside_the_requests_own(shared: Any) -> None:
+def test_tools_of_the_first_items_are_added_to_the_request_tools(shared: Any) -> None:
     space = {"type": "namespace", "name": "functions", "tools": [PATCH]}
     first = {"type": "additional_tools", "tools": [space]}
     items = [first, added("more"), {"role": "developer", "content": "Help."}, *HELLO]
@@ -303,18 +305,18 @@ def test_tools_of_the_first_items_are_shown_beside_the_requests_own(shared: Any)
     assert functions(prompt_of(shared, R, {"input": items, "tool_choice": named})).keys() >= {"more"}
 
 
-def test_tools_that_are_added_later_are_told_in_their_place(shared: Any) -> None:
+def test_tools_added_later_are_system_messages(shared: Any) -> None:
     prompt = prompt_of(shared, R, {"input": [*HELLO, added("later"), *HELLO], "tools": [FLAT]})
-    assert list(functions(prompt)) == ["read"], "the beginning of the prompt stays as it was"
-    _, told, _ = json.loads(prompt.messages)
-    assert told["role"] == "system"
-    assert json.loads(told["content"].split("\n", 1)[1])["function"]["name"] == "later"
+    assert list(functions(prompt)) == ["read"], "the first part of the prompt does not change"
+    _, message, _ = json.loads(prompt.messages)
+    assert message["role"] == "system"
+    assert json.loads(message["content"].split("\n", 1)[1])["function"]["name"] == "later"
 
 
 # --- Anthropic's blocks -------------------------------------------------------------------------------------------
 
 
-def test_a_deferred_tool_is_shown_where_a_block_refers_to_it(shared: Any) -> None:
+def test_deferred_tools_are_shown_at_their_references(shared: Any) -> None:
     tools = [
         ANTHROPIC,
         {**ANTHROPIC, "name": "later", "defer_loading": True},
@@ -332,8 +334,8 @@ def test_a_deferred_tool_is_shown_where_a_block_refers_to_it(shared: Any) -> Non
     ]
     prompt = prompt_of(shared, M, {"messages": turns, "tools": tools})
     assert list(functions(prompt)) == ["read"]
-    *_, told, system = json.loads(prompt.messages)
-    definition, *others = told["content"].split("\n")
+    *_, message, system = json.loads(prompt.messages)
+    definition, *others = message["content"].split("\n")
     assert others == ["Tool available: read", "Tool available: unknown"]
     function = {"name": "later", "description": "Read a file.", "parameters": SCHEMA}
     assert json.loads(definition.removeprefix("Tool available: ")) == {
@@ -344,13 +346,13 @@ def test_a_deferred_tool_is_shown_where_a_block_refers_to_it(shared: Any) -> Non
     assert prompt.message_names == ["messages[0]", "messages[1]", "messages[2]", "messages[3]"]
 
 
-def test_deferred_tools_are_shown_at_once_where_a_servers_search_would_load_them(shared: Any) -> None:
+def test_deferred_tools_are_shown_immediately_with_a_hosted_search(shared: Any) -> None:
     search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
     tools = [search, {**ANTHROPIC, "defer_loading": True}]
     assert list(functions(prompt_of(shared, M, {"messages": HELLO, "tools": tools}))) == ["read"]
 
 
-def test_blocks_of_a_servers_tools_are_left_out(shared: Any) -> None:
+def test_blocks_of_hosted_tools_are_dropped(shared: Any) -> None:
     blocks = [
         {"type": "text", "text": "I search."},
         {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
@@ -375,7 +377,7 @@ def test_blocks_of_a_servers_tools_are_left_out(shared: Any) -> None:
 
 
 @pytest.mark.parametrize(("given", "arguments"), [({}, {}), (None, {}), ("{", "{"), ([1], [1])])
-def test_the_input_of_a_past_call_ends_no_conversation(shared: Any, given: Any, arguments: Any) -> None:
+def test_invalid_input_of_a_past_call_is_accepted(shared: Any, given: Any, arguments: Any) -> None:
     call = {"type": "tool_use", "id": "a", "name": "f", "input": given}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
     turns = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
@@ -384,7 +386,7 @@ def test_the_input_of_a_past_call_ends_no_conversation(shared: Any, given: Any, 
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_the_billing_header_is_no_part_of_the_prompt(shared: Any, as_text: bool) -> None:
+def test_the_billing_header_is_removed_from_the_prompt(shared: Any, as_text: bool) -> None:
     def body(hash_: str) -> Json:
         line = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={hash_};"
         blocks = [{"type": "text", "text": text} for text in (line, "You help." + 500 * " Yes.")]
@@ -401,7 +403,7 @@ def test_the_billing_header_is_no_part_of_the_prompt(shared: Any, as_text: bool)
 # --- roles and forms ----------------------------------------------------------------------------------------------
 
 
-def test_system_messages_reach_the_template_alike_in_all_dialects(shared: Any) -> None:
+def test_system_messages_are_the_same_in_all_dialects(shared: Any) -> None:
     turns = [HELLO[0], {"role": "system", "content": "late"}, HELLO[0]]
     chat = prompt_of(shared, H, {"messages": [{"role": "system", "content": "first"}, *turns]})
     anthropic = prompt_of(shared, M, {"system": "first", "messages": turns})
@@ -411,7 +413,7 @@ def test_system_messages_reach_the_template_alike_in_all_dialects(shared: Any) -
     assert responses.message_names == ["instructions", "input[0]", "input[1]", "input[2]"]
 
 
-def test_places_of_a_conversation_that_goes_on_count_its_own_items(shared: Any) -> None:
+def test_item_indexes_of_a_continued_conversation_exclude_its_history(shared: Any) -> None:
     first = shared.ask("POST", R, {"model": "toy", "input": "x", "max_output_tokens": 2}).json
     prompt = prompt_of(shared, R, {"previous_response_id": first["id"], "input": HELLO})
     assert prompt.message_names == [
@@ -431,7 +433,7 @@ def test_places_of_a_conversation_that_goes_on_count_its_own_items(shared: Any) 
         ({"type": "tool", "name": "list"}, {"type": "function", "function": {"name": "list"}}),
     ],
 )
-def test_choices_of_other_dialects_are_understood(parsing: Any, choice: Any, known: Any) -> None:
+def test_tool_choices_of_other_dialects_are_accepted(parsing: Any, choice: Any, known: Any) -> None:
     specs = []
     for each in (choice, known):
         prompt_of(parsing, H, {"messages": HELLO, "tools": [NESTED], "tool_choice": each})
@@ -442,9 +444,7 @@ def test_choices_of_other_dialects_are_understood(parsing: Any, choice: Any, kno
 
 @pytest.mark.parametrize("path", [f"{H}/render", f"{H}/batch"])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "read"}}])
-def test_flat_tools_are_insisted_on_wherever_a_conversation_is_read(
-    shared: Any, path: str, choice: Any
-) -> None:
+def test_tool_choice_accepts_flat_tools_in_render_and_batch(shared: Any, path: str, choice: Any) -> None:
     messages = [HELLO] if path.endswith("batch") else HELLO
     body = {"model": "toy", "messages": messages, "tools": [FLAT, NESTED], "tool_choice": choice}
     reply = shared.ask("POST", path, {**body, "max_tokens": 4})
@@ -452,7 +452,7 @@ def test_flat_tools_are_insisted_on_wherever_a_conversation_is_read(
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "list"}}])
-def test_calls_that_are_insisted_on_win_over_a_form_of_the_answer(parsing: Any, choice: Any) -> None:
+def test_required_calls_take_precedence_over_response_format(parsing: Any, choice: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     plain = {"messages": HELLO, "tools": [NESTED], "tool_choice": choice}
     prompt_of(parsing, H, plain)

@@ -1,4 +1,4 @@
-"""Blocks of an answer in Anthropic's dialect: thinking, text and calls of tools; and that a stream goes on behind any event."""
+"""Content blocks in Anthropic's dialect: thinking, text and tool calls; streams resume after any event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quintet.wire.messages import Finish, FinishReason, Started, Submit
 from quintet.wire.request import OutputParsing
 
 if TYPE_CHECKING:
-    import anthropic  # thousands of files: read by who runs these tests, not by whoever collects them
+    import anthropic  # thousands of files: not imported when tests are collected
 
 CONTENT, REASONING, NAME, ARGUMENTS = map(int, Channel)
 Token = list[tuple[int, int, str]]
@@ -61,8 +61,8 @@ def client(server: Any) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def said(message: anthropic.types.Message) -> list[dict[str, Any]]:
-    """Return the blocks without what they are named by."""
+def blocks_of(message: anthropic.types.Message) -> list[dict[str, Any]]:
+    """Return the blocks without their ids."""
     blocks = [
         block.model_dump(exclude_none=True, exclude={"id", "signature", "caller"})
         for block in message.content
@@ -73,12 +73,12 @@ def said(message: anthropic.types.Message) -> list[dict[str, Any]]:
     return blocks
 
 
-def test_whole_and_streamed_say_the_same(client: anthropic.Anthropic, server: Any) -> None:
+def test_whole_and_streamed_answers_are_equal(client: anthropic.Anthropic, server: Any) -> None:
     whole = client.messages.create(**ASK)
     with client.messages.stream(**ASK) as stream:
         streamed = stream.get_final_message()
     for message in (whole, streamed):
-        assert said(message) == [
+        assert blocks_of(message) == [
             {"type": "thinking", "thinking": "Rain?"},
             {"type": "text", "text": "I look."},
             {"type": "tool_use", "name": "rain", "input": {"in": "Oslo"}},
@@ -91,12 +91,12 @@ def test_whole_and_streamed_say_the_same(client: anthropic.Anthropic, server: An
     assert server.engine.wait_for(Submit)[-1].spec.parsing == OutputParsing("qwen3", "hermes")
 
 
-def test_a_client_may_want_one_call_alone_or_none(client: anthropic.Anthropic, server: Any) -> None:
+def test_parallel_calls_and_thinking_can_be_disabled(client: anthropic.Anthropic, server: Any) -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     whole = client.messages.create(**{**ASK, "tool_choice": choice})
     with client.messages.stream(**{**ASK, "tool_choice": choice}) as stream:
         streamed = stream.get_final_message()
-    assert said(whole) == said(streamed)
+    assert blocks_of(whole) == blocks_of(streamed)
     assert [block.name for block in whole.content if block.type == "tool_use"] == ["rain"]
     client.messages.create(**{**ASK, "tool_choice": {"type": "none"}})
     assert server.engine.wait_for(Submit)[-1].spec.parsing == OutputParsing("qwen3")
@@ -109,25 +109,23 @@ def test_a_budget_for_thinking_is_passed_on(client: anthropic.Anthropic, server:
     assert server.engine.wait_for(Submit)[-1].spec.params.thinking_token_budget == 1024
 
 
-def test_a_call_that_was_cut_off_is_no_block_of_a_whole_answer(
-    client: anthropic.Anthropic, server: Any
-) -> None:
+def test_a_truncated_call_is_not_a_block_of_a_whole_answer(client: anthropic.Anthropic, server: Any) -> None:
     whole: Token = [(NAME, 0, "rain"), (ARGUMENTS, 0, '{"in": "Oslo"}'), (NAME, 1, "now")]
     server.engine.script = [whole, [(ARGUMENTS, 1, '{"at": "')], [(ARGUMENTS, 1, 'x"}')]]
     for max_tokens in (1, 2):
         message = client.messages.create(**{**ASK, "max_tokens": max_tokens})
-        assert said(message) == [{"type": "tool_use", "name": "rain", "input": {"in": "Oslo"}}]
+        assert blocks_of(message) == [{"type": "tool_use", "name": "rain", "input": {"in": "Oslo"}}]
         assert message.stop_reason == "max_tokens"
 
 
-def test_arguments_that_are_no_json_are_shown_as_they_are(client: anthropic.Anthropic, server: Any) -> None:
+def test_arguments_that_are_not_json_are_passed_through(client: anthropic.Anthropic, server: Any) -> None:
     server.engine.script = [[(NAME, 0, "rain"), (ARGUMENTS, 0, '{"in": "Os')]]
     (block,) = client.messages.create(**ASK).content
     assert block.type == "tool_use" and block.input == {UNREADABLE_INPUT: '{"in": "Os'}
 
 
-def test_a_loop_of_an_agent_ends(client: anthropic.Anthropic, server: Any) -> None:
-    """What came back is sent back as it came, with the results."""
+def test_an_agent_loop_completes(client: anthropic.Anthropic, server: Any) -> None:
+    """The client returns the answer's blocks unchanged, with the results."""
     turns: list[Any] = list(ASK["messages"])
     answer = client.messages.create(**ASK)
     results = [
@@ -138,14 +136,14 @@ def test_a_loop_of_an_agent_ends(client: anthropic.Anthropic, server: Any) -> No
     turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
     server.engine.script = [[(CONTENT, 0, "Yes.")]]
     last = client.messages.create(**{**ASK, "messages": turns})
-    assert said(last) == [{"type": "text", "text": "Yes."}] and last.stop_reason == "end_turn"
+    assert blocks_of(last) == [{"type": "text", "text": "Yes."}] and last.stop_reason == "end_turn"
     sent = json.loads(server.engine.wait_for(Submit)[-1].prompt.messages)
     assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
     assert sent[1]["reasoning_content"] == "Rain?" and len(sent[1]["tool_calls"]) == 2
     assert [call["id"] for call in sent[1]["tool_calls"]] == [message["tool_call_id"] for message in sent[2:]]
 
 
-# --- streams that go on -------------------------------------------------------------------------------------------
+# --- resumed streams ----------------------------------------------------------------------------------------------
 
 STREAM = StreamId(7, b"k" * 16)
 
@@ -153,7 +151,7 @@ STREAM = StreamId(7, b"k" * 16)
 def events(
     tokens: list[Token], before: int, position: StreamCursor | None, draw: random.Random, parallel: bool
 ) -> list[bytes]:
-    """Return the events of an answer after its first ``before`` tokens, which come several at a time, as it happens."""
+    """Return the events of an answer after its first ``before`` tokens. A step has 1 to 3 tokens, drawn at random."""
     answer = MessagesAnswer(1, 1, 1, "1", "toy", 50, Channels("1", parallel_calls=parallel))
     writer = MessagesWriter(answer, STREAM, position)
     stream: Any = SimpleNamespace(choices=[SimpleNamespace(num_taken=before)])
@@ -175,7 +173,7 @@ def events(
 
 
 def assembled(frames: list[bytes]) -> list[Any]:
-    """Put a message together as a client does, which relies on the order of events."""
+    """Assemble a message as a client does, which relies on the order of events."""
     found: list[Any] = []
     blocks: list[Any] = []
     is_open = False
@@ -202,52 +200,54 @@ def assembled(frames: list[bytes]) -> list[Any]:
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_stream_goes_on_behind_any_event(parallel: bool) -> None:
-    """However the tokens come together before and after, and again in what goes on."""
+def test_a_stream_resumes_after_any_event(parallel: bool) -> None:
+    """For any grouping of tokens into steps, before and after each resumption."""
     draw = random.Random(5)
     expected = assembled(events(SCRIPT, 0, None, draw, parallel))
     for _ in range(30):
-        heard: list[bytes] = []
+        received: list[bytes] = []
         position = None
-        while not heard or b"message_stop" not in heard[-1]:
+        while not received or b"message_stop" not in received[-1]:
             before = 0 if position is None else position.counts[0] or 0
             rest = events(SCRIPT, before, position, draw, parallel)
-            heard += rest[: draw.randint(1, len(rest))]
-            if heard[-1].startswith(b"event: ping"):
-                heard.pop()
-            named = next(line for line in reversed(b"".join(heard).splitlines()) if line.startswith(b"id: "))
+            received += rest[: draw.randint(1, len(rest))]
+            if received[-1].startswith(b"event: ping"):
+                received.pop()
+            named = next(
+                line for line in reversed(b"".join(received).splitlines()) if line.startswith(b"id: ")
+            )
             position = StreamCursor.parse(named.decode().partition(":")[2].partition(":")[2], 1)
-        assert assembled(heard) == expected
+        assert assembled(received) == expected
 
 
-def test_it_goes_on_at_another_server(server: Any) -> None:
-    """As a router has it do that, which has the tokens from comments."""
-    asked, named = {**ASK, "stream": True, "seed": 5}, {"X-Request-Id": "r1", "X-Quintet-Relay": "1"}
-    told = server.ask("POST", "/v1/messages", asked, named)
-    assert told.headers["x-quintet-relay"] == "5.0"
-    frames = [frame for frame in told.body.split(b"\n\n") if frame and not frame.startswith(b"event: ping")]
+def test_a_stream_resumes_at_another_server(server: Any) -> None:
+    """Resume like the router, with the token ids of the comments."""
+    request, named = {**ASK, "stream": True, "seed": 5}, {"X-Request-Id": "r1", "X-Quintet-Relay": "1"}
+    reply = server.ask("POST", "/v1/messages", request, named)
+    assert reply.headers["x-quintet-relay"] == "5.0"
+    frames = [frame for frame in reply.body.split(b"\n\n") if frame and not frame.startswith(b"event: ping")]
     whole = assembled(frames)
     for cut in range(1, len(frames)):
         before = b"\n\n".join(frames[:cut])
         ids = [json.loads(note) for note in re.findall(rb"^: ids 0 (\[.*\])$", before, re.M)]
-        going = {
+        resume_body = {
             "path": "/v1/messages",
-            "request": asked,
+            "request": request,
             "position": re.findall(rb"^id: .*:(.*)$", before, re.M)[-1].decode(),
             "outputs": [[token for each in ids for token in each]],
             "seeds": [5],
             "created": 0,
         }
-        rest = server.ask("POST", "/v1/streams", going, named)
+        rest = server.ask("POST", "/v1/streams", resume_body, named)
         assert rest.status == 200, rest.body
         assert assembled([*frames[:cut], *rest.body.split(b"\n\n")[:-1]]) == whole
     assert all(submit.spec.params.seed == 5 for submit in server.engine.wait_for(Submit))
     server.engine.fail_after = 2
-    broken = server.ask("POST", "/v1/streams", {**going, "position": "1.1r", "outputs": [[10]]}, named)
+    broken = server.ask("POST", "/v1/streams", {**resume_body, "position": "1.1r", "outputs": [[10]]}, named)
     assert b'event: error\ndata: {"type":"error"' in broken.body
 
 
 @pytest.mark.parametrize("note", ["u", "1z", "1t+", "t1", "1t+1+1"])
-def test_a_position_of_another_dialect_is_refused(note: str) -> None:
+def test_a_cursor_of_another_dialect_is_refused(note: str) -> None:
     with pytest.raises(RequestError, match="position"):
         events(SCRIPT, 0, StreamCursor.parse(f"1.{note}", 1), random.Random(0), True)

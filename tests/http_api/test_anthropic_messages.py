@@ -1,4 +1,4 @@
-"""Anthropic's dialect: what a conversation becomes, the events in order, errors in its shape, and streams that go on."""
+"""Anthropic's dialect: prompts, events in order, error shapes and resumable streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt, Submit
 
 if TYPE_CHECKING:
-    import anthropic  # thousands of files: read by who runs these tests, not by whoever collects them
+    import anthropic  # thousands of files: not imported when tests are collected
 
 M, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -70,7 +70,7 @@ def test_a_whole_answer(shared: Any) -> None:
     }
 
 
-def test_a_streamed_answer_is_every_event_in_order(shared: Any) -> None:
+def test_a_streamed_answer_has_every_event_in_order(shared: Any) -> None:
     reply = shared.ask("POST", M, body(stream=True, max_tokens=2))
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert [name for _, name, _ in events_of(reply.body)] == [
@@ -93,7 +93,9 @@ def test_a_streamed_answer_is_every_event_in_order(shared: Any) -> None:
     assert delta["usage"] == {"output_tokens": 2}
 
 
-def test_its_own_package_reads_both(client: anthropic.Anthropic, shared: Any) -> None:
+def test_the_anthropic_package_reads_whole_and_streamed_answers(
+    client: anthropic.Anthropic, shared: Any
+) -> None:
     ask: Any = {
         "model": "toy",
         "max_tokens": 9,
@@ -114,25 +116,25 @@ def test_its_own_package_reads_both(client: anthropic.Anthropic, shared: Any) ->
     assert client.messages.count_tokens(model="toy", messages=HELLO).input_tokens == 3  # type: ignore[arg-type]
 
 
-def test_what_is_rendered_leaves_room_and_is_named_by_this_dialect(shared: Any) -> None:
-    asked = body(max_tokens=10**6, stop_sequences=["x"])
-    rendered = shared.ask("POST", f"{M}/render", asked).json
+def test_render_allows_large_max_tokens_and_errors_name_this_dialects_fields(shared: Any) -> None:
+    request = body(max_tokens=10**6, stop_sequences=["x"])
+    rendered = shared.ask("POST", f"{M}/render", request).json
     assert len(rendered["token_ids"]) + rendered["sampling_params"]["max_tokens"] == 256
     assert rendered["sampling_params"]["stop"] == ["x"]
-    told = shared.ask("POST", f"{M}/render", body(stop_sequences=[""]))
-    assert told.status == 400 and told.json["error"]["message"].startswith("stop_sequences")
+    refused = shared.ask("POST", f"{M}/render", body(stop_sequences=[""]))
+    assert refused.status == 400 and refused.json["error"]["message"].startswith("stop_sequences")
 
 
-def test_nothing_is_told_in_the_dialect_of_what_stands_above(client: anthropic.Anthropic) -> None:
+def test_errors_of_sub_paths_have_anthropics_shape(client: anthropic.Anthropic) -> None:
     import anthropic
 
-    with pytest.raises(anthropic.NotFoundError) as told:
+    with pytest.raises(anthropic.NotFoundError) as refused:
         client.messages.batches.list()
-    assert told.value.body["type"] == "error"  # type: ignore[index, call-overload]
-    assert told.value.type == "not_found_error" and "/v1/messages/batches" in told.value.message
+    assert refused.value.body["type"] == "error"  # type: ignore[index, call-overload]
+    assert refused.value.type == "not_found_error" and "/v1/messages/batches" in refused.value.message
 
 
-def test_a_conversation_with_tools_becomes_the_chat_templates(shared: Any) -> None:
+def test_a_conversation_with_tools_is_converted_for_the_chat_template(shared: Any) -> None:
     turns = [
         {
             "role": "user",
@@ -175,7 +177,7 @@ def test_a_conversation_with_tools_becomes_the_chat_templates(shared: Any) -> No
     assert prompt.add_generation_prompt and not prompt.continue_final_message
 
 
-def test_an_assistants_last_words_are_continued(shared: Any) -> None:
+def test_a_final_assistant_message_is_continued(shared: Any) -> None:
     turns = [*HELLO, {"role": "assistant", "content": "Well,"}]
     assert shared.ask("POST", M, body(messages=turns)).status == 200
     prompt = last_prompt(shared)
@@ -194,7 +196,7 @@ def block(**fields: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [fields]}]
 
 
-def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+def assistant_turn(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
     return [*HELLO, {"role": "assistant", "content": list(blocks)}]
 
 
@@ -213,7 +215,10 @@ def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
             {"messages": block(type="tool_result", content="x")},
             "messages[0].content[0].tool_use_id is missing",
         ),
-        ({"messages": said({"type": "tool_use", "id": "a", "name": "f", "input": {}})}, "messages ends with"),
+        (
+            {"messages": assistant_turn({"type": "tool_use", "id": "a", "name": "f", "input": {}})},
+            "messages ends with",
+        ),
         ({"stop_sequences": [""]}, "stop_sequences is ['']"),
         ({"temperature": 3}, "temperature is 3"),
         ({"top_p": "x"}, 'top_p is "x"'),
@@ -231,7 +236,7 @@ def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
     ],
 )
-def test_what_is_wrong_is_named(shared: Any, fields: dict[str, Any], words: str) -> None:
+def test_errors_name_the_invalid_field(shared: Any, fields: dict[str, Any], words: str) -> None:
     sent = {
         name: value for name, value in body(**fields).items() if name != "max_tokens" or value is not None
     }
@@ -244,7 +249,7 @@ def test_what_is_wrong_is_named(shared: Any, fields: dict[str, Any], words: str)
     assert reply.json["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
 
 
-def test_errors_have_its_types_before_the_endpoint_too(serve: Callable[..., Any]) -> None:
+def test_middleware_errors_have_anthropics_types(serve: Callable[..., Any]) -> None:
     import anthropic
 
     server = serve(api_keys=["secret"], max_body_bytes=1000)
@@ -268,7 +273,7 @@ def test_errors_have_its_types_before_the_endpoint_too(serve: Callable[..., Any]
         client.messages.create(**body())
 
 
-def test_an_error_halfway_is_an_event(serve: Callable[..., Any]) -> None:
+def test_an_error_after_output_is_an_event(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.fail_after = 2
     *_, (_, name, data) = events_of(server.ask("POST", M, body(stream=True)).body)
@@ -292,8 +297,8 @@ def test_silence_is_filled_with_pings(serve: Callable[..., Any]) -> None:
     assert len(pings) > 2
 
 
-def test_every_event_says_where_its_reader_is(shared: Any) -> None:
-    """The last text may hold what was held back until the end: a reader of it is not behind the last token yet."""
+def test_every_event_has_a_stream_cursor(shared: Any) -> None:
+    """The last text may be held back until the end, so the cursor after it is before the last token."""
     reply = shared.ask("POST", M, body(stream=True, max_tokens=2))
     stream = reply.headers["x-stream-id"]
     named = [(name, event_id) for event_id, name, _ in events_of(reply.body) if event_id]
@@ -308,20 +313,20 @@ def test_every_event_says_where_its_reader_is(shared: Any) -> None:
     ]
 
 
-def test_turns_that_hold_nothing_are_messages_of_nothing() -> None:
+def test_empty_turns_are_empty_messages() -> None:
     assert messages_of("", [Turn(role="user", content=[])])[0] == [{"role": "user", "content": ""}]
     with pytest.raises(RequestError, match="messages ends with"):
         messages_of("", [Turn(role="assistant", content=[])])
 
 
-def test_a_schema_of_the_output_is_enforced(shared: Any) -> None:
+def test_an_output_schema_is_enforced(shared: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "schema": schema}
-    for asked in (
+    for request in (
         {"output_format": form, "output_config": {"effort": "low"}},
         {"output_config": {"format": form, "effort": "low"}},
     ):
-        assert shared.ask("POST", M, body(**asked)).status == 200
+        assert shared.ask("POST", M, body(**request)).status == 200
         submit = shared.engine.wait_for(Submit)[-1]
         assert json.loads(submit.spec.params.structured_outputs.json) == schema
     assert json.loads(submit.prompt.template_kwargs) == {"reasoning_effort": "low"}

@@ -1,4 +1,4 @@
-"""API keys on every route, origins, request ids, body limits."""
+"""API keys on every route, CORS, request ids, body limits."""
 
 import http.client
 import json
@@ -70,7 +70,7 @@ def test_only_allowed_origins_may_read_answers(serve: Callable[..., Any]) -> Non
     assert "x-request-id" in exposed and "x-stream-id" in exposed
 
 
-def test_a_page_may_ask_beforehand_with_the_headers_its_client_sends(serve: Callable[..., Any]) -> None:
+def test_preflight_allows_the_headers_of_clients(serve: Callable[..., Any]) -> None:
     server = serve(api_keys=["k"], allowed_origins=["https://app.example"])
     wanted = "authorization,content-type,last-event-id,x-stainless-os"
     asking = {"access-control-request-method": "POST", "access-control-request-headers": wanted}
@@ -96,7 +96,7 @@ def test_request_ids_are_echoed_or_made(shared: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", ["a b", "r" * 257, "\xe4"])
-def test_an_id_that_cannot_be_repeated_is_refused_wherever_it_comes_from(shared: Any, odd: str) -> None:
+def test_request_ids_that_cannot_be_echoed_are_refused(shared: Any, odd: str) -> None:
     replies = [
         shared.ask("POST", "/v1/completions", COMPLETION, {"x-request-id": odd}),
         shared.ask("POST", "/v1/completions", {"prompt": "x", "request_id": odd}),
@@ -109,7 +109,7 @@ def test_an_id_that_cannot_be_repeated_is_refused_wherever_it_comes_from(shared:
     assert all(odd not in reply.headers["x-request-id"] for reply in replies)
 
 
-def test_the_server_does_not_name_its_parts(shared: Any) -> None:
+def test_the_server_header_is_absent(shared: Any) -> None:
     assert "server" not in shared.ask("GET", "/livez").headers
 
 
@@ -131,20 +131,20 @@ def test_a_huge_body_is_refused_and_the_next_request_works(serve: Callable[..., 
         connection.close()
 
 
-def test_a_client_that_leaves_while_sending_its_body_harms_nobody(shared: Any) -> None:
+def test_a_disconnect_while_sending_a_body_does_not_affect_other_requests(shared: Any) -> None:
     with socket.create_connection(("127.0.0.1", shared.port), timeout=10) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     assert shared.ask("POST", "/v1/completions", COMPLETION).status == 200
 
 
-def test_what_is_not_http_gets_a_400(shared: Any) -> None:
+def test_a_request_that_is_not_http_is_a_400(shared: Any) -> None:
     with socket.create_connection(("127.0.0.1", shared.port), timeout=10) as connection:
         connection.sendall(b"\x16\x03\x01 not http\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert shared.ask("GET", "/livez").status == 200
 
 
-def test_behind_a_proxy_that_takes_off_a_prefix(serve: Callable[..., Any]) -> None:
+def test_root_path_with_a_proxy_that_strips_the_prefix(serve: Callable[..., Any]) -> None:
     server = serve(root_path="/llm", api_keys=["k"])
     assert server.ask("GET", "/livez").status == 200
     assert server.ask("GET", "/v1/models").status == 401
@@ -152,7 +152,7 @@ def test_behind_a_proxy_that_takes_off_a_prefix(serve: Callable[..., Any]) -> No
     assert server.ask("POST", "/v1/completions", COMPLETION, {"x-api-key": "k"}).status == 200
 
 
-def test_behind_a_proxy_that_leaves_its_prefix(serve: Callable[..., Any]) -> None:
+def test_root_path_with_a_proxy_that_keeps_the_prefix(serve: Callable[..., Any]) -> None:
     server = serve(root_path="/llm", api_keys=["k"])
     key = {"x-api-key": "k"}
     assert server.ask("GET", "/llm/livez").status == 200
@@ -164,7 +164,7 @@ def test_behind_a_proxy_that_leaves_its_prefix(serve: Callable[..., Any]) -> Non
     assert server.ask("GET", "/llm/openapi.json", headers=key).json["servers"] == [{"url": "/llm"}]
 
 
-def test_origins_may_be_held_to_methods_and_headers(serve: Callable[..., Any]) -> None:
+def test_cors_methods_and_headers_can_be_restricted(serve: Callable[..., Any]) -> None:
     server = serve(
         allowed_origins=["https://app.example"],
         allowed_methods=["GET"],
@@ -181,7 +181,7 @@ def test_origins_may_be_held_to_methods_and_headers(serve: Callable[..., Any]) -
     assert server.ask("OPTIONS", "/v1/models", headers=odd).status == 400
 
 
-def test_the_first_versions_paths_may_begin_as_azures(serve: Callable[..., Any]) -> None:
+def test_azure_paths_are_aliases_of_v1_paths(serve: Callable[..., Any]) -> None:
     server = serve(api_keys=["k"], root_path="/llm")
     key = {"x-api-key": "k"}
     assert server.ask("POST", "/openai/v1/completions", COMPLETION).status == 401
@@ -190,16 +190,14 @@ def test_the_first_versions_paths_may_begin_as_azures(serve: Callable[..., Any])
     assert server.ask("GET", "/openai/livez", headers=key).status == 404
 
 
-def test_the_tokenizers_configuration_is_told_where_that_is_allowed(
-    serve: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_tokenizer_info_needs_its_flag(serve: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Odd", "chat_template": "old"}')
     assert serve().ask("GET", "/tokenizer_info").status == 404
     server = serve(tokenizer_info=True)
     model = msgspec.structs.replace(server.config.model, tokenizer_path=str(tmp_path))
     server.service.config = msgspec.structs.replace(server.config, model=model)
-    told = server.ask("GET", "/tokenizer_info").json
-    assert told == {"tokenizer_class": "Odd", "chat_template": "{{ messages }}"}
+    tokenizer_info = server.ask("GET", "/tokenizer_info").json
+    assert tokenizer_info == {"tokenizer_class": "Odd", "chat_template": "{{ messages }}"}
 
 
 def test_https(serve: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Requests and their answers as recorded in ``bodies/``: the shapes clients depend on, field by field.
+"""Requests and answers as recorded in ``bodies/``, compared field by field.
 
 Ids come from ``request_id``; times are 0 in the files.
 """
@@ -21,12 +21,12 @@ def without_time(value: Any) -> Any:
     return value
 
 
-def test_there_are_bodies() -> None:
+def test_bodies_are_recorded() -> None:
     assert len(BODIES) > 30
 
 
 @pytest.mark.parametrize("path", BODIES, ids=lambda path: path.stem)
-def test_a_recorded_answer(shared: Any, path: Path) -> None:
+def test_an_answer_equals_the_recorded_one(shared: Any, path: Path) -> None:
     recorded = json.loads(path.read_text())
     method = "GET" if recorded["request"] is None else "POST"
     reply = shared.ask(method, recorded["path"], recorded["request"])

@@ -1,4 +1,4 @@
-"""Conversations with a name: their items, and the responses that are their turns."""
+"""The conversations API: stored items, and responses as turns."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def prompted(server: Any) -> list[tuple[str, str]]:
 
 
 def texts(client: OpenAI, conversation: str) -> list[tuple[str, str]]:
-    items: list[Any] = list(client.conversations.items.list(conversation, order="asc", limit=2))  # by pages
+    items: list[Any] = list(
+        client.conversations.items.list(conversation, order="asc", limit=2)
+    )  # several pages
     return [(item.role, item.content[0].text) for item in items]
 
 
-def test_what_is_kept_under_a_name(client: OpenAI) -> None:
+def test_conversations_and_items_are_created_read_and_deleted(client: OpenAI) -> None:
     made = client.conversations.create(items=[HELLO], metadata={"topic": "rain"})
     assert (made.id[:5], made.object, made.metadata) == ("conv_", "conversation", {"topic": "rain"})
     assert client.conversations.retrieve(made.id) == made
@@ -64,19 +66,19 @@ def test_what_is_kept_under_a_name(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("how", ["whole", "streamed", "background"])
-def test_a_response_is_a_turn_of_it(how: str, server: Any, client: OpenAI) -> None:
+def test_a_response_is_a_turn_of_its_conversation(how: str, server: Any, client: OpenAI) -> None:
     conversation = client.conversations.create(items=[HELLO]).id
     for turn in range(2):
-        asked = {
+        request = {
             **ASK,
             "conversation": conversation if turn else {"id": conversation},
             "input": f"turn {turn}",
         }
         if how == "streamed":
-            *_, last = client.responses.create(**asked, stream=True)
+            *_, last = client.responses.create(**request, stream=True)
             response: Any = last.response
         else:
-            response = client.responses.create(**asked, background=how == "background")
+            response = client.responses.create(**request, background=how == "background")
         while response.status not in ("completed", "incomplete"):
             response = client.responses.retrieve(response.id)
         assert response.conversation.id == conversation
@@ -89,16 +91,16 @@ def test_a_response_is_a_turn_of_it(how: str, server: Any, client: OpenAI) -> No
         answer,
     ]
     assert prompted(server) == [("user", "hello\nturn 0"), answer, ("user", "turn 1")]
-    assert len(client.responses.input_items.list(response.id).data) == 4, "what there was when it was asked"
-    client.responses.create(**ASK, previous_response_id=response.id, input="beside it")
-    assert prompted(server)[2:] == [("user", "turn 1"), answer, ("user", "beside it")]
+    assert len(client.responses.input_items.list(response.id).data) == 4, (
+        "input items are those at the time of the request"
+    )
+    client.responses.create(**ASK, previous_response_id=response.id, input="without it")
+    assert prompted(server)[2:] == [("user", "turn 1"), answer, ("user", "without it")]
     assert len(texts(client, conversation)) == 5
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_every_turn_takes_as_much_as_the_one_before(
-    background: bool, serve: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_storage_per_turn_is_constant(background: bool, serve: Callable[..., Any], tmp_path: Path) -> None:
     kept = tmp_path / "kept.sqlite"
     server, sizes = serve(response_store=str(kept)), list[int]()
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -116,7 +118,7 @@ def test_every_turn_takes_as_much_as_the_one_before(
     assert max(growth) < min(growth) + 100, growth
 
 
-def test_a_turn_without_a_place_is_not_gone_on_with(client: OpenAI) -> None:
+def test_a_response_of_a_conversation_cannot_be_continued_after_deletion(client: OpenAI) -> None:
     conversation = client.conversations.create(items=[HELLO]).id
     response = client.responses.create(**ASK, conversation=conversation, input="and")
     client.conversations.delete(conversation)
@@ -126,7 +128,7 @@ def test_a_turn_without_a_place_is_not_gone_on_with(client: OpenAI) -> None:
         client.responses.create(**ASK, previous_response_id=response.id, input="x")
 
 
-def test_no_answer_adds_nothing(server: Any, client: OpenAI) -> None:
+def test_a_failed_response_adds_no_items(server: Any, client: OpenAI) -> None:
     conversation = client.conversations.create(items=[HELLO]).id
     server.engine.fail_after = 1
     with pytest.raises(openai.InternalServerError):
@@ -134,7 +136,7 @@ def test_no_answer_adds_nothing(server: Any, client: OpenAI) -> None:
     assert texts(client, conversation) == [("user", "hello")]
 
 
-def test_what_is_not_there(client: OpenAI, serve: Callable[..., Any]) -> None:
+def test_missing_conversations_are_404(client: OpenAI, serve: Callable[..., Any]) -> None:
     conversation = client.conversations.create().id
     for call in (
         lambda: client.responses.create(**ASK, conversation="conv_1", input="x"),
@@ -157,7 +159,7 @@ def test_what_is_not_there(client: OpenAI, serve: Callable[..., Any]) -> None:
         nothing_kept.conversations.create()
 
 
-def test_one_too_large_to_be_asked_with_is_refused(serve: Callable[..., Any]) -> None:
+def test_a_conversation_over_the_body_limit_is_refused(serve: Callable[..., Any]) -> None:
     server = serve(max_body_bytes=4096)
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         conversation = client.conversations.create(items=[{**HELLO, "content": "x" * 3000}]).id

@@ -1,4 +1,4 @@
-"""Clients that say until when they want their answer."""
+"""Request deadlines of clients: the ``timeout`` field and the header."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USER = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize("body", [{"prompt": "x"}, {"messages": USER}])
-def test_the_stricter_of_field_and_header_travels_with_the_request(shared: Any, body: dict[str, Any]) -> None:
+def test_the_stricter_deadline_of_field_and_header_is_submitted(shared: Any, body: dict[str, Any]) -> None:
     path = C if "prompt" in body else H
     for timeout, header, expected_s in [
         (None, "2500", 2.5),
@@ -27,8 +27,8 @@ def test_the_stricter_of_field_and_header_travels_with_the_request(shared: Any, 
         (1.5, "2500", 1.5),
     ]:
         headers = {} if header is None else {DEADLINE_HEADER: header}
-        asked = {**body, "max_tokens": 1, "timeout": timeout}
-        assert shared.ask("POST", path, asked, headers).status == 200
+        request = {**body, "max_tokens": 1, "timeout": timeout}
+        assert shared.ask("POST", path, request, headers).status == 200
         submit = shared.engine.wait_for(Submit)[-1]
         assert submit.spec.deadline_ns - submit.spec.arrival_ns == expected_s * 1e9
     assert shared.ask("POST", path, {**body, "max_tokens": 1}).status == 200
@@ -36,7 +36,7 @@ def test_the_stricter_of_field_and_header_travels_with_the_request(shared: Any, 
 
 
 @pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "9" * 13, "\u0662"])
-def test_a_deadline_that_is_no_number_is_a_mistake(shared: Any, value: str) -> None:
+def test_an_invalid_deadline_header_is_a_400(shared: Any, value: str) -> None:
     with socket.create_connection(("127.0.0.1", shared.port), timeout=10) as connection:
         body = b'{"prompt":"x"}'
         head = f"POST {C} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{DEADLINE_HEADER}: {value}\r\n"
@@ -48,7 +48,9 @@ def test_a_deadline_that_is_no_number_is_a_mistake(shared: Any, value: str) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_has_not_begun_in_time_is_a_504(serve: Callable[..., Any], stream: bool) -> None:
+def test_an_answer_that_misses_its_deadline_before_output_is_a_504(
+    serve: Callable[..., Any], stream: bool
+) -> None:
     server = serve()
     server.engine.held = True
     answer = server.ask("POST", C, {"prompt": "x", "timeout": 0.05, "stream": stream})
@@ -60,7 +62,7 @@ def test_an_answer_that_has_not_begun_in_time_is_a_504(serve: Callable[..., Any]
     assert server.call(lambda: server.service.sessions.num_live) == 0
 
 
-def test_a_stream_that_has_begun_ends_with_an_error(serve: Callable[..., Any]) -> None:
+def test_a_started_stream_ends_with_an_error_at_its_deadline(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.silent_after = 3
     answer = server.ask("POST", C, {"prompt": "x", "timeout": 0.5, "stream": True, "max_tokens": 100})
@@ -71,14 +73,14 @@ def test_a_stream_that_has_begun_ends_with_an_error(serve: Callable[..., Any]) -
     assert "tokens of its output had come" in error["message"]
 
 
-def test_what_the_core_refuses_is_a_429_with_its_time_to_try_again(serve: Callable[..., Any]) -> None:
+def test_a_core_rejection_is_a_429_with_retry_after(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.held = True
     body = {"prompt": "x", "timeout": 5}
 
     def refuse() -> None:
         submit = server.engine.wait_for(Submit)[0]
-        words = "The first token would come too late."
+        words = "The first token would miss the deadline."
         failed = Failed(submit.request_id, ErrorCode.OVERLOADED, words, None, 17)
         server.call(server.engine.deliver, failed)
 
@@ -87,4 +89,4 @@ def test_what_the_core_refuses_is_a_429_with_its_time_to_try_again(serve: Callab
     answer = server.ask("POST", C, body)
     refusing.join()
     assert (answer.status, answer.headers["retry-after"]) == (429, "17")
-    assert "too late" in answer.json["error"]["message"]
+    assert "miss the deadline" in answer.json["error"]["message"]

@@ -1,4 +1,4 @@
-"""Every mistake gets the right status and an error that says what was sent and what is allowed; the next request works."""
+"""Invalid requests: status, error fields and message, and a following request that succeeds."""
 
 import http.client
 import json
@@ -157,8 +157,8 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (H, {"messages": USER, "tool_choice": "auto"}, 400, "tool_choice", ["tools"]),
     (H, {"messages": USER, "tools": TOOLS, "tool_choice": "maybe"}, 400, "tool_choice", ["'maybe'"]),
     (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function"}}, 400, "tool_choice", ['{"name": …}']),
-    (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, 400,
-     "tool_choice", ["'nobody'", "one of the tools"]),
+    (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "absent"}}}, 400,
+     "tool_choice", ["'absent'", "one of the tools"]),
     (H, {"messages": USER, "tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, 400,
      "tool_choice", ["another output format"]),
     (H, {"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, 400,
@@ -179,7 +179,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param", "words"), CASES)
-def test_a_mistake_is_explained_and_the_next_request_works(
+def test_an_invalid_request_has_an_error_and_the_next_request_succeeds(
     shared: Any, path: str, body: Any, status: int, param: str | None, words: list[str]
 ) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
@@ -202,20 +202,20 @@ def test_a_mistake_is_explained_and_the_next_request_works(
         connection.close()
 
 
-def test_a_template_is_chosen_by_its_name(serve: Any) -> None:
+def test_a_chat_template_is_selected_by_name(serve: Any) -> None:
     server = serve()
     assert server.ask("POST", H, {"messages": USER, "chat_template": "tool_use"}).status == 200
     assert server.engine.wait_for(Submit)[0].prompt.chat_template == "tool_use"
 
 
-def test_streaming_does_not_change_the_status_of_a_mistake(shared: Any) -> None:
+def test_streaming_does_not_change_the_status_of_an_error(shared: Any) -> None:
     reply = shared.ask("POST", C, {"prompt": "x" * 251, "stream": True})
     assert reply.status == 400
     assert reply.json["error"]["type"] == "BadRequestError"
     assert reply.headers["content-type"] == "application/json"
 
 
-def test_what_is_off_passes(shared: Any) -> None:
+def test_neutral_values_and_unknown_fields_are_accepted(shared: Any) -> None:
     body = {
         "prompt": "x",
         "max_tokens": 1,
@@ -227,18 +227,18 @@ def test_what_is_off_passes(shared: Any) -> None:
         "stream_options": None,
         "logit_bias": None,
         "seed": -1,
-        "unheard_of": [1],
+        "unknown_field": [1],
     }
     assert shared.ask("POST", C, body).status == 200
 
 
-def test_a_suffix_travels_with_its_prompt(shared: Any) -> None:
+def test_a_suffix_is_submitted_with_its_prompt(shared: Any) -> None:
     assert shared.ask("POST", C, {"prompt": ["a", "b"], "suffix": "z", "max_tokens": 1}).status == 200
     prompts = [submit.prompt for submit in shared.engine.wait_for(Submit)[-2:]]
     assert prompts == [TextPrompt("a", suffix="z"), TextPrompt("b", suffix="z")]
 
 
-def test_numbers_and_truth_values_may_be_strings(serve: Any) -> None:
+def test_numbers_and_booleans_may_be_strings(serve: Any) -> None:
     server = serve()
     sent = {
         "max_tokens": "5",
@@ -263,7 +263,7 @@ def test_paths_and_methods(shared: Any) -> None:
     assert (wrong.status, wrong.json["error"]["type"]) == (405, "MethodNotAllowedError")
     assert wrong.headers["allow"] == "POST"
     assert shared.ask("DELETE", "/v1/models").status == 405
-    assert shared.ask("GET", "/v1/models/who/knows").status == 404
+    assert shared.ask("GET", "/v1/models/not/there").status == 404
 
 
 def test_content_types(shared: Any) -> None:
@@ -275,7 +275,9 @@ def test_content_types(shared: Any) -> None:
     assert "'text/plain'" in wrong.json["error"]["message"]
 
 
-def test_a_mistake_of_ours_is_a_500_and_harms_nobody(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_a_500_and_the_next_request_succeeds(
+    shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(shared.service.admission, "enter", lambda *_: 1 // 0)
         broken = shared.ask("POST", C, {"prompt": "x"}, {"x-request-id": "r-1"})
@@ -294,28 +296,28 @@ def test_priority_needs_the_priority_policy(serve: Any) -> None:
     assert server.ask("POST", C, {"prompt": "x", "priority": 0, "max_tokens": 1}).status == 200
 
 
-def unfinished(server: Any, sent: bytes) -> tuple[socket.socket, bytes]:
-    """Send a part of a body; return the open connection and all that the server has to say."""
+def send_partial_body(server: Any, sent: bytes) -> tuple[socket.socket, bytes]:
+    """Send part of a body. Return the open connection and everything the server sends."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n" + sent)
     with connection.makefile("rb") as reader:
         return connection, reader.read()
 
 
-def test_a_body_that_stops_is_a_408_and_the_end_of_the_connection(serve: Any) -> None:
+def test_a_stalled_body_is_a_408_and_closes_the_connection(serve: Any) -> None:
     server = serve()
     server.service.bodies.progress_s = 0.05
-    connection, answer = unfinished(server, b'{"prompt":')
+    connection, answer = send_partial_body(server, b'{"prompt":')
     connection.close()
     assert b" 408 " in answer
     assert b"stopped after 10 bytes" in answer
     assert server.service.bodies.num_open_bytes == 0
 
 
-def test_bodies_that_are_still_being_sent_are_held_up_to_a_limit(serve: Any) -> None:
+def test_unfinished_bodies_are_bounded_in_bytes(serve: Any) -> None:
     server = serve()
     server.service.bodies.max_open_bytes = 9
-    connection, answer = unfinished(server, b'{"prompt":')
+    connection, answer = send_partial_body(server, b'{"prompt":')
     connection.close()
     assert b" 503 " in answer
     assert b"retry-after" in answer
@@ -323,7 +325,7 @@ def test_bodies_that_are_still_being_sent_are_held_up_to_a_limit(serve: Any) -> 
     assert server.ask("POST", C, {"prompt": "x" * 200, "max_tokens": 1}).status == 200
 
 
-def test_who_sends_a_body_slowest_makes_room_for_the_others(serve: Any) -> None:
+def test_the_slowest_body_is_rejected_when_memory_is_full(serve: Any) -> None:
     server = serve()
     server.service.bodies.max_open_bytes = 25
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 20\r\n\r\n"
@@ -359,15 +361,13 @@ def test_who_sends_a_body_slowest_makes_room_for_the_others(serve: Any) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
-def test_only_a_number_of_the_clients_own_is_held_against_it(
-    shared: Any, path: str, body: dict[str, Any]
-) -> None:
-    for asked in ({}, {"max_tokens": None}, {"max_tokens": 5}):
-        assert shared.ask("POST", path, {**body, **asked}).status == 200
-        assert shared.engine.wait_for(Submit)[-1].clamp_max_tokens is (asked.get("max_tokens") is None)
+def test_only_an_explicit_max_tokens_can_be_too_large(shared: Any, path: str, body: dict[str, Any]) -> None:
+    for limits in ({}, {"max_tokens": None}, {"max_tokens": 5}):
+        assert shared.ask("POST", path, {**body, **limits}).status == 200
+        assert shared.engine.wait_for(Submit)[-1].clamp_max_tokens is (limits.get("max_tokens") is None)
 
 
-def test_one_door_for_both_kinds_of_requests(shared: Any) -> None:
+def test_invocations_accepts_chat_and_completion_bodies(shared: Any) -> None:
     chat = shared.ask(
         "POST", "/invocations", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     )
@@ -420,7 +420,7 @@ def test_one_door_for_both_kinds_of_requests(shared: Any) -> None:
         ),
     ],
 )
-def test_mistakes_at_the_doors_beside_the_great_ones(
+def test_invalid_requests_at_minor_endpoints_are_400(
     shared: Any, path: str, body: dict[str, Any], words: str
 ) -> None:
     answer = shared.ask("POST", path, body)

@@ -1,4 +1,4 @@
-"""HTTP as clients of the field speak it: upgrade offers, compressed bodies, other charsets, odd slashes, HTTP/1.0."""
+"""HTTP variants of clients: upgrade offers, compressed bodies, other charsets, extra slashes, HTTP/1.0."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chunked(body: bytes = BODY) -> bytes:
 
 
 def talk(server: Any, *pieces: bytes) -> bytes:
-    """Send pieces over one connection, the last of which asks for its end; return all that comes back."""
+    """Send pieces over one connection and return all that is received. The last piece asks for a close."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for piece in pieces:
@@ -56,26 +56,26 @@ CLOSING = head(b"connection: close", sized()) + BODY
     [head(OFFER, sized()) + BODY, head(OFFER, b"transfer-encoding: chunked") + chunked()],
     ids=["with a length", "chunked"],
 )
-def test_an_offer_of_http2_is_passed_over_and_the_body_is_read(shared: Any, request_: bytes) -> None:
+def test_an_http2_upgrade_offer_is_ignored_and_the_body_is_read(shared: Any, request_: bytes) -> None:
     for size in (len(request_), 7):
         pieces = [request_[at : at + size] for at in range(0, len(request_), size)]
         received = talk(shared, *pieces, CLOSING)
         assert received.count(b"HTTP/1.1 200") == 2 and received.count(b'" t0 t1"') == 2
 
 
-def test_requests_may_follow_each_other_with_offers(shared: Any) -> None:
+def test_requests_with_upgrade_offers_can_be_pipelined(shared: Any) -> None:
     one = head(OFFER, sized()) + BODY
     received = talk(shared, one * 3 + CLOSING)
     assert received.count(b"HTTP/1.1 200") == 4 and received.count(b'" t0 t1"') == 4
 
 
 @pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"TLS/1.0, HTTP/2.0"])
-def test_an_offer_without_a_body_is_answered(shared: Any, offer: bytes) -> None:
+def test_an_upgrade_offer_without_a_body_is_answered(shared: Any, offer: bytes) -> None:
     get = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: %b\r\n\r\n" % offer
     assert talk(shared, get).startswith(b"HTTP/1.1 200")
 
 
-def test_a_request_smuggled_behind_an_offer_is_none(shared: Any) -> None:
+def test_request_smuggling_with_an_upgrade_offer_is_refused(shared: Any) -> None:
     twice = head(OFFER, sized(), b"transfer-encoding: chunked") + chunked()
     assert talk(shared, twice).startswith(b"HTTP/1.1 400")
 
@@ -88,7 +88,7 @@ def test_a_request_smuggled_behind_an_offer_is_none(shared: Any) -> None:
         (head(b"transfer-encoding: chunked") + b"zz\r\n", b"Not an HTTP/1.1 request"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_words(shared: Any, sent: bytes, words: bytes) -> None:
+def test_unreadable_requests_have_an_error_message(shared: Any, sent: bytes, words: bytes) -> None:
     received = talk(shared, sent)
     assert received.startswith(b"HTTP/1.1 400") and words in received
     assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == 400
@@ -104,7 +104,7 @@ def test_a_stream_over_http_1_0_ends_with_its_connection(shared: Any) -> None:
     assert stream.startswith(b"id: ") and stream.endswith(b"data: [DONE]\n\n")
 
 
-def test_an_answer_over_http_1_0_has_its_length(shared: Any) -> None:
+def test_an_answer_over_http_1_0_has_a_content_length(shared: Any) -> None:
     headers, _, body = talk(shared, head(sized(), b"expect: 100-continue", version=b"1.0") + BODY).partition(
         b"\r\n\r\n"
     )
@@ -116,7 +116,7 @@ def test_an_answer_over_http_1_0_has_its_length(shared: Any) -> None:
 
 
 def gzipped(body: bytes) -> bytes:
-    return gzip.compress(body, mtime=0)  # names of tests are the same in every process
+    return gzip.compress(body, mtime=0)  # test ids must be the same in every process
 
 
 def deflated(body: bytes) -> bytes:
@@ -144,7 +144,7 @@ def test_compressed_bodies_are_read(shared: Any, coding: str, body: bytes) -> No
     assert answer.status == 200 and answer.json["choices"][0]["text"] == TEXT
 
 
-def test_a_compressed_body_may_come_in_pieces(shared: Any) -> None:
+def test_a_compressed_body_may_be_chunked(shared: Any) -> None:
     packed = gzipped(BODY)
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in packed) + b"0\r\n\r\n"
     closing = head(b"content-encoding: gzip", b"transfer-encoding: chunked", b"connection: close")
@@ -159,7 +159,7 @@ def test_a_compressed_body_may_come_in_pieces(shared: Any) -> None:
         ("gzip", gzipped(BODY) + b"rest", "incorrect header check"),
         ("deflate", zlib.compress(BODY) + b"rest", "bytes after its end"),
     ],
-    ids=["not compressed", "cut off", "more behind gzip", "more behind deflate"],
+    ids=["not compressed", "cut off", "trailing bytes, gzip", "trailing bytes, deflate"],
 )
 def test_broken_compression_is_refused(shared: Any, coding: str, body: bytes, words: str) -> None:
     refused = shared.ask("POST", C, body, {"content-encoding": coding})
@@ -167,16 +167,16 @@ def test_broken_compression_is_refused(shared: Any, coding: str, body: bytes, wo
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "gzip, gzip"])
-def test_other_codings_are_refused_with_those_that_are_read(shared: Any, coding: str) -> None:
+def test_unsupported_encodings_are_refused_with_the_supported_ones(shared: Any, coding: str) -> None:
     refused = shared.ask("POST", C, BODY, {"content-encoding": coding})
     assert (refused.status, refused.headers["accept-encoding"]) == (415, "gzip, deflate")
     assert coding in refused.json["error"]["message"]
 
 
-def test_a_body_is_bounded_in_what_it_is_decompressed(serve: Callable[..., Any]) -> None:
+def test_the_decompressed_size_is_bounded(serve: Callable[..., Any]) -> None:
     server = serve(max_body_bytes=10_000)
     bomb = gzipped(b" " * 50_000_000)
-    members = gzipped(b"") * 1000  # 20 000 bytes that hold nothing
+    members = gzipped(b"") * 1000  # 20 000 bytes of empty members
     stretched = head(
         b"content-encoding: gzip", b"transfer-encoding: chunked", b"connection: close"
     ) + chunked(members)
@@ -196,7 +196,7 @@ E_ACUTE = '{"prompt": "caf\xe9", "max_tokens": 2, "echo": true}'
     [
         ("", b"\xef\xbb\xbf" + E_ACUTE.encode()),
         ("; charset=UTF-8", E_ACUTE.encode()),
-        ("; charset=iso-8859-1", E_ACUTE.encode()),  # not what it says
+        ("; charset=iso-8859-1", E_ACUTE.encode()),  # the declared charset is wrong
         ("; charset=iso-8859-1", E_ACUTE.encode("latin-1")),
         ('; boundary=x; charset="Windows-1252"', E_ACUTE.encode("latin-1")),
         ("", E_ACUTE.encode("utf-16")),
@@ -217,7 +217,7 @@ def test_bodies_of_other_charsets_are_read(shared: Any, charset: str, body: byte
         ("", E_ACUTE.encode("utf-16")[:-1], "not valid utf-16"),
     ],
 )
-def test_what_is_no_unicode_is_refused(shared: Any, charset: str, body: bytes, words: str) -> None:
+def test_invalid_unicode_is_refused(shared: Any, charset: str, body: bytes, words: str) -> None:
     refused = shared.ask("POST", C, body, {"content-type": f"application/json{charset}"})
     assert refused.status == 400 and words in refused.json["error"]["message"]
 
@@ -228,7 +228,7 @@ def test_what_is_no_unicode_is_refused(shared: Any, charset: str, body: bytes, w
 @pytest.mark.parametrize(
     "path", ["//v1/completions", "/v1/completions/", "/v1//completions//", "/openai//v1/completions/"]
 )
-def test_empty_segments_of_a_path_say_nothing(shared: Any, path: str) -> None:
+def test_empty_path_segments_are_ignored(shared: Any, path: str) -> None:
     assert shared.ask("POST", path, BODY).status == 200
 
 
@@ -244,16 +244,16 @@ def test_empty_segments_of_a_path_say_nothing(shared: Any, path: str) -> None:
         ("/llm//v1/models//srv//toy/", "/llm/v1/models//srv//toy"),
     ],
 )
-def test_a_models_name_keeps_its_slashes(path: str, tidy: str) -> None:
+def test_slashes_in_a_model_name_are_kept(path: str, tidy: str) -> None:
     assert tidy_path(path) == tidy
 
 
-def test_a_tidied_path_needs_its_key(serve: Callable[..., Any]) -> None:
+def test_a_normalized_path_needs_its_key(serve: Callable[..., Any]) -> None:
     server = serve(api_keys=["k"], root_path="/llm")
     for path in ("//kv", "/kv/", "/llm//kv", "//v1/models/"):
         assert server.ask("GET", path).status == 401, path
     key = {"x-api-key": "k"}
-    assert server.ask("GET", "/kv/", headers=key).status == 401  # the operator's alone
+    assert server.ask("GET", "/kv/", headers=key).status == 401  # operators only
     for path in ("//v1/models/", "/llm/v1/models/", "/llm//v1/models", "//llm/v1/models/toy"):
         assert server.ask("GET", path, headers=key).status == 200, path
     assert server.ask("GET", "//livez/").status == 200
@@ -262,7 +262,7 @@ def test_a_tidied_path_needs_its_key(serve: Callable[..., Any]) -> None:
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
-def test_pages_of_all_origins_may_ask(serve: Callable[..., Any]) -> None:
+def test_cors_allows_all_origins(serve: Callable[..., Any]) -> None:
     server = serve(allowed_origins=["*"])
     page = {"origin": "http://localhost:5173"}
     asking = {"access-control-request-method": "PUT", "access-control-request-headers": "authorization,x-odd"}
@@ -287,14 +287,14 @@ def test_pages_of_all_origins_may_ask(serve: Callable[..., Any]) -> None:
         ("/v1/completions/render", {"prompt": [1] * 256}),
     ],
 )
-def test_a_context_that_is_too_long_has_openais_code(
+def test_a_too_long_context_has_openais_code(
     shared: Any, path: str, field: dict[str, Any], stream: bool
 ) -> None:
     refused = shared.ask("POST", path, {**field, "stream": stream})
     assert (refused.status, refused.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_a_context_that_is_too_long_begins_with_anthropics_words(serve: Callable[..., Any]) -> None:
+def test_a_too_long_context_has_anthropics_message(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.fails_with, server.engine.fail_after = ErrorCode.TOO_LONG, 0
     refused = server.ask(

@@ -1,4 +1,4 @@
-"""/kv: who may ask, what is asked of the cores, and how their answers are told."""
+"""/kv: authorization, queries to the cores and their reports."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from quintet.wire.messages import Failed
 
 NAME = "5f0c31a7"
 DIGEST = bytes.fromhex(NAME.ljust(64, "0"))
-ROOM = KvUsage(1000, 16, 50, 7, 3, 20, 0, 0)
+USAGE = KvUsage(1000, 16, 50, 7, 3, 20, 0, 0)
 
 
 class Operator:
-    """A server with a key for operators, and a core whose answers are the test's."""
+    """A server with an operator key, and a core with answers set by the test."""
 
     def __init__(self, serve: Callable[..., Any]) -> None:
         self.server = serve(api_keys=["client"], admin_key="operator")
-        self.asked: list[KvQuery] = []
+        self.queries: list[KvQuery] = []
         self.prefix = KvPrefix(DIGEST, 48, 3, 0, 2, True, 1_500_000_000, pack_i32(range(10, 58)))
         self.error: Failed | None = None
         send = self.server.engine.send
 
         def answer(role: Any, index: int, message: Any) -> bool:
             if isinstance(message, KvQuery):
-                self.asked.append(message)
-                report = KvReport(message.query_id, 0, [self.prefix], 1, room=ROOM)
+                self.queries.append(message)
+                report = KvReport(message.query_id, 0, [self.prefix], 1, room=USAGE)
                 if self.error is not None:
                     report = KvReport(message.query_id, 0, error=self.error)
                 self.server.loop.call_soon(self.server.engine.deliver, report)
@@ -51,26 +51,26 @@ def operator(serve: Callable[..., Any]) -> Operator:
     return Operator(serve)
 
 
-def test_only_operators_may_ask(operator: Operator) -> None:
+def test_only_operators_have_access(operator: Operator) -> None:
     for method, path in (("GET", "/kv"), ("POST", "/kv/pin"), ("POST", "/kv/evict"), ("GET", "/kv/else")):
         for key in ("", "client", "wrong"):
             assert operator.ask(method, path, key=key).status == 401
     derived, configured = operator_keys(operator.server.config)
     assert configured == "operator" and operator.ask("GET", "/kv", key=derived).status == 200
-    assert operator.ask("GET", "/v1/models").status == 401, "the operator's key is no client's"
-    assert len(operator.asked) == 1
+    assert operator.ask("GET", "/v1/models").status == 401, "the operator key is not an API key"
+    assert len(operator.queries) == 1
 
 
-def test_no_key_at_all_opens_nothing(serve: Callable[..., Any]) -> None:
+def test_without_keys_the_api_is_open_and_kv_is_closed(serve: Callable[..., Any]) -> None:
     server = serve()
     assert server.ask("GET", "/v1/models").status == 200
     assert server.ask("GET", "/kv").status == 401
     assert len(operator_keys(server.config)) == 1
 
 
-def test_prefixes_are_told_by_hashes_and_in_words_if_asked_for(operator: Operator) -> None:
-    told = operator.ask("GET", "/kv?limit=5").json
-    assert told["data"] == [
+def test_prefixes_are_listed_by_hash_and_optionally_as_text(operator: Operator) -> None:
+    listing = operator.ask("GET", "/kv?limit=5").json
+    assert listing["data"] == [
         {
             "id": DIGEST.hex(),
             "object": "kv.prefix",
@@ -82,12 +82,16 @@ def test_prefixes_are_told_by_hashes_and_in_words_if_asked_for(operator: Operato
             "last_used_s": 1.5,
         }
     ]
-    assert told["engines"][0]["blocks_pinned_at_most"] == 20 and not told["has_more"] and not told["errors"]
-    assert (operator.asked[0].limit, operator.asked[0].with_tokens) == (5, False)
-    told = operator.ask("GET", "/kv?text=true").json
-    assert told["data"][0]["token_ids"] == list(range(10, 58))
-    assert told["data"][0]["text"].startswith(" t0 t1 t2")
-    assert (operator.asked[1].limit, operator.asked[1].with_tokens) == (100, True)
+    assert (
+        listing["engines"][0]["blocks_pinned_at_most"] == 20
+        and not listing["has_more"]
+        and not listing["errors"]
+    )
+    assert (operator.queries[0].limit, operator.queries[0].with_tokens) == (5, False)
+    listing = operator.ask("GET", "/kv?text=true").json
+    assert listing["data"][0]["token_ids"] == list(range(10, 58))
+    assert listing["data"][0]["text"].startswith(" t0 t1 t2")
+    assert (operator.queries[1].limit, operator.queries[1].with_tokens) == (100, True)
 
 
 def test_a_prefix_is_given_by_name_text_or_ids(operator: Operator) -> None:
@@ -96,10 +100,10 @@ def test_a_prefix_is_given_by_name_text_or_ids(operator: Operator) -> None:
         answer = operator.ask("POST", f"/kv/{verb}", body)
         assert answer.status == 200 and answer.json["object"] == f"kv.{verb}"
         assert answer.json["data"][0]["id"] == DIGEST.hex()
-    named, told, ids = operator.asked
-    assert (named.verb, named.name, named.token_ids) == ("pin", NAME, b"")
-    assert (told.verb, told.salt, list(unpack_i32(told.token_ids))) == ("unpin", "s", list(range(5)))
-    assert (ids.verb, list(unpack_i32(ids.token_ids))) == ("evict", [4, 5])
+    pin, unpin, evict = operator.queries
+    assert (pin.verb, pin.name, pin.token_ids) == ("pin", NAME, b"")
+    assert (unpin.verb, unpin.salt, list(unpack_i32(unpin.token_ids))) == ("unpin", "s", list(range(5)))
+    assert (evict.verb, list(unpack_i32(evict.token_ids))) == ("evict", [4, 5])
 
 
 @pytest.mark.parametrize(
@@ -114,13 +118,13 @@ def test_a_prefix_is_given_by_name_text_or_ids(operator: Operator) -> None:
         ("/kv?limit=0", None, "limit must be a number from 1 to 1000"),
     ],
 )
-def test_what_makes_no_sense_is_refused(operator: Operator, path: str, body: object, words: str) -> None:
+def test_invalid_requests_are_refused(operator: Operator, path: str, body: object, words: str) -> None:
     answer = operator.ask("GET" if body is None else "POST", path, body)
     assert answer.status == 400 and words in answer.json["error"]["message"]
-    assert not operator.asked
+    assert not operator.queries
 
 
-def test_files_are_of_a_server_with_a_disk_and_stay_in_their_folder(operator: Operator) -> None:
+def test_export_and_import_need_a_disk_tier_and_stay_in_its_folder(operator: Operator) -> None:
     for path, body in (("/kv/export", {"id": NAME, "file": "a.kv"}), ("/kv/import", {"file": "a.kv"})):
         answer = operator.ask("POST", path, body)
         assert answer.status == 400 and "require --kv-disk" in answer.json["error"]["message"]
@@ -131,13 +135,16 @@ def test_files_are_of_a_server_with_a_disk_and_stay_in_their_folder(operator: Op
     exported = operator.ask("POST", "/kv/export", {"id": NAME, "file": "a.kv"})
     assert (exported.status, exported.json["file"]) == (200, "/kv/exchange/a.kv")
     assert operator.ask("POST", "/kv/import", {"file": "a.kv"}).json["data"][0]["engine"] == 0
-    assert [(query.verb, query.file) for query in operator.asked] == [("export", "a.kv"), ("import", "a.kv")]
+    assert [(query.verb, query.file) for query in operator.queries] == [
+        ("export", "a.kv"),
+        ("import", "a.kv"),
+    ]
     for name in ("", "../a.kv", "/etc/passwd", ".hidden", "a" * 101):
         answer = operator.ask("POST", "/kv/import", {"file": name})
         assert answer.status == 400 and "file must be a name" in answer.json["error"]["message"]
 
 
-def test_a_refusal_of_the_core_is_told(operator: Operator) -> None:
+def test_a_core_error_is_returned(operator: Operator) -> None:
     operator.error = Failed(0, ErrorCode.NOT_FOUND, "There is no such prefix.")
     answer = operator.ask("POST", "/kv/pin", {"id": NAME})
     assert (answer.status, answer.json["error"]["message"]) == (404, "There is no such prefix.")

@@ -1,4 +1,4 @@
-"""``kv_transfer_params``: what proxies send comes to the engine as what it means, and the answer says where KV is."""
+"""``kv_transfer_params``: parsing of the fields that proxies send, and the fields of the answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quintet.wire.messages import Submit
 from quintet.wire.request import KvTransfer
 
 C, H = "/v1/completions", "/v1/chat/completions"
-NOBODY = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
-DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **NOBODY}
+NO_REMOTE = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **NO_REMOTE}
 PREFILL = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -23,7 +23,7 @@ PREFILL = {
     "tp_size": 1,
 }
 WORDS = "w " * 37
-"""37 tokens for the engine of these tests: two full blocks of 16."""
+"""37 tokens in the fake engine: two full blocks of 16."""
 
 
 def peers(
@@ -33,7 +33,7 @@ def peers(
     return KvPeersConfig(role=role, listen="" if role == "decode" else "10.0.0.5:5600", allowed=fetches)
 
 
-def test_who_computes_a_prompt_says_where_its_kv_is(serve: Any) -> None:
+def test_a_prefill_server_returns_the_location_of_kv(serve: Any) -> None:
     server = serve(peers=peers("prefill"))
     reply = server.ask("POST", C, {"prompt": WORDS, "max_tokens": 1, "kv_transfer_params": DECODE})
     assert reply.json["kv_transfer_params"] == {key: PREFILL[key] for key in PREFILL if key != "tp_size"}
@@ -46,7 +46,7 @@ def test_who_computes_a_prompt_says_where_its_kv_is(serve: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "kv_transfer"),
+    ("changed", "transfer"),
     [
         ({}, KvTransfer(peer="10.0.0.5:5600", num_blocks=2)),
         ({"remote_host": "fd00::7"}, KvTransfer(peer="[fd00::7]:5600", num_blocks=2)),
@@ -57,17 +57,14 @@ def test_who_computes_a_prompt_says_where_its_kv_is(serve: Any) -> None:
         ({"do_remote_prefill": False}, None),
     ],
 )
-def test_who_computes_an_answer_is_told_where_to_fetch(
-    serve: Any, changed: dict[str, Any], kv_transfer: KvTransfer | None
+def test_a_decode_server_submits_the_location_of_kv(
+    serve: Any, changed: dict[str, Any], transfer: KvTransfer | None
 ) -> None:
     server = serve(peers=peers("decode"))
     body = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": PREFILL | changed}
     for path, sent in ((H, body), (C, {"prompt": "x", "kv_transfer_params": PREFILL | changed})):
         assert server.ask("POST", path, sent).status == 200
-    assert [submit.spec.kv_transfer for submit in server.engine.wait_for(Submit, 2)] == [
-        kv_transfer,
-        kv_transfer,
-    ]
+    assert [submit.spec.kv_transfer for submit in server.engine.wait_for(Submit, 2)] == [transfer, transfer]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +98,7 @@ def test_who_computes_an_answer_is_told_where_to_fetch(
         ("both", [1], {}, "kv_transfer_params"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_params_are_refused(
     serve: Any, role: str | None, sent: Any, body: dict[str, Any], words: str
 ) -> None:
     server = serve(peers=None if role is None else peers(role))

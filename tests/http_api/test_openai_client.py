@@ -1,4 +1,4 @@
-"""The openai package, unchanged, against the server."""
+"""The unmodified openai package as a client of the server."""
 
 import time
 from collections.abc import Callable
@@ -99,7 +99,7 @@ def test_chat_logprobs(client: OpenAI) -> None:
     assert [top.token for top in content[0].top_logprobs] == [" t0", " t1"]
 
 
-def test_a_request_without_a_seed_gets_one_of_its_own(client: OpenAI, shared: Any) -> None:
+def test_a_request_without_a_seed_gets_a_random_one(client: OpenAI, shared: Any) -> None:
     for _ in range(2):
         client.completions.create(model="toy", prompt="x", max_tokens=1)
     seeds = [submit.spec.params.seed for submit in shared.engine.wait_for(shared.kinds.Submit)[-2:]]
@@ -115,11 +115,11 @@ def test_models(client: OpenAI) -> None:
         client.models.retrieve("gpt")
 
 
-def test_the_clients_own_error_classes(client: OpenAI) -> None:
+def test_errors_map_to_the_clients_error_classes(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is 3"):
         client.completions.create(model="toy", prompt="x", temperature=3)
-    with pytest.raises(openai.NotFoundError, match=r"`nobody` does not exist.*`toy`"):
-        client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(openai.NotFoundError, match=r"`absent` does not exist.*`toy`"):
+        client.completions.create(model="absent", prompt="x")
 
 
 def test_keys_and_overload(serve: Callable[..., Any]) -> None:
@@ -142,8 +142,8 @@ def test_keys_and_overload(serve: Callable[..., Any]) -> None:
             assert waiting.result(10).choices[0].text == " t0"
 
 
-def test_a_long_pause_within_a_stream_is_only_a_pause(serve: Callable[..., Any]) -> None:
-    """Comments fill the silence behind events that have ids: this client takes a blank line there for an event."""
+def test_keep_alive_comments_are_not_events_of_the_client(serve: Callable[..., Any]) -> None:
+    """Comments of a silent stream must not add a blank line, which this client reads as an event."""
     server = serve(keep_alive_s=0.02)
     server.engine.silent_after = 1
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

@@ -1,4 +1,4 @@
-"""/metrics, /openapi.json, /docs and the small pages."""
+"""/metrics, /openapi.json, /docs and health pages."""
 
 import gc
 import logging
@@ -25,7 +25,7 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     }
 
 
-def test_metrics(serve: Callable[..., Any]) -> None:
+def test_metrics_cover_all_processes(serve: Callable[..., Any]) -> None:
     server = serve()
     server.ask("POST", "/v1/completions", {"prompt": "x y", "max_tokens": 3, "stream": True})
     server.ask("GET", "/made-up-path")
@@ -62,14 +62,18 @@ def test_metrics(serve: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_who_asks_is_told_where_a_request_went(serve: Callable[..., Any], is_streamed: bool) -> None:
+def test_the_explain_header_returns_the_routing_of_a_request(
+    serve: Callable[..., Any], is_streamed: bool
+) -> None:
     server, body = serve(), {"prompt": "x y", "max_tokens": 3, "stream": is_streamed}
     reply = server.ask("POST", "/v1/completions", body, {"X-Quintet-Explain": "1"})
     assert reply.headers["x-quintet-routing"] == "engine 0: only engine"
     assert "x-quintet-routing" not in server.ask("POST", "/v1/completions", body).headers
 
 
-def test_no_figures_are_better_than_some(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_without_a_supervisor_answer_are_a_503(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quintet.frontend.metrics.MAX_WAIT_S", 0.05)
     server = serve()
     server.engine.is_supervisor_silent = True
@@ -79,11 +83,11 @@ def test_no_figures_are_better_than_some(serve: Callable[..., Any], monkeypatch:
 
 
 DOCKERFILE = Path(__file__).parents[2] / "deploy/integrations/docker/Dockerfile"
-HEALING = {"executor": SlotState.STARTING, "core": SlotState.STALLED}
+RECOVERING = {"executor": SlotState.STARTING, "core": SlotState.STALLED}
 
 
-def test_a_container_that_heals_is_not_unhealthy(serve: Callable[..., Any]) -> None:
-    server = serve(HEALING)
+def test_a_recovering_container_is_healthy(serve: Callable[..., Any]) -> None:
+    server = serve(RECOVERING)
     dockerfile = DOCKERFILE.read_text()
     check = dockerfile[dockerfile.index("HEALTHCHECK") :].partition("ENTRYPOINT")[0]
     (path,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", check)
@@ -108,7 +112,7 @@ def test_the_openapi_document_has_every_route(shared: Any) -> None:
     assert schemas["ChatBody"]["properties"]["messages"]["items"]["$ref"].endswith("ChatMessage")
 
 
-def test_the_docs_page_needs_nothing_from_elsewhere(shared: Any) -> None:
+def test_the_docs_page_loads_no_external_files(shared: Any) -> None:
     page = shared.ask("GET", "/docs")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -122,7 +126,7 @@ def test_the_docs_page_needs_nothing_from_elsewhere(shared: Any) -> None:
     assert shared.ask("GET", "/docs/index.html").status == 404
 
 
-def test_the_small_pages(shared: Any) -> None:
+def test_status_pages(shared: Any) -> None:
     assert shared.ask("GET", "/livez").body == b"ok"
     assert shared.ask("GET", "/ping").status == 200
     assert shared.ask("POST", "/ping").status == 200
@@ -136,7 +140,7 @@ def test_the_small_pages(shared: Any) -> None:
     assert (head.status, head.body) == (200, b"")
 
 
-def test_a_request_is_one_line_of_the_log(serve: Callable[..., Any]) -> None:
+def test_a_request_is_one_log_line(serve: Callable[..., Any]) -> None:
     lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     log, handler = logging.getLogger("quintet"), logging.handlers.QueueHandler(lines)
     level = log.level
@@ -151,8 +155,8 @@ def test_a_request_is_one_line_of_the_log(serve: Callable[..., Any]) -> None:
     assert "\n" not in line and line.endswith("GET /made-up%0A2026-01-01%20INFO%20forged 404")
 
 
-def test_bodies_do_not_outlive_their_exchange(serve: Callable[..., Any]) -> None:
-    """An http_request and its scope refer to each other: megabytes must not wait for Python's search for such cycles."""
+def test_bodies_are_freed_with_their_request(serve: Callable[..., Any]) -> None:
+    """A request and its ASGI scope are a reference cycle: freeing megabytes must not depend on the cycle collector."""
     server = serve()
     gc.collect()
     gc.disable()
@@ -160,7 +164,7 @@ def test_bodies_do_not_outlive_their_exchange(serve: Callable[..., Any]) -> None
         for _ in range(3):
             server.ask("POST", "/v1/completions", {"prompt": "x" * 5000, "max_tokens": 1})
         server.ask("GET", "/health")
-        kept = [each._body for each in gc.get_objects() if isinstance(each, HttpRequest)]
+        bodies = [each._body for each in gc.get_objects() if isinstance(each, HttpRequest)]
     finally:
         gc.enable()
-    assert not [body for body in kept if body and len(body) > 5000]
+    assert not [body for body in bodies if body and len(body) > 5000]

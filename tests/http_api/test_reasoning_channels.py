@@ -1,4 +1,4 @@
-"""Chat answers in channels: reasoning and calls of tools, whole and streamed, as the openai package reads them."""
+"""Chat answers in channels: reasoning and tool calls, whole and streamed, read by the openai package."""
 
 from __future__ import annotations
 
@@ -74,28 +74,28 @@ def test_a_whole_answer(server: Any) -> None:
     assert submitted(server).spec.parsing == OutputParsing("qwen3", "hermes")
 
 
-def test_a_streamed_answer_says_the_same(server: Any) -> None:
+def test_a_streamed_answer_equals_the_whole_one(server: Any) -> None:
     options = {"stream_options": {"include_usage": True}}
     events = server.ask("POST", H, {**BODY, **options, "stream": True}).events
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert deltas[1:3] == [{"reasoning": t, "reasoning_content": t} for t in ("Rain", "?")]
     assert deltas[3]["content"] == "I look."
-    (begun,) = deltas[3]["tool_calls"]
-    assert begun == {
+    (started,) = deltas[3]["tool_calls"]
+    assert started == {
         "index": 0,
-        "id": begun["id"],
+        "id": started["id"],
         "type": "function",
         "function": {"name": "rain", "arguments": '{"in"'},
     }
     assert deltas[4]["tool_calls"][0] == {"index": 0, "function": {"arguments": ': "Oslo"}'}}
     assert deltas[4]["tool_calls"][1]["function"] == {"name": "now", "arguments": ""}
-    assert len(deltas) == 6  # the token that said nothing has no event
+    assert len(deltas) == 6  # the token without text has no event
     assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "tool_calls"
     assert events[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
-def test_the_openai_package_gathers_it(server: Any) -> None:
+def test_the_openai_package_assembles_the_stream(server: Any) -> None:
     client = OpenAI(base_url=server.url + "/v1", api_key="x")
     with client.chat.completions.stream(**BODY, n=2) as stream:
         final = stream.get_final_completion()
@@ -110,7 +110,7 @@ def test_the_openai_package_gathers_it(server: Any) -> None:
     assert len(ids) == 4
 
 
-def test_what_a_request_says_of_channels(server: Any) -> None:
+def test_request_options_select_channels(server: Any) -> None:
     def message(**changes: Any) -> dict[str, Any]:
         (choice,) = server.ask("POST", H, {**BODY, **changes}).json["choices"]
         found: dict[str, Any] = choice["message"]
@@ -124,19 +124,19 @@ def test_what_a_request_says_of_channels(server: Any) -> None:
     assert submitted(server).spec.parsing == OutputParsing("qwen3")
 
 
-def test_content_is_null_beside_calls_alone(server: Any) -> None:
+def test_content_is_null_if_there_are_only_calls(server: Any) -> None:
     server.engine.script = [[(NAME, 0, "now")], [(ARGUMENTS, 0, "{}")]]
     (choice,) = server.ask("POST", H, BODY).json["choices"]
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, None)
 
 
-def test_token_ids_are_told_with_tokens_that_say_nothing(server: Any) -> None:
+def test_token_ids_include_tokens_without_text(server: Any) -> None:
     events = server.ask("POST", H, {**BODY, "stream": True, "return_token_ids": True}).events
     ids = [token for event in events[1:] for token in event["choices"][0]["token_ids"]]
     assert ids == [10, 11, 12, 13, 14, 15]
 
 
-def test_schemas_travel_where_the_format_has_no_types(serve: Callable[..., Any]) -> None:
+def test_schemas_are_submitted_if_the_format_has_no_types(serve: Callable[..., Any]) -> None:
     server = serve(parsers=ParsersConfig(tools="qwen3_coder", needs_schemas=True))
     server.ask("POST", H, BODY)
     parsing = submitted(server).spec.parsing
@@ -154,7 +154,7 @@ def test_schemas_travel_where_the_format_has_no_types(serve: Callable[..., Any])
         ({"type": "function", "function": {"name": "snow"}}, ["snow"], True),
     ],
 )
-def test_calls_that_are_insisted_on_are_a_form(
+def test_required_calls_are_structured_output(
     server: Any, choice: Any, names: list[str], is_one: bool
 ) -> None:
     tools = [*TOOLS, {"type": "function", "function": {"name": "snow"}}]
@@ -173,31 +173,29 @@ def test_calls_that_are_insisted_on_are_a_form(
 
 
 @pytest.mark.parametrize(("parser", "reader"), [("hermes", "hermes"), ("qwen3_coder", "hermes")])
-def test_a_schema_beside_tools_leaves_room_for_calls(
-    serve: Callable[..., Any], parser: str, reader: str
-) -> None:
+def test_a_schema_with_tools_allows_calls(serve: Callable[..., Any], parser: str, reader: str) -> None:
     server = serve(parsers=ParsersConfig(reasoning="qwen3", tools=parser))
-    asked = {
+    request = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     }
-    server.ask("POST", H, {**BODY, **asked})
+    server.ask("POST", H, {**BODY, **request})
     spec = submitted(server).spec
     form = spec.params.structured_outputs
     assert form is not None and form.json is not None and '{\\"name\\": \\"rain\\"' in form.calls
     assert spec.parsing == OutputParsing("qwen3", reader)
-    server.ask("POST", H, {**BODY, **asked, "tool_choice": "none"})
+    server.ask("POST", H, {**BODY, **request, "tool_choice": "none"})
     form = submitted(server).spec.params.structured_outputs
     assert form is not None and form.calls == ""
 
 
 @pytest.mark.parametrize("path", [H, "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("is_flat", [False, True])
-def test_a_rendered_request_has_the_form_of_the_request_itself(
+def test_a_rendered_request_has_the_same_structured_output(
     serve: Callable[..., Any], path: str, is_flat: bool
 ) -> None:
-    """With a schema beside tools: JSON of the schema, or a call."""
+    """With a schema and tools, the output is JSON of the schema or a call."""
     server = serve(parsers=ParsersConfig(tools="hermes"))
-    schema, theirs = {"type": "object"}, {"name": "rain", "input_schema": {"type": "object"}}
+    schema, anthropic_tool = {"type": "object"}, {"name": "rain", "input_schema": {"type": "object"}}
     tools = [{"type": "function", **FUNCTION}] if is_flat else TOOLS
     body = {
         H: {**BODY, "tools": tools, "response_format": {"type": "json_schema", "schema": schema}},
@@ -209,7 +207,7 @@ def test_a_rendered_request_has_the_form_of_the_request_itself(
         "/v1/messages": {
             "messages": BODY["messages"],
             "max_tokens": 4,
-            "tools": [theirs],
+            "tools": [anthropic_tool],
             "output_config": {"format": {"type": "json_schema", "schema": schema}},
         },
     }[path]
@@ -222,20 +220,20 @@ def test_a_rendered_request_has_the_form_of_the_request_itself(
     assert submitted(server).spec.params.structured_outputs == form
 
 
-def test_a_batch_has_the_form_of_its_conversations(serve: Callable[..., Any]) -> None:
+def test_a_batch_has_the_same_structured_output(serve: Callable[..., Any]) -> None:
     server = serve(parsers=ParsersConfig(reasoning="qwen3", tools="hermes"))
     flat = [{"type": "function", **FUNCTION}]
-    asked = {**BODY, "tools": flat, "response_format": {"type": "json_object"}}
-    server.ask("POST", H, asked)
+    request = {**BODY, "tools": flat, "response_format": {"type": "json_object"}}
+    server.ask("POST", H, request)
     expected = submitted(server).spec
-    answer = server.ask("POST", f"{H}/batch", {**asked, "messages": [BODY["messages"]]})
+    answer = server.ask("POST", f"{H}/batch", {**request, "messages": [BODY["messages"]]})
     assert answer.status == 200, answer.json
     spec = submitted(server).spec
     assert spec.params.structured_outputs == expected.params.structured_outputs
     assert spec.parsing == expected.parsing
 
 
-def test_a_model_without_parsers_answers_plainly(serve: Callable[..., Any]) -> None:
+def test_a_model_without_parsers_has_only_content(serve: Callable[..., Any]) -> None:
     server = serve()
     answer = server.ask("POST", H, BODY).json
     assert submitted(server).spec.parsing is None
@@ -247,7 +245,7 @@ def test_a_model_without_parsers_answers_plainly(serve: Callable[..., Any]) -> N
     assert "completion_tokens_details" not in answer["usage"]
 
 
-def test_ids_of_calls_are_what_the_models_template_wants() -> None:
+def test_call_ids_have_the_format_of_the_template() -> None:
     assert (
         Channels("r").call_id(0, 0, "f")
         == Channels("r").call_id(0, 0, "f")
@@ -258,14 +256,14 @@ def test_ids_of_calls_are_what_the_models_template_wants() -> None:
     assert len(short) == 9 and short.isalnum()
 
 
-def test_spans_of_what_was_received_before_are_dropped(server: Any) -> None:
+def test_spans_of_received_text_are_dropped(server: Any) -> None:
     server.ask("POST", H, BODY)
     stream = Stream(submitted(server), None, lambda _: None)  # type: ignore[arg-type]
-    told = [(REASONING, 0, 4), (CONTENT, 0, 2), (NAME, 0, 3), (ARGUMENTS, 0, 2)]
+    spans = [(REASONING, 0, 4), (CONTENT, 0, 2), (NAME, 0, 3), (ARGUMENTS, 0, 2)]
     text = "thinokrun{}"
     for seen in range(len(text) + 1):
         choice = StreamChoice(stream, 0, 7)
-        choice.note_spans(told, seen)
+        choice.note_spans(spans, seen)
         assert [part for _, _, part in text_spans(text[seen:], choice.spans)] == [
             part
             for part in (

@@ -1,4 +1,4 @@
-"""Every name that servers of the field have for an answer's form is enforced or refused; none is dropped."""
+"""Structured-output fields of other servers are enforced or refused; none is ignored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORMATS: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
     ({"type": "regex", "pattern": "a+"}, REGEX),
     ({"type": "grammar", "grammar": 'root ::= "a"'}, GBNF),
 ]
-AT_THE_TOP: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
+TOP_LEVEL: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
     ({"grammar": 'root ::= "a"'}, GBNF),
     ({"grammar": ""}, None),
     ({"grammar": None, "json_schema": None, "grammar_lazy": False}, None),
@@ -56,7 +56,7 @@ AT_THE_TOP: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
 
 
 def form_sent(server: Any, path: str, body: dict[str, Any]) -> StructuredOutputsParams | None:
-    """Return the form with which a request is submitted."""
+    """Return the structured output with which a request is submitted."""
     answer = server.ask("POST", path, {**BODIES[path], **body})
     assert answer.status == 200, answer.body
     submits = [message for _, _, message in server.engine.sent if isinstance(message, Submit)]
@@ -65,29 +65,29 @@ def form_sent(server: Any, path: str, body: dict[str, Any]) -> StructuredOutputs
     return form
 
 
-@pytest.mark.parametrize(("asked", "form"), FORMATS, ids=str)
-def test_response_format_is_read_as_clients_of_other_servers_write_it(
-    shared: Any, asked: dict[str, Any], form: StructuredOutputsParams | None
+@pytest.mark.parametrize(("fields", "form"), FORMATS, ids=str)
+def test_response_format_accepts_the_forms_of_other_servers(
+    shared: Any, fields: dict[str, Any], form: StructuredOutputsParams | None
 ) -> None:
     for path in (C, H):
-        assert form_sent(shared, path, {"response_format": asked}) == form
+        assert form_sent(shared, path, {"response_format": fields}) == form
 
 
-@pytest.mark.parametrize(("asked", "form"), AT_THE_TOP, ids=str)
-def test_forms_beside_response_format_are_enforced_in_every_dialect(
-    shared: Any, asked: dict[str, Any], form: StructuredOutputsParams | None
+@pytest.mark.parametrize(("fields", "form"), TOP_LEVEL, ids=str)
+def test_top_level_fields_are_enforced_in_every_dialect(
+    shared: Any, fields: dict[str, Any], form: StructuredOutputsParams | None
 ) -> None:
     for path in (C, H, R, M):
-        assert form_sent(shared, path, asked) == form
+        assert form_sent(shared, path, fields) == form
 
 
-def test_the_format_of_a_response_may_be_an_object_with_a_schema(shared: Any) -> None:
+def test_the_format_of_the_responses_api_may_be_an_object_with_a_schema(shared: Any) -> None:
     text = {"format": {"type": "json_object", "schema": SCHEMA}}
     assert form_sent(shared, R, {"text": text}) == CLOSED
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "words"),
+    ("path", "fields", "words"),
     [
         (H, {"response_format": {"type": "text", "schema": SCHEMA}}, "allowed with it: nothing"),
         (H, {"response_format": {"type": "json_object", "grammar": "a"}}, "response_format has grammar"),
@@ -108,6 +108,8 @@ def test_the_format_of_a_response_may_be_an_object_with_a_schema(shared: Any) ->
         (M, {"response_format": {"type": "json_object"}}, "send output_config.format"),
     ],
 )  # fmt: skip
-def test_forms_that_cannot_be_are_refused(shared: Any, path: str, asked: dict[str, Any], words: str) -> None:
-    refused = shared.ask("POST", path, {**BODIES[path], **asked})
+def test_invalid_structured_outputs_are_refused(
+    shared: Any, path: str, fields: dict[str, Any], words: str
+) -> None:
+    refused = shared.ask("POST", path, {**BODIES[path], **fields})
     assert refused.status == 400 and words in refused.json["error"]["message"], refused.body

@@ -1,4 +1,4 @@
-"""Responses that are kept: conversations that go on, what is read later and elsewhere, the background, and what is forgotten."""
+"""Stored responses: continued conversations, retrieval at any frontend, background responses, deletion."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def prompted(server: Any) -> Any:
     return json.loads(server.engine.wait_for(Submit)[-1].prompt.messages)
 
 
-def told(events: list[Any]) -> str:
-    """Return the text that events tell piece by piece."""
+def text_of(events: list[Any]) -> str:
+    """Return the text of the events' deltas."""
     return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
 
-def until(client: OpenAI, response_id: str, *statuses: str) -> Any:
+def wait_for_status(client: OpenAI, response_id: str, *statuses: str) -> Any:
     """Return a response once it has one of these statuses."""
     give_up_s = time.monotonic() + 10
     while True:
@@ -57,12 +57,12 @@ def until(client: OpenAI, response_id: str, *statuses: str) -> Any:
         time.sleep(0.01)
 
 
-def ended(client: OpenAI, response_id: str) -> Any:
+def wait_for_end(client: OpenAI, response_id: str) -> Any:
     """Return a response once it has ended."""
-    return until(client, response_id, "completed", "incomplete", "failed", "cancelled")
+    return wait_for_status(client, response_id, "completed", "incomplete", "failed", "cancelled")
 
 
-def test_a_conversation_goes_on_at_any_frontend(serve: Callable[..., Any], client: OpenAI) -> None:
+def test_a_conversation_continues_at_any_frontend(serve: Callable[..., Any], client: OpenAI) -> None:
     first = client.responses.create(model="toy", input="one", instructions="Be kind.")
     second = client.responses.create(model="toy", input="two", previous_response_id=first.id)
     other = serve()  # in the same run folder
@@ -87,7 +87,7 @@ def test_a_conversation_goes_on_at_any_frontend(serve: Callable[..., Any], clien
         client.responses.retrieve(first.id)
 
 
-def test_a_loop_of_tools_needs_the_results_alone(serve: Callable[..., Any]) -> None:
+def test_a_tool_loop_sends_only_the_results(serve: Callable[..., Any]) -> None:
     server = serve(parsers=ParsersConfig(reasoning="qwen3", tools="hermes"))
     server.engine.script = CALLS
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -115,25 +115,28 @@ def test_a_loop_of_tools_needs_the_results_alone(serve: Callable[..., Any]) -> N
     assert len({item["id"] for item in listed}) == 5
 
 
-def test_streams_are_kept_when_their_end_is_told(client: OpenAI, server: Any) -> None:
+def test_streams_are_stored_when_they_end(client: OpenAI, server: Any) -> None:
     events = list(client.responses.create(model="toy", input="x", stream=True, max_output_tokens=3))
     first, last = events[0], events[-1]
     assert first.type == "response.created" and last.type == "response.incomplete"
     kept = client.responses.retrieve(first.response.id)
     assert kept == last.response
-    retold = list(client.responses.retrieve(kept.id, stream=True))
-    assert [event.sequence_number for event in retold] == list(range(len(retold)))
-    assert [event.type for event in retold if ".delta" not in event.type] == [
+    replayed = list(client.responses.retrieve(kept.id, stream=True))
+    assert [event.sequence_number for event in replayed] == list(range(len(replayed)))
+    assert [event.type for event in replayed if ".delta" not in event.type] == [
         event.type for event in events if ".delta" not in event.type
     ]
     assert (
-        "".join(event.delta for event in retold if event.type == "response.output_text.delta") == " t0 t1 t2"
+        "".join(event.delta for event in replayed if event.type == "response.output_text.delta")
+        == " t0 t1 t2"
     )
-    assert retold[-1].type == last.type and retold[-1].response == kept
+    assert replayed[-1].type == last.type and replayed[-1].response == kept
     assert server.ask("POST", f"{R}/{kept.id}/cancel", b"").status == 400
 
 
-def test_what_is_not_to_be_kept_is_not(client: OpenAI, serve: Callable[..., Any], tmp_path: Any) -> None:
+def test_responses_are_not_stored_if_disabled(
+    client: OpenAI, serve: Callable[..., Any], tmp_path: Any
+) -> None:
     response = client.responses.create(model="toy", input="x", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
@@ -146,7 +149,7 @@ def test_what_is_not_to_be_kept_is_not(client: OpenAI, serve: Callable[..., Any]
     assert none.ask("POST", R, {"input": "x", "previous_response_id": "resp_1"}).status == 400
 
 
-def test_a_failure_leaves_nothing_and_one_who_hangs_up_a_trace(
+def test_failed_responses_are_not_stored_and_cancelled_ones_are(
     serve: Callable[..., Any], tmp_path: Any
 ) -> None:
     server = serve()
@@ -166,10 +169,10 @@ def test_a_failure_leaves_nothing_and_one_who_hangs_up_a_trace(
     file.close()
 
 
-def test_the_background_is_read_later_or_as_it_comes(client: OpenAI) -> None:
+def test_a_background_response_is_polled_or_streamed(client: OpenAI) -> None:
     response = client.responses.create(model="toy", input="x", background=True, max_output_tokens=5)
     assert response.status == "queued" and response.background and response.output == []
-    last = ended(client, response.id)
+    last = wait_for_end(client, response.id)
     assert last.status == "incomplete" and last.output_text == " t0 t1 t2 t3 t4"
     assert client.responses.cancel(response.id) == last
     stream = client.responses.create(
@@ -185,25 +188,25 @@ def test_the_background_is_read_later_or_as_it_comes(client: OpenAI) -> None:
     assert list(client.responses.retrieve(kept, stream=True)) == events
 
 
-def test_what_has_begun_in_the_background_is_in_progress(serve: Callable[..., Any]) -> None:
+def test_a_started_background_response_is_in_progress(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.held, server.engine.silent_after = True, 2
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         made = client.responses.create(model="toy", input="x", background=True)
         assert client.responses.retrieve(made.id).status == "queued"
         server.call(server.engine.release)
-        begun = until(client, made.id, "in_progress")
-        assert begun.output == [] and begun.completed_at is None
+        started = wait_for_status(client, made.id, "in_progress")
+        assert started.output == [] and started.completed_at is None
         assert client.responses.cancel(made.id).status == "cancelled"
 
 
-def test_the_background_is_cancelled_or_deleted(serve: Callable[..., Any]) -> None:
+def test_a_background_response_can_be_cancelled_or_deleted(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.silent_after = 2
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         response = client.responses.create(model="toy", input="x", background=True)
         cancelled = client.responses.cancel(response.id)
-        assert cancelled.status == "cancelled" and ended(client, response.id) == cancelled
+        assert cancelled.status == "cancelled" and wait_for_end(client, response.id) == cancelled
         assert server.engine.wait_for(Cancel)
         response = client.responses.create(model="toy", input="x", background=True)
         client.responses.delete(response.id)
@@ -211,14 +214,14 @@ def test_the_background_is_cancelled_or_deleted(serve: Callable[..., Any]) -> No
         with pytest.raises(openai.NotFoundError):
             client.responses.cancel(response.id)
         server.engine.silent_after, server.engine.fail_after = None, 2
-        failed = ended(client, client.responses.create(model="toy", input="x", background=True).id)
+        failed = wait_for_end(client, client.responses.create(model="toy", input="x", background=True).id)
         assert failed.status == "failed" and failed.error is not None and "broke" in failed.error.message
 
 
-def test_another_server_goes_on(
+def test_another_server_resumes_background_responses(
     serve: Callable[..., Any], topology: Callable[..., Any], tmp_path: Any
 ) -> None:
-    """What a server that is gone was answering in the background is computed again, with its seed, behind what was told."""
+    """After a server is lost, another one recomputes its background responses with the same seed."""
     path = str(tmp_path / "kept.sqlite")
     before = serve(run_dir=str(tmp_path / "before"), response_store=path)
     before.engine.silent_after = 2
@@ -227,19 +230,19 @@ def test_another_server_goes_on(
     with OpenAI(base_url=f"{before.url}/v1", api_key="none", max_retries=0) as client:
         with client.responses.create(**ask, stream=True) as stream:
             first: list[Any] = []
-            while told(first) != " t0 t1":
+            while text_of(first) != " t0 t1":
                 first.append(next(stream))
         silent = client.responses.create(**ask)
     after = serve(run_dir=str(tmp_path / "after"), response_store=path)
     after.call(after.service.handle, topology(2))
     with OpenAI(base_url=f"{after.url}/v1", api_key="none", max_retries=0) as client:
-        last = ended(client, first[0].response.id)
+        last = wait_for_end(client, first[0].response.id)
         after_seen = first[-1].sequence_number
         rest: list[Any] = list(client.responses.retrieve(last.id, stream=True, starting_after=after_seen))
-        assert ended(client, silent.id).output_text == last.output_text == " t0 t1 t2 t3"
+        assert wait_for_end(client, silent.id).output_text == last.output_text == " t0 t1 t2 t3"
     events = [*first, *rest]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert told(events) == last.output_text
+    assert text_of(events) == last.output_text
     assert rest[-1].response == last
     assert len(after.engine.wait_for(Reclaim, 2)) == 2
     submits = [server.engine.wait_for(Submit, 2) for server in (before, after)]
@@ -251,7 +254,7 @@ def test_another_server_goes_on(
 @pytest.mark.parametrize(
     ("change", "words"), [("num_owners = 6", "6 processes"), ("request = x''", "before it started")]
 )
-def test_one_that_nobody_can_answer_has_failed(
+def test_a_background_response_that_cannot_be_resumed_fails(
     serve: Callable[..., Any], topology: Callable[..., Any], tmp_path: Any, change: str, words: str
 ) -> None:
     path = str(tmp_path / "kept.sqlite")
@@ -264,11 +267,11 @@ def test_one_that_nobody_can_answer_has_failed(
     after = serve(run_dir=str(tmp_path / "after"), response_store=path)
     after.call(after.service.handle, topology(2))
     with OpenAI(base_url=f"{after.url}/v1", api_key="none", max_retries=0) as client:
-        lost = ended(client, response.id)
+        lost = wait_for_end(client, response.id)
     assert lost.status == "failed" and lost.error is not None and words in lost.error.message
 
 
-def test_pages_of_items(client: OpenAI, server: Any) -> None:
+def test_input_items_are_paginated(client: OpenAI, server: Any) -> None:
     items: Any = [{"role": "user", "content": str(number)} for number in range(5)]
     response = client.responses.create(model="toy", input=items)
     path = f"{R}/{response.id}/input_items"
@@ -277,12 +280,12 @@ def test_pages_of_items(client: OpenAI, server: Any) -> None:
     assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][1]["id"])
     rest = server.ask("GET", f"{path}?after={page['last_id']}").json
     assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "1", "0"] and not rest["has_more"]
-    for query in ("limit=0", "limit=x", "order=up", "after=nobody"):
+    for query in ("limit=0", "limit=x", "order=up", "after=absent"):
         assert server.ask("GET", f"{path}?{query}").status == 400
     assert server.ask("GET", f"{R}/{response.id}?stream=true&starting_after=-1").status == 400
 
 
-def test_a_file_that_cannot_be_written_is_told(serve: Callable[..., Any], tmp_path: Any) -> None:
+def test_an_unusable_store_is_an_error(serve: Callable[..., Any], tmp_path: Any) -> None:
     server = serve(response_store=str(tmp_path / "nowhere" / "kept.sqlite"))
     reply = server.ask("POST", R, {"input": "x"})
     assert reply.status == 503 and "store: false" in reply.json["error"]["message"]

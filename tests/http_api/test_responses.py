@@ -1,4 +1,4 @@
-"""The Responses dialect: what items become, every event in order, errors, and streams that go on behind any event."""
+"""The Responses dialect: input items, every event in order, errors, and resumption after any event."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_whole_answer(shared: Any) -> None:
     }
 
 
-def test_a_streamed_answer_is_every_event_in_order(shared: Any) -> None:
+def test_a_streamed_answer_has_every_event_in_order(shared: Any) -> None:
     reply = shared.ask("POST", R, ask(stream=True, max_output_tokens=2, stop=["9"]))
     events = reply.events
     assert [event["type"] for event in events] == [
@@ -153,7 +153,7 @@ def test_a_streamed_answer_is_every_event_in_order(shared: Any) -> None:
     assert last["response"]["usage"]["output_tokens"] == 2
 
 
-def test_its_package_reads_both(client: OpenAI, shared: Any) -> None:
+def test_the_openai_package_reads_whole_and_streamed_answers(client: OpenAI, shared: Any) -> None:
     whole = client.responses.create(model="toy", input="hello", extra_body={"stop": ["3"]})
     assert whole.status == "completed" and whole.output_text == " t0 t1 t2" and whole.completed_at
     with client.responses.stream(model="toy", input="hello", extra_body={"stop": ["3"]}) as stream:
@@ -163,7 +163,7 @@ def test_its_package_reads_both(client: OpenAI, shared: Any) -> None:
     assert streamed.output_text == whole.output_text and streamed.usage == whole.usage
 
 
-def test_reasoning_text_and_calls_are_items_whole_and_streamed(parsing: Any) -> None:
+def test_reasoning_text_and_calls_are_items(parsing: Any) -> None:
     with OpenAI(base_url=f"{parsing.url}/v1", api_key="none", max_retries=0) as client:
         fields: dict[str, Any] = {"model": "toy", "input": "rain?", "tools": [RAIN, NOW]}
         whole = client.responses.create(**fields)
@@ -172,7 +172,7 @@ def test_reasoning_text_and_calls_are_items_whole_and_streamed(parsing: Any) -> 
             streamed = stream.get_final_response()
     response: Any
     for response in (whole, streamed):
-        assert [said(item) for item in response.output] == [
+        assert [summary_of(item) for item in response.output] == [
             ("reasoning", "Rain?"),
             ("message", "I look."),
             ("function_call", "rain", '{"in": "Oslo"}'),
@@ -203,8 +203,10 @@ def test_reasoning_text_and_calls_are_items_whole_and_streamed(parsing: Any) -> 
     ],
 )
 @pytest.mark.parametrize("fail_after", [None, 1])
-def test_everything_is_of_the_types_of_the_package(parsing: Any, fields: Any, fail_after: int | None) -> None:
-    """It builds its objects without a look at what is in them; here it looks."""
+def test_events_and_responses_match_the_types_of_the_openai_package(
+    parsing: Any, fields: Any, fail_after: int | None
+) -> None:
+    """Validates explicitly: the package builds its objects without validation."""
     parsing.engine.fail_after = fail_after
     if "tools" not in fields:
         parsing.engine.script = []
@@ -226,7 +228,7 @@ def test_everything_is_of_the_types_of_the_package(parsing: Any, fields: Any, fa
     assert len(ResponseItemList.model_validate(listed).data) == 1
 
 
-def said(item: Any) -> tuple[str, ...]:
+def summary_of(item: Any) -> tuple[str, ...]:
     assert item.status == "completed"
     if item.type == "function_call":
         assert item.call_id.startswith("call_")
@@ -235,7 +237,7 @@ def said(item: Any) -> tuple[str, ...]:
     return item.type, part.text
 
 
-def test_a_client_may_want_one_call_alone_and_no_reasoning(parsing: Any) -> None:
+def test_parallel_calls_and_reasoning_can_be_disabled(parsing: Any) -> None:
     for stream in (False, True):
         body = ask(
             tools=[RAIN, NOW],
@@ -251,8 +253,8 @@ def test_a_client_may_want_one_call_alone_and_no_reasoning(parsing: Any) -> None
         assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
 
 
-def test_an_agents_loop_sends_everything_back(parsing: Any) -> None:
-    """Items of an answer are input as they are, with results of calls behind them."""
+def test_an_agent_loop_sends_all_items_back(parsing: Any) -> None:
+    """Output items are sent back unchanged, followed by the results of calls."""
     with OpenAI(base_url=f"{parsing.url}/v1", api_key="none", max_retries=0) as client:
         conversation: list[Any] = [{"role": "user", "content": "rain?"}]
         first = client.responses.create(model="toy", input=conversation, tools=[RAIN, NOW])
@@ -279,20 +281,20 @@ def test_an_agents_loop_sends_everything_back(parsing: Any) -> None:
     assert (rain["name"], rain["content"], now["content"]) == ("rain", "of rain", "of now")
 
 
-def test_a_form_is_parsed_by_the_package(client: OpenAI, shared: Any) -> None:
+def test_structured_output_is_parsed_by_the_package(client: OpenAI, shared: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     response = client.responses.create(model="toy", input="x", text={"format": form, "verbosity": "low"})
-    asked = sent(shared).spec.params.structured_outputs
-    assert asked is not None and json.loads(asked.json) == schema
+    form_sent = sent(shared).spec.params.structured_outputs
+    assert form_sent is not None and json.loads(form_sent.json) == schema
     assert response.text is not None and response.text.format is not None
     assert response.text.format.to_dict() == form
     client.responses.create(model="toy", input="x", text={"format": {"type": "json_object"}})
-    asked = sent(shared).spec.params.structured_outputs
-    assert asked is not None and asked.json_object
+    form_sent = sent(shared).spec.params.structured_outputs
+    assert form_sent is not None and form_sent.json_object
 
 
-def test_log_probabilities_are_those_of_the_text(client: OpenAI) -> None:
+def test_logprobs_are_those_of_the_text(client: OpenAI) -> None:
     fields: dict[str, Any] = {
         "model": "toy",
         "input": "x",
@@ -301,18 +303,20 @@ def test_log_probabilities_are_those_of_the_text(client: OpenAI) -> None:
     }
     whole = client.responses.create(**fields)
     with client.responses.stream(**fields, max_output_tokens=4) as stream:
-        told = [
+        streamed = [
             part for event in stream if event.type == "response.output_text.delta" for part in event.logprobs
         ]
     message = whole.output[0]
     assert message.type == "message" and message.content[0].type == "output_text"
     logprobs = message.content[0].logprobs or []
-    assert [each.token for each in logprobs] == [" t0", " t1", " t2", " t3"] == [each.token for each in told]
+    assert (
+        [each.token for each in logprobs] == [" t0", " t1", " t2", " t3"] == [each.token for each in streamed]
+    )
     assert [top.token for top in logprobs[0].top_logprobs] == [" t0", " t1"]
     assert logprobs[0].bytes == list(b" t0")
 
 
-def test_tool_choice_is_as_the_chat_dialect_has_it(parsing: Any) -> None:
+def test_tool_choice_matches_the_chat_dialect(parsing: Any) -> None:
     named = {"type": "function", "name": "now"}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
     for choice in (named, allowed):
@@ -329,14 +333,14 @@ def test_tool_choice_is_as_the_chat_dialect_has_it(parsing: Any) -> None:
     assert sent(parsing).prompt.tools == b""
 
 
-def test_what_is_rendered_leaves_room_and_is_named_by_this_dialect(shared: Any) -> None:
+def test_render_allows_large_max_output_tokens_and_errors_name_this_dialects_fields(shared: Any) -> None:
     rendered = shared.ask("POST", f"{R}/render", ask(max_output_tokens=10**6)).json
     assert len(rendered["token_ids"]) + rendered["sampling_params"]["max_tokens"] == 256
     unlimited = shared.ask("POST", f"{R}/render", ask(max_output_tokens=None)).json
     assert unlimited["sampling_params"]["max_tokens"] is None
-    told = shared.ask("POST", f"{R}/render", ask(truncation="auto"))
-    assert told.status == 400 and told.json["error"]["param"] == "truncation"
-    assert told.json["error"]["message"].startswith("truncation")
+    refused = shared.ask("POST", f"{R}/render", ask(truncation="auto"))
+    assert refused.status == 400 and refused.json["error"]["param"] == "truncation"
+    assert refused.json["error"]["message"].startswith("truncation")
 
 
 def test_settings_reach_the_engine(shared: Any) -> None:
@@ -388,10 +392,10 @@ def test_settings_reach_the_engine(shared: Any) -> None:
         ({"conversation": "conv_1", "store": False}, "conversation", "store"),
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation", "one of them"),
         ({"vllm_xargs": {"a": {}}}, "vllm_xargs", "vllm_xargs"),
-        ({"model": "nobody"}, "model", "nobody"),
+        ({"model": "absent"}, "model", "absent"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_requests_are_refused(
     shared: Any, fields: dict[str, Any], param: str | None, words: str
 ) -> None:
     reply = shared.ask("POST", R, ask(**fields))
@@ -401,7 +405,7 @@ def test_what_makes_no_sense_is_refused(
     assert param is None or error["param"] == param
 
 
-def test_its_package_raises_errors_and_tells_of_failures(serve: Callable[..., Any]) -> None:
+def test_the_openai_package_raises_errors_and_reports_failures(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.fail_after = 2
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -415,7 +419,7 @@ def test_its_package_raises_errors_and_tells_of_failures(serve: Callable[..., An
             client.responses.create(model="toy", input="x", tools=[{"type": "robot"}])  # type: ignore[list-item]
 
 
-def test_a_client_that_hangs_up_is_forgotten(serve: Callable[..., Any]) -> None:
+def test_a_disconnect_cancels_the_response(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.silent_after = 2
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -425,7 +429,7 @@ def test_a_client_that_hangs_up_is_forgotten(serve: Callable[..., Any]) -> None:
     assert len(server.engine.wait_for(Cancel)) == 1
 
 
-def test_items_without_a_type_are_messages_and_neighbours_join() -> None:
+def test_untyped_items_are_messages_and_adjacent_items_are_merged() -> None:
     body = ResponsesBody(
         input=json.dumps(  # type: ignore[arg-type]
             [
@@ -450,7 +454,7 @@ def test_items_without_a_type_are_messages_and_neighbours_join() -> None:
     ]
 
 
-# --- streams that go on -------------------------------------------------------------------------------------------
+# --- resumed streams ----------------------------------------------------------------------------------------------
 
 STREAM = StreamId(7, b"k" * 16)
 
@@ -468,7 +472,7 @@ def events(
     parallel: bool,
     forms: dict[str, CallForm] | None = None,
 ) -> list[tuple[str, Any]]:
-    """Return id and data of the events behind a position. Tokens come several at a time, as it happens."""
+    """Return id and data of the events after a cursor. A step has 1 to 3 tokens, drawn at random."""
     channels = Channels("resp_1", parallel_calls=parallel)
     options = AnswerOptions("resp_1", 0, "toy", 1)
     writer = ResponsesWriter(
@@ -489,8 +493,8 @@ def events(
     return [(each[0].removeprefix("id: "), json.loads(each[2].removeprefix("data: "))) for each in lines]
 
 
-def told(found: list[tuple[str, Any]]) -> list[Any]:
-    """Return events without where deltas were cut."""
+def joined_events(found: list[tuple[str, Any]]) -> list[Any]:
+    """Return the events with adjacent deltas joined."""
     joined: list[Any] = []
     for number, (_, event) in enumerate(found):
         assert event.pop("sequence_number") >= number
@@ -506,9 +510,9 @@ def told(found: list[tuple[str, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("forms", [{}, FORMS])
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_stream_goes_on_behind_any_event(parallel: bool, forms: dict[str, CallForm]) -> None:
+def test_a_stream_resumes_after_any_event(parallel: bool, forms: dict[str, CallForm]) -> None:
     draw = random.Random(5)
-    expected = told(events(SCRIPT, None, random.Random(1), parallel, forms))
+    expected = joined_events(events(SCRIPT, None, random.Random(1), parallel, forms))
     for _ in range(40):
         first = events(SCRIPT, None, draw, parallel, forms)
         for cut in range(1, len(first) + 1):
@@ -517,15 +521,15 @@ def test_a_stream_goes_on_behind_any_event(parallel: bool, forms: dict[str, Call
             rest = events(SCRIPT, StreamCursor.parse(position, 1), draw, parallel, forms)
             assert [event["sequence_number"] for _, event in rest] == list(range(cut, cut + len(rest)))
             both = json.loads(json.dumps(first[:cut] + rest))
-            assert told(both) == expected
+            assert joined_events(both) == expected
 
 
-def test_a_position_of_another_dialect_is_refused() -> None:
+def test_a_cursor_of_another_dialect_is_refused() -> None:
     with pytest.raises(RequestError, match="the id of the last event"):
         events(SCRIPT, StreamCursor.parse("3.2t", 1), random.Random(1), True)
 
 
-def test_the_field_of_what_is_not_there_is_named_alone(shared: Any) -> None:
+def test_an_unknown_type_error_names_its_field(shared: Any) -> None:
     body = {"model": "toy", "input": "x", "tools": [{"type": "robot"}]}
     error = shared.ask("POST", "/v1/responses", body).json["error"]
     assert error["param"] == "tools" and error["message"].startswith("tools[0], of type 'robot', was sent")

@@ -1,4 +1,4 @@
-"""Streams over time: disconnects, silence, errors halfway, one write per step, refusal at the door, draining."""
+"""Streams: disconnects, keep-alives, errors after the first token, one write per step, rejection, draining."""
 
 import http.client
 import json
@@ -46,7 +46,7 @@ class RawStream:
 
 
 def settle(server: Any) -> int:
-    """Return the requests that live once the loop has done what it was told."""
+    """Return the number of live requests after the event loop's pending callbacks."""
     return int(server.call(lambda: server.service.sessions.num_live))
 
 
@@ -67,7 +67,7 @@ def test_a_disconnect_cancels_the_request(serve: Callable[..., Any], path: str, 
     assert server.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200
 
 
-def test_a_disconnect_halfway_cancels_the_request(serve: Callable[..., Any]) -> None:
+def test_a_disconnect_during_output_cancels_the_request(serve: Callable[..., Any]) -> None:
     server = serve()
     raw = RawStream(server, C, {"prompt": "x", "max_tokens": 100_000, "stream": True})
     assert b"200 OK" in raw.head()
@@ -77,7 +77,7 @@ def test_a_disconnect_halfway_cancels_the_request(serve: Callable[..., Any]) -> 
     assert settle(server) == 0
 
 
-def test_a_list_of_prompts_is_cancelled_whole(serve: Callable[..., Any]) -> None:
+def test_a_disconnect_cancels_all_prompts_of_a_list(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.held = True
     raw = RawStream(server, C, {"prompt": ["a", "b", "c"], "stream": True})
@@ -119,7 +119,7 @@ def test_the_events_of_a_step_share_one_write(serve: Callable[..., Any]) -> None
         raw.close()
 
 
-def test_a_client_that_reads_slowly_gets_everything(serve: Callable[..., Any]) -> None:
+def test_a_slow_reader_gets_the_whole_answer(serve: Callable[..., Any]) -> None:
     server = serve()
     num_tokens = 10_000
     raw = RawStream(server, C, {"prompt": "x" * 200, "max_tokens": num_tokens, "stream": True})
@@ -144,7 +144,7 @@ def test_an_error_before_any_output_keeps_its_status(serve: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("path", [C, H])
-def test_an_error_halfway_is_an_event(serve: Callable[..., Any], path: str) -> None:
+def test_an_error_after_output_is_an_event(serve: Callable[..., Any], path: str) -> None:
     server = serve()
     server.engine.fail_after = 2
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "stream": True}
@@ -165,7 +165,7 @@ def test_one_failing_prompt_of_a_list_ends_the_others(serve: Callable[..., Any])
     assert settle(server) == 0
 
 
-def test_a_full_house_answers_429(serve: Callable[..., Any]) -> None:
+def test_a_full_queue_is_a_429(serve: Callable[..., Any]) -> None:
     server = serve(max_queued_requests=2)
     for body in ({"prompt": ["a", "b", "c"]}, {"prompt": "x", "n": 3}, {"prompt": ["a", "b"], "n": 2}):
         too_many = server.ask("POST", C, body)
@@ -185,7 +185,7 @@ def test_a_full_house_answers_429(serve: Callable[..., Any]) -> None:
     assert server.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200
 
 
-def test_until_the_model_is_loaded_the_answer_is_503(serve: Callable[..., Any], topology: Any) -> None:
+def test_requests_before_the_model_is_loaded_are_503(serve: Callable[..., Any], topology: Any) -> None:
     server = serve(states={"core": SlotState.STARTING, "executor": SlotState.STARTING})
     for version, missing in enumerate((["core", "executor"], ["executor"]), start=2):
         refused = server.ask("POST", C, {"prompt": "x"})
@@ -209,7 +209,7 @@ def test_a_request_waits_for_a_core_that_is_being_replaced(serve: Callable[..., 
     waiting.close()
 
 
-def test_health_names_what_is_wrong(serve: Callable[..., Any], topology: Any) -> None:
+def test_health_names_processes_that_are_not_ready(serve: Callable[..., Any], topology: Any) -> None:
     server = serve()
     assert server.ask("GET", "/health").json["status"] == "ok"
     assert server.ask("GET", "/readyz").status == 200
@@ -221,7 +221,7 @@ def test_health_names_what_is_wrong(serve: Callable[..., Any], topology: Any) ->
     assert server.ask("GET", "/livez").status == 200
 
 
-def test_a_lost_core_is_a_pause(serve: Callable[..., Any], topology: Any) -> None:
+def test_requests_survive_the_loss_of_a_core(serve: Callable[..., Any], topology: Any) -> None:
     server = serve()
     server.engine.held = True
     raw = RawStream(server, C, {"prompt": "x", "max_tokens": 2, "stream": True})
@@ -234,7 +234,9 @@ def test_a_lost_core_is_a_pause(serve: Callable[..., Any], topology: Any) -> Non
     raw.close()
 
 
-def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Callable[..., Any], topology: Any) -> None:
+def test_draining_finishes_running_requests_and_rejects_new_ones(
+    serve: Callable[..., Any], topology: Any
+) -> None:
     server = serve()
     server.engine.held = True
     running = RawStream(server, C, {"prompt": "x", "max_tokens": 2, "stream": True})
@@ -257,7 +259,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(serve: Callable[..., 
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_every_event_says_where_its_reader_is(shared: Any, n: int) -> None:
+def test_every_event_has_a_stream_cursor(shared: Any, n: int) -> None:
     body = {"prompt": "x", "max_tokens": 3, "n": n, "stream": True, "stream_options": {"include_usage": True}}
     reply = shared.ask("POST", C, body)
     streams, _, positions = zip(*(event_id.partition(":") for event_id in reply.event_ids), strict=True)
@@ -272,7 +274,7 @@ def test_every_event_says_where_its_reader_is(shared: Any, n: int) -> None:
 @pytest.mark.parametrize(
     ("num_prompts", "n", "has_ids"), [(1, 32, True), (4, 8, True), (1, 33, False), (3, 100, False)]
 )
-def test_ids_do_not_grow_with_the_square_of_the_choices(
+def test_event_ids_are_bounded_in_the_number_of_choices(
     shared: Any, num_prompts: int, n: int, has_ids: bool
 ) -> None:
     body = {"prompt": ["x"] * num_prompts, "max_tokens": 12, "n": n, "stream": True}
@@ -282,7 +284,7 @@ def test_ids_do_not_grow_with_the_square_of_the_choices(
     assert len(reply.body) / len(reply.events) < 450
 
 
-def test_without_a_time_of_grace_events_have_no_ids(serve: Callable[..., Any]) -> None:
+def test_events_have_no_ids_without_a_resume_grace(serve: Callable[..., Any]) -> None:
     server = serve(resume_grace_s=0.0)
     reply = server.ask("POST", C, {"prompt": "x", "max_tokens": 3, "stream": True})
     assert reply.event_ids == []
@@ -298,7 +300,7 @@ def test_without_a_time_of_grace_events_have_no_ids(serve: Callable[..., Any]) -
         (f"{'f' * 17}-{'0' * 32}", "0", 404),
     ],
 )
-def test_a_stream_that_nobody_knows(
+def test_an_unknown_stream_is_an_error(
     serve: Callable[..., Any], stream: str, position: str, status: int
 ) -> None:
     server = serve()
@@ -307,7 +309,7 @@ def test_a_stream_that_nobody_knows(
     assert reply.json["error"]["param"] == "stream"
 
 
-def test_a_request_for_itself_on_one_connection_after_a_stream(shared: Any) -> None:
+def test_a_connection_is_reused_after_a_stream(shared: Any) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
     try:
         for _ in range(3):
@@ -317,7 +319,7 @@ def test_a_request_for_itself_on_one_connection_after_a_stream(shared: Any) -> N
         connection.close()
 
 
-def say(server: Any, submit: Submit, *deltas: str) -> None:
+def deliver_text(server: Any, submit: Submit, *deltas: str) -> None:
     """Deliver text of a held request of one choice."""
     stream = next(iter(server.service.sessions._streams.values()))
     for delta in deltas:
@@ -329,12 +331,12 @@ def say(server: Any, submit: Submit, *deltas: str) -> None:
         )
 
 
-def test_a_whole_answer_that_nobody_reads_is_not_kept_for_ever(serve: Callable[..., Any]) -> None:
+def test_an_unread_whole_answer_is_dropped_after_the_write_timeout(serve: Callable[..., Any]) -> None:
     server = serve(write_timeout_s=0.05)
     server.engine.held = True
     raw = RawStream(server, C, {"prompt": "x"})
     submit = server.engine.wait_for(Submit)[0]
-    server.call(say, server, submit, "x" * (16 << 20))
+    server.call(deliver_text, server, submit, "x" * (16 << 20))
     finish = Finish(submit.request_id, FinishReason.STOP, None, 1)
     server.call(server.engine.deliver, Text(2, 0, 0, [], [], [], [], [], [], b"", [finish]))
     connections = server._server.server_state.connections
@@ -344,17 +346,17 @@ def test_a_whole_answer_that_nobody_reads_is_not_kept_for_ever(serve: Callable[.
 
 
 def blocked(server: Any) -> tuple[RawStream, Submit]:
-    """Return a stream whose client has not read a thing and for which a write waits."""
+    """Return a stream with a blocked write, because its client has not read."""
     server.engine.held = True
     raw = RawStream(server, C, {"prompt": "x", "stream": True})
     submit = server.engine.wait_for(Submit)[0]
-    server.call(say, server, submit, "x" * (16 << 20))
-    server.call(say, server, submit, "y")
+    server.call(deliver_text, server, submit, "x" * (16 << 20))
+    server.call(deliver_text, server, submit, "y")
     return raw, submit
 
 
-def ends(raw: RawStream) -> bool:
-    """Read to the end; say whether the answer was cut off."""
+def is_truncated(raw: RawStream) -> bool:
+    """Read to the end; return true if the answer was truncated."""
     try:
         return not raw.reader.read().endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
     except ConnectionResetError:
@@ -364,9 +366,9 @@ def ends(raw: RawStream) -> bool:
 def test_too_much_unread_output_ends_the_connection(serve: Callable[..., Any]) -> None:
     server = serve()
     raw, submit = blocked(server)
-    server.call(say, server, submit, "x" * (1 << 20), "z")
+    server.call(deliver_text, server, submit, "x" * (1 << 20), "z")
     server.engine.wait_for(Cancel)
-    assert ends(raw)
+    assert is_truncated(raw)
     raw.close()
     assert settle(server) == 0
 
@@ -377,22 +379,22 @@ def test_a_write_that_blocks_too_long_ends_the_connection(
     server = serve(write_timeout_s=0.05)
     raw, _ = blocked(server)
     server.engine.wait_for(Cancel)
-    assert ends(raw)
+    assert is_truncated(raw)
     raw.close()
     assert settle(server) == 0
     assert not caplog.records
 
 
-def test_one_that_leaves_serves_what_comes_and_says_so_in_every_answer(serve: Callable[..., Any]) -> None:
+def test_a_draining_frontend_serves_requests_and_closes_connections(serve: Callable[..., Any]) -> None:
     server = serve()
-    server.call(server.service.handle, Drain())  # in a topology that goes on: the others do
+    server.call(server.service.handle, Drain())  # the topology does not drain: other frontends serve
     answer = server.ask("POST", C, {"prompt": "x", "max_tokens": 2})
     assert answer.status == 200
     assert answer.headers["connection"] == "close"
-    assert not [m for _, _, m in server.engine.sent if isinstance(m, Drained)], "others may still come"
+    assert not [m for _, _, m in server.engine.sent if isinstance(m, Drained)], "requests may still arrive"
 
 
-def test_who_does_not_read_does_not_hold_up_a_shutdown(
+def test_an_unread_stream_does_not_delay_shutdown(
     serve: Callable[..., Any], topology: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_timeout, "DRAIN_WRITE_S", 0.05)
@@ -401,12 +403,12 @@ def test_who_does_not_read_does_not_hold_up_a_shutdown(
     server.call(server.service.handle, msgspec.structs.replace(topology(2), draining=True))
     server.call(server.service.handle, Drain())
     server.engine.wait_for(Drained)
-    assert ends(raw)
+    assert is_truncated(raw)
     raw.close()
 
 
 @pytest.mark.parametrize("path", [C, H])
-def test_tokens_asked_for_by_id_are_all_shown(shared: Any, path: str) -> None:
+def test_all_logprob_token_ids_are_returned(shared: Any, path: str) -> None:
     body = {"max_tokens": 1, "logprob_token_ids": [10, 11, 12]}
     if path == C:
         (choice,) = shared.ask("POST", path, {**body, "prompt": "x", "logprobs": 1}).json["choices"]

@@ -1,4 +1,4 @@
-"""Settings of the server, fields and headers that clients of vLLM's servers use beside the API's own."""
+"""Server settings, fields and headers of vLLM's clients that are not part of the API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", [C, H])
-def test_a_server_may_end_every_stream_with_its_usage(serve: Callable[..., Any], path: str) -> None:
+def test_force_include_usage_ends_every_stream_with_usage(serve: Callable[..., Any], path: str) -> None:
     server = serve(force_include_usage=True)
     for options in (None, {"include_usage": False}):
         events = server.ask("POST", path, {**BODIES[path], "stream": True, "stream_options": options}).events
@@ -33,11 +33,11 @@ def test_a_server_may_end_every_stream_with_its_usage(serve: Callable[..., Any],
 
 
 @pytest.mark.parametrize("path", [C, H])
-def test_a_server_may_spell_tokens_as_ids(serve: Callable[..., Any], path: str) -> None:
+def test_tokens_as_ids_applies_to_every_request(serve: Callable[..., Any], path: str) -> None:
     server = serve(tokens_as_ids=True)
 
-    def tokens(asked: bool | None) -> list[str]:
-        body = {**BODIES[path], "logprobs": 1 if path == C else True, "return_tokens_as_token_ids": asked}
+    def tokens(value: bool | None) -> list[str]:
+        body = {**BODIES[path], "logprobs": 1 if path == C else True, "return_tokens_as_token_ids": value}
         found = server.ask("POST", path, body).json["choices"][0]["logprobs"]
         return found["tokens"] if path == C else [each["token"] for each in found["content"]]
 
@@ -45,15 +45,15 @@ def test_a_server_may_spell_tokens_as_ids(serve: Callable[..., Any], path: str) 
     assert tokens(False) == [" t0", " t1"]
 
 
-def test_arguments_of_templates_have_defaults(serve: Callable[..., Any]) -> None:
+def test_chat_template_kwargs_have_defaults(serve: Callable[..., Any]) -> None:
     server = serve(chat_template_kwargs={"enable_thinking": False, "tone": "dry"})
-    for asked, used in ((None, {}), ({"tone": "kind"}, {"tone": "kind"})):
-        assert server.ask("POST", H, {**BODIES[H], "chat_template_kwargs": asked}).status == 200
+    for value, used in ((None, {}), ({"tone": "kind"}, {"tone": "kind"})):
+        assert server.ask("POST", H, {**BODIES[H], "chat_template_kwargs": value}).status == 200
         prompt = server.engine.wait_for(Submit)[-1].prompt
         assert json.loads(prompt.template_kwargs) == {"enable_thinking": False, "tone": "dry", **used}
 
 
-def test_arguments_of_plugins_are_taken(shared: Any) -> None:
+def test_vllm_xargs_are_accepted(shared: Any) -> None:
     for path, body in BODIES.items():
         extra = {"vllm_xargs": {"a": 1, "b": "c", "d": 0.5, "e": [1, 2], "f": True}}
         assert shared.ask("POST", path, {**body, **extra}).status == 200
@@ -63,57 +63,57 @@ def test_arguments_of_plugins_are_taken(shared: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation_may_come_as_ids(serve: Callable[..., Any], stream: bool) -> None:
+def test_a_conversation_may_be_sent_as_token_ids(serve: Callable[..., Any], stream: bool) -> None:
     server = serve()
     body = {**BODIES[H], "prompt_token_ids": [5, 6, 7], "return_token_ids": True, "stream": stream}
     answer = server.ask("POST", H, body)
     [submit] = server.engine.wait_for(Submit)
     assert isinstance(submit.prompt, TokenPrompt)
     assert list(unpack_i32(submit.prompt.token_ids)) == [5, 6, 7]
-    told = answer.events[0] if stream else answer.json
-    assert told["object"].startswith("chat.completion") and told["prompt_token_ids"] == [5, 6, 7]
+    reply = answer.events[0] if stream else answer.json
+    assert reply["object"].startswith("chat.completion") and reply["prompt_token_ids"] == [5, 6, 7]
 
 
-def test_ids_of_a_conversation_are_rendered_as_they_are(shared: Any) -> None:
+def test_token_ids_of_a_conversation_are_rendered_unchanged(shared: Any) -> None:
     rendered = shared.ask("POST", f"{H}/render", {**BODIES[H], "prompt_token_ids": [5, 6]})
     assert rendered.json["token_ids"] == [5, 6]
 
 
-def test_a_batch_takes_no_ids(shared: Any) -> None:
+def test_a_batch_refuses_token_ids(shared: Any) -> None:
     body = {"messages": [[{"role": "user", "content": "x"}]], "prompt_token_ids": [5]}
     refused = shared.ask("POST", f"{H}/batch", body)
     assert (refused.status, refused.json["error"]["param"]) == (400, "prompt_token_ids")
 
 
-def test_the_chunk_of_the_role_says_nothing_of_ids(shared: Any) -> None:
-    for asked in (None, True):
-        first, *rest = shared.ask("POST", H, {**BODIES[H], "stream": True, "return_token_ids": asked}).events
+def test_the_role_chunk_has_no_token_ids(shared: Any) -> None:
+    for value in (None, True):
+        first, *rest = shared.ask("POST", H, {**BODIES[H], "stream": True, "return_token_ids": value}).events
         assert "token_ids" not in first["choices"][0]
         ids = [event["choices"][0]["token_ids"] for event in rest]
-        assert ids == ([[10], [11]] if asked else [None, None])
+        assert ids == ([[10], [11]] if value else [None, None])
 
 
 # --- load in headers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", ["TEXT", "json"])
+@pytest.mark.parametrize("value", ["TEXT", "json"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_load_is_told_to_balancers_that_ask(shared: Any, asked: str, stream: bool) -> None:
-    headers = {"endpoint-load-metrics-format": asked}
-    told = shared.ask("POST", H, {**BODIES[H], "stream": stream}, headers).headers["endpoint-load-metrics"]
-    if asked == "TEXT":
-        assert told == "TEXT named_metrics.kv_cache_usage_perc=0.0, named_metrics.num_requests_waiting=0.0"
+def test_load_is_reported_on_request(shared: Any, value: str, stream: bool) -> None:
+    headers = {"endpoint-load-metrics-format": value}
+    metrics = shared.ask("POST", H, {**BODIES[H], "stream": stream}, headers).headers["endpoint-load-metrics"]
+    if value == "TEXT":
+        assert metrics == "TEXT named_metrics.kv_cache_usage_perc=0.0, named_metrics.num_requests_waiting=0.0"
     else:
-        kind, _, report = told.partition(" ")
+        kind, _, report = metrics.partition(" ")
         assert (kind, json.loads(report)["named_metrics"]["num_requests_waiting"]) == ("JSON", 0.0)
 
 
-def test_load_is_not_told_unasked_nor_in_other_formats(shared: Any) -> None:
+def test_load_is_not_reported_by_default_or_in_unknown_formats(shared: Any) -> None:
     for headers in ({}, {"endpoint-load-metrics-format": "BIN"}):
         assert "endpoint-load-metrics" not in shared.ask("POST", H, BODIES[H], headers).headers
 
 
-def test_an_answer_does_not_wait_for_figures_that_nobody_has(serve: Callable[..., Any]) -> None:
+def test_an_answer_does_not_wait_for_missing_load_metrics(serve: Callable[..., Any]) -> None:
     server = serve()
     server.engine.is_supervisor_silent = True
     answer = server.ask("POST", H, BODIES[H], {"endpoint-load-metrics-format": "TEXT"})
@@ -124,7 +124,7 @@ def test_an_answer_does_not_wait_for_figures_that_nobody_has(serve: Callable[...
 
 
 class Refusing:
-    """Answers a path of its own, and lets the others through."""
+    """Middleware that answers one path and passes other requests on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -143,7 +143,7 @@ async def marking(request: Request, call_next: Callable[[Request], Awaitable[Res
 NOT_CALLABLE = 5
 
 
-def test_middleware_stands_around_the_application(serve: Callable[..., Any]) -> None:
+def test_middleware_wraps_the_application(serve: Callable[..., Any]) -> None:
     server = serve(middleware=[f"{__name__}.Refusing", f"{__name__}.marking"])
     closed = server.ask("POST", "/closed", {})
     assert (closed.status, closed.headers["x-marked"]) == (403, "POST")
@@ -152,6 +152,6 @@ def test_middleware_stands_around_the_application(serve: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["nowhere.Thing", "json.Nothing", "plain", f"{__name__}.NOT_CALLABLE"])
-def test_middleware_that_cannot_be_is_named(name: str) -> None:
+def test_invalid_middleware_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         wrap_middleware(Refusing, [name])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the text tests share: small tokenizers of every style, a configuration, and a world around one process."""
+"""Fixtures of the text tests: small tokenizers of every style, a configuration, and a harness for one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CORPUS = [
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2 style BPE, trained; some specials, one with a space, one added token that is not special."""
+    """Trained BPE in the style of GPT-2. Some tokens are special, one has a space, one added token is not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,7 +63,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """Llama-2 style BPE with byte fallback and a leading space that decoding strips."""
+    """BPE in the style of Llama 2: byte fallback, and a leading space that decoding strips."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for character in "▁abcdefghijklmnopqrstuvwxyzH.,!?'é世":
@@ -95,7 +95,7 @@ def metaspace() -> Tokenizer:
 
 
 def wordpiece() -> Tokenizer:
-    """A decoder that only the library knows how to run."""
+    """WordPiece: only the tokenizers library can run its decoder."""
     words = [
         "[UNK]",
         "hello",
@@ -136,13 +136,13 @@ def tokenizers_by_style() -> dict[str, Tokenizer]:
 
 @pytest.fixture(scope="session", params=list(BUILDERS))
 def any_tokenizer(request: pytest.FixtureRequest, tokenizers_by_style: dict[str, Tokenizer]) -> Tokenizer:
-    """Each style in turn."""
+    """Tokenizer of each style, as a parameter."""
     return tokenizers_by_style[request.param]
 
 
 @pytest.fixture
 def model_of(tmp_path: Path) -> Callable[..., ModelConfig]:
-    """Write a tokenizer to a folder and return the model that has it."""
+    """Write a tokenizer to a folder and return a model with it."""
 
     def make(tokenizer: Tokenizer, max_model_len: int = 4096, **changes: Any) -> ModelConfig:
         tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -162,8 +162,8 @@ def model_of(tmp_path: Path) -> Callable[..., ModelConfig]:
     return make
 
 
-class World:
-    """Everybody else around one process under test: a supervisor, a core and a frontend that only listen."""
+class ProcessHarness:
+    """A supervisor, a core and a frontend that only receive, around one process under test."""
 
     def __init__(self, model: ModelConfig, worker: WorkerId) -> None:
         self.worker = worker
@@ -190,7 +190,7 @@ class World:
         self.crash: list[BaseException] = []
 
     def inbox(self, worker: WorkerId, accepts: Any) -> Inbox[Any]:
-        """Bind one more listener."""
+        """Bind another inbox."""
         return Inbox(self.bus, address_of(self.config.run_dir, worker), accepts)
 
     def start(
@@ -203,21 +203,21 @@ class World:
                 run(self.worker, self.config, prepare(self.config))
             except Stopping:
                 pass
-            except BaseException as error:  # noqa: BLE001 - shown by the test's end
+            except BaseException as error:  # noqa: BLE001 - raised when the test ends
                 self.crash.append(error)
 
         self.thread = threading.Thread(target=body)
         self.thread.start()
-        self.greet()
+        self.wait_until_ready()
 
-    def greet(self) -> supervision.Ready:
-        """Wait for `Ready`, then publish who is there."""
+    def wait_until_ready(self) -> supervision.Ready:
+        """Wait for `Ready`, then publish the topology."""
         ready = self.wait(self.supervisor, supervision.Ready)
         self.publish(1, self.frontend_id, self.core_id)
         return ready
 
     def publish(self, version: int, *workers: WorkerId) -> None:
-        """Tell the process who is there."""
+        """Send a topology of these workers to the process."""
         self.peers.connect(self.worker, address_of(self.config.run_dir, self.worker))
         slots = [
             supervision.ProcessSlot(
@@ -232,7 +232,7 @@ class World:
         assert self.peers.send(self.worker.role, self.worker.index, message)
 
     def wait(self, inbox: Inbox[Any], kind: Any, accept: Callable[[Any], bool] = lambda _: True) -> Any:
-        """Return the next message of a kind, dropping others before it; fail at the deadline."""
+        """Return the next message of a kind and drop others before it. Fail at the deadline."""
         backlog = self.backlogs.setdefault(inbox.address, deque())
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
@@ -245,7 +245,7 @@ class World:
         raise AssertionError(f"no {kind} within {DEADLINE_S} s")
 
     def close(self) -> None:
-        """Stop the process and close every socket; an exception of the process fails the test."""
+        """Stop the process and close every socket. An exception of the process fails the test."""
         if self.thread is not None:
             if self.thread.is_alive():
                 self.send(supervision.Stop())
@@ -260,14 +260,14 @@ class World:
 
 
 @pytest.fixture
-def make_world() -> Iterator[Callable[[ModelConfig, Role], World]]:
-    """Build worlds and close them at the end."""
-    worlds: list[World] = []
+def make_harness() -> Iterator[Callable[[ModelConfig, Role], ProcessHarness]]:
+    """Build harnesses and close them at the end."""
+    harnesses: list[ProcessHarness] = []
 
-    def make(model: ModelConfig, role: Role) -> World:
-        worlds.append(World(model, WorkerId(role, 0, 1)))
-        return worlds[-1]
+    def make(model: ModelConfig, role: Role) -> ProcessHarness:
+        harnesses.append(ProcessHarness(model, WorkerId(role, 0, 1)))
+        return harnesses[-1]
 
     yield make
-    for world in worlds:
-        world.close()
+    for harness in harnesses:
+        harness.close()

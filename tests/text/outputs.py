@@ -1,4 +1,4 @@
-"""How models write calls: for each parser a function that writes them as its models do, for tests to read again."""
+"""Writers of tool calls in the format of each parser, for tests that parse them again."""
 
 from __future__ import annotations
 

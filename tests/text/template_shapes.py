@@ -1,6 +1,6 @@
-"""Chat templates with the structure of published families, in our own words, and what each expects of messages.
+"""Chat templates with the structure of published families, and the message format that each expects.
 
-A family's marks are shortened. What is kept: loops, tests, refusals, and how contents, calls and arguments are used.
+The texts are our own and marks are shortened. Loops, tests, refusals and uses of contents, calls and arguments are kept.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """A template, and the form in which transformers must be given messages to render what its author meant."""
+    """A template, and the form of messages with which transformers renders what its author intended."""
 
     source: str
     arguments: str = "object"
     """``object`` or ``text``."""
     content: str = "string"
-    """``string``, or ``parts`` where lists stay lists; ``only parts`` where text becomes a list."""
+    """``string``; ``parts``: lists stay lists; ``only parts``: text becomes a list."""
     null: str = "text"
-    """``none`` where the template asks for none, else ``text``: empty text."""
+    """``none`` if the template tests for none, else ``text``: empty text."""
 
 
 def turns(user: str, assistant: str = "", other: str = "", before: str = "", system: str = "") -> str:
-    """Return a template that writes each role in its own way."""
+    """Return a template with one format for each role."""
     assistant = assistant or "[A]{{ m.content }}[/A]"
     system = system or "[S]{{ m.content }}[/S]"
     return (
@@ -89,12 +89,12 @@ CALLS_OR_TEXT = "{%- if m.tool_calls -%}{}{%- else -%}[A]{{ m.content }}[/A]{%- 
 
 
 def either(calls: str) -> str:
-    """Return an assistant's turn that is either calls or text."""
+    """Return an assistant's turn with either calls or text."""
     return CALLS_OR_TEXT.replace("{}", calls)
 
 
-def behind_text(calls: str) -> str:
-    """Return an assistant's turn that has calls behind its text."""
+def after_text(calls: str) -> str:
+    """Return an assistant's turn with calls after its text."""
     return "[A]{% if m.content %}{{ m.content }}{% endif %}{% if m.tool_calls %}" + calls + "{% endif %}[/A]"
 
 
@@ -105,7 +105,7 @@ SHAPES: dict[str, Shape] = {
     "chatml that trims": Shape(
         "{% for m in messages %}<s>{{ m.role }}:{{ m.content | trim }}<e>{% endfor %}" + GENERATE
     ),
-    "qwen 2.5": Shape(turns(USER, behind_text(HERMES_CALLS), TOOL)),
+    "qwen 2.5": Shape(turns(USER, after_text(HERMES_CALLS), TOOL)),
     "qwen 3": Shape(
         turns(
             USER,

@@ -1,4 +1,4 @@
-"""The normal form of messages: traits of templates, contents, reasoning, calls."""
+"""Normalized messages: traits of templates, contents, reasoning, calls."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_the_content_format_is_read_from_the_syntax_tree(name: str) -> None:
         ("{% for c in m.tool_calls %}{% endfor %}{{ m.content }}", "string"),
     ],
 )
-def test_uses_of_parts_are_recognised(expression: str, found: str) -> None:
+def test_uses_of_parts_are_detected(expression: str, found: str) -> None:
     tree = make_environment().parse("{% for m in messages %}" + expression + "{% endfor %}")
     assert traits_of(tree).content_format == found
 
 
-def test_the_operators_content_format_overrules_what_was_detected() -> None:
+def test_the_configured_content_format_overrides_the_detected_one() -> None:
     kind = (
         "{% for m in messages %}{{ 'text' if m.content is string else 'parts' }}{{ m.content }}{% endfor %}"
     )
@@ -64,7 +64,7 @@ def test_the_operators_content_format_overrules_what_was_detected() -> None:
         assert render(kind, message, "openai") == "partsa\nb"
 
 
-def test_null_content_is_none_to_tests_and_empty_where_it_is_written() -> None:
+def test_null_content_is_none_in_tests_and_empty_in_output() -> None:
     tests = "{{ c is none }}{{ c == none }}{{ c is string }}{{ c is iterable }}{{ not c }}|"
     tests += "{{ c }}{{ 'x' + c + 'y' }}{{ c | trim }}"
     template = "{% for m in messages %}{% set c = m.content %}" + tests + "{% endfor %}"
@@ -78,7 +78,7 @@ def test_null_content_is_none_to_tests_and_empty_where_it_is_written() -> None:
     }
 
 
-def test_arguments_are_an_object_or_text_by_their_use() -> None:
+def test_arguments_are_an_object_or_text_as_the_template_uses_them() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     each = "{% for m in messages %}{% set a = m.tool_calls[0].function.arguments %}{}{% endfor %}"
     for use, expected in (
@@ -100,7 +100,7 @@ def test_arguments_are_an_object_or_text_by_their_use() -> None:
 
 
 @pytest.mark.parametrize("tool_calls", [[], None])
-def test_no_calls_are_absent(tool_calls: Any) -> None:
+def test_empty_calls_are_removed(tool_calls: Any) -> None:
     message = {
         "role": "assistant",
         "content": "x",
@@ -111,7 +111,7 @@ def test_no_calls_are_absent(tool_calls: Any) -> None:
     assert json.loads(render(DUMP, message)) == {"role": "assistant", "content": "x"}
 
 
-def test_calls_of_other_forms_become_functions() -> None:
+def test_calls_of_other_types_become_functions() -> None:
     names = "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
     names += "{% endfor %}"
     old = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
@@ -134,7 +134,7 @@ def test_calls_of_other_forms_become_functions() -> None:
         {"content": "x", "thinking": "hm"},
     ],
 )
-def test_thinking_stays_thinking(fields: dict[str, Any]) -> None:
+def test_reasoning_fields_of_all_names_are_passed(fields: dict[str, Any]) -> None:
     names = "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.reasoning }}|{{ m.content }}{% endfor %}"
     assert render(names, {"role": "assistant", **fields}) == "hmhmhm|x"
 

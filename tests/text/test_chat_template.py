@@ -1,4 +1,4 @@
-"""Chat templates: equal to transformers' ``apply_chat_template``, and what is refused."""
+"""Chat templates: equal to transformers' ``apply_chat_template``, and errors."""
 
 from __future__ import annotations
 
@@ -274,13 +274,13 @@ def test_continuing_the_final_message_equals_transformers(
         ([{"role": "assistant", "tool_calls": {"id": 1}}], "messages[0].tool_calls", "list of JSON objects"),
     ],
 )
-def test_malformed_messages_are_named(messages: Any, param: str, words: str) -> None:
+def test_errors_name_malformed_messages(messages: Any, param: str, words: str) -> None:
     error = refused(CHATML, messages)
     assert error.param == param
     assert words in error.message
 
 
-def test_json_that_cannot_be_read_is_refused() -> None:
+def test_unreadable_json_is_refused() -> None:
     templates = ChatTemplates({"default": CHATML}, SPECIAL)
     for encoded in (b"[" * 100_000, b"[{", b"\xff", b'[{"role": "\\ud800"}]', b"9" * 5000):
         with pytest.raises(RequestError) as caught:
@@ -292,7 +292,7 @@ def test_json_that_cannot_be_read_is_refused() -> None:
         templates.render(ChatPrompt(b'[{"role": "user"}]', tools=b"{}"))
 
 
-def test_what_the_template_says_is_passed_on() -> None:
+def test_errors_raised_by_the_template_are_returned() -> None:
     chat = [{"role": "assistant", "content": "x"}]
     assert "roles must alternate user/assistant" in refused(LLAMA_2, chat).message
 
@@ -310,7 +310,7 @@ def test_what_the_template_says_is_passed_on() -> None:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ],
 )
-def test_templates_cannot_harm_the_process(template: str, words: str) -> None:
+def test_template_errors_and_sandbox_violations_are_refused(template: str, words: str) -> None:
     assert words in refused(template, CHATS["one"]).message
 
 
@@ -324,16 +324,16 @@ def test_a_template_that_hides_the_final_message_cannot_continue_it() -> None:
     assert "does not use" in refused("fixed", CHATS["one"], **arguments).message
 
 
-def test_without_a_template_the_way_out_is_named() -> None:
+def test_the_error_without_a_template_names_the_option() -> None:
     with pytest.raises(RequestError, match="--chat-template"):
         ChatTemplates({}, {}).render(prompt(CHATS["one"]))
 
 
-def test_the_clock_is_there() -> None:
+def test_strftime_now_is_available() -> None:
     assert len(ours("{{ strftime_now('%Y-%m-%d') }}", CHATS["one"])) == 10
 
 
-def test_the_models_templates_are_compiled_for_its_special_tokens(
+def test_templates_are_rendered_with_the_models_special_tokens(
     model_of: Callable[..., ModelConfig], tmp_path: Path, tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<bos>"}}))
@@ -343,7 +343,7 @@ def test_the_models_templates_are_compiled_for_its_special_tokens(
     assert templates.render(prompt(CHATS["one"])) == "<bos>plain<e>"
 
 
-def test_what_is_neither_a_name_nor_a_template_is_refused() -> None:
+def test_an_unknown_template_name_is_refused() -> None:
     named = ChatTemplates({"default": "plain", "rag": "rag"}, SPECIAL)
     assert named.render(prompt(CHATS["one"], chat_template="rag")) == "rag"
     assert named.render(prompt(CHATS["one"], chat_template="own {{ eos_token }}")) == "own </s>"
@@ -356,7 +356,7 @@ def test_what_is_neither_a_name_nor_a_template_is_refused() -> None:
         ChatTemplates({}, {}).render(prompt(CHATS["one"], chat_template="default"))
 
 
-def test_a_template_that_is_not_jinja_stops_the_boot(
+def test_an_invalid_template_is_a_startup_error(
     model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     model = model_of(tokenizers_by_style["sentencepiece"], chat_templates={"default": "{% for %}"})

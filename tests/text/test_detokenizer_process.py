@@ -31,14 +31,14 @@ from quintet.wire.request import Echo, OutputParsing
 
 
 @pytest.fixture
-def world(
-    make_world: Callable[..., Any],
+def harness(
+    make_harness: Callable[..., Any],
     model_of: Callable[..., ModelConfig],
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> Any:
-    world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
-    world.start(main.run, main.prepare)
-    return world
+    harness = make_harness(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
+    harness.start(main.run, main.prepare)
+    return harness
 
 
 def row(
@@ -62,98 +62,98 @@ def row(
     )
 
 
-def test_tokens_become_text(world: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
+def test_tokens_become_text(harness: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
     request_id = RequestIds(0, 1).take()
     ids = tokenizers_by_style["byte_level"].encode("Hello there").ids
-    world.send(row(request_id, 0, ids[:-1]))
-    world.send(row(request_id, len(ids) - 1, ids[-1:], finish=m.FinishReason.LENGTH))
-    first, second = world.wait(world.frontend, m.Text), world.wait(world.frontend, m.Text)
+    harness.send(row(request_id, 0, ids[:-1]))
+    harness.send(row(request_id, len(ids) - 1, ids[-1:], finish=m.FinishReason.LENGTH))
+    first, second = harness.wait(harness.frontend, m.Text), harness.wait(harness.frontend, m.Text)
     assert first.deltas[0] + second.deltas[0] == "Hello there"
     assert second.finishes[0].num_output_tokens == len(ids)
 
 
-def test_a_stop_string_reaches_the_core(world: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
+def test_a_stop_string_reaches_the_core(harness: Any, tokenizers_by_style: dict[str, Tokenizer]) -> None:
     request_id = RequestIds(0, 1).take()
-    world.send(row(request_id, 0, tokenizers_by_style["byte_level"].encode("Hello there").ids, stop=["lo"]))
-    assert world.wait(world.frontend, m.Text).finishes[0].stop_reason == "lo"
-    assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [request_id]
+    harness.send(row(request_id, 0, tokenizers_by_style["byte_level"].encode("Hello there").ids, stop=["lo"]))
+    assert harness.wait(harness.frontend, m.Text).finishes[0].stop_reason == "lo"
+    assert list(unpack_i64(harness.wait(harness.core, m.StopHit).request_ids)) == [request_id]
 
 
-def test_what_is_dropped_on_its_way_in_ends_with_an_error(world: Any) -> None:
-    """Of one that is open, the core hears as well: what it computes, nobody could be told."""
+def test_undecodable_messages_end_their_requests_with_an_error(harness: Any) -> None:
+    """The core also gets a stop hit for an open request."""
     ids = RequestIds(0, 1)
     known, fresh = ids.take(), ids.take()
-    world.send(row(known, 0, [9]))
-    world.wait(world.frontend, m.Text)
+    harness.send(row(known, 0, [9]))
+    harness.wait(harness.frontend, m.Text)
     for request_id in (known, fresh):
-        world.send(row(request_id, 1 if request_id == known else 0, [1 << 30]))
-        failed = world.wait(world.frontend, m.Failed)
+        harness.send(row(request_id, 1 if request_id == known else 0, [1 << 30]))
+        failed = harness.wait(harness.frontend, m.Failed)
         assert (failed.request_id, failed.code) == (request_id, ErrorCode.INTERNAL)
-    assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [known]
-    world.send(m.DetokenizeQuery(8, 0, b"odd"))
-    answer = world.wait(world.frontend, m.Detokenized)
+    assert list(unpack_i64(harness.wait(harness.core, m.StopHit).request_ids)) == [known]
+    harness.send(m.DetokenizeQuery(8, 0, b"odd"))
+    answer = harness.wait(harness.frontend, m.Detokenized)
     assert answer.query_id == 8 and answer.error.code is ErrorCode.INTERNAL
     last = ids.take()
-    world.send(row(last, 0, [9]))
-    assert world.wait(world.frontend, m.Text).request_ids == [last]
+    harness.send(row(last, 0, [9]))
+    assert harness.wait(harness.frontend, m.Text).request_ids == [last]
 
 
-def test_a_replaced_frontend_gets_nothing_of_its_predecessor(world: Any) -> None:
+def test_a_replaced_frontend_gets_no_text_of_its_predecessor(harness: Any) -> None:
     old, new = RequestIds(0, 1).take(), RequestIds(0, 2).take()
-    world.send(row(old, 0, [9]))
-    world.wait(world.frontend, m.Text)
+    harness.send(row(old, 0, [9]))
+    harness.wait(harness.frontend, m.Text)
     successor = WorkerId(Role.FRONTEND, 0, 2)
-    inbox = world.inbox(successor, m.Text)
+    inbox = harness.inbox(successor, m.Text)
     try:
-        world.publish(2, successor, world.core_id)
-        world.send(row(old, 1, [9]))
-        world.send(row(new, 0, [9]))
-        assert world.wait(inbox, m.Text).request_ids == [new]
+        harness.publish(2, successor, harness.core_id)
+        harness.send(row(old, 1, [9]))
+        harness.send(row(new, 0, [9]))
+        assert harness.wait(inbox, m.Text).request_ids == [new]
     finally:
         inbox.close()
 
 
-def test_text_for_a_frontend_not_named_yet_waits_for_the_topology(world: Any) -> None:
-    """The core may hear of a new frontend before this process does."""
+def test_text_for_an_unknown_frontend_waits_for_the_topology(harness: Any) -> None:
+    """The core may receive the topology with a new frontend before this process."""
     newer, another = RequestIds(0, 2).take(), RequestIds(4, 1).take()
-    world.send(row(newer, 0, [9]))
-    world.send(row(another, 0, [9]))
+    harness.send(row(newer, 0, [9]))
+    harness.send(row(another, 0, [9]))
     workers = [WorkerId(Role.FRONTEND, 0, 2), WorkerId(Role.FRONTEND, 4, 1)]
-    inboxes = [world.inbox(worker, m.Text) for worker in workers]
+    inboxes = [harness.inbox(worker, m.Text) for worker in workers]
     try:
-        world.publish(2, *workers, world.core_id)
-        assert world.wait(inboxes[0], m.Text).request_ids == [newer]
-        assert world.wait(inboxes[1], m.Text).request_ids == [another]
+        harness.publish(2, *workers, harness.core_id)
+        assert harness.wait(inboxes[0], m.Text).request_ids == [newer]
+        assert harness.wait(inboxes[1], m.Text).request_ids == [another]
     finally:
         for inbox in inboxes:
             inbox.close()
 
 
-def test_what_is_too_much_to_wait_ends_with_an_error(
-    make_world: Callable[..., Any],
+def test_text_over_the_queue_limit_ends_with_an_error(
+    make_harness: Callable[..., Any],
     model_of: Callable[..., ModelConfig],
     tokenizers_by_style: dict[str, Tokenizer],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(main, "MAX_QUEUED_TEXTS", 1)
-    world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
-    world.start(main.run, main.prepare)
+    harness = make_harness(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
+    harness.start(main.run, main.prepare)
     ids = RequestIds(4, 1)
     kept, lost, ended = ids.take(), ids.take(), ids.take()
-    world.send(row(kept, 0, [9]))
-    world.send(row(lost, 0, [9]))
-    world.send(row(ended, 0, [9], finish=m.FinishReason.LENGTH))
-    world.send(row(lost, 1, [9], finish=m.FinishReason.LENGTH))  # crossed the core's hearing of it
-    assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [lost]
-    world.send(m.DetokenizeQuery(1, 0, b""))
-    world.wait(world.frontend, m.Detokenized)  # in a batch with the topology, they would be delivered
+    harness.send(row(kept, 0, [9]))
+    harness.send(row(lost, 0, [9]))
+    harness.send(row(ended, 0, [9], finish=m.FinishReason.LENGTH))
+    harness.send(row(lost, 1, [9], finish=m.FinishReason.LENGTH))  # sent before the core received the error
+    assert list(unpack_i64(harness.wait(harness.core, m.StopHit).request_ids)) == [lost]
+    harness.send(m.DetokenizeQuery(1, 0, b""))
+    harness.wait(harness.frontend, m.Detokenized)  # in a batch with the topology, they would be delivered
     newcomer = WorkerId(Role.FRONTEND, 4, 1)
-    inbox = world.inbox(newcomer, m.Text | m.Failed)
+    inbox = harness.inbox(newcomer, m.Text | m.Failed)
     try:
-        world.publish(2, newcomer, world.frontend_id, world.core_id)
-        assert world.wait(inbox, (m.Text, m.Failed)).request_ids == [kept]
-        failures = [world.wait(inbox, (m.Text, m.Failed)) for _ in range(2)]
+        harness.publish(2, newcomer, harness.frontend_id, harness.core_id)
+        assert harness.wait(inbox, (m.Text, m.Failed)).request_ids == [kept]
+        failures = [harness.wait(inbox, (m.Text, m.Failed)) for _ in range(2)]
         assert [failed.request_id for failed in failures] == [lost, ended]
         assert failures[0].code is ErrorCode.UNAVAILABLE
     finally:
@@ -161,40 +161,40 @@ def test_what_is_too_much_to_wait_ends_with_an_error(
     assert len(caplog.records) == 1
 
 
-def test_queries_are_answered_while_steps_go_on(
-    monkeypatch: pytest.MonkeyPatch, world: Any, tokenizers_by_style: dict[str, Tokenizer]
+def test_queries_are_answered_between_steps(
+    monkeypatch: pytest.MonkeyPatch, harness: Any, tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     seen = threading.Event()
     advance = QueryJob.advance
-    begun: list[QueryJob] = []
+    started_jobs: list[QueryJob] = []
 
     def one_slice_until_seen(job: QueryJob) -> m.Detokenized | None:
-        if begun and not seen.is_set():
+        if started_jobs and not seen.is_set():
             return None
-        begun.append(job)
+        started_jobs.append(job)
         return advance(job)
 
     monkeypatch.setattr(QueryJob, "advance", one_slice_until_seen)
     tokenizer = tokenizers_by_style["byte_level"]
     ids = tokenizer.encode("the quick brown fox <|im_end|>").ids * 5000
-    world.send(m.DetokenizeQuery(7, 0, pack_i32(ids)))
-    world.send(row(RequestIds(0, 1).take(), 0, [9]))
-    # The query cannot go on past its first slice before the step's text is here: only a slice that is all of it could.
-    assert isinstance(world.wait(world.frontend, (m.Text, m.Detokenized)), m.Text)
+    harness.send(m.DetokenizeQuery(7, 0, pack_i32(ids)))
+    harness.send(row(RequestIds(0, 1).take(), 0, [9]))
+    # The query stops after its first slice until the step's text is sent; a slice of the whole query would fail here.
+    assert isinstance(harness.wait(harness.frontend, (m.Text, m.Detokenized)), m.Text)
     seen.set()
-    answer = world.wait(world.frontend, m.Detokenized)
+    answer = harness.wait(harness.frontend, m.Detokenized)
     assert (answer.query_id, answer.error) == (7, None)
     assert answer.text == tokenizer.decode(ids, skip_special_tokens=False)
-    world.send(m.DetokenizeQuery(8, 0, pack_i32([5, -3])))
-    error = world.wait(world.frontend, m.Detokenized).error
+    harness.send(m.DetokenizeQuery(8, 0, pack_i32([5, -3])))
+    error = harness.wait(harness.frontend, m.Detokenized).error
     assert error.code is ErrorCode.INVALID
     assert "-3" in error.message and error.param == "tokens"
 
 
-def test_heartbeats_count_open_requests_and_tokens(world: Any) -> None:
-    world.send(row(RequestIds(0, 1).take(), 0, [9, 10, 11]))
-    beat = world.wait(
-        world.supervisor, supervision.Heartbeat, lambda beat: beat.pending == 1 and beat.metrics
+def test_heartbeats_count_open_requests_and_tokens(harness: Any) -> None:
+    harness.send(row(RequestIds(0, 1).take(), 0, [9, 10, 11]))
+    beat = harness.wait(
+        harness.supervisor, supervision.Heartbeat, lambda beat: beat.pending == 1 and beat.metrics
     )
     snapshot = decode_snapshot(beat.metrics)
     counters = {series.name: series.value for series in snapshot.counters}
@@ -202,29 +202,29 @@ def test_heartbeats_count_open_requests_and_tokens(world: Any) -> None:
     histograms = {series.name: series for series in snapshot.histograms}
     assert sum(histograms["detokenize_seconds"].counts) == 1
     assert histograms["hop_seconds"].labels == (("hop", "core_detokenizer"),)
-    later = world.wait(world.supervisor, supervision.Heartbeat)
-    assert later.progress > beat.progress  # waiting for the core is no stall
+    later = harness.wait(harness.supervisor, supervision.Heartbeat)
+    assert later.progress > beat.progress  # waiting for the core is not a stall
 
 
-def start_child(world: Any) -> subprocess.Popen[bytes]:
-    run_dir = Path(world.config.run_dir)
-    world.config.write(run_dir / CONFIG_FILE)
+def start_child(harness: Any) -> subprocess.Popen[bytes]:
+    run_dir = Path(harness.config.run_dir)
+    harness.config.write(run_dir / CONFIG_FILE)
     command = [sys.executable, "-m", "quintet.detokenizer_proc.main", "--run-dir", str(run_dir)]
     return subprocess.Popen([*command, "--index", "0", "--epoch", "1", "--parent", str(os.getpid())])
 
 
 def test_the_module_runs_as_a_child(
-    make_world: Callable[..., Any],
+    make_harness: Callable[..., Any],
     model_of: Callable[..., ModelConfig],
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> None:
-    world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
-    child = start_child(world)
+    harness = make_harness(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
+    child = start_child(harness)
     try:
-        assert world.greet().pid == child.pid
-        world.send(row(RequestIds(0, 1).take(), 0, [9]))
-        assert world.wait(world.frontend, m.Text).token_ids == pack_i32([9])
-        world.send(supervision.Stop())
+        assert harness.wait_until_ready().pid == child.pid
+        harness.send(row(RequestIds(0, 1).take(), 0, [9]))
+        assert harness.wait(harness.frontend, m.Text).token_ids == pack_i32([9])
+        harness.send(supervision.Stop())
         assert child.wait(DEADLINE_S) == 0
     finally:
         child.kill()
@@ -232,22 +232,22 @@ def test_the_module_runs_as_a_child(
 
 
 def test_a_missing_tokenizer_is_a_configuration_error(
-    make_world: Callable[..., Any],
+    make_harness: Callable[..., Any],
     model_of: Callable[..., ModelConfig],
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> None:
-    world = make_world(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
-    (Path(world.config.model.tokenizer_path) / "tokenizer.json").unlink()
-    child = start_child(world)
+    harness = make_harness(model_of(tokenizers_by_style["byte_level"]), Role.DETOKENIZER)
+    (Path(harness.config.model.tokenizer_path) / "tokenizer.json").unlink()
+    child = start_child(harness)
     try:
         assert child.wait(DEADLINE_S) == EXIT_CONFIG
     finally:
         child.kill()
         child.wait()
-    assert "tokenizer.json does not exist" in error_file(world.config.run_dir, world.worker).read_text()
+    assert "tokenizer.json does not exist" in error_file(harness.config.run_dir, harness.worker).read_text()
 
 
-def test_what_waited_for_a_topology_goes_out_before_what_came_with_it(
+def test_queued_text_is_sent_before_text_received_with_the_topology(
     model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     config = model_of(tokenizers_by_style["byte_level"])
@@ -260,8 +260,8 @@ def test_what_waited_for_a_topology_goes_out_before_what_came_with_it(
     process.me = WorkerId(Role.DETOKENIZER, 0, 1)
     process.config.model = config
     process.pending = 0
-    told: list[m.Text] = []
-    process.peers.send = lambda role, index, message: told.append(message)
+    sent: list[m.Text] = []
+    process.peers.send = lambda role, index, message: sent.append(message)
 
     def receive(_timeout_s: float | None) -> list[object]:
         if not batches:
@@ -274,31 +274,35 @@ def test_what_waited_for_a_topology_goes_out_before_what_came_with_it(
     process.receive = receive
     with pytest.raises(Stopping):
         main.Detokenizer(process, main.tables_of(config)).run()
-    assert [text.first_indexes for text in told] == [[0], [1], [2]]
+    assert [text.first_indexes for text in sent] == [[0], [1], [2]]
 
 
-def test_an_answer_too_large_to_be_told_is_an_error(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_over_the_message_size_limit_is_an_error(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit_frames(monkeypatch, Role.FRONTEND, 2000)
-    world.send(m.DetokenizeQuery(9, 0, pack_i32([9] * 4000)))
-    answer = world.wait(world.frontend, m.Detokenized)
+    harness.send(m.DetokenizeQuery(9, 0, pack_i32([9] * 4000)))
+    answer = harness.wait(harness.frontend, m.Detokenized)
     assert answer.query_id == 9 and answer.error.code is ErrorCode.TOO_LARGE
     assert "at most 2000 are allowed" in answer.error.message
 
 
-def test_text_too_large_to_be_told_ends_its_requests(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_over_the_message_size_limit_ends_its_requests(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit_frames(monkeypatch, Role.FRONTEND, 700)
     ids = RequestIds(0, 1)
     large, small = ids.take(), ids.take()
-    world.send(row(large, 0, [9] * 200))
-    failed = world.wait(world.frontend, m.Failed)
+    harness.send(row(large, 0, [9] * 200))
+    failed = harness.wait(harness.frontend, m.Failed)
     assert (failed.request_id, failed.code) == (large, ErrorCode.TOO_LARGE)
-    assert list(unpack_i64(world.wait(world.core, m.StopHit).request_ids)) == [large]
-    world.send(row(small, 0, [9]))
-    assert world.wait(world.frontend, m.Text).request_ids == [small]
+    assert list(unpack_i64(harness.wait(harness.core, m.StopHit).request_ids)) == [large]
+    harness.send(row(small, 0, [9]))
+    assert harness.wait(harness.frontend, m.Text).request_ids == [small]
 
 
-def test_an_output_is_read_as_the_one_of_a_request(
-    world: Any, tokenizers_by_style: dict[str, Tokenizer]
+def test_a_query_parses_its_output_like_a_request(
+    harness: Any, tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tokenizers_by_style["byte_level"]
     ids = tokenizer.encode("so it is</think>the quick brown fox<|im_end|> jumps").ids
@@ -307,8 +311,8 @@ def test_an_output_is_read_as_the_one_of_a_request(
             9, 0, 0, b"", [" jum"], False, skips, True, True, Echo.NONE, False, 0, 0, 0,
             parsing=OutputParsing("deepseek_r1"),
         )  # fmt: skip
-        world.send(m.DetokenizeQuery(9, 0, pack_i32(ids), opened))
-        answer = world.wait(world.frontend, m.Detokenized)
+        harness.send(m.DetokenizeQuery(9, 0, pack_i32(ids), opened))
+        answer = harness.wait(harness.frontend, m.Detokenized)
         end = "" if skips else "<|im_end|>"
         assert answer.text == f"so it isthe quick brown fox{end}"
         assert [(channel, size) for channel, _, size in answer.spans] == [

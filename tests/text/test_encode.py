@@ -1,4 +1,4 @@
-"""Prompts to ids: truncation, limits, refusals, bad words."""
+"""Encoding of prompts: truncation, limits, errors, bad words."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def test_truncation_of_ids(encoder: Encoder) -> None:
     assert list(encoder.prompt_ids(prompt, right)) == [0, 1, 2]
 
 
-def test_minus_one_truncates_to_what_fits(encoder: Encoder) -> None:
+def test_minus_one_truncates_to_the_context_length(encoder: Encoder) -> None:
     prompt = TokenPrompt(pack_i32([5] * 500))
     assert len(encoder.prompt_ids(prompt, params(truncate_prompt_tokens=-1, max_tokens=30))) == 70
     assert len(encoder.prompt_ids(prompt, params(truncate_prompt_tokens=-1, max_tokens=None))) == 99
 
 
-def test_truncating_to_more_than_the_model_holds_is_refused(encoder: Encoder) -> None:
+def test_truncating_to_more_than_the_context_length_is_refused(encoder: Encoder) -> None:
     error = refused(encoder, TextPrompt(TEXT), truncate_prompt_tokens=101)
     assert (error.code, error.param) == (ErrorCode.INVALID, "truncate_prompt_tokens")
     assert "101" in error.message and "100" in error.message
@@ -97,8 +97,8 @@ def test_prompt_and_output_together_must_fit(encoder: Encoder) -> None:
     assert "you requested 101 tokens (1 in the messages, 100 in the completion)" in error.message
 
 
-def test_a_default_number_of_outputs_gives_way_to_the_prompt(encoder: Encoder) -> None:
-    """Nobody asked for so many: only the client's own number is refused."""
+def test_a_default_max_tokens_is_reduced_to_fit_the_prompt(encoder: Encoder) -> None:
+    """Only a ``max_tokens`` sent by the client is refused."""
     prompt = TokenPrompt(pack_i32([5] * 90))
     for max_tokens in (11, 99, 1 << 20):
         error = refused(encoder, prompt, max_tokens=max_tokens)
@@ -109,15 +109,15 @@ def test_a_default_number_of_outputs_gives_way_to_the_prompt(encoder: Encoder) -
 
 
 @pytest.mark.parametrize(("default", "kept"), [(16, 84), (50, 50), (51, 99), (1 << 20, 99)])
-def test_truncating_to_what_fits_leaves_room_for_a_modest_default(
+def test_truncation_reserves_up_to_half_the_context_for_a_default_max_tokens(
     encoder: Encoder, default: int, kept: int
 ) -> None:
-    asked = params(truncate_prompt_tokens=-1, max_tokens=default)
+    default_params = params(truncate_prompt_tokens=-1, max_tokens=default)
     prompt = TokenPrompt(pack_i32([5] * 500))
-    assert len(encoder.prompt_ids(prompt, asked, clamp_max_tokens=True)) == kept
+    assert len(encoder.prompt_ids(prompt, default_params, clamp_max_tokens=True)) == kept
 
 
-def test_a_text_that_cannot_fit_is_refused_before_encoding(
+def test_a_text_too_long_to_fit_is_refused_before_encoding(
     encoder: Encoder, tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     error = refused(encoder, TextPrompt("x" * 1_000_000))
@@ -141,7 +141,7 @@ def test_empty_prompts_are_invalid(encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize("token_id", [-1, 10_000])
-def test_ids_out_of_vocabulary_are_named(
+def test_the_error_names_ids_outside_the_vocabulary(
     encoder: Encoder, tokenizers_by_style: dict[str, Tokenizer], token_id: int
 ) -> None:
     error = refused(encoder, TokenPrompt(pack_i32([1, token_id])))
@@ -151,8 +151,10 @@ def test_ids_out_of_vocabulary_are_named(
 
 
 @pytest.fixture
-def beyond(model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]) -> Encoder:
-    """A tokenizer with one token more than the model has."""
+def encoder_of_larger_tokenizer(
+    model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
+) -> Encoder:
+    """Encoder of a tokenizer with one more token than the model."""
     tokenizer = Tokenizer.from_str(tokenizers_by_style["byte_level"].to_str())
     size = tokenizer.get_vocab_size()
     tokenizer.add_special_tokens(["[PAD]"])
@@ -160,27 +162,29 @@ def beyond(model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, 
     return Encoder(tokenizer, templates, model_of(tokenizer, 100, vocab_size=size))
 
 
-def test_a_token_that_the_model_does_not_have_is_named(beyond: Encoder) -> None:
-    size = beyond._vocab_size
+def test_the_error_names_a_token_outside_the_models_vocabulary(encoder_of_larger_tokenizer: Encoder) -> None:
+    size = encoder_of_larger_tokenizer._vocab_size
     chat = ChatPrompt(msgspec.json.encode([{"role": "user", "content": "a [PAD] b"}]))
     kept = {"truncate_prompt_tokens": 50}
     for prompt, changes in ((TextPrompt("a [PAD] b"), {}), (chat, {}), (TextPrompt("[PAD]"), kept)):
-        error = refused(beyond, prompt, **changes)
+        error = refused(encoder_of_larger_tokenizer, prompt, **changes)
         assert (error.code, error.param) == (
             ErrorCode.INVALID,
             "messages" if prompt is chat else "prompt",
         )
         assert f"token id {size} ('[PAD]')" in error.message and f"has {size} tokens" in error.message
-    assert beyond.prompt_ids(TextPrompt("a b"), params())
+    assert encoder_of_larger_tokenizer.prompt_ids(TextPrompt("a b"), params())
 
 
-def test_a_bad_word_that_the_model_cannot_write_is_named(beyond: Encoder) -> None:
+def test_the_error_names_a_bad_word_outside_the_models_vocabulary(
+    encoder_of_larger_tokenizer: Encoder,
+) -> None:
     with pytest.raises(RequestError, match=r"bad_words holds the token id \d+ \('\[PAD\]'\)") as caught:
-        beyond.bad_word_ids(["hello", "[PAD]"])
+        encoder_of_larger_tokenizer.bad_word_ids(["hello", "[PAD]"])
     assert caught.value.param == "bad_words"
 
 
-def test_half_an_id_is_invalid(encoder: Encoder) -> None:
+def test_a_partial_id_is_invalid(encoder: Encoder) -> None:
     assert refused(encoder, TokenPrompt(b"\x01\x00\x00")).code is ErrorCode.INVALID
 
 
@@ -199,13 +203,13 @@ def test_bad_words_with_and_without_a_space(
         for ids in spaced:
             assert tokenizer.decode(ids) == " " + word.strip()
             assert len(ids) == len(bare) and ids[0] != bare[0]
-    assert len(encoder.bad_word_ids(["zzz"])) == 1  # its spaced form only adds the space
+    assert len(encoder.bad_word_ids(["zzz"])) == 1  # its form with a space only adds the space token
     assert len(encoder.bad_word_ids(["the"])) == 2  # one token each
     with pytest.raises(RequestError, match="' '"):
         encoder.bad_word_ids([" "])
 
 
-def test_files_that_cannot_be_read_are_named(model_of: Callable[..., ModelConfig], tmp_path: Path) -> None:
+def test_the_error_names_unreadable_files(model_of: Callable[..., ModelConfig], tmp_path: Path) -> None:
     model = model_of(Tokenizer.from_str('{"version":"1.0","model":{"type":"BPE","vocab":{},"merges":[]}}'))
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):

@@ -1,4 +1,4 @@
-"""Grammars of required tool calls and grammars after reasoning, in every format: accepted texts, rejected texts, parsers."""
+"""Grammars of required tool calls and grammars after reasoning, in every format: accepted and rejected texts, parsers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from llguidance import LLTokenizer
-from tests.text.test_structured import takes
+from tests.text.test_structured import accepts
 from tokenizers import AddedToken, Tokenizer
 
 from quintet.detokenizer_proc.parsers.forced import FORCED, forced_calls, think_marks
@@ -39,13 +39,13 @@ WRONG = [("rain", '{"days": "3"}'), ("rain", '{"days": 3, "b": 1}'), ("snow", "{
 
 
 class Vocabulary(NamedTuple):
-    """A model's vocabulary as the library reads it, and the tokens that are written by their names."""
+    """A model's vocabulary in llguidance, and the tokens that grammars refer to by name."""
 
     tokens: LLTokenizer
     named: dict[str, int]
 
-    def takes(self, grammar: str, text: str) -> bool:
-        return takes(self.tokens, grammar, text, self.named)
+    def accepts(self, grammar: str, text: str) -> bool:
+        return accepts(self.tokens, grammar, text, self.named)
 
 
 Vocabularies = Callable[[ModelConfig], Vocabulary]
@@ -53,7 +53,7 @@ Vocabularies = Callable[[ModelConfig], Vocabulary]
 
 @pytest.fixture(scope="module")
 def vocabulary_of() -> Vocabularies:
-    """Opens each model's vocabulary once: it takes a moment."""
+    """Open each model's vocabulary once, because it is slow."""
     known: dict[str, Vocabulary] = {}
 
     def open_once(model: ModelConfig) -> Vocabulary:
@@ -78,9 +78,12 @@ def compiled(
     return found.compiled
 
 
-def written(how: ForcedCalls, *calls: tuple[str, str]) -> str:
-    each = (how.call_begin + name + how.name_end + arguments + how.call_end for name, arguments in calls)
-    return how.begin + how.separator.join(each) + how.end
+def written(call_format: ForcedCalls, *calls: tuple[str, str]) -> str:
+    each = (
+        call_format.call_begin + name + call_format.name_end + arguments + call_format.call_end
+        for name, arguments in calls
+    )
+    return call_format.begin + call_format.separator.join(each) + call_format.end
 
 
 def body(choice: Any, **more: Any) -> ChatBody:
@@ -89,102 +92,99 @@ def body(choice: Any, **more: Any) -> ChatBody:
 
 
 @pytest.mark.parametrize("name", ["hermes", *FORCED])
-def test_every_format_takes_its_calls_alone(
+def test_every_format_accepts_only_its_calls(
     name: str, model: ModelConfig, vocabulary_of: Vocabularies
 ) -> None:
-    how = forced_calls("", name)
-    form = form_of_calls(body("required"), how)
+    call_format = forced_calls("", name)
+    form = form_of_calls(body("required"), call_format)
     assert form is not None
     grammar, vocabulary = compiled(model, form), vocabulary_of(model)
-    assert all(vocabulary.takes(grammar, written(how, call)) for call in WHOLE)
-    assert vocabulary.takes(grammar, written(how, *WHOLE)) == (not how.is_single)
+    assert all(vocabulary.accepts(grammar, written(call_format, call)) for call in WHOLE)
+    assert vocabulary.accepts(grammar, written(call_format, *WHOLE)) == (not call_format.is_single)
     assert not any(
-        vocabulary.takes(grammar, text) for text in ["", "It rains.", *(written(how, call) for call in WRONG)]
+        vocabulary.accepts(grammar, text)
+        for text in ["", "It rains.", *(written(call_format, call) for call in WRONG)]
     )
 
 
 def test_a_named_function_is_called_once(model: ModelConfig, vocabulary_of: Vocabularies) -> None:
-    how, vocabulary = forced_calls("", "hermes"), vocabulary_of(model)
-    named = form_of_calls(body({"type": "function", "function": {"name": "now"}}), how)
-    single = form_of_calls(body("required", parallel_tool_calls=False), how)
+    call_format, vocabulary = forced_calls("", "hermes"), vocabulary_of(model)
+    named = form_of_calls(body({"type": "function", "function": {"name": "now"}}), call_format)
+    single = form_of_calls(body("required", parallel_tool_calls=False), call_format)
     assert named is not None and single is not None
-    rain, now = (written(how, call) for call in WHOLE)
-    assert vocabulary.takes(compiled(model, named), now)
-    assert not vocabulary.takes(compiled(model, named), rain)
-    assert vocabulary.takes(compiled(model, single), rain)
-    assert not vocabulary.takes(compiled(model, single), written(how, *WHOLE))
+    rain, now = (written(call_format, call) for call in WHOLE)
+    assert vocabulary.accepts(compiled(model, named), now)
+    assert not vocabulary.accepts(compiled(model, named), rain)
+    assert vocabulary.accepts(compiled(model, single), rain)
+    assert not vocabulary.accepts(compiled(model, single), written(call_format, *WHOLE))
 
 
-def test_a_tool_whose_schema_is_combined_can_be_called(
-    model: ModelConfig, vocabulary_of: Vocabularies
-) -> None:
+def test_a_tool_with_an_any_of_schema_can_be_called(model: ModelConfig, vocabulary_of: Vocabularies) -> None:
     other = {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}
     parameters = {"properties": {"a": {"const": 1}}, "required": ["a"], "anyOf": [other]}
     tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
-    how, vocabulary = forced_calls("", "hermes"), vocabulary_of(model)
-    form = form_of_calls(body("required", tools=tools), how)
+    call_format, vocabulary = forced_calls("", "hermes"), vocabulary_of(model)
+    form = form_of_calls(body("required", tools=tools), call_format)
     assert form is not None
     grammar = compiled(model, form)
-    assert vocabulary.takes(grammar, written(how, ("now", '{"a": 1, "b": 2}')))
-    assert not vocabulary.takes(grammar, written(how, ("now", '{"a": 1}')))
+    assert vocabulary.accepts(grammar, written(call_format, ("now", '{"a": 1, "b": 2}')))
+    assert not vocabulary.accepts(grammar, written(call_format, ("now", '{"a": 1}')))
 
 
 ANSWER = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
 JSON = '{"answer": "yes"}'
 
 
-def either(
+def schema_or_calls(
     name: str, choice: str | None = "auto", **more: Any
 ) -> tuple[StructuredOutputsParams, ForcedCalls]:
-    """Return the form of a request with a schema and tools, for a model of this format, and how its calls are written."""
-    how = forced_calls("openai_gptoss" if name == "openai" else "", name)
+    """Return the structured output of a request with a schema and tools, and the format of its calls."""
+    call_format = forced_calls("openai_gptoss" if name == "openai" else "", name)
     form = StructuredOutputsParams(json=ANSWER, disable_additional_properties=True).checked()
-    found = form_or_calls(form, body(choice, **more), ParsersConfig(tools=name, forced=how))
+    found = form_or_calls(form, body(choice, **more), ParsersConfig(tools=name, forced=call_format))
     assert found is not None
-    return found, how
+    return found, call_format
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", *FORCED])
-def test_a_schema_beside_tools_leaves_room_for_calls(
-    name: str, model: ModelConfig, vocabulary_of: Vocabularies
-) -> None:
-    form, how = either(name)
+def test_a_schema_with_tools_allows_calls(name: str, model: ModelConfig, vocabulary_of: Vocabularies) -> None:
+    form, call_format = schema_or_calls(name)
     grammar, vocabulary = compiled(model, form), vocabulary_of(model)
-    assert vocabulary.takes(grammar, JSON)
-    assert all(vocabulary.takes(grammar, written(how, call)) for call in WHOLE)
-    assert vocabulary.takes(grammar, written(how, *WHOLE)) == (not how.is_single)
-    unknown = written(how, ("snow", "{}"))
+    assert vocabulary.accepts(grammar, JSON)
+    assert all(vocabulary.accepts(grammar, written(call_format, call)) for call in WHOLE)
+    assert vocabulary.accepts(grammar, written(call_format, *WHOLE)) == (not call_format.is_single)
+    unknown = written(call_format, ("snow", "{}"))
     assert not any(
-        vocabulary.takes(grammar, text)
-        for text in ["", "It rains.", '{"answer": 1}', unknown, JSON + written(how, WHOLE[0])]
+        vocabulary.accepts(grammar, text)
+        for text in ["", "It rains.", '{"answer": 1}', unknown, JSON + written(call_format, WHOLE[0])]
     )
 
 
 @pytest.mark.parametrize("reasoning", ["qwen3", "openai_gptoss"])
-def test_calls_in_the_place_of_a_schema_stand_behind_reasoning(
+def test_calls_instead_of_a_schema_follow_reasoning(
     reasoning: str, model: ModelConfig, vocabulary_of: Vocabularies
 ) -> None:
     tools = "openai" if reasoning == "openai_gptoss" else "hermes"
-    form, how = either(tools)
+    form, call_format = schema_or_calls(tools)
     marks = think_marks(reasoning)
     assert marks is not None
-    thinks = msgspec.structs.replace(model, parsers=ParsersConfig(reasoning=reasoning, thinks=marks))
-    grammar = compiled(thinks, form, OutputParsing(reasoning, how.reader), "user:" + marks.opens[0])
+    reasoning_model = msgspec.structs.replace(model, parsers=ParsersConfig(reasoning=reasoning, thinks=marks))
+    grammar = compiled(
+        reasoning_model, form, OutputParsing(reasoning, call_format.reader), "user:" + marks.opens[0]
+    )
     vocabulary, thought = vocabulary_of(model), "so" + marks.closes[0]
-    assert vocabulary.takes(grammar, thought + marks.answer + JSON)
-    assert vocabulary.takes(grammar, thought + written(how, WHOLE[0]))
-    assert not vocabulary.takes(grammar, thought + "It rains.")
+    assert vocabulary.accepts(grammar, thought + marks.answer + JSON)
+    assert vocabulary.accepts(grammar, thought + written(call_format, WHOLE[0]))
+    assert not vocabulary.accepts(grammar, thought + "It rains.")
 
 
-def test_many_tools_do_not_make_a_schema_unenforceable(
-    model: ModelConfig, vocabulary_of: Vocabularies
-) -> None:
+def test_a_schema_with_many_tools_is_enforced(model: ModelConfig, vocabulary_of: Vocabularies) -> None:
     many = [
         {"type": "function", "function": {"name": f"tool_{i}", "parameters": {"not": {}}}} for i in range(200)
     ]
-    form, how = either("hermes", tools=many)
+    form, call_format = schema_or_calls("hermes", tools=many)
     grammar = compiled(model, form)
-    assert vocabulary_of(model).takes(grammar, written(how, ("tool_199", '{"a": 1}')))
+    assert vocabulary_of(model).accepts(grammar, written(call_format, ("tool_199", '{"a": 1}')))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_many_tools_do_not_make_a_schema_unenforceable(
         (StructuredOutputsParams(regex="a"), "auto", "hermes"),
     ],
 )
-def test_a_form_stays_alone_where_no_call_may_come(
+def test_a_form_is_unchanged_if_calls_are_impossible(
     form: StructuredOutputsParams, choice: str, tools: str
 ) -> None:
     assert form_or_calls(form, body(choice), ParsersConfig(tools=tools)) is form
@@ -213,54 +213,57 @@ FORMS = {
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_form_is_of_what_follows_reasoning(
-    kind: str, model: ModelConfig, vocabulary_of: Vocabularies
-) -> None:
+def test_a_form_applies_after_reasoning(kind: str, model: ModelConfig, vocabulary_of: Vocabularies) -> None:
     form, text = FORMS[kind]
     vocabulary = vocabulary_of(model)
-    thinks = msgspec.structs.replace(
+    reasoning_model = msgspec.structs.replace(
         model, parsers=ParsersConfig(reasoning="qwen3", thinks=think_marks("qwen3"))
     )
 
-    def is_taken(answer: str, prompt: str) -> bool:
-        return vocabulary.takes(compiled(thinks, form, OutputParsing("qwen3"), prompt), answer)
+    def is_accepted(answer: str, prompt: str) -> bool:
+        return vocabulary.accepts(compiled(reasoning_model, form, OutputParsing("qwen3"), prompt), answer)
 
-    assert is_taken(text, "user:") and is_taken(f"<think>so 13</think>\n\n{text}", "user:")
-    assert not is_taken(f"so 13</think>\n\n{text}", "user:") and not is_taken("<think>so</think>x", "user:")
-    assert is_taken(f"so 13</think>\n{text}", "user:<think>\n") and not is_taken(text, "user:<think>\n")
-    assert is_taken(text, "user:<think></think>\n")
-    assert not is_taken(f"<think>so</think>{text}", "user:<think></think>\n")
-    assert not vocabulary.takes(compiled(thinks, form, None, "user:"), f"<think>so</think>{text}")
+    assert is_accepted(text, "user:") and is_accepted(f"<think>so 13</think>\n\n{text}", "user:")
+    assert not is_accepted(f"so 13</think>\n\n{text}", "user:") and not is_accepted(
+        "<think>so</think>x", "user:"
+    )
+    assert is_accepted(f"so 13</think>\n{text}", "user:<think>\n") and not is_accepted(text, "user:<think>\n")
+    assert is_accepted(text, "user:<think></think>\n")
+    assert not is_accepted(f"<think>so</think>{text}", "user:<think></think>\n")
+    assert not vocabulary.accepts(compiled(reasoning_model, form, None, "user:"), f"<think>so</think>{text}")
 
 
 @pytest.mark.parametrize("special", [None, False, True])
 @pytest.mark.parametrize("reasoning", REASONING)
-def test_every_format_of_reasoning_stands_before_calls(
+def test_every_reasoning_format_precedes_calls(
     reasoning: str,
     special: bool | None,
     model_of: Callable[..., ModelConfig],
     tokenizers_by_style: dict[str, Tokenizer],
     vocabulary_of: Vocabularies,
 ) -> None:
-    """Whether its marks are text, or tokens of the one kind or of the other."""
-    marks, how = think_marks(reasoning), forced_calls(reasoning, "")
+    """Marks are text, special tokens or other added tokens."""
+    marks, call_format = think_marks(reasoning), forced_calls(reasoning, "")
     assert marks is not None
     tokenizer = Tokenizer.from_str(tokenizers_by_style["byte_level"].to_str())
     if special is not None:
         names = re.findall(
-            r"<\S+?>|\[\S+?\]", " ".join([*marks.opens, *marks.closes, marks.answer, how.call_begin])
+            r"<\S+?>|\[\S+?\]", " ".join([*marks.opens, *marks.closes, marks.answer, call_format.call_begin])
         )
         tokenizer.add_tokens([AddedToken(name, special=special) for name in names])
     model = model_of(tokenizer, eos_token_ids=[1])
-    form = form_of_calls(body("required"), how)
+    form = form_of_calls(body("required"), call_format)
     assert form is not None
-    thinks = msgspec.structs.replace(
-        model, parsers=ParsersConfig(reasoning=reasoning, thinks=marks, forced=how)
+    reasoning_model = msgspec.structs.replace(
+        model, parsers=ParsersConfig(reasoning=reasoning, thinks=marks, forced=call_format)
     )
     opening, closing = marks.opens[-1], marks.closes[-1]
     grammar = compiled(
-        thinks, form, OutputParsing(reasoning, how.reader, requires_calls=True), "user:" + opening
+        reasoning_model,
+        form,
+        OutputParsing(reasoning, call_format.reader, requires_calls=True),
+        "user:" + opening,
     )
-    call = written(how, WHOLE[0])
-    assert vocabulary_of(model).takes(grammar, f"so{closing}{call}")
-    assert not vocabulary_of(model).takes(grammar, f"so{closing}It rains.")
+    call = written(call_format, WHOLE[0])
+    assert vocabulary_of(model).accepts(grammar, f"so{closing}{call}")
+    assert not vocabulary_of(model).accepts(grammar, f"so{closing}It rains.")

@@ -1,4 +1,4 @@
-"""Decoding one token at a time equals the tokenizer's own decode of the whole."""
+"""Decoding one token at a time equals the tokenizer's decode of all ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = [
 
 
 def pushed(table: PieceTable, ids: Sequence[int], context: Sequence[int] = ()) -> str:
-    """Decode as the row loop does: by table while clean, by push otherwise."""
+    """Decode like the row loop: by table while clean, by push otherwise."""
     decoder = table.decoder(context)
     parts = []
     for token_id in ids:
@@ -42,7 +42,7 @@ def check(tokenizer: Tokenizer, tables: dict[bool, PieceTable], ids: list[int]) 
 
 
 def tables_of(tokenizer: Tokenizer) -> dict[bool, PieceTable]:
-    """Return both tables by whether they skip special tokens."""
+    """Return both tables, keyed by ``skip_special_tokens``."""
     showing = PieceTable(Vocabulary.of(tokenizer))
     return {True: showing.skipping_special_tokens(), False: showing}
 
@@ -52,7 +52,7 @@ def tables(any_tokenizer: Tokenizer) -> dict[bool, PieceTable]:
     return tables_of(any_tokenizer)
 
 
-def test_each_style_is_recognised(tokenizers_by_style: dict[str, Tokenizer]) -> None:
+def test_each_style_is_detected(tokenizers_by_style: dict[str, Tokenizer]) -> None:
     kinds = {name: Vocabulary.of(tokenizer).decoder.kind for name, tokenizer in tokenizers_by_style.items()}
     assert kinds == {
         "byte_level": "bytes",
@@ -63,14 +63,14 @@ def test_each_style_is_recognised(tokenizers_by_style: dict[str, Tokenizer]) -> 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_round_trip_like_decode(
+def test_texts_decode_like_the_library(
     any_tokenizer: Tokenizer, tables: dict[bool, PieceTable], text: str
 ) -> None:
     check(any_tokenizer, tables, any_tokenizer.encode(text).ids)
 
 
-def test_random_ids_decode_alike(any_tokenizer: Tokenizer, tables: dict[bool, PieceTable]) -> None:
-    """Whole vocabulary, dense in byte tokens and specials, where state matters."""
+def test_random_ids_decode_like_the_library(any_tokenizer: Tokenizer, tables: dict[bool, PieceTable]) -> None:
+    """Ids of the whole vocabulary, with many byte tokens and specials, which have state."""
     rng = random.Random(7)
     every = range(tables[True].num_ids)
     stateful = [i for i in every if tables[False].pieces[i] is None or i in tables[True].absent]
@@ -80,21 +80,25 @@ def test_random_ids_decode_alike(any_tokenizer: Tokenizer, tables: dict[bool, Pi
         check(any_tokenizer, tables, ids)
 
 
-def test_every_id_alone_decodes_alike(any_tokenizer: Tokenizer, tables: dict[bool, PieceTable]) -> None:
+def test_every_single_id_decodes_like_the_library(
+    any_tokenizer: Tokenizer, tables: dict[bool, PieceTable]
+) -> None:
     for token_id in range(tables[True].num_ids):
         check(any_tokenizer, tables, [token_id])
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(text=st.text(max_size=40))
-def test_any_text_decodes_alike(any_tokenizer: Tokenizer, tables: dict[bool, PieceTable], text: str) -> None:
+def test_any_text_decodes_like_the_library(
+    any_tokenizer: Tokenizer, tables: dict[bool, PieceTable], text: str
+) -> None:
     check(any_tokenizer, tables, any_tokenizer.encode(text).ids)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(raw=st.binary(max_size=24))
-def test_any_bytes_decode_alike(tokenizers_by_style: dict[str, Tokenizer], raw: bytes) -> None:
-    """Bytes that are no text at all, as byte tokens of both styles."""
+def test_any_bytes_decode_like_the_library(tokenizers_by_style: dict[str, Tokenizer], raw: bytes) -> None:
+    """Arbitrary bytes, also invalid UTF-8, as byte tokens of both styles."""
     for style in ("byte_level", "sentencepiece"):
         tokenizer = tokenizers_by_style[style]
         table = PieceTable(Vocabulary.of(tokenizer)).skipping_special_tokens()
@@ -106,7 +110,7 @@ def test_any_bytes_decode_alike(tokenizers_by_style: dict[str, Tokenizer], raw: 
 
 
 def test_output_continues_the_prompt(any_tokenizer: Tokenizer, tables: dict[bool, PieceTable]) -> None:
-    """The text of an output is what it adds to the prompt's text, wherever whole characters are split."""
+    """The text of an output is the part it adds to the prompt's text, for any split between characters."""
     for text in ("hello world, the he do wor", "a 世 b, he the hello"):
         ids = any_tokenizer.encode(text, add_special_tokens=False).ids
         whole = any_tokenizer.decode(ids)
@@ -135,15 +139,15 @@ def test_a_character_split_between_prompt_and_output_belongs_to_the_output(
         assert tail.push(ids[4]) + tail.push(ids[5]) + tail.flush() == "é"
 
 
-def test_ids_beyond_the_tokenizer_stand_for_nothing(any_tokenizer: Tokenizer) -> None:
+def test_ids_beyond_the_tokenizer_are_empty_text(any_tokenizer: Tokenizer) -> None:
     size = any_tokenizer.get_vocab_size()
     table = PieceTable(Vocabulary.of(any_tokenizer, size + 50)).skipping_special_tokens()
     assert table.num_ids == size + 50
     assert pushed(table, [size + 10, size + 49]) == ""
 
 
-def test_cost_per_token_does_not_grow(any_tokenizer: Tokenizer, tables: dict[bool, PieceTable]) -> None:
-    """Even byte tokens in one run, or specials that show nothing, leave state of bounded size behind."""
+def test_state_is_bounded(any_tokenizer: Tokenizer, tables: dict[bool, PieceTable]) -> None:
+    """Also after a long run of byte tokens or of hidden special tokens."""
     table = tables[True]
     for token_id in (min(table.absent), next(i for i in range(table.num_ids) if i not in table.absent)):
         decoder = table.decoder()
@@ -153,7 +157,7 @@ def test_cost_per_token_does_not_grow(any_tokenizer: Tokenizer, tables: dict[boo
         assert len(held) < 8
 
 
-def test_byte_tokens_are_spelled_as_the_library_spells_them() -> None:
+def test_byte_tokens_are_parsed_like_in_the_library() -> None:
     assert [byte_of(token) for token in ("<0x0A>", "<0xff>", "<0xGG>", "<0x1>", "<0x123>", "0x0A")] == [
         10, 255, None, None, None, None,
     ]  # fmt: skip
@@ -171,7 +175,7 @@ def test_byte_tokens_are_spelled_as_the_library_spells_them() -> None:
         None,
     ],
 )
-def test_other_decoders(decoder: decoders.Decoder | None) -> None:
+def test_other_decoders_decode_like_the_library(decoder: decoders.Decoder | None) -> None:
     words = ["a", "_b", "__", "_", "c</w>", "▁d", "▁▁", "<0x41>", "<0xE4>", "<0xB8>", "<0x96>", "<|s|>"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
     if decoder is not None:
@@ -187,7 +191,7 @@ EMBEDDED = sorted((Path(quintet.deploy.__path__[0]) / "embedded").rglob("tokeniz
 
 
 @pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: path.parent.name)
-def test_embedded_tokenizer_decodes_alike(path: Path) -> None:
+def test_embedded_tokenizers_decode_like_the_library(path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(path))
     tables = tables_of(tokenizer)
     rng = random.Random(11)

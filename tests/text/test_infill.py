@@ -1,4 +1,4 @@
-"""``suffix``: prompts in each family's marks, blanks that tokenizers would add, and where nothing can be filled in."""
+"""``suffix``: prompts in the infill format of each family, spaces added by tokenizers, and unsupported models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def opened(tokenizer: Tokenizer) -> Infill:
 
 
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: str(layout[0]))
-def test_a_prompt_is_laid_out_as_its_model_knows_it(
+def test_a_prompt_has_the_infill_format_of_its_model(
     layout: tuple[str | InfillPart, ...], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     tokenizer = marked(tokenizers_by_style["byte_level"], layout)
@@ -44,7 +44,7 @@ def test_a_prompt_is_laid_out_as_its_model_knows_it(
     assert marks <= set(opened(tokenizer).end_ids)
 
 
-def test_what_ends_a_file_ends_what_is_filled_in(tokenizers_by_style: dict[str, Tokenizer]) -> None:
+def test_an_end_of_file_token_ends_an_infill(tokenizers_by_style: dict[str, Tokenizer]) -> None:
     tokenizer = marked(tokenizers_by_style["byte_level"], (*FORMATS[0], ENDS[0]))
     assert tokenizer.token_to_id(ENDS[0]) in opened(tokenizer).end_ids
     eos = [tokenizer.token_to_id(ENDS[0])]
@@ -52,8 +52,8 @@ def test_what_ends_a_file_ends_what_is_filled_in(tokenizers_by_style: dict[str, 
     assert infill is not None and not set(eos) & set(infill.end_ids)
 
 
-def test_no_blank_is_put_before_a_suffix(tokenizers_by_style: dict[str, Tokenizer]) -> None:
-    """Tokenizers that begin every text with a blank do so with the prompt alone, and begin it all once."""
+def test_no_space_is_added_before_a_suffix(tokenizers_by_style: dict[str, Tokenizer]) -> None:
+    """Tokenizers that prepend a space to every text prepend it once, before the prompt."""
     name = next(
         name
         for name, each in tokenizers_by_style.items()
@@ -71,7 +71,7 @@ def test_no_blank_is_put_before_a_suffix(tokenizers_by_style: dict[str, Tokenize
     assert tokenizer.id_to_token(ids[ids.index(pre) + 1]).startswith("▁")
 
 
-def test_a_model_without_marks_refuses(
+def test_a_model_without_infill_tokens_is_refused(
     model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tokenizers_by_style["byte_level"]
@@ -79,10 +79,13 @@ def test_a_model_without_marks_refuses(
     encoder = Encoder(tokenizer, load_templates(model), model)
     with pytest.raises(RequestError, match="no fill-in-the-middle tokens"):
         encoder.prompt_ids(TextPrompt("a", suffix="b"), SamplingParams())
-    able = marked(tokenizer, FORMATS[1])
-    model = model_of(able)
-    encoder = Encoder(able, load_templates(model), model)
+    infill_tokenizer = marked(tokenizer, FORMATS[1])
+    model = model_of(infill_tokenizer)
+    encoder = Encoder(infill_tokenizer, load_templates(model), model)
     ids = encoder.prompt_ids(TextPrompt("a", suffix="b"), SamplingParams())
-    assert able.decode(list(ids), skip_special_tokens=False) == "<fim_prefix>a<fim_suffix>b<fim_middle>"
+    assert (
+        infill_tokenizer.decode(list(ids), skip_special_tokens=False)
+        == "<fim_prefix>a<fim_suffix>b<fim_middle>"
+    )
     assert encoder.ends_of(TextPrompt("a")) == []
-    assert able.token_to_id("<fim_middle>") in encoder.ends_of(TextPrompt("a", suffix="b"))
+    assert infill_tokenizer.token_to_id("<fim_middle>") in encoder.ends_of(TextPrompt("a", suffix="b"))

@@ -1,7 +1,7 @@
-"""JSON Schema's own test suite: of a schema that is accepted everything is enforced, and the rest is refused by name.
+"""JSON Schema's own test suite: an accepted schema is enforced completely, or else refused by name.
 
 `json_schema_test_suite` holds its required tests of draft 2020-12 at 44401e0c046704b476ec9d2e2fccdaee618f259d
-(github.com/json-schema-org/JSON-Schema-Test-Suite), under the licence beside them.
+(github.com/json-schema-org/JSON-Schema-Test-Suite), under the licence in the same folder.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from quintet.wire.structured import StructuredOutputsParams
 
 SUITE = Path(__file__).parent / "json_schema_test_suite"
 MAX_ORDERS = 24
-"""Of an object's keys, which are written in the schema's order."""
+"""Most orders tried of an object's keys, because grammars fix the schema's order."""
 
 NUM_ACCEPTED = 232
 STRICTER = {
-    # An integer is written as one: without a fraction.
+    # Integers have no fraction.
     "const": {"float zero is valid", "float one is valid", "float -2.0 is valid", "float is valid"},
     "enum": {"float zero is valid", "[0.0] is valid", "float one is valid", "[1.0] is valid"},
     "type": {"a float with zero fractional part is an integer"},
-    # A dialect of a schema's own is not fetched: its keywords are those of the draft.
+    # Custom dialects are not fetched: the draft's keywords apply.
     "vocabulary": {"no validation: invalid number, but it still validates"},
-    # Formats are enforced; to the draft they are annotations.
+    # Formats are enforced; in the draft they are annotations.
     "format": {
         f"invalid {name} string is only an annotation by default"
         for name in (
@@ -43,11 +43,11 @@ STRICTER = {
         )
     },
 }  # fmt: skip
-"""Valid instances that no answer is, by file: none of them is a wrong answer."""
+"""Valid instances that the grammar rejects, by file."""
 
 
 def written(value: object) -> Iterator[str]:
-    """Yield JSON of a value, with the keys of objects in any order."""
+    """Yield JSON texts of a value, with the keys of objects in any order."""
     if isinstance(value, dict):
         for order in itertools.islice(itertools.permutations(value.items()), MAX_ORDERS):
             for inner in itertools.islice(
@@ -75,7 +75,7 @@ def is_answer(vocabulary: LLTokenizer, grammar: str, text: str) -> bool:
 
 
 def grammar_of(forms: Forms, schema: object) -> str | None:
-    """Return the schema's grammar; None where it is refused, which must be said with a reason."""
+    """Return the schema's grammar, or None if the schema is refused with a reason."""
     form = StructuredOutputsParams(json=json.dumps(schema))
     try:
         compiled = forms.compiled(SamplingParams(structured_outputs=form).checked()).structured_outputs
@@ -87,7 +87,7 @@ def grammar_of(forms: Forms, schema: object) -> str | None:
 
 
 @pytest.mark.whole
-def test_what_is_accepted_is_enforced(
+def test_accepted_schemas_are_enforced(
     model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     model = model_of(tokenizers_by_style["byte_level"], eos_token_ids=[1])
@@ -101,10 +101,10 @@ def test_what_is_accepted_is_enforced(
                 continue
             num_accepted += 1
             for case in group["tests"]:
-                is_taken = any(is_answer(vocabulary, grammar, text) for text in written(case["data"]))
-                if is_taken and not case["valid"]:
+                is_accepted = any(is_answer(vocabulary, grammar, text) for text in written(case["data"]))
+                if is_accepted and not case["valid"]:
                     wrong.append((path.stem, group["description"], case["description"]))
-                if case["valid"] and not is_taken:
+                if case["valid"] and not is_accepted:
                     stricter.setdefault(path.stem, set()).add(case["description"])
     assert wrong == []
     assert stricter == STRICTER

@@ -1,4 +1,4 @@
-"""Steps of requests whose output is read by parsers: rows in channels, and the same ones from another process."""
+"""Steps of requests with output parsers: rows in channels, also after a restart of the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUTPUT = (
     '<think>\nthe fox jumps\n</think>\n\nHello 😀\n<tool_call>\n{"name": "main", "arguments": {"user": "né"}}\n</tool_call>\n'
     '<tool_call>{"name": "len", "arguments": {}}</tool_call>'
 )
-TOLD = [
+EXPECTED = [
     (REASONING, 0, "the fox jumps"),
     (CONTENT, 0, "Hello 😀"),
     (NAME, 0, "main"),
@@ -36,7 +36,7 @@ TOLD = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Marks are special tokens, one of them spelled otherwise in text."""
+    """Tokenizer with the marks as special tokens."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<think>", "</think>", "<|eot|>"])
     return tokenizer
@@ -51,8 +51,8 @@ def steps_of(showing: PieceTable) -> Steps:
     return Steps(showing.skipping_special_tokens(), showing)
 
 
-def sorted_out(texts: Sequence[Text]) -> list[tuple[int, int, str]]:
-    """Join what rows of one request tell, by channel; each row's spans are all of its delta."""
+def channel_texts(texts: Sequence[Text]) -> list[tuple[int, int, str]]:
+    """Join the spans of one request's rows by channel. The spans of a row cover its delta."""
     found: list[tuple[int, int, str]] = []
     for text in texts:
         spans: dict[int, list[Span]] = {row.row: row.spans for row in text.spans}
@@ -84,22 +84,22 @@ def finish_of(texts: Sequence[Text]) -> Finish:
     return finish
 
 
-def test_rows_are_told_in_channels(showing: PieceTable, tokenizer: Tokenizer) -> None:
+def test_rows_have_channels(showing: PieceTable, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(OUTPUT).ids
     texts = run(steps_of(showing), ids, opening(parsing=READING))
-    assert sorted_out(texts) == TOLD
+    assert channel_texts(texts) == EXPECTED
     whole = "".join(delta for text in texts for delta in text.deltas)
-    told = 0
+    offset = 0
     for text in texts:
-        assert text.offsets == [told]
-        told += len(text.deltas[0])
-    assert told == len(whole)
+        assert text.offsets == [offset]
+        offset += len(text.deltas[0])
+    assert offset == len(whole)
     inside = ids.index(tokenizer.token_to_id("</think>")) - ids.index(tokenizer.token_to_id("<think>")) - 1
     finish = finish_of(texts)
     assert (finish.num_calls, finish.num_reasoning_tokens, finish.num_output_tokens) == (2, inside, len(ids))
 
 
-def test_another_process_goes_on_in_the_same_channels_after_any_token(
+def test_another_process_resumes_in_the_same_channels_after_any_token(
     showing: PieceTable, tokenizer: Tokenizer
 ) -> None:
     ids = tokenizer.encode(OUTPUT).ids
@@ -118,9 +118,9 @@ def test_another_process_goes_on_in_the_same_channels_after_any_token(
         assert finish_of(after) == finish_of(before)
 
 
-def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Tokenizer) -> None:
+def test_special_tokens_that_are_not_marks_are_skipped(showing: PieceTable, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<think>a<|eot|>b</think><|eot|>c").ids
-    assert sorted_out(run(steps_of(showing), ids, opening(parsing=OutputParsing("qwen3")))) == [
+    assert channel_texts(run(steps_of(showing), ids, opening(parsing=OutputParsing("qwen3")))) == [
         (REASONING, 0, "ab"),
         (CONTENT, 0, "c"),
     ]
@@ -130,7 +130,7 @@ def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Token
 
 
 @pytest.mark.parametrize(
-    ("parsing", "special", "output", "told"),
+    ("parsing", "special", "output", "expected"),
     [
         (
             OutputParsing("gemma"),
@@ -152,49 +152,52 @@ def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Token
         ),
     ],
 )
-def test_special_tokens_within_marks_and_heads_are_seen(
-    parsing: OutputParsing, special: list[str], output: str, told: list[tuple[int, int, str]]
+def test_special_tokens_within_marks_and_headers_are_parsed(
+    parsing: OutputParsing, special: list[str], output: str, expected: list[tuple[int, int, str]]
 ) -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens(special)
     steps = steps_of(PieceTable(Vocabulary.of(tokenizer)))
-    assert sorted_out(run(steps, tokenizer.encode(output).ids, opening(parsing=parsing))) == told
+    assert channel_texts(run(steps, tokenizer.encode(output).ids, opening(parsing=parsing))) == expected
 
 
-def test_the_prompts_end_says_that_the_output_is_reasoning(showing: PieceTable, tokenizer: Tokenizer) -> None:
+def test_a_prompt_that_opens_reasoning_starts_the_output_in_reasoning(
+    showing: PieceTable, tokenizer: Tokenizer
+) -> None:
     prompt = tokenizer.encode("user hello<think>\n").ids
     ids = tokenizer.encode("so</think>yes").ids
     texts = run(steps_of(showing), ids, opening(prompt=prompt, parsing=OutputParsing("qwen3")))
-    assert sorted_out(texts) == [(REASONING, 0, "so"), (CONTENT, 0, "yes")]
+    assert channel_texts(texts) == [(REASONING, 0, "so"), (CONTENT, 0, "yes")]
 
 
 @pytest.mark.parametrize("name", ["hermes", *FORCED])
 @pytest.mark.parametrize("finish", [LENGTH, STOP])
-def test_an_answer_that_must_be_calls_has_no_content_wherever_it_ends(
-    name: str, finish: FinishReason
-) -> None:
+def test_an_answer_of_required_calls_has_no_content_at_any_length(name: str, finish: FinishReason) -> None:
     tokenizer = byte_level()
-    showing, how = PieceTable(Vocabulary.of(tokenizer)), forced_calls("", name)
-    calls = [("main", '{"user": "x"}'), ("len", '{"a": [1]}')][: 1 if how.is_single else 2]
-    written = (how.call_begin + called + how.name_end + given + how.call_end for called, given in calls)
-    ids = tokenizer.encode(how.begin + how.separator.join(written) + how.end).ids
+    showing, call_format = PieceTable(Vocabulary.of(tokenizer)), forced_calls("", name)
+    calls = [("main", '{"user": "x"}'), ("len", '{"a": [1]}')][: 1 if call_format.is_single else 2]
+    written = (
+        call_format.call_begin + called + call_format.name_end + given + call_format.call_end
+        for called, given in calls
+    )
+    ids = tokenizer.encode(call_format.begin + call_format.separator.join(written) + call_format.end).ids
     for end in range(1, len(ids) + 1):
         steps = steps_of(showing)
-        steps.apply(tokens(opens=[opening(parsing=OutputParsing("", how.reader, requires_calls=True))]))
+        steps.apply(
+            tokens(opens=[opening(parsing=OutputParsing("", call_format.reader, requires_calls=True))])
+        )
         text = only(steps, tokens((ONE, 0, ids[:end], finish)))
-        assert CONTENT not in {channel for channel, _, _ in sorted_out([text])}
+        assert CONTENT not in {channel for channel, _, _ in channel_texts([text])}
 
 
-def test_a_call_that_was_cut_off_is_no_content_beside_whole_ones(
-    showing: PieceTable, tokenizer: Tokenizer
-) -> None:
+def test_a_truncated_call_after_whole_ones_is_not_content(showing: PieceTable, tokenizer: Tokenizer) -> None:
     end = OUTPUT.index('": {}}')
     ids = tokenizer.encode(OUTPUT[:end]).ids
     texts = run(steps_of(showing), ids, opening(parsing=READING))
-    assert sorted_out(texts) == TOLD[:4]
+    assert channel_texts(texts) == EXPECTED[:4]
 
 
-def test_a_stop_string_ends_what_is_read(showing: PieceTable, tokenizer: Tokenizer) -> None:
+def test_a_stop_string_ends_parsing(showing: PieceTable, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode('Hello {"a": 1} there').ids
     opened = opening(parsing=OutputParsing("", "llama3_json"), stop=["there"])
     steps = steps_of(showing)
@@ -204,7 +207,7 @@ def test_a_stop_string_ends_what_is_read(showing: PieceTable, tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("parsing", [OutputParsing("no_such"), OutputParsing("", "no_such"), OutputParsing()])
-def test_a_parser_that_is_not_here_reads_nothing(
+def test_an_unknown_parser_leaves_the_output_as_content(
     showing: PieceTable, tokenizer: Tokenizer, parsing: OutputParsing
 ) -> None:
     ids = tokenizer.encode("<think>a</think>b").ids

@@ -1,4 +1,4 @@
-"""Parsers of calls and of reasoning: what models write is read, whatever they write, however it is cut."""
+"""Parsers of calls and of reasoning: written outputs, broken outputs and any division into pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quintet.detokenizer_proc.parsers.registry import TOOLS, build
 from quintet.wire.channels import Channel
 
 FEW, MANY = range(25), range(25, 425)
-"""Seeds of the outputs that are tried."""
+"""Seeds of random outputs."""
 
 TEXTS = [
     "", "x", "Paris", "it's \"quoted\"", "a\nb\n", "C:\\new\\table", "</tool", "}]", "日本 😀", "\x00\x7f", '{"a": 1}', " blank ",
@@ -49,7 +49,7 @@ def arguments_of(random: Random, depth: int = 0) -> dict[str, Any]:
 
 
 def schemas_of(calls: Sequence[Call]) -> bytes:
-    """Return the request's tools, for calls of distinct names."""
+    """Return the request's tools, for calls with distinct names."""
     types = {
         str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"
     }  # fmt: skip
@@ -90,33 +90,36 @@ def check_written(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_reads_the_calls_that_were_written(name: str) -> None:
+def test_written_calls_are_parsed(name: str) -> None:
     for seed in FEW:
         check_written(name, seed)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", TOOLS)
-def test_reads_many_calls_that_were_written(name: str) -> None:
+def test_many_written_calls_are_parsed(name: str) -> None:
     for seed in MANY:
         check_written(name, seed)
 
 
 @pytest.mark.parametrize("name", ["", *TOOLS])
-def test_calls_that_are_insisted_on_are_written_as_they_are_read(name: str) -> None:
-    how = forced_calls("", name)
-    assert name in {"", how.reader} or how.reader == "hermes"
-    calls = [("get_weather", {"city": "Oslo"}), ("f", {"a": [1, "}"], "b": {}})][: 1 if how.is_single else 2]
-    written = [
-        how.call_begin + function + how.name_end + json.dumps(a) + how.call_end for function, a in calls
+def test_required_calls_have_the_format_of_the_parser(name: str) -> None:
+    call_format = forced_calls("", name)
+    assert name in {"", call_format.reader} or call_format.reader == "hermes"
+    calls = [("get_weather", {"city": "Oslo"}), ("f", {"a": [1, "}"], "b": {}})][
+        : 1 if call_format.is_single else 2
     ]
-    text = how.begin + how.separator.join(written) + how.end
-    pieces = read(build("", how.reader, b"", ""), list(text))
+    written = [
+        call_format.call_begin + function + call_format.name_end + json.dumps(a) + call_format.call_end
+        for function, a in calls
+    ]
+    text = call_format.begin + call_format.separator.join(written) + call_format.end
+    pieces = read(build("", call_format.reader, b"", ""), list(text))
     assert (calls_in(pieces), text_of(pieces)) == (calls, "")
 
 
-def cut_read(name: str, text: str, schemas: bytes = b"") -> list[ChannelText]:
-    """Read an output that a limit cut off."""
+def parse_truncated(name: str, text: str, schemas: bytes = b"") -> list[ChannelText]:
+    """Parse an output that was truncated at its length limit."""
     parser = build("", name, schemas, "")
     return joined(parser.push(text) + parser.finish(is_cut=True))
 
@@ -127,17 +130,17 @@ MAX_UNSURE = {
     ),
     "openai": 30,
 }
-"""Characters of a call that may as well be content where it is cut off: half of a mark, or of a bare call, its name."""
+"""Characters of a truncated call that may be content: part of a mark, or the name in a bare call."""
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_nothing_of_a_call_that_was_cut_off_is_content(name: str) -> None:
+def test_a_truncated_call_is_not_content(name: str) -> None:
     calls: list[Call] = [("get_weather", {"city": "Oslo", "days": 3}), ("f", {"a": [1, "x"]})]
     before, schemas = "Some words first.", schemas_of(calls)
     for write in WRITERS[name]:
         text = before + write(calls)
         for end in range(len(before), len(text) + 1):
-            content = text_of(cut_read(name, text[:end], schemas)).removeprefix(before)
+            content = text_of(parse_truncated(name, text[:end], schemas)).removeprefix(before)
             is_unsure = end - len(before) <= MAX_UNSURE.get(name, 12)
             assert is_unsure or not content.strip(), (text[:end], content)
 
@@ -157,14 +160,12 @@ def test_nothing_of_a_call_that_was_cut_off_is_content(name: str) -> None:
         ("openai", "<|channel|>commentary to=functions.f", ""),
     ],
 )
-def test_what_an_output_that_was_cut_off_says_besides_calls_is_content(
-    name: str, text: str, content: str
-) -> None:
-    assert text_of(cut_read(name, text)) == content
+def test_text_outside_a_truncated_call_is_content(name: str, text: str, content: str) -> None:
+    assert text_of(parse_truncated(name, text)) == content
 
 
 WORD = re.compile(r"w[0-9]+w")
-"""Words that no format has: each that is in an output must be in what is read of it."""
+"""Words that no format uses: every one in an output must be in the parsed pieces."""
 FRAGMENTS = [
     "", "", "", "{", "}", "[", "]", '"', "'", "\\", ",", ":", "=", "(", ")", "<", "\n", " ", "\\u00e9", "\\ud83d", "null",
     "<tool_call>", "</tool_call>", "```", "<think>", "</think>", "name", '"name": ', "&lt;", "日本", "😀",
@@ -172,7 +173,7 @@ FRAGMENTS = [
 
 
 def broken_output(name: str, random: Random) -> str:
-    """Return words, calls, words, with characters cut out and others put in."""
+    """Return words, calls and words, with characters removed and others inserted."""
     numbers = itertools.count(10)
 
     def words() -> str:
@@ -205,10 +206,10 @@ def check_broken(reasoning: str, tools: str, random: Random) -> None:
     parts = [text[begin:end] for begin, end in itertools.pairwise([0, *at, len(text)])]
     whole = read(parser(), [text])
     assert read(parser(), parts) == whole, parts
-    # What has been told after any beginning depends on that beginning alone: another process may go on from there.
+    # The pieces sent for a prefix depend on that prefix only, so that another process can resume there.
     half = parts[: len(parts) // 2]
-    cut = parser()
-    assert joined(piece for part in half for piece in cut.push(part)) == joined(
+    parser_of_parts = parser()
+    assert joined(piece for part in half for piece in parser_of_parts.push(part)) == joined(
         parser().push("".join(half))
     ), parts
     assert all(piece.text for piece in whole), text
@@ -242,20 +243,18 @@ def test_work_is_linear(
     schemas = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]).encode()
     began_s = time.process_time()
     pieces = read(build(reasoning, tools, schemas, ""), parts)
-    assert (
-        time.process_time() - began_s < 2.0
-    )  # it takes a tenth; squares and powers of these sizes took 4 s and more
+    assert time.process_time() - began_s < 2.0  # takes a tenth of this; quadratic work took 4 s and more
     assert WORD.findall("".join(piece.text for piece in pieces)) == WORD.findall("".join(parts))
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_broken_calls_lose_nothing_and_do_not_depend_on_cuts(name: str) -> None:
+def test_broken_calls_lose_no_text_at_any_division(name: str) -> None:
     for seed in FEW:
         check_broken("", name, Random(seed))
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", TOOLS)
-def test_many_broken_calls_lose_nothing_and_do_not_depend_on_cuts(name: str) -> None:
+def test_many_broken_calls_lose_no_text_at_any_division(name: str) -> None:
     for seed in MANY:
         check_broken("", name, Random(seed))

@@ -1,4 +1,4 @@
-"""Texts in pieces have the ids of the whole, whatever they are cut at; others are left whole."""
+"""Texts encoded in pieces have the ids of the whole text; tokenizers that do not allow it encode the whole."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def trained(
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
     )
-    tokenizer.train_from_iterator([written(seed) + in_runs(seed) for seed in range(20)], trainer)
+    tokenizer.train_from_iterator([written(seed) + text_of_runs(seed) for seed in range(20)], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
@@ -78,7 +78,7 @@ def split_by(*expressions: str) -> pre_tokenizers.PreTokenizer:
 def of_sentencepiece(
     normalizer: normalizers.Normalizer | None, splitter: pre_tokenizers.PreTokenizer | None
 ) -> Tokenizer:
-    """Return a tokenizer whose vocabulary was learnt word by word, and that then sees texts otherwise."""
+    """Return a tokenizer trained word by word, then given another normalizer and splitter."""
     tokenizer = trained(pre_tokenizers.Metaspace(prepend_scheme="never"))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -132,7 +132,7 @@ ALPHABETS = [
 ]
 
 
-def in_runs(seed: int, longest: int = 90) -> str:
+def text_of_runs(seed: int, longest: int = 90) -> str:
     draw = random.Random(seed)
     word_cuts = []
     for _ in range(draw.randint(1, 12)):
@@ -142,7 +142,7 @@ def in_runs(seed: int, longest: int = 90) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_the_whole(
+def test_pieces_have_the_ids_of_the_whole_text(
     kind: str, model_of: Callable[..., ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = KINDS[kind]()
@@ -161,10 +161,10 @@ def test_ids_are_those_of_the_whole(
 
 
 @pytest.mark.parametrize("kind", WITH_RUNS)
-def test_a_text_of_runs_has_the_ids_of_the_whole(
+def test_a_text_of_long_runs_has_the_ids_of_the_whole_text(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has no borders for long is cut within words, where the ids show that it may be."""
+    """Long runs without word borders are cut within words, at positions verified by their ids."""
     tokenizer = KINDS[kind]()
     cutter = cutter_of(tokenizer)
     assert cutter is not None and cutter.runs is not None
@@ -179,7 +179,7 @@ def test_a_text_of_runs_has_the_ids_of_the_whole(
 
     monkeypatch.setattr(WordRuns, "cut", counted)
     for seed in range(2000 if request.config.getoption("--whole") else 150):
-        text = in_runs(seed)
+        text = text_of_runs(seed)
         for reach, size in ((3, 12), (8, 40)):
             near = replace(cutter, runs=replace(cutter.runs, reach=reach))
             assert list(near.ids_of(text, size)) == encoded(tokenizer, text), (seed, text)
@@ -190,7 +190,7 @@ def test_a_text_of_runs_has_the_ids_of_the_whole(
 @pytest.mark.parametrize(
     "unit", ["a", "0123456789", ".", " ", "\u4e2d\u6587\u5b57", "\U0001f642\U0001f680", "x"]
 )
-def test_no_piece_is_large(kind: str, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_bounded_in_size(kind: str, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = KINDS[kind]()
     cutter = cutter_of(tokenizer)
     assert cutter is not None
@@ -209,7 +209,7 @@ def test_no_piece_is_large(kind: str, unit: str, monkeypatch: pytest.MonkeyPatch
     assert max(sizes) < 2000
 
 
-def test_what_does_not_begin_as_foreseen_is_encoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_with_unexpected_first_ids_is_encoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = KINDS["gpt2"]()
     cutter = cutter_of(tokenizer)
     assert cutter is not None
@@ -219,10 +219,10 @@ def test_what_does_not_begin_as_foreseen_is_encoded_whole(monkeypatch: pytest.Mo
     assert list(cutter.ids_of(text, 1000)) == whole
 
 
-def test_what_may_not_be_cut() -> None:
+def test_tokenizers_without_cutter() -> None:
     assert not cutter_of(trained(pre_tokenizers.ByteLevel(add_prefix_space=True)))
     assert not cutter_of(trained(split_by(r"\p{L}+ \p{L}+|\s+")))
-    assert not cutter_of(trained(pre_tokenizers.Metaspace(split=False))), "it learnt tokens across words"
+    assert not cutter_of(trained(pre_tokenizers.Metaspace(split=False))), "its tokens span words"
     unigram = Tokenizer(models.Unigram([("<unk>", 0.0), (SPACE, -1.0), ("a", -1.0)], 0))
     unigram.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
     assert not cutter_of(unigram)
@@ -250,7 +250,7 @@ def test_added_tokens_are_not_cut(added: str) -> None:
 
 
 def test_the_ids_of_a_long_text_take_four_bytes_each(model_of: Callable[..., ModelConfig]) -> None:
-    """As Python's numbers in a list they would take 40 (the column grows by an eighth more than it needs)."""
+    """A list of ints would take 40 bytes each. The array over-allocates by an eighth."""
     tokenizer = KINDS["gpt2"]()
     encoder = Encoder(tokenizer, ChatTemplates({}, {}), model_of(tokenizer))
     text = "the quick brown fox " * (2 * encode.PIECE_CHARS // 20 + 1)

@@ -1,4 +1,4 @@
-"""Parsers of reasoning, alone and before parsers of calls; and outputs whose parsing is worth spelling out."""
+"""Parsers of reasoning, alone and before parsers of calls; examples of parsed outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THINKING = {name: form for name, form in REASONING.items() if isinstance(form, T
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_reads_what_stands_between_the_marks(name: str) -> None:
+def test_text_between_the_marks_is_reasoning(name: str) -> None:
     form = THINKING[name]
     for opening, closing in zip(form.opens, form.closes, strict=True):
         text = f"{opening}\nHmm, {opening[:-1]}?\n\n{closing}\n\nYes: {closing}.\n"
@@ -33,7 +33,7 @@ def test_reads_what_stands_between_the_marks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_the_prompts_last_word_says_where_the_output_begins(name: str) -> None:
+def test_a_prompt_that_ends_in_an_open_mark_starts_in_reasoning(name: str) -> None:
     form = THINKING[name]
     opening, closing = form.opens[-1], form.closes[-1]
     inside = build(name, "", b"", f"user: hi\n{opening}\n")
@@ -54,13 +54,13 @@ def test_the_prompts_last_word_says_where_the_output_begins(name: str) -> None:
     assert spoken.is_reasoning == form.begins_inside
 
 
-def test_reasoning_without_an_end_is_reasoning_to_the_end() -> None:
+def test_unclosed_reasoning_extends_to_the_end() -> None:
     assert read(build("qwen3", "hermes", b"", ""), ["<think>\na <tool_call> b\n"]) == [
         ChannelText(REASON, 0, "a <tool_call> b\n")
     ]
 
 
-def test_kimis_calls_end_its_reasoning() -> None:
+def test_kimi_calls_end_reasoning() -> None:
     call = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     text = f"<think>So<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
     assert read(build("kimi_k2", "kimi_k2", b"", ""), [text]) == [
@@ -76,7 +76,7 @@ HARMONY = (
 )
 
 
-def test_harmony() -> None:
+def test_harmony_channels_are_parsed() -> None:
     both = build("openai_gptoss", "openai", b"", "<|start|>assistant")
     assert read(both, list(HARMONY)) == [
         ChannelText(REASON, 0, "The user wants rain."),
@@ -107,20 +107,20 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("reasoning", "tools"), PAIRS)
-def test_pairs_lose_nothing_and_do_not_depend_on_cuts(reasoning: str, tools: str) -> None:
+def test_pairs_lose_no_text_at_any_division(reasoning: str, tools: str) -> None:
     for seed in FEW:
         check_broken(reasoning, tools, Random(seed))
 
 
 @pytest.mark.parametrize("names", [*((name, "") for name in REASONING), *(("", name) for name in TOOLS)])
-def test_text_without_marks_is_content_as_it_stands(names: tuple[str, str]) -> None:
+def test_text_without_marks_is_content(names: tuple[str, str]) -> None:
     text = ' It is "fine":\n\n  {x} [y] (z) 1 < 2 <b>bold</b>\n```python\nf(a=1)\n```\n  end \n'
     parser = build(*names, b"", "assistant:</think>")
     if not parser.is_reasoning:
         assert read(parser, list(text)) == [ChannelText(CONTENT, 0, text)]
 
 
-def test_marks_are_those_of_both() -> None:
+def test_marks_include_those_of_both_parsers() -> None:
     assert marks_of("qwen3", "hermes") == {"<think>", "</think>", "<tool_call>", "</tool_call>"}
     assert marks_of("", "") == frozenset()
 
@@ -151,7 +151,7 @@ def test_marks_are_those_of_both() -> None:
         ("phi4_mini_json", "import functools\nfunctools.wraps", [], "import functools\nfunctools.wraps"),
     ],
 )  # fmt: skip
-def test_outputs_worth_spelling_out(
+def test_example_outputs_are_parsed(
     name: str, text: str, calls: list[tuple[str, object]], content: str
 ) -> None:
     whole = read(build("", name, b"", ""), [text])
@@ -177,7 +177,7 @@ def test_outputs_worth_spelling_out(
         ({}, "7", 7),
     ],
 )
-def test_tags_take_their_types_from_the_tools(schema: dict[str, object], text: str, value: object) -> None:
+def test_types_in_tags_come_from_the_tools(schema: dict[str, object], text: str, value: object) -> None:
     parameters = {"properties": {"a": schema}, "$defs": {"Place": {"type": "object"}}}
     tools = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]).encode()
     output = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
@@ -187,7 +187,7 @@ def test_tags_take_their_types_from_the_tools(schema: dict[str, object], text: s
 @pytest.mark.parametrize(
     "tools", [b"", b"[", b"[1]", b'{"a": 1}', b'[{"function": {"parameters": {"properties": 3}}}]']
 )
-def test_tools_that_say_nothing_leave_types_open(tools: bytes) -> None:
+def test_tools_without_types_leave_json_values(tools: bytes) -> None:
     output = "<function=f><parameter=a>1</parameter></function>"
     assert calls_in(read(build("", "qwen3_xml", tools, ""), [output])) == [("f", {"a": 1})]
 
@@ -203,7 +203,7 @@ CALLS: list[Call] = [("get_weather", {"city": "Oslo"}), ("f", {"a": "x"})]
 def check_unclosed(
     reasoning: str, tools: str, text: str, calls: list[Call], thought: str, content: str
 ) -> None:
-    """Check what is read of an output behind a prompt that begins the reasoning, cut into any pieces."""
+    """Check the parsed output after a prompt that opens reasoning, at any division into pieces."""
     form = REASONING[reasoning]
     assert isinstance(form, ThinkFormat)
     schemas = schemas_of(CALLS)
@@ -217,18 +217,18 @@ def check_unclosed(
     assert read(parser(), list(text)) == whole
     for end in range(0, len(text), 5):
         one, many = parser(), parser()
-        told = joined(piece for sign in text[:end] for piece in many.push(sign))
-        assert joined(one.push(text[:end])) == told, "what was told depends on how the text was cut"
+        in_pieces = joined(piece for sign in text[:end] for piece in many.push(sign))
+        assert joined(one.push(text[:end])) == in_pieces, "the pieces depend on the division of the text"
 
 
 @pytest.mark.parametrize("tools", MARKED)
 @pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1", "granite", "mistral", "seed_oss"])
-def test_a_call_ends_reasoning_that_was_not_closed(reasoning: str, tools: str) -> None:
+def test_a_call_ends_unclosed_reasoning(reasoning: str, tools: str) -> None:
     form = REASONING[reasoning]
     assert isinstance(form, ThinkFormat)
     for write in WRITERS[tools]:
         if not write(CALLS).startswith(tuple(TOOLS[tools].marks)):
-            continue  # another way to write calls, without a mark
+            continue  # another format of calls, without a mark
         text = f"I should look.\n{write(CALLS)}\n"
         check_unclosed(reasoning, tools, text, CALLS, "I should look.", "")
         late = f"{text}{form.closes[0]}\n\nIt rains."
@@ -246,22 +246,22 @@ def test_a_call_ends_reasoning_that_was_not_closed(reasoning: str, tools: str) -
         ("llama3_json", 'In a line:\n{"name": "f", "parameters": {}}'),
     ],
 )
-def test_a_mark_of_a_call_that_is_none_belongs_to_the_reasoning(tools: str, thought: str) -> None:
+def test_a_call_mark_without_a_call_is_reasoning(tools: str, thought: str) -> None:
     check_unclosed("qwen3", tools, f"{thought}</think>Yes.", [], thought, "Yes.")
 
 
-def test_a_call_in_unclosed_reasoning_may_speak_of_the_closing_mark() -> None:
+def test_a_call_in_unclosed_reasoning_may_contain_the_closing_mark() -> None:
     call: Call = ("f", {"a": "x </think> y"})
     check_unclosed("qwen3", "hermes", "So.\n" + WRITERS["hermes"][0]([call]), [call], "So.", "")
 
 
-def test_a_call_that_is_cut_off_in_unclosed_reasoning_is_not_told() -> None:
+def test_a_truncated_call_in_unclosed_reasoning_is_dropped() -> None:
     parser = build("qwen3", "hermes", b"", "user:<think>")
     pieces = joined(parser.push('So.\n<tool_call>{"name": "f') + parser.finish(is_cut=True))
     assert [(piece.channel, piece.text) for piece in pieces] == [(Channel.REASONING, "So.")]
 
 
-def test_a_header_ends_harmonys_reasoning_that_was_not_closed() -> None:
+def test_a_header_ends_unclosed_harmony_reasoning() -> None:
     text = "<|channel|>analysis<|message|>So.<|channel|>commentary to=functions.f<|message|>{}<|call|>"
     pieces = read(build("openai_gptoss", "openai", b"", ""), list(text))
     assert (text_of(pieces, Channel.REASONING), calls_in(pieces), text_of(pieces)) == ("So.", [("f", {})], "")

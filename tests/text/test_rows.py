@@ -1,4 +1,4 @@
-"""One step's tokens to each frontend's text: beginnings, endings, replays, log-probabilities."""
+"""One step's tokens as text for each frontend: starts, finishes, replays, logprobs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_an_incomplete_character_is_flushed_at_the_end(steps: Steps, tokenizer: 
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_token_shows_only_when_asked_for(steps: Steps, tokenizer: Tokenizer, include: bool) -> None:
+def test_a_stop_token_is_shown_only_if_included(steps: Steps, tokenizer: Tokenizer, include: bool) -> None:
     ids = tokenizer.encode("user hello").ids
     message = tokens((ONE, 0, ids, STOP), opens=[opening(include_stop=include)], named_stops=[0])
     text = only(steps, message)
@@ -122,15 +122,15 @@ def test_end_of_sequence_has_no_stop_reason_and_no_text(steps: Steps, tokenizer:
     assert (text.finishes[0].reason, text.finishes[0].stop_reason) == (STOP, None)
 
 
-def test_a_stop_string_wins_over_the_end_by_length(steps: Steps, tokenizer: Tokenizer) -> None:
+def test_a_stop_string_takes_precedence_over_length(steps: Steps, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello world").ids
     text = only(steps, tokens((ONE, 0, ids, LENGTH), opens=[opening(stop=["world"])]))
     assert text.deltas == ["hello "]
     assert (text.finishes[0].reason, text.finishes[0].stop_reason) == (STOP, "world")
-    assert steps.take_stop_hits() == []  # the core has ended it already
+    assert steps.take_stop_hits() == []  # the core has already ended the request
 
 
-def test_a_stop_string_is_told_to_the_core_and_what_follows_is_dropped(
+def test_a_stop_string_is_sent_to_the_core_and_later_tokens_are_dropped(
     steps: Steps, tokenizer: Tokenizer
 ) -> None:
     ids = tokenizer.encode("hello world, and").ids
@@ -145,7 +145,7 @@ def test_a_stop_string_is_told_to_the_core_and_what_follows_is_dropped(
     assert steps.apply(tokens((ONE, len(ids) + 1, ids[:1], LENGTH))) == []
 
 
-def test_held_back_text_is_given_at_the_end(steps: Steps, tokenizer: Tokenizer) -> None:
+def test_held_back_text_is_flushed_at_the_end(steps: Steps, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello wor").ids
     text = only(steps, tokens((ONE, 0, ids, NONE), opens=[opening(stop=["world"])]))
     assert text.deltas == ["hello "]
@@ -154,7 +154,7 @@ def test_held_back_text_is_given_at_the_end(steps: Steps, tokenizer: Tokenizer) 
     assert (text.finishes[0].reason, text.finishes[0].num_output_tokens) == (ABORT, len(ids))
 
 
-def test_tokens_applied_before_are_dropped(steps: Steps, tokenizer: Tokenizer) -> None:
+def test_repeated_tokens_are_dropped(steps: Steps, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the quick brown fox").ids
     only(steps, tokens((ONE, 0, ids[:2], NONE), opens=[opening()]))
     assert steps.apply(tokens((ONE, 0, ids[:2], NONE))) == []
@@ -163,13 +163,13 @@ def test_tokens_applied_before_are_dropped(steps: Steps, tokenizer: Tokenizer) -
     assert text.offsets == [len(tokenizer.decode(ids[:2]))]
 
 
-def test_a_gap_is_our_own_mistake(steps: Steps) -> None:
+def test_a_gap_is_an_internal_error(steps: Steps) -> None:
     with pytest.raises(AssertionError, match="token 4 arrived after 0"):
         steps.apply(tokens((ONE, 4, [1], NONE), opens=[opening()]))
 
 
 @pytest.mark.parametrize("stop", [[], ["fox jumps"]])
-def test_a_request_that_is_opened_again_goes_on_at_the_same_offset(
+def test_a_reopened_request_resumes_at_the_same_offset(
     steps: Steps, tokenizer: Tokenizer, stop: list[str]
 ) -> None:
     ids = tokenizer.encode("the quick 😀 brown fox").ids
@@ -180,7 +180,9 @@ def test_a_request_that_is_opened_again_goes_on_at_the_same_offset(
         assert text.deltas[0] == whole.deltas[0][text.offsets[0] :]
 
 
-def test_outputs_that_the_frontend_has_not_seen_are_told_at_once(steps: Steps, tokenizer: Tokenizer) -> None:
+def test_outputs_not_received_by_the_frontend_are_sent_immediately(
+    steps: Steps, tokenizer: Tokenizer
+) -> None:
     ids = tokenizer.encode("the quick 😀 brown fox").ids
     whole = only(steps, tokens((ONE, 0, ids, NONE), opens=[opening()])).deltas[0]
     for split in range(len(ids)):
@@ -191,9 +193,7 @@ def test_outputs_that_the_frontend_has_not_seen_are_told_at_once(steps: Steps, t
         assert (text.first_indexes, text.token_ids) == ([split], pack_i32(ids[split:]))
 
 
-def test_a_stop_string_that_the_frontend_has_seen_ends_the_request_again(
-    steps: Steps, tokenizer: Tokenizer
-) -> None:
+def test_a_stop_string_in_received_text_ends_the_reopened_request(steps: Steps, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello").ids
     again = opening(stop=["hello"], output_ids=pack_i32(ids), num_seen=len(ids), attempt=1)
     text = only(steps, tokens(opens=[again]))
@@ -201,14 +201,14 @@ def test_a_stop_string_that_the_frontend_has_seen_ends_the_request_again(
     assert steps.take_stop_hits() == [(ONE, 1)]
 
 
-def test_rows_of_requests_that_are_not_open_are_dropped_and_counted(steps: Steps) -> None:
-    """A new detokenizer gets them until the frontends have sent its predecessor's requests again."""
+def test_rows_of_unknown_requests_are_dropped_and_counted(steps: Steps) -> None:
+    """A new detokenizer receives them until frontends resend its predecessor's requests."""
     assert steps.apply(tokens((ONE, 0, [], ABORT))) == []
     assert steps.apply(tokens((ONE, 3, [9], NONE))) == []
     assert steps.num_stale == 2
 
 
-def test_a_new_core_begins_with_no_request_and_the_old_one_is_not_heard(steps: Steps) -> None:
+def test_a_new_core_starts_without_requests_and_rows_of_the_old_one_are_dropped(steps: Steps) -> None:
     only(steps, tokens((ONE, 0, [9], NONE), opens=[opening()], core_epoch=1))
     only(steps, tokens((ONE, 0, [8], NONE), opens=[opening(attempt=1)], core_epoch=2))
     assert steps.apply(tokens((ONE, 1, [9], NONE), core_epoch=1)) == []
@@ -218,15 +218,13 @@ def test_a_new_core_begins_with_no_request_and_the_old_one_is_not_heard(steps: S
     assert steps.num_open == 0
 
 
-def test_a_request_that_another_detokenizer_keeps_is_forgotten(steps: Steps) -> None:
+def test_a_closed_request_is_dropped(steps: Steps) -> None:
     only(steps, tokens((ONE, 0, [9], NONE), opens=[opening()]))
     assert steps.apply(tokens(closed=pack_i64([ONE]))) == []
     assert steps.num_open == 0
 
 
-def test_an_opening_that_crossed_a_stop_hit_is_answered_with_the_hit(
-    steps: Steps, tokenizer: Tokenizer
-) -> None:
+def test_a_request_reopened_after_a_stop_hit_repeats_the_hit(steps: Steps, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello").ids
     steps.apply(tokens((ONE, 0, ids, NONE), opens=[opening(stop=["hello"])]))
     assert steps.take_stop_hits() == [(ONE, 0)]
@@ -234,7 +232,7 @@ def test_an_opening_that_crossed_a_stop_hit_is_answered_with_the_hit(
     assert steps.take_stop_hits() == [(ONE, 0)]
 
 
-def test_frontends_get_their_own_rows_and_a_lost_one_is_forgotten(steps: Steps) -> None:
+def test_frontends_get_their_rows_and_requests_of_a_lost_one_are_dropped(steps: Steps) -> None:
     other = RequestIds(3, 2).take()
     sent = steps.apply(
         tokens((ONE, 0, [9], NONE), (other, 0, [9], NONE), opens=[opening(ONE), opening(other)])
@@ -249,7 +247,7 @@ def test_frontends_get_their_own_rows_and_a_lost_one_is_forgotten(steps: Steps) 
     assert text.request_ids == [ONE]
 
 
-def test_without_detokenizing_only_ids_travel(steps: Steps) -> None:
+def test_without_detokenizing_only_ids_are_sent(steps: Steps) -> None:
     text = only(steps, tokens((ONE, 0, [300], NONE), opens=[opening(detokenize=False)]))
     text = only(steps, tokens((ONE, 1, [301], NONE)))
     assert (text.deltas, text.token_ids) == ([""], pack_i32([301]))
@@ -257,7 +255,7 @@ def test_without_detokenizing_only_ids_travel(steps: Steps) -> None:
     assert (text.deltas, text.finishes[0].num_output_tokens) == ([""], 3)
 
 
-def test_echo_and_prompt_ids_come_with_the_beginning(steps: Steps, tokenizer: Tokenizer) -> None:
+def test_echo_and_prompt_ids_are_sent_with_the_first_token(steps: Steps, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Hello <|im_end|>there").ids
     echo = opening(prompt=prompt, echo=Echo.PLAIN, return_prompt_ids=True)
     text = only(steps, tokens((ONE, 0, [tokenizer.token_to_id("!")], NONE), opens=[echo]))
@@ -266,7 +264,7 @@ def test_echo_and_prompt_ids_come_with_the_beginning(steps: Steps, tokenizer: To
     assert text.offsets == [0]
 
 
-def test_logprobs_name_their_tokens_and_where_they_begin(steps: Steps, tokenizer: Tokenizer) -> None:
+def test_logprobs_have_tokens_and_text_offsets(steps: Steps, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Hello").ids
     ids = [*tokenizer.encode(" 🦩 fox").ids, tokenizer.token_to_id("<|im_end|>")]
     entries = [
@@ -325,21 +323,21 @@ def test_prompt_logprobs_are_collected_until_the_first_token(steps: Steps, token
         assert position.text_offset == len(tokenizer.decode(prompt[:i]))
 
 
-def test_prompt_logprobs_of_one_token_are_one_empty_place(steps: Steps) -> None:
-    """No entry ever comes for it: the first token of a prompt has no probability."""
+def test_prompt_logprobs_of_one_token_are_one_none(steps: Steps) -> None:
+    """The first token of a prompt has no probability."""
     text = only(steps, tokens((ONE, 0, [9], NONE), opens=[opening(prompt=[9], prompt_logprobs=True)]))
     assert text.started[0].prompt_logprobs == [None]
 
 
-def test_only_rows_with_logprobs_take_the_long_way(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rows_with_logprobs_take_the_slow_path(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = list(range(ONE, ONE + 8))
     steps.apply(tokens(*((i, 0, [80], NONE) for i in ids), opens=[opening(i) for i in ids]))
     taken: list[int] = []
-    long_way = Steps._apply_row
+    apply_row = Steps._apply_row
 
     def counting(self: Steps, request: Any, *arguments: Any) -> None:
         taken.append(request.opened.request_id)
-        long_way(self, request, *arguments)
+        apply_row(self, request, *arguments)
 
     monkeypatch.setattr(Steps, "_apply_row", counting)
     entry = TokenLogprobs(3, 1, pack_i32([81]), pack_f32([-1.0]))
@@ -350,16 +348,16 @@ def test_only_rows_with_logprobs_take_the_long_way(steps: Steps, monkeypatch: py
     assert [(row.row, row.positions[0].chosen.token_id) for row in text.logprobs] == [(3, 81)]
 
 
-def test_where_prompt_tokens_begin_is_worked_out_once(
+def test_prompt_offsets_are_computed_once(
     steps: Steps, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = tokenizer.encode("the quick brown fox jumps over the lazy dog").ids
     lengths: list[int] = []
-    work_out = logprobs.prompt_offsets
+    prompt_offsets = logprobs.prompt_offsets
 
     def counting(table: PieceTable, prompt_ids: Sequence[int]) -> Sequence[int]:
         lengths.append(len(prompt_ids))
-        return work_out(table, prompt_ids)
+        return prompt_offsets(table, prompt_ids)
 
     monkeypatch.setattr(logprobs, "prompt_offsets", counting)
     opens = [opening(prompt=prompt, echo=Echo.PLAIN, prompt_logprobs=True)]
@@ -374,7 +372,7 @@ def test_where_prompt_tokens_begin_is_worked_out_once(
 
 
 @pytest.mark.parametrize("echo", [Echo.PLAIN, Echo.WHOLE])
-def test_special_tokens_of_the_clients_own_are_echoed(steps: Steps, tokenizer: Tokenizer, echo: Echo) -> None:
+def test_special_tokens_of_the_prompt_are_echoed(steps: Steps, tokenizer: Tokenizer, echo: Echo) -> None:
     end = tokenizer.token_to_id("<|im_end|>")
     prompt = [end, *tokenizer.encode("Hello").ids, end]
     chunk = PromptLogprobs(
@@ -389,11 +387,11 @@ def test_special_tokens_of_the_clients_own_are_echoed(steps: Steps, tokenizer: T
     assert (started.first_token.token_id, started.first_token.token) == (end, "<|im_end|>")
     starts = [position.text_offset for position in started.prompt_logprobs if position is not None]
     assert (starts[0], starts[-1]) == (len(mark), len(f"{mark}Hello"))
-    assert text.deltas == [tokenizer.decode(prompt[1:2])], "what the output skips is the request's own affair"
+    assert text.deltas == [tokenizer.decode(prompt[1:2])], "skip_special_tokens applies to the output"
 
 
-def test_a_request_is_one_cores_at_a_time(steps: Steps) -> None:
-    """Two cores know nothing of each other: whoever opens the newer attempt has it."""
+def test_a_request_belongs_to_one_core(steps: Steps) -> None:
+    """The core with the newest attempt owns the request."""
     cores = Cores(steps)
     assert cores.apply(tokens((ONE, 0, [9], NONE), opens=[opening()]))
     assert cores.apply(tokens((ONE, 0, [9, 8], NONE), opens=[opening(attempt=1)], core=1, core_epoch=3))

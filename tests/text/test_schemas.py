@@ -1,4 +1,4 @@
-"""Schemas as clients' libraries write them: what constrains nothing is left out, the rest is enforced or refused by name."""
+"""Schemas of client libraries: keywords without effect are removed, the rest is enforced or refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.text.test_structured import grammar_of, takes
+from tests.text.test_structured import accepts, grammar_of
 from tokenizers import Tokenizer
 
 from quintet.process.grammars import open_vocabulary
@@ -20,7 +20,7 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
-NOTHING: list[dict[str, Any]] = [
+UNCONSTRAINED: list[dict[str, Any]] = [
     {"type": "object", "propertyNames": STRING},
     {"type": "object", "propertyNames": {"type": ["string", "null"], "description": "a name"}},
     {"type": "object", "propertyNames": {}},
@@ -47,7 +47,7 @@ NOTHING: list[dict[str, Any]] = [
     {"type": "object", "nullable": True, "x-order": 1, "xml": {}, "discriminator": {"propertyName": "a"}},
     {"type": ["string", "null"], "not": {"type": "integer"}},
 ]
-"""Schemas with keywords that say nothing."""
+"""Schemas with keywords that constrain nothing."""
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat", "default": "cat"}, "n": INTEGER}}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "n": INTEGER}}
@@ -63,7 +63,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 1}, {"a": 1, "b": 2}],
         [{}, {"b": 1}, {"a": 1, "c": 2}, {"a": "1"}],
     ),
-    "names of an enum, beside properties": (
+    "names of an enum, with properties": (
         {"propertyNames": {"enum": ["a", "b"]}, "properties": {"a": STRING, "c": {}}, "additionalProperties": INTEGER,
          "type": "object"},
         [{"a": "1", "b": 2}],
@@ -91,7 +91,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [[2, 1]],
         [[1, 1], [3]],
     ),
-    "a set of truth values": (
+    "a set of booleans": (
         {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True},
         [[True, False]],
         [[True, True]],
@@ -125,7 +125,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 1}, {"b": 1}],
     ),
 }  # fmt: skip
-"""Schemas, JSON that they allow, and JSON that they do not."""
+"""Schemas, accepted JSON, and rejected JSON."""
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "array", "items": STRING, "uniqueItems": True}, "uniqueItems"),
@@ -156,17 +156,17 @@ def forms(
 ) -> tuple[Forms, Callable[[str, Any], bool]]:
     model = model_of(tokenizers_by_style["byte_level"], eos_token_ids=[1])
     vocabulary = open_vocabulary(model)
-    return Forms(model, is_mock=False), lambda grammar, value: takes(vocabulary, grammar, json.dumps(value))
+    return Forms(model, is_mock=False), lambda grammar, value: accepts(vocabulary, grammar, json.dumps(value))
 
 
-@pytest.mark.parametrize("schema", NOTHING, ids=str)
-def test_what_constrains_nothing_is_accepted(schema: dict[str, Any], forms: tuple[Forms, Any]) -> None:
+@pytest.mark.parametrize("schema", UNCONSTRAINED, ids=str)
+def test_keywords_without_effect_are_accepted(schema: dict[str, Any], forms: tuple[Forms, Any]) -> None:
     grammar_of(forms[0], json={"type": "object", "properties": {"v": schema}})
     grammar_of(forms[0], structural_tag={"format": {"type": "json_schema", "json_schema": schema}})
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-def test_what_the_library_lacks_is_enforced_in_its_words(
+def test_keywords_unknown_to_the_library_are_rewritten_and_enforced(
     name: str, forms: tuple[Forms, Callable[[str, Any], bool]]
 ) -> None:
     schema, allowed, wrong = ENFORCED[name]
@@ -177,7 +177,7 @@ def test_what_the_library_lacks_is_enforced_in_its_words(
 
 
 @pytest.mark.parametrize(("schema", "word"), REFUSED, ids=str)
-def test_what_constrains_and_cannot_be_enforced_is_refused_by_name(
+def test_unenforceable_keywords_are_refused_by_name(
     schema: dict[str, Any], word: str, forms: tuple[Forms, Any]
 ) -> None:
     tag = {"format": {"type": "json_schema", "json_schema": {"type": "object", "properties": {"v": schema}}}}
@@ -188,14 +188,14 @@ def test_what_constrains_and_cannot_be_enforced_is_refused_by_name(
         assert "rule_0" not in caught.value.message
 
 
-def test_the_place_of_what_a_tool_asks_for_is_told(forms: tuple[Forms, Any]) -> None:
+def test_the_error_names_the_path_in_a_structural_tag(forms: tuple[Forms, Any]) -> None:
     schema = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
     tag = {"format": {"type": "json_schema", "json_schema": schema}}
     with pytest.raises(RequestError, match=r"at .*/properties/tags/uniqueItems"):
         grammar_of(forms[0], structural_tag=tag)
 
 
-def test_names_and_values_like_keywords_stay() -> None:
+def test_property_names_and_values_like_keywords_are_kept() -> None:
     schema = {
         "type": "object",
         "properties": {"uniqueItems": {"const": None}, "format": {"enum": [{"not": {}, "if": None}]}},
@@ -260,7 +260,7 @@ SCHEMAS = st.recursive(
 
 @given(SCHEMAS)
 @settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-def test_what_is_no_schema_is_left_to_the_library(schema: dict[str, Any]) -> None:
+def test_invalid_schemas_are_left_to_the_library(schema: dict[str, Any]) -> None:
     before = json.dumps(schema)
     plain_schema(schema)
     assert json.dumps(schema) == before

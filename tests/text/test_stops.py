@@ -1,4 +1,4 @@
-"""Stop strings: the automaton against str.find, and the text of a request against the naive search of all of it."""
+"""Stop strings: the automaton against str.find, and a request's text against a naive search."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def opened(
 
 
 def first_hit(text: str, stops: list[str]) -> tuple[int, int] | None:
-    """End and start of the earliest occurrence; the longest of those that end together."""
+    """Return end and start of the earliest occurrence; the longest of those with the same end."""
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return min(found, default=None)
 
@@ -61,7 +61,7 @@ def first_hit(text: str, stops: list[str]) -> tuple[int, int] | None:
     stops=st.lists(st.text("ab c", min_size=1, max_size=5), min_size=1, max_size=5),
     cuts=st.lists(st.integers(0, 40), max_size=6),
 )
-def test_automaton_finds_what_find_finds(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_the_automaton_matches_str_find(text: str, stops: list[str], cuts: list[int]) -> None:
     automaton = StopAutomaton(stops)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     node, expected = ROOT, first_hit(text, stops)
@@ -79,16 +79,16 @@ def test_automaton_finds_what_find_finds(text: str, stops: list[str], cuts: list
     assert expected is None
 
 
-def test_unarmed_hits_are_passed_over_but_may_overlap_armed_ones() -> None:
+def test_unarmed_hits_are_skipped_and_may_overlap_armed_ones() -> None:
     automaton = StopAutomaton(["aba"])
     node, hit = automaton.scan(ROOT, "aba", False)
     assert hit is None
-    assert automaton.hold[node] == 1  # the last "a" may begin another
+    assert automaton.hold[node] == 1  # the last "a" may start another hit
     _, hit = automaton.scan(node, "ba", True)
     assert hit is not None and hit.end == 2
 
 
-def test_cache_shares_and_stays_bounded() -> None:
+def test_the_cache_is_shared_and_bounded() -> None:
     cache = StopCache()
     assert cache.automaton([]) is None
     first = cache.automaton(["x"])
@@ -98,7 +98,7 @@ def test_cache_shares_and_stays_bounded() -> None:
     assert cache.automaton(["x"]) is not first
 
 
-def test_cache_is_bounded_by_characters() -> None:
+def test_the_cache_is_bounded_in_characters() -> None:
     cache = StopCache()
     small = cache.automaton(["x"])
     big = [chr(ord("a") + i) * 4096 for i in range(MAX_CACHED_CHARACTERS // 4096)]
@@ -110,7 +110,7 @@ def test_cache_is_bounded_by_characters() -> None:
 
 
 def lines_run(work: Callable[[], object]) -> int:
-    """Return how many lines of Python ``work`` goes through: what it costs, on any machine at any hour."""
+    """Return the number of Python lines that ``work`` runs: a cost independent of machine and load."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
@@ -130,7 +130,7 @@ def lines_run(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     "stops", [["a" * 4096], ["ab" * 31 + chr(0x4E00 + i) for i in range(64)], ["\u4e00\u4e8c" * 2048]]
 )
-def test_a_set_of_four_thousand_characters_is_cheap(stops: list[str]) -> None:
+def test_a_set_of_four_thousand_characters_has_bounded_cost(stops: list[str]) -> None:
     num_characters = sum(map(len, stops))
     assert lines_run(lambda: StopAutomaton(stops)) < 20 * num_characters
     tracemalloc.start()
@@ -147,7 +147,7 @@ def test_a_set_of_four_thousand_characters_is_cheap(stops: list[str]) -> None:
 def reference(
     tokenizer: Tokenizer, ids: list[int], stops: list[str], include: bool, min_tokens: int
 ) -> tuple[str, str | None, int]:
-    """Search the whole text anew after every token."""
+    """Search the whole text after every token."""
     known = ""
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:count]).rstrip("\ufffd")
@@ -167,7 +167,7 @@ def reference(
 
 
 @pytest.mark.parametrize("style", ["byte_level", "sentencepiece", "metaspace", "wordpiece"])
-def test_random_stop_sets_against_the_naive_search(
+def test_random_stop_sets_match_the_naive_search(
     tokenizers_by_style: dict[str, Tokenizer], style: str
 ) -> None:
     tokenizer = tokenizers_by_style[style]
@@ -215,8 +215,8 @@ def test_random_stop_sets_against_the_naive_search(
     assert num_hits > 300
 
 
-def test_a_stop_string_in_byte_tokens_is_found_at_once(tokenizers_by_style: dict[str, Tokenizer]) -> None:
-    """A newline is a byte token there: its run is not over, but the output may end."""
+def test_a_stop_string_in_byte_tokens_is_found_immediately(tokenizers_by_style: dict[str, Tokenizer]) -> None:
+    """A newline is a byte token there; its run is not complete, but the output may end."""
     tokenizer = tokenizers_by_style["sentencepiece"]
     table = PieceTable(Vocabulary.of(tokenizer)).skipping_special_tokens()
     newline, a = tokenizer.token_to_id("<0x0A>"), tokenizer.token_to_id("a")
@@ -226,7 +226,7 @@ def test_a_stop_string_in_byte_tokens_is_found_at_once(tokenizers_by_style: dict
     assert (state.hit, state.num_tokens) == ("\n\n", 3)
 
 
-def test_tentative_characters_that_turn_out_broken_are_searched_as_what_they_become(
+def test_tentative_characters_that_become_invalid_are_searched_as_replacements(
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers_by_style["sentencepiece"]

@@ -1,4 +1,4 @@
-"""What the tokenizer process makes of a form: a grammar that can be enforced, or a refusal that says why."""
+"""Structured outputs in the tokenizer process: an enforceable grammar, or an error with a reason."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def tokens_of(vocabulary: LLTokenizer, part: str, named: Mapping[str, int]) -> l
     return [named[part]] if part in named else vocabulary.greedy_tokenize(part)
 
 
-def takes(vocabulary: LLTokenizer, grammar: str, text: str, named: Mapping[str, int] | None = None) -> bool:
-    """Whether a text, in which the names of some tokens are these tokens, is a whole answer."""
+def accepts(vocabulary: LLTokenizer, grammar: str, text: str, named: Mapping[str, int] | None = None) -> bool:
+    """Return true if a text is a complete answer. Names of ``named`` in it are tokens."""
     matcher: LLMatcher = open_matcher(vocabulary, grammar)
     parts = re.split(f"({'|'.join(map(re.escape, named))})", text) if named else [text]
     tokens = [token for part in parts for token in tokens_of(vocabulary, part, named or {})]
@@ -113,27 +113,27 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"properties": 1, "a": {"properties": 1}}'],
         ['{"b": 1}'],
     ),
-    "json, blanks of a flat object": (
+    "json, spaces of a flat object": (
         {"json": FLAT},
         ['{"a": 1}', '{"a":1}', '{\n  "a": 1\n}', '{\n' + 8 * " " + '"a" :\t1}', '{\r\n"a":\n1\n}'],
         ['{"a":  1}', '{\n\n"a": 1}', '{ \n"a": 1}', '{\n' + 9 * " " + '"a": 1}'],
     ),
-    "json, blanks of a nested one": (
+    "json, spaces of a nested one": (
         {"json": {"type": "object", "properties": {"a": {"type": "array", "items": FLAT}}}},
         ['{\n    "a": [\n        {\n            "a": 1\n        }\n    ]\n}'],
         ['{\n' + 17 * " " + '"a": []}'],
     ),
-    "json, blanks of any object": (
+    "json, spaces of any object": (
         {"json_object": True},
         ['{"a": {"b": {\n' + 20 * " " + '"c": 1}}}'],
         ['{"a": {"b": {\n' + 21 * " " + '"c": 1}}}'],
     ),
-    "json, blanks between tags": (
+    "json, spaces between tags": (
         {"structural_tag": {"format": {"type": "json_schema", "json_schema": FLAT}}},
         ['{\n' + 8 * " " + '"a": 1}'],
         ['{\n' + 9 * " " + '"a": 1}'],
     ),
-    "json, blanks between tags, as asked for": (
+    "json, spaces between tags, as requested": (
         {"structural_tag": {"format": {"type": "json_schema", "json_schema": FLAT}}, "whitespace_pattern": "[ ]?"},
         ['{ "a": 1}'],
         ['{\n"a": 1}'],
@@ -164,18 +164,18 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("style", STYLES)
-def test_a_form_takes_what_it_describes_and_nothing_else(
+def test_a_form_accepts_only_its_texts(
     style: str, name: str, forms_of: Callable[..., Forms], model_of: Callable[..., ModelConfig],
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> None:  # fmt: skip
     form, whole, wrong = FORMS[name]
     grammar = grammar_of(forms_of(style), **form)
     vocabulary = open_vocabulary(model_of(tokenizers_by_style[style], eos_token_ids=[1]))
-    assert [text for text in whole if not takes(vocabulary, grammar, text)] == []
-    assert [text for text in wrong if takes(vocabulary, grammar, text)] == []
+    assert [text for text in whole if not accepts(vocabulary, grammar, text)] == []
+    assert [text for text in wrong if accepts(vocabulary, grammar, text)] == []
 
 
-def test_special_tokens_between_tags_are_tokens(
+def test_special_tokens_in_structural_tags_are_tokens(
     forms_of: Callable[..., Forms],
     model_of: Callable[..., ModelConfig],
     tokenizers_by_style: dict[str, Tokenizer],
@@ -201,7 +201,7 @@ def next_(i: int) -> dict[str, object]:
 DEEP: dict[str, dict[str, Any]] = {
     "references": {"json": chain(next_, 2000)},
     "anchors": {"json": chain(lambda i: {"$anchor": f"a{i - 1}", "$ref": f"#a{i % 2000}"}, 2000)},
-    "anchors of its own": {
+    "own anchors": {
         "json": {"$id": "https://x/", **chain(lambda i: {"$id": f"a{i - 1}", "$ref": f"a{i % 2000}"}, 2000)}
     },
     "alternatives": {"json": chain(lambda i: {"anyOf": [next_(i)]}, 2000)},
@@ -211,7 +211,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "rules": {
         "grammar": "start: r0\n" + "".join(f'r{i}: "b" r{i + 1} | "c"\n' for i in range(5000)) + 'r5000: "a"'
     },
-    "rules of many words": {
+    "rules of many terms": {
         "grammar": "start: r-0\n" + "".join(f"r-{i}: r-{i + 1}\n" for i in range(5000)) + 'r-5000: "a"'
     },
     "GBNF": {
@@ -222,23 +222,23 @@ DEEP: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_what_the_library_has_no_stack_for_is_refused(name: str, forms_of: Callable[..., Forms]) -> None:
-    """It would end its process."""
+def test_too_deep_grammars_are_refused(name: str, forms_of: Callable[..., Forms]) -> None:
+    """A stack overflow in the library would kill the process."""
     with pytest.raises(RequestError, match=r"levels deep|too many references"):
         grammar_of(forms_of(), **DEEP[name])
 
 
 @pytest.mark.parametrize("part", ["\n", " ", "a ", "%json {", "/", '"', "a[", "[", "a:b\n", "\\", "{", "#"])
-def test_a_grammar_is_looked_through_in_little_time(part: str) -> None:
+def test_checking_a_grammar_takes_linear_time(part: str) -> None:
     began_s = time.process_time()
     with contextlib.suppress(RequestError):
         check_grammar("start: a" + part * (MAX_FORM_CHARS // len(part)))
     assert (
         time.process_time() - began_s < 2.0
-    )  # it takes a tenth, and a minute where a regular expression goes back and forth
+    )  # takes a tenth of this; a backtracking regular expression takes a minute
 
 
-def test_what_names_itself_is_not_too_deep(forms_of: Callable[..., Forms]) -> None:
+def test_recursive_grammars_are_not_too_deep(forms_of: Callable[..., Forms]) -> None:
     tree = {"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}}
     lists = chain(lambda i: {"type": "array", "items": {"$ref": f"#/$defs/a{i % 60}"}}, 60)
     rules = "start: r0\n" + "".join(f'r{i}: "b" (r{i + 1} | r0)? | "c"\n' for i in range(200)) + 'r200: "a"'
@@ -247,13 +247,13 @@ def test_what_names_itself_is_not_too_deep(forms_of: Callable[..., Forms]) -> No
     )
 
 
-def test_a_text_full_of_tokens_takes_little_time() -> None:
+def test_a_text_with_many_tokens_takes_linear_time() -> None:
     named = {f"<|reserved_{i}|>": i for i in range(1000)}
     began_s = time.process_time()
     found = lark_of_text("<|reserved_1|>a<|reserved_12|>" * 4000, named)
     assert (
         time.process_time() - began_s < 1.0
-    )  # one pass takes a hundredth of it, one for each name took minutes
+    )  # one pass takes a hundredth of this; a pass for each name took minutes
     assert found.startswith('<[1]> "a" <[12]> <[1]>') and found.count("<[") == 8000
 
 
@@ -277,7 +277,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("form", "words"), REFUSED)
-def test_what_cannot_be_enforced_is_refused_by_name(
+def test_unenforceable_forms_are_refused_by_name(
     form: dict[str, Any], words: list[str], forms_of: Callable[..., Forms]
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -286,7 +286,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(
     assert [word for word in words if word not in caught.value.message] == [], caught.value.message
 
 
-def test_models_that_nothing_could_be_enforced_for_say_so(
+def test_models_without_structured_output_have_an_error(
     forms_of: Callable[..., Forms], model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:  # fmt: skip
     endless = Forms(model_of(tokenizers_by_style["byte_level"], eos_token_ids=[]), is_mock=False)
@@ -299,29 +299,29 @@ def test_models_that_nothing_could_be_enforced_for_say_so(
         grammar_of(Forms(model_of(tokenizers_by_style["byte_level"]), is_mock=True), regex="a")
 
 
-def test_a_form_delays_nobody_and_is_checked_once(
-    make_world: Callable[..., Any],
+def test_a_form_does_not_delay_other_requests_and_is_checked_once(
+    make_harness: Callable[..., Any],
     model_of: Callable[..., ModelConfig],
     tokenizers_by_style: dict[str, Tokenizer],
 ) -> None:
-    world = make_world(model_of(tokenizers_by_style["byte_level"], eos_token_ids=[1]), Role.TOKENIZER)
-    world.start(main.run, main.prepare)
+    harness = make_harness(model_of(tokenizers_by_style["byte_level"], eos_token_ids=[1]), Role.TOKENIZER)
+    harness.start(main.run, main.prepare)
     ids = RequestIds(0, 1)
 
     def submit(**form: Any) -> int:
-        wanted = StructuredOutputsParams(**form) if form else None
-        params = SamplingParams(structured_outputs=wanted).checked()
+        outputs_params = StructuredOutputsParams(**form) if form else None
+        params = SamplingParams(structured_outputs=outputs_params).checked()
         request_id = ids.take()
-        world.send(m.Submit(request_id, m.TextPrompt("Hello"), RequestSpec(params, 1, 0), 2, 0))
+        harness.send(m.Submit(request_id, m.TextPrompt("Hello"), RequestSpec(params, 1, 0), 2, 0))
         return request_id
 
     form = {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}}
     slow, plain, refused = submit(**form), submit(), submit(regex="(")
-    assert world.wait(world.core, m.Admit).request_id == plain
-    admit = world.wait(world.core, m.Admit)
+    assert harness.wait(harness.core, m.Admit).request_id == plain
+    admit = harness.wait(harness.core, m.Admit)
     assert admit.request_id == slow
     assert "p399" in admit.spec.params.structured_outputs.compiled
-    failed = world.wait(world.frontend, m.Failed)
+    failed = harness.wait(harness.frontend, m.Failed)
     assert (failed.request_id, failed.code) == (refused, ErrorCode.INVALID)
     again, plain = submit(**form), submit()
-    assert [world.wait(world.core, m.Admit).request_id for _ in range(2)] == [again, plain]
+    assert [harness.wait(harness.core, m.Admit).request_id for _ in range(2)] == [again, plain]

@@ -1,4 +1,4 @@
-"""Roles in chat templates: developer, system messages that a template refuses or drops, ids of calls."""
+"""Roles in chat templates: developer, system messages that a template refuses or drops, call ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 def chat(*turns: str) -> list[Message]:
-    """Return messages of texts that begin with the first letter of their role."""
+    """Return messages of these texts. The first letter of a text selects its role."""
     roles = {"u": "user", "a": "assistant", "s": "system", "d": "developer"}
     return [{"role": roles[text[0]], "content": text} for text in turns]
 
@@ -31,15 +31,15 @@ def render(template: str, messages: list[Message], **fields: Any) -> str:
     return templates.render(ChatPrompt(json.dumps(messages).encode(), **fields))
 
 
-def test_developer_is_system_unless_the_template_knows_it() -> None:
+def test_developer_becomes_system_unless_the_template_supports_it() -> None:
     messages = chat("d1", "u1")
     assert render(LAX, messages) == "[system]d1[user]u1[A]"
     assert render(STRICT, messages) == "[S]d1[/S][U]u1[/U][A]"
-    knowing = LAX.replace("{% for", "{% if messages[0].role == 'developer' %}D{% endif %}{% for")
-    assert render(knowing, messages) == "D[developer]d1[user]u1[A]"
+    with_developer = LAX.replace("{% for", "{% if messages[0].role == 'developer' %}D{% endif %}{% for")
+    assert render(with_developer, messages) == "D[developer]d1[user]u1[A]"
 
 
-def test_what_the_template_takes_stays_as_it_was_sent() -> None:
+def test_supported_messages_are_unchanged() -> None:
     assert (
         render(LAX, chat("s1", "s2", "u1", "s3", "u2")) == "[system]s1[system]s2[user]u1[system]s3[user]u2[A]"
     )
@@ -54,7 +54,7 @@ def test_what_the_template_takes_stays_as_it_was_sent() -> None:
         (chat("s1", "d1", "u1", "d2", "u2"), "[S]s1\n\nd1[/S][U]u1[/U][U]d2[/U][U]u2[/U][A]"),
     ],
 )
-def test_a_template_that_wants_system_first_gets_late_ones_as_turns_of_the_user(
+def test_late_system_messages_become_user_turns_if_system_must_be_first(
     messages: list[Message], expected: str
 ) -> None:
     assert render(STRICT, messages) == expected
@@ -71,21 +71,21 @@ def test_a_template_that_wants_system_first_gets_late_ones_as_turns_of_the_user(
         (chat("s1", "a1", "u1"), ["s1", "a1", "u1"]),
     ],
 )
-def test_a_template_without_system_and_with_strict_turns_gets_them_merged(
+def test_system_messages_are_merged_into_strictly_alternating_turns(
     messages: list[Message], expected: list[str]
 ) -> None:
     text = render(NO_SYSTEM, messages).removesuffix("[A]")
     assert [turn.partition("\n")[2] for turn in text.split("<e>")[:-1]] == expected
 
 
-def test_a_late_message_that_the_template_drops_is_shown() -> None:
+def test_a_late_system_message_that_the_template_drops_becomes_a_user_turn() -> None:
     dropping = turns(USER, system="{% if loop.first %}[S]{{ m.content }}[/S]{% endif %}")
     assert render(dropping, chat("s1", "u1", "a1", "s2", "u2")) == (
         "[S]s1[/S][U]u1[/U][A]a1[/A][U]s2[/U][U]u2[/U][A]"
     )
 
 
-def test_a_late_message_behind_a_result_joins_it_where_nothing_else_is_taken() -> None:
+def test_a_late_system_message_after_a_tool_result_is_merged_into_it_if_necessary() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         *chat("s1", "u1"),
@@ -105,7 +105,7 @@ def test_parts_are_merged_as_parts() -> None:
     assert "[S]s1s2[/S]" in render(SHAPES["qwen 3.5"].source, messages)
 
 
-def test_a_refusal_that_no_arrangement_mends_names_the_clients_own_message() -> None:
+def test_a_template_error_names_the_message_of_the_client() -> None:
     names = ["system", "messages[0]", "messages[1].content[2]"]
     with pytest.raises(RequestError, match=r"messages\[1\]\.content\[2\], of role 'user'") as caught:
         render(ALTERNATING, chat("s1", "u1", "u2"), message_names=names)
@@ -138,7 +138,7 @@ def test_ids_of_calls_fit_a_template_that_restricts_them() -> None:
 @pytest.mark.parametrize(
     "content", ["{}\nYou help.", [{"type": "text", "text": "{}"}, {"type": "text", "text": "You help."}]]
 )
-def test_a_first_line_that_differs_in_each_request_is_left_out(content: Any) -> None:
+def test_the_billing_header_line_is_removed(content: Any) -> None:
     def prompt(hash_: str) -> str:
         line = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={hash_};"
         messages = [
@@ -150,7 +150,7 @@ def test_a_first_line_that_differs_in_each_request_is_left_out(content: Any) -> 
     assert prompt("01c") == prompt("ff2") == "[system]You help.[user]u1[A]"
 
 
-def test_text_and_reasoning_beside_calls_are_joined_for_a_template_that_takes_one_of_them() -> None:
+def test_text_and_reasoning_with_calls_are_joined_for_a_template_with_one_field() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": "I look.", "reasoning": "hm", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "c", "content": "4"}

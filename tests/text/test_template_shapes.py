@@ -1,4 +1,4 @@
-"""Messages as clients send them, in templates of published shapes: what transformers renders, or a named refusal."""
+"""Client messages in templates of published shapes: equal to transformers, or an error that names the message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 
 def called(*arguments: Any, **fields: Any) -> Message:
-    """Return a message with calls."""
+    """Return a message with tool calls."""
     calls = [
         {"id": f"abcdef12{i}", "type": "function", "function": {"name": "weather", "arguments": each}}
         for i, each in enumerate(arguments, 3)
@@ -54,7 +54,7 @@ CHATS: dict[str, list[Message]] = {
     "call with an object": [USER, called(ARGUMENTS), RESULT],
     "call with empty text": [USER, called(TEXT, content=""), RESULT],
     "call without content": [USER, {k: v for k, v in called(TEXT).items() if k != "content"}, RESULT],
-    "call behind text": [
+    "call after text": [
         USER,
         called(TEXT, content="I look."),
         RESULT,
@@ -84,7 +84,7 @@ def ours(source: str, messages: list[Message], **fields: Any) -> str:
 
 
 def prepared(messages: list[Message], shape: Shape) -> list[Message]:
-    """Return messages as their template's author expects them from a program that calls transformers."""
+    """Return messages in the form that the template's author expects with transformers."""
     messages = copy.deepcopy(messages)
     for message in messages:
         message["content"] = _content(message, shape)
@@ -113,13 +113,11 @@ def _content(message: Message, shape: Shape) -> Any:
 
 
 def theirs(shape: Shape, messages: list[Message]) -> str:
-    """Return what transformers renders. `apply_chat_template` calls this function, but drops what is null before."""
+    """Return the rendering of transformers, by the function under `apply_chat_template`, without its removal of nulls."""
     (text,), _ = render_jinja_template(
         [prepared(messages, shape)], chat_template=shape.source, add_generation_prompt=True, **SPECIAL
     )
-    for (
-        message
-    ) in messages:  # where an author thought of text alone, a list in Python's spelling is no prompt
+    for message in messages:  # a template for text only would write the list as Python
         if isinstance(message.get("content"), list):
             joined = "\n".join(part["text"] for part in message["content"] if "text" in part)
             text = text.replace(str(message["content"]), joined)
@@ -150,17 +148,17 @@ def test_rendering_equals_transformers_or_names_a_message(name: str, chat: str) 
     ['{"town": "Oslo', '{"a": "He said "hi""}', "[1, 2]", "5", '"text"', "null", r'{"a": "\ud800"}'],
 )
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_past_call_that_cannot_be_read_ends_no_conversation(name: str, arguments: str) -> None:
+def test_a_past_call_with_invalid_arguments_is_accepted(name: str, arguments: str) -> None:
     source = SHAPES[name].source
-    if _takes(source, "{}"):
+    if _is_accepted(source, "{}"):
         text = ours(source, [USER, called(arguments), RESULT])
         "".join(text).encode()
         if arguments != "null" and "arguments" in source:
             assert arguments in text or json.dumps(arguments)[1:-1] in text
-    assert not _takes(source, arguments) or _takes(source, "{}")
+    assert not _is_accepted(source, arguments) or _is_accepted(source, "{}")
 
 
-def _takes(source: str, arguments: str) -> bool:
+def _is_accepted(source: str, arguments: str) -> bool:
     try:
         ours(source, [USER, called(arguments), RESULT])
     except RequestError:

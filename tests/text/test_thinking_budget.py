@@ -1,4 +1,4 @@
-"""What becomes of ``thinking_token_budget`` in the tokenizer process: ids of the marks, and where the prompt leaves off."""
+"""``thinking_token_budget`` in the tokenizer process: ids of the marks, and the state at the prompt's end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bound_of(budgets: Budgets, prompt: str, budget: int | None = 9) -> ThinkingB
 
 @pytest.fixture
 def tokenizer(tokenizers_by_style: dict[str, Tokenizer]) -> Tokenizer:
-    """One that knows marks as tokens, as models have it that were trained to reason."""
+    """Tokenizer with marks as tokens, as in reasoning models."""
     tokenizer = Tokenizer.from_str(tokenizers_by_style["byte_level"].to_str())
     marks = [
         "<think>",
@@ -40,7 +40,7 @@ def tokenizer(tokenizers_by_style: dict[str, Tokenizer]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", REASONING)
-def test_every_format_is_bounded(name: str, tokenizer: Tokenizer) -> None:
+def test_every_reasoning_format_is_bounded(name: str, tokenizer: Tokenizer) -> None:
     marks = think_marks(name)
     assert marks is not None
     bound = bound_of(budgets_of(name, tokenizer), "a question")
@@ -49,17 +49,17 @@ def test_every_format_is_bounded(name: str, tokenizer: Tokenizer) -> None:
     forced = [tokenizer.decode(way.forced, skip_special_tokens=False) for way in bound.ways]
     assert all(text.startswith(tuple(marks.closes)) and text.endswith(marks.answer) for text in forced)
     assert bound.begun == (0 if marks.begins_inside else None)
-    begun = [bound_of(budgets_of(name, tokenizer), "a question " + mark) for mark in marks.opens]
-    assert [each and each.begun for each in begun] == [*range(len(marks.opens))]
+    opened = [bound_of(budgets_of(name, tokenizer), "a question " + mark) for mark in marks.opens]
+    assert [each and each.begun for each in opened] == [*range(len(marks.opens))]
     assert all(bound_of(budgets_of(name, tokenizer), f"{mark}\n\n") is None for mark in marks.closes)
 
 
-def test_who_asks_for_none_has_none(tokenizer: Tokenizer) -> None:
+def test_a_request_without_a_budget_has_no_bound(tokenizer: Tokenizer) -> None:
     assert bound_of(budgets_of("qwen3", tokenizer), "?", -1) is None
     assert bound_of(Budgets(None, lambda text: []), "?", None) is None
 
 
-def test_what_cannot_be_enforced_is_refused(tokenizer: Tokenizer) -> None:
+def test_an_unenforceable_budget_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="start it with --reasoning-parser"):
         bound_of(Budgets(None, lambda text: []), "?")
     merges = Budgets(think_marks("qwen3"), lambda text: [len(text)])

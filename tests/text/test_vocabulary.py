@@ -1,4 +1,4 @@
-"""A vocabulary read without the tokenizers library is the one that the library reads; what is not plain is left to it."""
+"""Vocabularies read without the tokenizers library equal the library's; unsupported files are left to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMBEDDED = sorted((Path(quintet.deploy.__path__[0]) / "embedded").rglob("tokeniz
 PLAIN = ("byte_level", "sentencepiece")
 
 
-def check_alike(path: Path, num_ids: int) -> None:
+def check_equal(path: Path, num_ids: int) -> None:
     ours = read_plain(path, num_ids)
     theirs = Vocabulary.of(Tokenizer.from_file(str(path)), num_ids)
     assert ours is not None
@@ -30,35 +30,33 @@ def check_alike(path: Path, num_ids: int) -> None:
 
 
 @pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: path.parent.name)
-def test_embedded_vocabularies_are_read_alike(path: Path) -> None:
-    check_alike(path, 0)
+def test_embedded_vocabularies_equal_the_librarys(path: Path) -> None:
+    check_equal(path, 0)
 
 
 @pytest.mark.parametrize("more", [0, 50])
 @pytest.mark.parametrize("style", PLAIN)
-def test_plain_files_are_read_alike(
+def test_plain_files_equal_the_librarys(
     tokenizers_by_style: dict[str, Tokenizer], style: str, more: int, tmp_path: Path
 ) -> None:
     tokenizer = tokenizers_by_style[style]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    check_alike(tmp_path / "tokenizer.json", tokenizer.get_vocab_size() + more)
+    check_equal(tmp_path / "tokenizer.json", tokenizer.get_vocab_size() + more)
 
 
 def leave_out_an_id(file: dict[str, Any]) -> None:
     vocab = file["model"]["vocab"]
     merged = next(token for token in reversed(vocab) if len(token) > 1)
-    vocab[merged] = max(vocab.values()) + 1000  # ids have gaps: the last is beyond their number
+    vocab[merged] = max(vocab.values()) + 1000  # ids have gaps: the last one exceeds the number of tokens
     file["added_tokens"] = []
     file["post_processor"] = None
     file["model"]["merges"] = []
 
 
-def test_gaps_between_ids_stand_for_nothing(
-    tokenizers_by_style: dict[str, Tokenizer], tmp_path: Path
-) -> None:
+def test_gaps_between_ids_are_empty(tokenizers_by_style: dict[str, Tokenizer], tmp_path: Path) -> None:
     path = changed(tokenizers_by_style["byte_level"], tmp_path, leave_out_an_id)
-    check_alike(path, 0)
-    check_alike(path, 3000)
+    check_equal(path, 0)
+    check_equal(path, 3000)
 
 
 def misnumber(file: dict[str, Any]) -> None:
@@ -88,7 +86,7 @@ def changed(tokenizer: Tokenizer, folder: Path, change: Callable[[dict[str, Any]
 
 
 @pytest.mark.parametrize("change", [misnumber, repeat, share_an_id, name_no_model])
-def test_what_the_library_may_read_otherwise_is_left_to_it(
+def test_ambiguous_files_are_left_to_the_library(
     tokenizers_by_style: dict[str, Tokenizer], tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     assert read_plain(changed(tokenizers_by_style["byte_level"], tmp_path, change), 0) is None
@@ -104,7 +102,7 @@ def test_other_decoders_are_left_to_the_library(
 
 
 @pytest.mark.parametrize("content", [b"{}", b"", b"[1", b'{"model": {"type": "BPE", "vocab": {"\xff": 0}}}'])
-def test_the_library_has_the_verdict_on_a_broken_file(content: bytes, tmp_path: Path) -> None:
+def test_broken_files_are_left_to_the_library(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json: the tokenizers library cannot read it"):
