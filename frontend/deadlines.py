@@ -68,8 +68,8 @@ def expired(stream: Stream) -> RequestError:
     """Build the error for a request past its deadline."""
     given_s = (stream.submit.spec.deadline_ns - stream.submit.spec.arrival_ns) * 1e-9
     num_tokens = stream.num_output_tokens
-    so_far = f"{num_tokens} tokens of its output had come" if num_tokens else "none of its output had come"
-    within = f"within the {given_s:g} s that it was given" if given_s > 0 else "before its deadline"
+    so_far = f"{num_tokens} output tokens were generated" if num_tokens else "no output token was generated"
+    within = f"within its timeout of {given_s:g} s" if given_s > 0 else "before its deadline"
     return RequestError(
         ErrorCode.DEADLINE,
         f"The request did not end {within}; {so_far}. Send a longer timeout, or lower max_tokens.",

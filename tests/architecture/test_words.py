@@ -27,6 +27,7 @@ FOLDERS = (
     "csrc",
     "bench",
     "src",
+    "tests",
     ".github",
 )
 
