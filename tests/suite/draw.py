@@ -17,8 +17,12 @@ import pytest
 from tests.suite.packages import package_of
 
 SEED = "--seed"
-SHARES = {"models": 1 / 3, "cuda": 1 / 3, "gguf": 1 / 2, "executor": 2 / 3}
-"""Folders with tests that repeat one procedure for many shapes: share of each file's drawn tests in the fast suite."""
+SHARES = {
+    **dict.fromkeys(("models", "cuda"), 1 / 4),
+    **dict.fromkeys(("executor", "gguf"), 1 / 2),
+    **dict.fromkeys(("api", "chaos", "deploy", "processes"), 2 / 3),
+}
+"""Folders with slow tests, or with tests that repeat one procedure for many shapes: share of each file's drawn tests in the fast suite."""
 
 Value = tuple[tuple[str, int], ...]
 """Value of one parameter, or of several parametrized together: names and objects."""
