@@ -10,7 +10,13 @@ import pytest
 from tests.chaos.test_kills import kill
 from tests.chaos.throttled_proxy import Narrows
 from tests.processes.server import Server, serve, wait_until
-from tests.processes.test_disaggregation import ASKED, FLAGS, cached, computed_apart, free_port
+from tests.processes.test_disaggregation import (
+    BODY,
+    FLAGS,
+    complete_disaggregated,
+    free_port,
+    num_cached_tokens,
+)
 
 pytestmark = pytest.mark.whole
 """An absent server: `tests.processes.test_disaggregation`; one that exits during a transfer:
@@ -28,7 +34,7 @@ def prompt_of(number: int) -> str:
 
 
 def answer_of(server: Server, number: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
-    body = ASKED | ASKED_OF_ALL | {"prompt": prompt_of(number), "kv_transfer_params": params}
+    body = BODY | ASKED_OF_ALL | {"prompt": prompt_of(number), "kv_transfer_params": params}
     status, answer = server.post("/v1/completions", body)
     assert status == 200, answer
     whole: dict[str, Any] = answer
@@ -45,7 +51,7 @@ def prompts_at(prefill: Server, numbers: range, port: int) -> dict[int, dict[str
     offering = {"do_remote_decode": True, "do_remote_prefill": False}
     found = {}
     for number in numbers:
-        body = ASKED | {"prompt": prompt_of(number), "max_tokens": 1, "kv_transfer_params": offering}
+        body = BODY | {"prompt": prompt_of(number), "max_tokens": 1, "kv_transfer_params": offering}
         status, answer = prefill.post("/v1/completions", body)
         assert status == 200, answer
         found[number] = answer["kv_transfer_params"] | {"remote_port": port}
@@ -95,7 +101,7 @@ def test_killed_while_kv_is_on_its_way(side: str, role: str) -> None:
         with Narrows(port, 1 << 30) as way:
             [params] = prompts_at(prefill, range(number, number + 1), way.port).values()
             answer = answer_of(decode, number, params)
-            assert cached(answer) > 0 and text_of(answer) == text_of(answer_of(prefill, number))
+            assert num_cached_tokens(answer) > 0 and text_of(answer) == text_of(answer_of(prefill, number))
 
 
 def test_a_whole_server_that_computed_prompts_is_killed() -> None:
@@ -134,7 +140,7 @@ def test_a_whole_server_that_was_to_answer_is_killed() -> None:
                 each.result()
         again = {number: answer_of(other, number, params[number]) for number in numbers}
         assert {number: text_of(answer) for number, answer in again.items()} == calm
-        assert all(cached(answer) > 0 for answer in again.values())
+        assert all(num_cached_tokens(answer) > 0 for answer in again.values())
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -152,7 +158,9 @@ def test_killed_while_requests_are_at_every_stage(side: str, role: str) -> None:
             numbers = range(turn * 16, (turn + 1) * 16)
             calm = [text_of(answer_of(prefill, number)) for number in numbers]
             asked = [
-                clients.submit(computed_apart, prefill, decode, prompt=prompt_of(number), **ASKED_OF_ALL)
+                clients.submit(
+                    complete_disaggregated, prefill, decode, prompt=prompt_of(number), **ASKED_OF_ALL
+                )
                 for number in numbers
             ]
             wait(asked, return_when=FIRST_COMPLETED)

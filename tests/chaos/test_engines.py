@@ -19,7 +19,7 @@ ENGINES = ("--data-parallel-size", "2")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with serve(*KINDS[request.param], *little_memory(request.param, 24), *COMMON, *ENGINES) as server:
         yield server
-        server.await_figures()
+        server.await_metrics()
         assert_empty(server)
 
 

@@ -54,7 +54,7 @@ def test_ranks_that_die_while_experts_are_copied_change_no_byte(server: Server) 
     asked = crowd(4, 12, (60, 120))
     calm = asyncio.run(play(server.url, asked))
     assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
-    server.await_figures()
+    server.await_metrics()
     assert server.gauge(COPIES) > 0
     last = max(int(title.rpartition("-")[2]) for title in server.children() if RANK in title)
     rng = random.Random(7)

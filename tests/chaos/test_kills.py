@@ -31,7 +31,7 @@ def server(request: pytest.FixtureRequest, num_streams: int) -> Iterator[Server]
     """A server with so little KV memory that requests push each other out."""
     with serve(*KINDS[request.param], *little_memory(request.param, num_streams), *COMMON) as server:
         yield server
-        server.await_figures()
+        server.await_metrics()
         assert_empty(server)
 
 
@@ -172,7 +172,7 @@ def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server, n
     """Some go on at another frontend, some while their old connection still stands; no token is drawn twice."""
     asked = crowd(5, num_streams, plain=True)
     calm = asyncio.run(play(server.url, asked))
-    server.await_figures()
+    server.await_metrics()
     assert_empty(server)
     drawn = server.gauge("quintet:generation_tokens_total")
     rng = random.Random(5)

@@ -11,7 +11,7 @@ from bench.chaos.streams import crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
-from tests.processes.kv.test_kv_disk import blocks
+from tests.processes.kv.test_kv_disk import num_blocks
 from tests.processes.server import Server, serve, wait_until
 
 NUM_STREAMS = 24
@@ -46,7 +46,7 @@ def test_killed_while_the_disk_is_written_and_read(size: int, stages: int, tmp_p
         with serve(*flags) as server:
 
             def is_used(server: Server = server) -> bool:
-                return blocks(server, "stored") + blocks(server, "fetched") > 0
+                return num_blocks(server, "stored") + num_blocks(server, "fetched") > 0
 
             async def disturb(roles: list[str] = roles) -> None:
                 await asyncio.to_thread(wait_until, is_used, "blocks are written or read")
@@ -57,6 +57,6 @@ def test_killed_while_the_disk_is_written_and_read(size: int, stages: int, tmp_p
 
             assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
             assert_same(server, calm, asyncio.run(play(server.url, asked)), asked)
-            num_fetched += blocks(server, "fetched")
+            num_fetched += num_blocks(server, "fetched")
             server.process.kill()
     assert num_fetched, "nothing was read from the disk"

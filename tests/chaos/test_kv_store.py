@@ -11,7 +11,7 @@ from bench.chaos.streams import Asked, crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
-from tests.processes.kv.test_kv_store import runs
+from tests.processes.kv.test_kv_store import num_runs
 from tests.processes.server import Server, serve, wait_until
 
 NUM_STREAMS = 24
@@ -33,7 +33,7 @@ def long_crowd() -> list[Asked]:
 
 
 def fetched(server: Server) -> int:
-    server.await_figures()
+    server.await_metrics()
     return int(server.gauge_of("quintet:kv_store_blocks_total", "fetched"))
 
 
@@ -74,7 +74,7 @@ def test_killed_while_the_store_is_written_and_read(
         with serve(*store) as one, serve(*store) as other:
 
             def is_used(server: Server = one) -> bool:
-                return runs(server, "kept") + fetched(server) > 0
+                return num_runs(server, "kept") + fetched(server) > 0
 
             async def disturb(roles: list[str] = roles) -> None:
                 await asyncio.to_thread(wait_until, is_used, "runs are kept or found")

@@ -97,7 +97,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Server]:
     ranks = ("--tensor-parallel-size", size, "--pipeline-parallel-size", stages, "--threads", "1")
     with serve(*little_memory("model", 16), *COMMON, *ranks, "--data-parallel-size", "2") as server:
         yield server
-        server.await_figures()
+        server.await_metrics()
         assert_empty(server)
 
 
