@@ -104,7 +104,7 @@ def two_sockets() -> str:
 def check_engines(server: Server, count: int) -> None:
     """Check that every engine streams tokens. Call before one dies: tokens that it has not reported are not counted."""
     asyncio.run(play(server.url, crowd(1, NUM_STREAMS)))
-    server.await_figures()
+    server.await_metrics()
     _, figures = server.get("/metrics")
     for engine in range(count):
         made = [
@@ -249,7 +249,7 @@ def apart() -> str:
             assert not differences(calm, struck, asked), "other bytes after the death of an executor"
             waits_s.append(struck.longest_wait_s)
             wait_until(lambda server=server: server.get("/readyz")[0] == 200, "all processes ready")  # type: ignore[misc]
-        decode.await_figures()
+        decode.await_metrics()
         num_fetched = decode.gauge_of("quintet:kv_peer_blocks_total", "fetched")
         assert num_fetched > 0, "nothing went from one to the other"
     return (

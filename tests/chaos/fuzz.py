@@ -1,10 +1,9 @@
 """Random and mutated bytes for every inbox and every route of a running server.
 
-    python -m tests.chaos.fuzz --seconds 600 --seed 7      a longer run than the test's, of a server of its own
+    python -m tests.chaos.fuzz --seconds 600 --seed 7      starts a server; a longer run than the test's
 
-Frames come from one who has not the server's key, and from one who has it and sends nonsense. What is *not* sent: orders
-that would be obeyed (`Stop`, `Drain`, a believable `Topology` or `Capacity`), and claims to know a later process or topology,
-for who has the key may give and make them.
+Frames are signed with a random key, or contain invalid data under the server's key. Not sent, because holders of the key may
+send them: valid orders (`Stop`, `Drain`, `Topology`, `Capacity`), and messages of later processes or topologies.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from .fuzz_frames import BusFuzz
 from .fuzz_requests import HttpFuzz
 
 
-def storm(server: Server, seconds: float, seed: int, *, frames_at_once: int = 20) -> HttpFuzz:
-    """Send to everything for a while; return what HTTP answered."""
+def fuzz(server: Server, seconds: float, seed: int, *, frames_at_once: int = 20) -> HttpFuzz:
+    """Send to all inboxes and routes for `seconds`; return the HTTP client with its statuses."""
     draw = random.Random(seed)
     bus, web = BusFuzz(server, draw), HttpFuzz(server, draw)
     deadline = time.monotonic() + seconds
@@ -40,7 +39,7 @@ def storm(server: Server, seconds: float, seed: int, *, frames_at_once: int = 20
 
 
 def main() -> None:
-    """Storm a server of one's own and say what came of it."""
+    """Start a server, fuzz it, and print the statuses and dead processes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
@@ -49,7 +48,7 @@ def main() -> None:
     print(f"seed {arguments.seed}", flush=True)
     with serve("--executor", arguments.executor, "--drain-timeout", "3") as server:
         before = {name: child.pid for name, child in server.children().items()}
-        web = storm(server, arguments.seconds, arguments.seed)
+        web = fuzz(server, arguments.seconds, arguments.seed)
         after = {name: child.pid for name, child in server.children().items()}
         print("statuses", dict(sorted(web.statuses.items())))
         for status, request in web.wrong[:20]:

@@ -1,4 +1,4 @@
-"""Random and mutated frames for every inbox of a server: from one without its key, and from one who has it."""
+"""Random and mutated frames for every inbox of a server, with and without its key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quintet.wire.params import SamplingParams
 
 from ..processes.server import Server
 
-HEARD: dict[Role, tuple[type[msgspec.Struct], ...]] = {
+ACCEPTED: dict[Role, tuple[type[msgspec.Struct], ...]] = {
     Role.SUPERVISOR: (
         supervision.Ready,
         supervision.Heartbeat,
@@ -45,7 +45,7 @@ HEARD: dict[Role, tuple[type[msgspec.Struct], ...]] = {
         supervision.MetricsReport,
     ),
 }
-"""What each role may be told and is not an order."""
+"""Messages that each role accepts, without orders."""
 
 EDGES = (
     0,
@@ -79,19 +79,17 @@ TEXTS = (
 
 
 class Frames:
-    """Draws messages that can be decoded, by the types of their fields."""
+    """Generator of decodable messages, by the types of their fields."""
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw
 
     def message(self, kind: type[msgspec.Struct]) -> bytes:
-        """Return an encoded message of this kind, of which some fields are likely and others are not."""
+        """Return an encoded message of this kind; most fields have plausible values."""
         return msgspec.msgpack.encode(self._struct(kind))
 
     def _struct(self, kind: type[msgspec.Struct]) -> msgspec.Struct:
-        if (
-            kind is m.Live
-        ):  # from a process that is gone: one that is believed has everything dropped that it does not name
+        if kind is m.Live:  # of a dead process: a valid `Live` drops all requests that it does not list
             count = self._draw.choice((0, 1, 5))
             return m.Live(WorkerId(Role.CORE, 0, 0), self._draw.randbytes(8 * count))
         hints = typing.get_type_hints(kind)
@@ -175,23 +173,23 @@ class Frames:
 
 
 class BusFuzz:
-    """Sends to every inbox of a server."""
+    """Sender of frames to all inboxes of a server."""
 
     def __init__(self, server: Server, draw: random.Random) -> None:
         self._draw = draw
         self._frames = Frames(draw)
         inboxes = _inboxes(server)
-        self._seal = FrameHmac(run_key(next(iter(inboxes)).parent))
-        self._stranger = FrameHmac(draw.randbytes(32))
+        self._hmac = FrameHmac(run_key(next(iter(inboxes)).parent))
+        self._other_hmac = FrameHmac(draw.randbytes(32))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._targets: list[tuple[zmq.Socket[bytes], tuple[type[msgspec.Struct], ...]]] = []
         for path in inboxes:
             outbox = self._context.socket(zmq.PUSH)
             outbox.connect(f"ipc://{path}")
-            self._targets.append((outbox, HEARD[Role(path.name.rpartition("-")[0])]))
+            self._targets.append((outbox, ACCEPTED[Role(path.name.rpartition("-")[0])]))
 
     def send(self) -> None:
-        """Send one frame to somebody."""
+        """Send one frame to a random inbox."""
         draw = self._draw
         outbox, kinds = draw.choice(self._targets)
         payload = self._frames.message(draw.choice(kinds))
@@ -201,27 +199,27 @@ class BusFuzz:
             case 1:
                 frame = payload
             case 2:
-                frame = self._stranger.sign(payload)
+                frame = self._other_hmac.sign(payload)
             case 3:
-                frame = self._seal.sign(draw.randbytes(draw.choice((0, 1, 200))))
+                frame = self._hmac.sign(draw.randbytes(draw.choice((0, 1, 200))))
             case 4:
-                frame = self._seal.sign(self._frames.mutated(payload))
+                frame = self._hmac.sign(self._frames.mutated(payload))
             case _:
-                frame = self._seal.sign(payload)
+                frame = self._hmac.sign(payload)
         outbox.send(frame)
 
     def close(self) -> None:
-        """Let the last frames leave."""
+        """Flush and close the sockets."""
         for outbox, _ in self._targets:
             outbox.close(linger=1000)
         self._context.term()
 
 
 def _inboxes(server: Server) -> list[Path]:
-    """Return the sockets that the server's processes have bound, from the system's own tables."""
+    """Return the Unix sockets that the server's processes have bound."""
     found = set()
-    everybody = [psutil.Process(server.process.pid), *server.children().values()]
-    for process in everybody:
+    processes = [psutil.Process(server.process.pid), *server.children().values()]
+    for process in processes:
         for connection in process.net_connections("unix"):
             path = Path(str(connection.laddr))
             if path.parent.name.startswith("quintet-") and path.name.rpartition("-")[0] in list(Role):

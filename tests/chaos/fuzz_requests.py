@@ -1,4 +1,4 @@
-"""Random and mutated requests for every route of a server: heads, framing, JSON, and real bodies with wrong values."""
+"""Random and mutated requests for every route of a server: heads, framing, JSON, bodies with wrong values."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ PATHS = (
     "/", "/nothing/here", "/v1/streams/abc", "/v1/streams/abc?from=1",
 )  # fmt: skip
 ALLOWED_5XX = {503}
-ANSWER_S = 0.2
-"""A request that takes longer is left: its client goes away."""
+CLIENT_TIMEOUT_S = 0.2
+"""Client timeout; after it the client disconnects."""
 
 
 class HttpFuzz:
-    """Sends to every route of a server, and looks at the statuses that come back."""
+    """Sender of requests to all routes of a server; records the statuses."""
 
     def __init__(self, server: Server, draw: random.Random) -> None:
         parts = urlsplit(server.url)
         assert parts.hostname is not None and parts.port is not None
         self._address = (parts.hostname, parts.port)
         self._draw = draw
-        self._bodies = _real_bodies()
+        self._bodies = _recorded_bodies()
         self.statuses: Counter[int] = Counter()
         self.wrong: list[tuple[int, bytes]] = []
-        """Statuses that no request may cause, and the requests."""
+        """Forbidden statuses and their requests."""
 
     def send(self) -> None:
-        """Send one request, or what looks like one, and read the first line of the answer."""
+        """Send one request or a malformed one, and read the status line."""
         request = self._draw.choice((self._broken, self._framed, self._framed, self._typed, self._typed))()
-        with socket.create_connection(self._address, ANSWER_S) as connection:
+        with socket.create_connection(self._address, CLIENT_TIMEOUT_S) as connection:
             try:
                 connection.sendall(request)
                 if self._draw.random() < 0.3:
                     connection.shutdown(socket.SHUT_WR)
                 answer = connection.recv(4096)
-            except OSError:  # it hung up, perhaps in this very moment
+            except OSError:  # the server closed the connection
                 return
         if answer.startswith(b"HTTP/1.1 ") and answer[9:12].isdigit():
             status = int(answer[9:12])
@@ -64,7 +64,7 @@ class HttpFuzz:
         )
 
     def _broken(self) -> bytes:
-        """Heads that are none."""
+        """Return an invalid request head."""
         draw = self._draw
         head = self._head(
             draw.choice(PATHS), "Content-Length: 2", method=draw.choice(("GET", "POST", "PUT", "HEAD", "X"))
@@ -86,7 +86,7 @@ class HttpFuzz:
                 )
 
     def _framed(self) -> bytes:
-        """Bodies whose lengths or chunks are wrong, or that are no JSON."""
+        """Return a body with a wrong length, wrong chunks or invalid JSON."""
         draw = self._draw
         path = draw.choice(PATHS)
         body = draw.choice((
@@ -112,13 +112,13 @@ class HttpFuzz:
         return self._head(path, f"Content-Type: {kind}", *fields) + body
 
     def _typed(self) -> bytes:
-        """Real bodies in which one or two values are of another type or size."""
+        """Return a recorded body with one or two values of another type or size."""
         draw = self._draw
         body = json.loads(json.dumps(draw.choice(self._bodies)))
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         path = draw.choice((path, path, path, "/tokenize", "/detokenize"))
         for _ in range(draw.choice((1, 1, 2))):
-            self._spoil(body)
+            self._corrupt(body)
         body["max_tokens"] = body.get("max_tokens", 4) if draw.random() < 0.5 else 4
         words = json.dumps(body).encode()
         fields = [f"Content-Length: {len(words)}", "Content-Type: application/json"]
@@ -126,18 +126,18 @@ class HttpFuzz:
             fields.append(f"{draw.choice(HEADERS)}: {draw.choice(('', '-1', 'nan', 'x' * 300, '9' * 30))}")
         return self._head(path, *fields) + words
 
-    def _spoil(self, body: Any) -> None:
-        """Replace a value somewhere inside, or add a field that requests may have."""
-        draw, place = self._draw, body
+    def _corrupt(self, body: Any) -> None:
+        """Replace a random value, or add a known field."""
+        draw, node = self._draw, body
         while True:
-            keys: Sequence[Any] = list(place) if isinstance(place, dict) else range(len(place))
-            inner = [key for key in keys if isinstance(place[key], dict | list) and place[key]]
+            keys: Sequence[Any] = list(node) if isinstance(node, dict) else range(len(node))
+            inner = [key for key in keys if isinstance(node[key], dict | list) and node[key]]
             if not inner or draw.random() < 0.6:
                 break
-            place = place[draw.choice(inner)]
+            node = node[draw.choice(inner)]
         known = SamplingParams.__struct_fields__ + FIELDS
-        key = draw.choice([*keys, *known]) if isinstance(place, dict) else draw.choice(keys)
-        place[key] = draw.choice(VALUES)(draw)
+        key = draw.choice([*keys, *known]) if isinstance(node, dict) else draw.choice(keys)
+        node[key] = draw.choice(VALUES)(draw)
 
 
 HEADERS = (
@@ -172,11 +172,11 @@ VALUES: tuple[Callable[[random.Random], Any], ...] = (
 )
 
 
-def _real_bodies() -> list[dict[str, Any]]:
-    """Return the requests of the dialects' own tests."""
-    told = [json.loads(path.read_text()) for path in sorted(BODIES.glob("*.json"))]
-    bodies = [each["request"] for each in told if isinstance(each.get("request"), dict)]
-    assert len(bodies) > 20, "the real bodies have moved"
+def _recorded_bodies() -> list[dict[str, Any]]:
+    """Return the requests of the APIs' tests."""
+    recorded = [json.loads(path.read_text()) for path in sorted(BODIES.glob("*.json"))]
+    bodies = [each["request"] for each in recorded if isinstance(each.get("request"), dict)]
+    assert len(bodies) > 20, "the recorded bodies were moved"
     for body in bodies:
         body.pop("model", None)
     return bodies

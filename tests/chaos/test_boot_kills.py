@@ -1,7 +1,7 @@
-"""`kill -9` while the server boots: two engines, two frontends, of one rank or two; one executor is held in a phase of its boot.
+"""`kill -9` during the boot of two engines, of one rank or two, with one executor stopped in a boot phase.
 
-Before any engine is ready, the death of a process that was ready is no end of the server. Once an engine serves, no death is.
-The rules alone, with children of the test: `tests.deploy.supervisor.test_boot_deaths`.
+Before an engine is ready, only the death of a booting process ends the server. Once an engine serves, no death does.
+`tests.deploy.supervisor.test_boot_deaths` tests these rules without a server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYOUTS = {
     "two ranks": (*little_memory("model", 24), "--tensor-parallel-size", "2", "--threads", "1"),
 }
 PHASES = {"spawned": "", "named": "quintet-"}
-"""How the title of a process begins that is held: at once, or when it has its configuration and loads."""
+"""Phase -> title prefix of the stopped process: any, or set once it has its configuration."""
 READY_ROLES = ("core", "tokenizer", "detokenizer", "frontend")
 
 whole = pytest.mark.whole
@@ -38,7 +38,7 @@ def asked() -> list[Asked]:
 
 
 def executor_processes(server: Server, index: int, title: str = "") -> list[psutil.Process]:
-    """Return the processes of one executor, of all its ranks; those only whose title begins so, if one is given."""
+    """Return the processes of all ranks of one executor. title: required prefix, if not empty."""
     found = []
     for child in psutil.Process(server.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -52,23 +52,23 @@ def executor_processes(server: Server, index: int, title: str = "") -> list[psut
     return found
 
 
-def hold(server: Server, index: int, phase: str) -> None:
-    """Stop every process of one executor as soon as it is in this phase."""
+def suspend(server: Server, index: int, phase: str) -> None:
+    """Stop all processes of one executor once it is in this phase."""
     wait_until(lambda: bool(executor_processes(server, index, PHASES[phase])), f"executor {index} {phase}")
     for process in executor_processes(server, index):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGSTOP)
 
 
-def release(server: Server, index: int) -> None:
-    """Continue what was held, except for processes that were killed."""
+def resume(server: Server, index: int) -> None:
+    """Continue the stopped processes of one executor."""
     for process in executor_processes(server, index):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGCONT)
 
 
 def await_address(server: Server) -> None:
-    """Take the URL from the listening socket, which is there before the line that names it."""
+    """Set the URL from the listening socket, which exists before the ready line."""
 
     def is_listening() -> bool:
         for connection in psutil.Process(server.process.pid).net_connections("tcp"):
@@ -80,9 +80,9 @@ def await_address(server: Server) -> None:
 
 
 def await_state(server: Server, role: str, index: int, state: str = "ready", epoch: int = 1) -> None:
-    """Wait until the supervisor reports this state of a process of at least this epoch."""
+    """Wait until the supervisor reports this state for a process of at least this epoch."""
 
-    def is_so() -> bool:
+    def is_reported() -> bool:
         with contextlib.suppress(OSError):
             return any(
                 (each["role"], each["index"], each["state"]) == (role, index, state)
@@ -91,7 +91,7 @@ def await_state(server: Server, role: str, index: int, state: str = "ready", epo
             )
         return False
 
-    wait_until(is_so, f"{role} {index} {state}")
+    wait_until(is_reported, f"{role} {index} {state}")
 
 
 def await_serving(server: Server) -> None:
@@ -104,23 +104,23 @@ def await_serving(server: Server) -> None:
 
 
 def await_boot(server: Server) -> None:
-    """Wait for the line that says that every process is ready."""
+    """Wait for the ready line of the server."""
     wait_until(lambda: any("Quintet is ready" in line for line in server.lines), "all processes ready", 60.0)
 
 
 @contextlib.contextmanager
-def booting(layout: str, held: tuple[int, ...], phase: str) -> Iterator[Server]:
-    """Start a server and hold these executors."""
+def booting(layout: str, suspended: tuple[int, ...], phase: str) -> Iterator[Server]:
+    """Start a server and stop these executors in this phase."""
     with serve(*LAYOUTS[layout], *BOOTING, wait_ready=False) as server:
         try:
-            for index in held:
-                hold(server, index, phase)
+            for index in suspended:
+                suspend(server, index, phase)
             await_address(server)
             yield server
         finally:
             if server.process.poll() is None:
-                for index in held:
-                    release(server, index)
+                for index in suspended:
+                    resume(server, index)
 
 
 @layouts
@@ -129,7 +129,7 @@ def booting(layout: str, held: tuple[int, ...], phase: str) -> Iterator[Server]:
 @pytest.mark.parametrize(
     "victim", ["executor-0", *(f"{role}-0" for role in READY_ROLES), "core-1", "frontend-1", "executor-1"]
 )
-def test_streams_survive_a_death_while_another_engine_boots(
+def test_streams_survive_a_kill_during_the_boot_of_another_engine(
     asked: list[Asked], layout: str, phase: str, victim: str
 ) -> None:
     with booting(layout, (1,), phase) as server:
@@ -145,24 +145,24 @@ def test_streams_survive_a_death_while_another_engine_boots(
                 kill(server, role, index=int(index))
 
         disturbed = asyncio.run(play(server.url, asked, disturb))
-        release(server, 1)
+        resume(server, 1)
         await_boot(server)
-        calm = asyncio.run(play(server.url, asked))
-        assert_undisturbed(server, calm, disturbed, asked)
+        reference = asyncio.run(play(server.url, asked))
+        assert_undisturbed(server, reference, disturbed, asked)
 
 
-def assert_undisturbed(server: Server, calm: Run, disturbed: Run, asked: list[Asked]) -> None:
-    assert all(heard.status == 200 and not heard.error for heard in calm.heard)
-    assert_same(server, calm, disturbed, asked)
+def assert_undisturbed(server: Server, reference: Run, disturbed: Run, asked: list[Asked]) -> None:
+    assert all(heard.status == 200 and not heard.error for heard in reference.heard)
+    assert_same(server, reference, disturbed, asked)
 
 
 @whole
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("number", [0, 1])
-def test_streams_survive_the_death_of_a_rank_that_boots(asked: list[Asked], phase: str, number: int) -> None:
+def test_streams_survive_a_kill_of_a_booting_rank(asked: list[Asked], phase: str, number: int) -> None:
     with booting("two ranks", (1,), phase) as server:
         await_serving(server)
-        release(server, 1)  # its ranks are started by the first, which is one of those held
+        resume(server, 1)  # rank 0 starts the other ranks and was stopped
 
         async def disturb() -> None:
             ranks = executor_processes(server, 1)
@@ -176,14 +176,14 @@ def test_streams_survive_the_death_of_a_rank_that_boots(asked: list[Asked], phas
 @layouts
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("role", READY_ROLES)
-def test_a_ready_process_is_replaced_before_any_engine_is(layout: str, role: str) -> None:
+def test_ready_process_is_replaced_before_an_engine_is_ready(layout: str, role: str) -> None:
     with booting(layout, (0, 1), "spawned") as server:
         await_state(server, role, 0)
         kill(server, role)
         await_state(server, role, 0, epoch=2)
         assert server.get("/readyz")[0] == 503
         for index in (0, 1):
-            release(server, index)
+            resume(server, index)
         await_boot(server)
         status, answer = server.post("/v1/completions", {"model": "", "prompt": "a", "max_tokens": 2})
         assert status == 200, answer
@@ -192,7 +192,7 @@ def test_a_ready_process_is_replaced_before_any_engine_is(layout: str, role: str
 @layouts
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("index", [0, 1])
-def test_an_executor_that_dies_before_any_is_ready_ends_the_server(layout: str, index: int) -> None:
+def test_executor_death_before_an_engine_is_ready_ends_the_server(layout: str, index: int) -> None:
     with booting(layout, (0, 1), "spawned") as server:
         executor_processes(server, index)[0].kill()
         assert server.process.wait(30) == 1

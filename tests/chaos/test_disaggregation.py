@@ -1,4 +1,4 @@
-"""`kill -9` of who computes prompts, and of who computes answers, while KV is on its way: the same bytes for every client."""
+"""`kill -9` of prefill and decode servers during KV transfers: all responses stay the same."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from typing import Any
 import pytest
 
 from tests.chaos.test_kills import kill
-from tests.chaos.throttled_proxy import Narrows
+from tests.chaos.throttled_proxy import ThrottledProxy
 from tests.processes.server import Server, serve, wait_until
-from tests.processes.test_disaggregation import ASKED, FLAGS, cached, computed_apart, free_port
+from tests.processes.test_disaggregation import (
+    BODY,
+    FLAGS,
+    complete_disaggregated,
+    free_port,
+    num_cached_tokens,
+)
 
 pytestmark = pytest.mark.whole
-"""An absent server: `tests.processes.test_disaggregation`; one that exits during a transfer:
-`tests.executor.kv_transfer.test_kv_peer`."""
+"""Missing server: `tests.processes.test_disaggregation`. Exit during a transfer: `tests.executor.kv_transfer.test_kv_peer`."""
 
 NUM_PROMPTS = 8
-ASKED_OF_ALL = {"max_tokens": 40, "seed": 7, "temperature": 0.8}
-FIRST_WORDS = 4 << 10
-"""Bytes: the two have greeted each other, and not one block is whole."""
-SOME_BLOCKS = 400 << 10
+SAMPLING = {"max_tokens": 40, "seed": 7, "temperature": 0.8}
+HANDSHAKE_BYTES = 4 << 10
+"""The handshake and less than one block."""
+PARTIAL_BYTES = 400 << 10
 
 
 def prompt_of(number: int) -> str:
@@ -28,7 +33,7 @@ def prompt_of(number: int) -> str:
 
 
 def answer_of(server: Server, number: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
-    body = ASKED | ASKED_OF_ALL | {"prompt": prompt_of(number), "kv_transfer_params": params}
+    body = BODY | SAMPLING | {"prompt": prompt_of(number), "kv_transfer_params": params}
     status, answer = server.post("/v1/completions", body)
     assert status == 200, answer
     whole: dict[str, Any] = answer
@@ -40,12 +45,12 @@ def text_of(answer: dict[str, Any]) -> str:
     return text
 
 
-def prompts_at(prefill: Server, numbers: range, port: int) -> dict[int, dict[str, Any]]:
-    """Have prompts computed; return what who answers is to be sent of each, with another way to their KV."""
-    offering = {"do_remote_decode": True, "do_remote_prefill": False}
+def prefill_all(prefill: Server, numbers: range, port: int) -> dict[int, dict[str, Any]]:
+    """Prefill the prompts; return their ``kv_transfer_params`` with the port of a proxy."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
     found = {}
     for number in numbers:
-        body = ASKED | {"prompt": prompt_of(number), "max_tokens": 1, "kv_transfer_params": offering}
+        body = BODY | {"prompt": prompt_of(number), "max_tokens": 1, "kv_transfer_params": params}
         status, answer = prefill.post("/v1/completions", body)
         assert status == 200, answer
         found[number] = answer["kv_transfer_params"] | {"remote_port": port}
@@ -53,94 +58,94 @@ def prompts_at(prefill: Server, numbers: range, port: int) -> dict[int, dict[str
 
 
 def ask_all(
-    clients: ThreadPoolExecutor, server: Server, params: dict[int, dict[str, Any]], way: Narrows
+    clients: ThreadPoolExecutor, server: Server, params: dict[int, dict[str, Any]], proxy: ThrottledProxy
 ) -> dict[int, Future[dict[str, Any]]]:
-    """Ask for all answers at once, and return once some of the KV has come and some is still on its way."""
-    asked = {number: clients.submit(answer_of, server, number, of_it) for number, of_it in params.items()}
-    assert way.is_full.wait(30), "no KV comes"
-    return asked
+    """Send all decode requests; return once the proxy has passed its limit of KV."""
+    futures = {number: clients.submit(answer_of, server, number, param) for number, param in params.items()}
+    assert proxy.is_full.wait(30), "no KV was transferred"
+    return futures
 
 
-def was_given_up(decode: Server, way: Narrows) -> bool:
-    """Whether blocks that were to come this way did not."""
-    words = f"127.0.0.1:{way.port} closed the connection: "
+def transfer_failed(decode: Server, proxy: ThrottledProxy) -> bool:
+    """Return True if the decode server logged a failed transfer through this proxy."""
+    words = f"127.0.0.1:{proxy.port} closed the connection: "
     return any(words in line and "blocks will be computed" in line for line in decode.lines)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("role", ["executor", "core"])
-def test_killed_while_kv_is_on_its_way(side: str, role: str) -> None:
+def test_kill_during_a_kv_transfer(side: str, role: str) -> None:
     port = free_port()
     with (
         serve(*FLAGS, "--role", "prefill", "--kv-peer-listen", f"127.0.0.1:{port}") as prefill,
         serve(*FLAGS, "--role", "decode") as decode,
         ThreadPoolExecutor(NUM_PROMPTS) as clients,
     ):
-        for first, num_bytes in enumerate((FIRST_WORDS, SOME_BLOCKS)):
+        for first, num_bytes in enumerate((HANDSHAKE_BYTES, PARTIAL_BYTES)):
             numbers = range(first * NUM_PROMPTS, (first + 1) * NUM_PROMPTS)
-            calm = {number: text_of(answer_of(prefill, number)) for number in numbers}
-            with Narrows(port, num_bytes) as way:
-                asked = ask_all(clients, decode, prompts_at(prefill, numbers, way.port), way)
+            reference = {number: text_of(answer_of(prefill, number)) for number in numbers}
+            with ThrottledProxy(port, num_bytes) as proxy:
+                futures = ask_all(clients, decode, prefill_all(prefill, numbers, proxy.port), proxy)
                 kill(prefill if side == "prefill" else decode, role)
                 if role == "executor":
-                    way.cut()
-                else:  # who talks of KV lives
-                    way.widen()
-                assert {number: text_of(each.result()) for number, each in asked.items()} == calm
+                    proxy.cut()
+                else:  # the executor, which transfers KV, is alive
+                    proxy.unthrottle()
+                assert {number: text_of(each.result()) for number, each in futures.items()} == reference
             if (side, role) == ("prefill", "executor"):
-                assert was_given_up(decode, way)
+                assert transfer_failed(decode, proxy)
             for server in (prefill, decode):
-                wait_until(lambda server=server: server.get("/readyz")[0] == 200, "everybody again")  # type: ignore[misc]
+                wait_until(lambda server=server: server.get("/readyz")[0] == 200, "readiness")  # type: ignore[misc]
         number = 2 * NUM_PROMPTS
-        with Narrows(port, 1 << 30) as way:
-            [params] = prompts_at(prefill, range(number, number + 1), way.port).values()
+        with ThrottledProxy(port, 1 << 30) as proxy:
+            [params] = prefill_all(prefill, range(number, number + 1), proxy.port).values()
             answer = answer_of(decode, number, params)
-            assert cached(answer) > 0 and text_of(answer) == text_of(answer_of(prefill, number))
+            assert num_cached_tokens(answer) > 0 and text_of(answer) == text_of(answer_of(prefill, number))
 
 
-def test_a_whole_server_that_computed_prompts_is_killed() -> None:
+def test_prefill_server_is_killed() -> None:
     port, numbers = free_port(), range(NUM_PROMPTS)
     with (
         serve(*FLAGS, "--role", "prefill", "--kv-peer-listen", f"127.0.0.1:{port}") as prefill,
         serve(*FLAGS, "--role", "decode") as decode,
         ThreadPoolExecutor(NUM_PROMPTS) as clients,
-        Narrows(port, SOME_BLOCKS) as way,
+        ThrottledProxy(port, PARTIAL_BYTES) as proxy,
     ):
-        calm = {number: text_of(answer_of(prefill, number)) for number in numbers}
-        asked = ask_all(clients, decode, prompts_at(prefill, numbers, way.port), way)
+        reference = {number: text_of(answer_of(prefill, number)) for number in numbers}
+        futures = ask_all(clients, decode, prefill_all(prefill, numbers, proxy.port), proxy)
         prefill.process.kill()
-        way.cut()
-        assert {number: text_of(each.result()) for number, each in asked.items()} == calm
-        assert was_given_up(decode, way)
+        proxy.cut()
+        assert {number: text_of(each.result()) for number, each in futures.items()} == reference
+        assert transfer_failed(decode, proxy)
 
 
-def test_a_whole_server_that_was_to_answer_is_killed() -> None:
-    """Its clients lose their connections; what they were to send it they send to another, which fetches the same KV."""
+def test_decode_server_is_killed() -> None:
+    """Clients lose their connections and resend to another decode server, which fetches the same KV."""
     port, numbers = free_port(), range(NUM_PROMPTS)
     with (
         serve(*FLAGS, "--role", "prefill", "--kv-peer-listen", f"127.0.0.1:{port}") as prefill,
         serve(*FLAGS, "--role", "decode") as decode,
         serve(*FLAGS, "--role", "decode") as other,
         ThreadPoolExecutor(NUM_PROMPTS) as clients,
-        Narrows(port, SOME_BLOCKS) as way,
+        ThrottledProxy(port, PARTIAL_BYTES) as proxy,
     ):
-        calm = {number: text_of(answer_of(prefill, number)) for number in numbers}
-        params = prompts_at(prefill, numbers, way.port)
-        asked = ask_all(clients, decode, params, way)
+        reference = {number: text_of(answer_of(prefill, number)) for number in numbers}
+        params = prefill_all(prefill, numbers, proxy.port)
+        futures = ask_all(clients, decode, params, proxy)
         decode.process.kill()
-        way.cut()
-        for each in asked.values():
+        proxy.cut()
+        for each in futures.values():
             with pytest.raises(OSError):  # the connection
                 each.result()
         again = {number: answer_of(other, number, params[number]) for number in numbers}
-        assert {number: text_of(answer) for number, answer in again.items()} == calm
-        assert all(cached(answer) > 0 for answer in again.values())
+        assert {number: text_of(answer) for number, answer in again.items()} == reference
+        assert all(num_cached_tokens(answer) > 0 for answer in again.values())
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("role", ["executor", "core"])
-def test_killed_while_requests_are_at_every_stage(side: str, role: str) -> None:
-    """Some at one server, some at the other, some between them: as soon as the first of them has its answer."""
+def test_kill_with_requests_at_all_stages(side: str, role: str) -> None:
+    """Kill after the first response, with requests at both servers and between them."""
     listen = f"127.0.0.1:{free_port()}"
     with (
         serve(*FLAGS, "--role", "prefill", "--kv-peer-listen", listen) as prefill,
@@ -150,12 +155,12 @@ def test_killed_while_requests_are_at_every_stage(side: str, role: str) -> None:
         victim = prefill if side == "prefill" else decode
         for turn in range(3):
             numbers = range(turn * 16, (turn + 1) * 16)
-            calm = [text_of(answer_of(prefill, number)) for number in numbers]
-            asked = [
-                clients.submit(computed_apart, prefill, decode, prompt=prompt_of(number), **ASKED_OF_ALL)
+            reference = [text_of(answer_of(prefill, number)) for number in numbers]
+            futures = [
+                clients.submit(complete_disaggregated, prefill, decode, prompt=prompt_of(number), **SAMPLING)
                 for number in numbers
             ]
-            wait(asked, return_when=FIRST_COMPLETED)
+            wait(futures, return_when=FIRST_COMPLETED)
             kill(victim, role)
-            assert [text_of(each.result()) for each in asked] == calm
-            wait_until(lambda: victim.get("/readyz")[0] == 200, "another one")
+            assert [text_of(each.result()) for each in futures] == reference
+            wait_until(lambda: victim.get("/readyz")[0] == 200, "readiness")

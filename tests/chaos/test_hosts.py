@@ -1,6 +1,6 @@
-"""Processes of a model on two hosts are killed, and the way between them is cut: no client sees another byte.
+"""Kills of processes of a model on two hosts, and a cut link between them: all responses stay the same.
 
-Hosts are network namespaces with a cable between them where that is allowed, else two addresses of this machine.
+Hosts are two addresses of this machine, or two network namespaces with a veth pair where these are permitted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.whole
 
 @dataclass
 class Group:
-    """A server, and its other host."""
+    """A server and its second host."""
 
     server: Server
     other: subprocess.Popen[bytes]
@@ -37,14 +37,14 @@ class Group:
     prefix: list[str]
 
     def of_other(self, title: str) -> psutil.Process:
-        """Return a process of the other host, once it is there."""
+        """Wait for a process of the other host and return it."""
         found: list[psutil.Process] = []
 
-        def is_there() -> bool:
+        def is_started() -> bool:
             found[:] = [child for child in self._children() if title in " ".join(child.cmdline()[:1])]
             return bool(found)
 
-        wait_until(is_there, title, 60)
+        wait_until(is_started, title, 60)
         return found[0]
 
     def _children(self) -> Iterator[psutil.Process]:
@@ -74,7 +74,7 @@ def flags_of(folder: Path, address: str, stages: int = 2, size: int = 1) -> list
 
 @contextlib.contextmanager
 def group(flags: list[str], prefix: list[str] | None = None) -> Iterator[Group]:
-    """Start both. prefix: of the other host's command."""
+    """Start both hosts. prefix: prefix of the other host's command."""
     command = [
         sys.executable,
         "-m",
@@ -95,15 +95,15 @@ def group(flags: list[str], prefix: list[str] | None = None) -> Iterator[Group]:
                 other = both.other
     finally:
         other.terminate()
-        assert other.wait(30) == 0, "the other host leaves when it is told to"
+        assert other.wait(30) == 0, "the other host exits with 0 after SIGTERM"
 
 
 @pytest.mark.parametrize(("stages", "size"), [(2, 1), (2, 2), (4, 1), (1, 2), (1, 4)])
-def test_whoever_is_killed_changes_no_byte(stages: int, size: int, tmp_path: Path) -> None:
+def test_kill_of_each_process_keeps_all_bytes(stages: int, size: int, tmp_path: Path) -> None:
     asked = crowd(1, 6, (20, 40))
     with group(flags_of(tmp_path, "127.0.0.2", stages, size)) as both:
-        calm = asyncio.run(play(both.server.url, asked))
-        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
+        reference = asyncio.run(play(both.server.url, asked))
+        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
 
         async def rank() -> None:
             both.of_other("-rank-").kill()
@@ -125,25 +125,25 @@ def test_whoever_is_killed_changes_no_byte(stages: int, size: int, tmp_path: Pat
             both.start_other()
 
         for disturb in (rank, member, hub, first, whole_host):
-            assert_same(both.server, calm, asyncio.run(play(both.server.url, asked, disturb)), asked)
+            assert_same(both.server, reference, asyncio.run(play(both.server.url, asked, disturb)), asked)
 
 
 @pytest.mark.parametrize(("stages", "size"), [(2, 1), (1, 2)])
-def test_a_rank_of_the_other_host_that_stops_is_noticed(stages: int, size: int, tmp_path: Path) -> None:
+def test_stalled_rank_of_the_other_host_is_replaced(stages: int, size: int, tmp_path: Path) -> None:
     asked = crowd(3, 8, (40, 60))
     with group(flags_of(tmp_path, "127.0.0.2", stages, size)) as both:
-        calm = asyncio.run(play(both.server.url, asked))
+        reference = asyncio.run(play(both.server.url, asked))
 
         async def disturb() -> None:
             both.of_other("-rank-").send_signal(signal.SIGSTOP)
 
-        assert_same(both.server, calm, asyncio.run(play(both.server.url, asked, disturb)), asked)
+        assert_same(both.server, reference, asyncio.run(play(both.server.url, asked, disturb)), asked)
 
 
 @contextlib.contextmanager
-def cable() -> Iterator[list[str]]:
-    """Lay one between two network namespaces, this one's end at 10.213.0.1; yield the words that run a command in the other."""
-    name, here, there = (f"quintet{os.getpid()}", f"qa{os.getpid()}", f"qb{os.getpid()}")
+def veth_pair() -> Iterator[list[str]]:
+    """Connect a second network namespace; this end is 10.213.0.1. Yield the command prefix for the other."""
+    name, near_end, far_end = (f"quintet{os.getpid()}", f"qa{os.getpid()}", f"qb{os.getpid()}")
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
@@ -151,31 +151,31 @@ def cable() -> Iterator[list[str]]:
     try:
         ip("netns", "add", name)
     except (subprocess.CalledProcessError, FileNotFoundError):
-        pytest.skip("network namespaces are not allowed here")
+        pytest.skip("network namespaces are not permitted")
     try:
-        ip("link", "add", here, "type", "veth", "peer", "name", there)
-        ip("link", "set", there, "netns", name)
-        ip("addr", "add", "10.213.0.1/24", "dev", here)
-        ip("link", "set", here, "up")
-        ip("-n", name, "addr", "add", "10.213.0.2/24", "dev", there)
-        ip("-n", name, "link", "set", there, "up")
+        ip("link", "add", near_end, "type", "veth", "peer", "name", far_end)
+        ip("link", "set", far_end, "netns", name)
+        ip("addr", "add", "10.213.0.1/24", "dev", near_end)
+        ip("link", "set", near_end, "up")
+        ip("-n", name, "addr", "add", "10.213.0.2/24", "dev", far_end)
+        ip("-n", name, "link", "set", far_end, "up")
         yield ["ip", "netns", "exec", name]
     finally:
-        subprocess.run(["ip", "link", "del", here], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", near_end], check=False, capture_output=True)
         ip("netns", "del", name)
 
 
-def test_a_cut_link_is_a_pause(tmp_path: Path) -> None:
-    """Nobody dies, and no connection is closed: silence alone tells."""
+def test_cut_link_delays_streams(tmp_path: Path) -> None:
+    """No process dies and no connection is closed; only the stall timeout detects the cut."""
     asked = crowd(4, 6, (40, 60))
-    with cable() as prefix, group(flags_of(tmp_path, "10.213.0.1"), prefix) as both:
-        calm = asyncio.run(play(both.server.url, asked))
+    with veth_pair() as prefix, group(flags_of(tmp_path, "10.213.0.1"), prefix) as both:
+        reference = asyncio.run(play(both.server.url, asked))
 
         async def disturb() -> None:
-            here = f"qa{os.getpid()}"
-            subprocess.run(["ip", "link", "set", here, "down"], check=True)
+            near_end = f"qa{os.getpid()}"
+            subprocess.run(["ip", "link", "set", near_end, "down"], check=True)
             await asyncio.sleep(4.0)  # twice --stall-timeout
-            subprocess.run(["ip", "link", "set", here, "up"], check=True)
+            subprocess.run(["ip", "link", "set", near_end, "up"], check=True)
 
-        assert_same(both.server, calm, asyncio.run(play(both.server.url, asked, disturb)), asked)
+        assert_same(both.server, reference, asyncio.run(play(both.server.url, asked, disturb)), asked)
         assert any("host 1 sent nothing for 2 s" in line for line in both.server.lines)

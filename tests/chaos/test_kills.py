@@ -1,6 +1,6 @@
-"""`kill -9` under load: every client gets the bytes of an undisturbed run, and nothing is left behind.
+"""`kill -9` under load: all clients get the bytes of an undisturbed run, and no request leaks.
 
-Real servers, dozens of live streams. What a kill costs in time is `bench.chaos`'s to say: here only bytes and endings count.
+Real servers with dozens of streams. `bench.chaos` measures the delays.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ COMMON = ("--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000
 
 @pytest.fixture(scope="module")
 def num_streams(request: pytest.FixtureRequest) -> int:
-    """At once, all of them alive when somebody dies."""
+    """Number of concurrent streams at the time of a kill."""
     return 64 if request.config.option.whole else 24
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def server(request: pytest.FixtureRequest, num_streams: int) -> Iterator[Server]:
-    """A server with so little KV memory that requests push each other out."""
+    """Server with little KV memory, so that requests are preempted."""
     with serve(*KINDS[request.param], *little_memory(request.param, num_streams), *COMMON) as server:
         yield server
-        server.await_figures()
+        server.await_metrics()
         assert_empty(server)
 
 
 def little_memory(kind: str, num_streams: int) -> tuple[str, str]:
-    """For a third of the streams' tokens, or for a request of full length."""
+    """Return a KV cache of a third of the streams' tokens, at least of one request of maximum length."""
     return "--kv-cache-memory", f"{max(num_streams, 32) // (16 if kind == 'mock' else 8)}MiB"
 
 
@@ -46,14 +46,14 @@ def asked(num_streams: int) -> list[Asked]:
 
 
 @pytest.fixture(scope="module")
-def calm(server: Server, asked: list[Asked]) -> Run:
+def reference(server: Server, asked: list[Asked]) -> Run:
     run = asyncio.run(play(server.url, asked))
     assert all(heard.status == 200 and heard.is_done and not heard.error for heard in run.heard)
     return run
 
 
 def kill(server: Server, role: str, number: signal.Signals = signal.SIGKILL, index: int = 0) -> None:
-    """End a process, once it is there."""
+    """Wait for a process and send it a signal."""
     title = f"quintet-{role}-{index}"
 
     def is_sent() -> bool:
@@ -62,16 +62,16 @@ def kill(server: Server, role: str, number: signal.Signals = signal.SIGKILL, ind
             return False
         try:
             child.send_signal(number)
-        except psutil.NoSuchProcess:  # it was dying of an earlier one
+        except psutil.NoSuchProcess:  # it is exiting after an earlier signal
             return False
         return True
 
     wait_until(is_sent, title)
 
 
-def assert_same(server: Server, calm: Run, run: Run, asked: list[Asked]) -> None:
-    """Check that every client has the same bytes, and that the house is empty afterwards."""
-    assert not differences(calm, run, asked)
+def assert_same(server: Server, reference: Run, run: Run, asked: list[Asked]) -> None:
+    """Check that all clients have the same bytes, and that the server is idle afterwards."""
+    assert not differences(reference, run, asked)
     for heard in run.heard:
         assert heard.is_done
         assert all(choice.num_endings == 1 for choice in heard.choices.values())
@@ -79,79 +79,85 @@ def assert_same(server: Server, calm: Run, run: Run, asked: list[Asked]) -> None
 
 
 def assert_empty(server: Server) -> None:
-    """Check that no process believes that it has something to do."""
+    """Wait until no process has an active request."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "live_requests")
 
-    def is_empty() -> bool:
+    def is_idle() -> bool:
         try:
             return all(server.gauge(f"quintet:{name}") == 0 for name in names)
-        except (AssertionError, OSError):  # a process that has just been replaced tells no figures yet
+        except (AssertionError, OSError):  # a new process has no metrics yet
             return False
 
-    wait_until(is_empty, "an empty house")
+    wait_until(is_idle, "an idle server")
 
 
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "core", "executor", "frontend"])
-def test_a_killed_process_changes_no_byte(server: Server, asked: list[Asked], calm: Run, role: str) -> None:
+def test_killed_process_keeps_all_bytes(
+    server: Server, asked: list[Asked], reference: Run, role: str
+) -> None:
     async def disturb() -> None:
         kill(server, role)
 
     run = asyncio.run(play(server.url, asked, disturb))
-    assert_same(server, calm, run, asked)
+    assert_same(server, reference, run, asked)
 
 
-def test_a_killed_router_changes_no_byte(server: Server, asked: list[Asked], calm: Run) -> None:
-    """Of two before the server: clients go on at the other. Before two servers: `tests.chaos.test_route`."""
+def test_killed_router_keeps_all_bytes(server: Server, asked: list[Asked], reference: Run) -> None:
+    """One of two routers: clients resume at the other. With two servers: `tests.chaos.test_route`."""
     flags = ("--engine", server.url, "--poll-interval", "0.2")
     with route(*flags) as one, route(*flags) as other:
 
         async def disturb() -> None:
             one.process.kill()
 
-        def is_time(begun: set[int]) -> bool:
-            return any(number % 2 == 0 for number in begun)
+        def is_time(started: set[int]) -> bool:
+            return any(number % 2 == 0 for number in started)
 
         run = asyncio.run(play(one.url, asked, disturb, [other.url], is_time))
-    assert_same(server, calm, run, asked)
-    assert sum(heard.num_connections > heard.num_asked == 1 for heard in run.heard) > 0, "nobody went on"
+    assert_same(server, reference, run, asked)
+    assert sum(heard.num_connections > heard.num_asked == 1 for heard in run.heard) > 0, (
+        "no stream was resumed"
+    )
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "core", "executor"])
-def test_a_stopped_process_is_replaced_and_changes_no_byte(
-    server: Server, asked: list[Asked], calm: Run, role: str
+def test_stalled_process_is_replaced_and_keeps_all_bytes(
+    server: Server, asked: list[Asked], reference: Run, role: str
 ) -> None:
     async def disturb() -> None:
         kill(server, role, signal.SIGSTOP)
 
     run = asyncio.run(play(server.url, asked, disturb))
-    assert_same(server, calm, run, asked)
+    assert_same(server, reference, run, asked)
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("first", ["tokenizer", "detokenizer", "core", "executor"])
 @pytest.mark.parametrize("second", ["core", "executor"])
-def test_two_at_once(server: Server, asked: list[Asked], calm: Run, first: str, second: str) -> None:
+def test_two_simultaneous_kills(
+    server: Server, asked: list[Asked], reference: Run, first: str, second: str
+) -> None:
     async def disturb() -> None:
         kill(server, first)
         if second != first:
             kill(server, second)
 
     run = asyncio.run(play(server.url, asked, disturb))
-    assert_same(server, calm, run, asked)
+    assert_same(server, reference, run, asked)
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("num_kills", [5, pytest.param(20, marks=pytest.mark.whole)])
 @pytest.mark.whole
-def test_many_kills_in_a_row(server: Server, num_streams: int, num_kills: int) -> None:
-    """In any order and at any distance. A stream without a connection is known to the core alone: the two do not die together."""
+def test_repeated_kills(server: Server, num_streams: int, num_kills: int) -> None:
+    """Random order and delays. Only the core knows a stream without a connection: core and frontend are not both killed."""
     rng = random.Random(1)
     asked = crowd(1, num_streams, (100, 200))
-    calm = asyncio.run(play(server.url, asked))
+    reference = asyncio.run(play(server.url, asked))
     left = num_kills
 
-    def storm() -> Callable[[], Awaitable[None]]:
+    def random_kills() -> Callable[[], Awaitable[None]]:
         async def disturb() -> None:
             nonlocal left
             roles = ["tokenizer", "detokenizer", "executor", rng.choice(["core", "frontend"])]
@@ -163,16 +169,16 @@ def test_many_kills_in_a_row(server: Server, num_streams: int, num_kills: int) -
         return disturb
 
     while left > 0:
-        run = asyncio.run(play(server.url, asked, storm()))
-        assert_same(server, calm, run, asked)
+        run = asyncio.run(play(server.url, asked, random_kills()))
+        assert_same(server, reference, run, asked)
 
 
 @pytest.mark.drawn(1)
-def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server, num_streams: int) -> None:
-    """Some go on at another frontend, some while their old connection still stands; no token is drawn twice."""
+def test_repeated_disconnects_lose_no_token(server: Server, num_streams: int) -> None:
+    """Clients resume at another frontend or before the old connection is closed; no token is sampled twice."""
     asked = crowd(5, num_streams, plain=True)
-    calm = asyncio.run(play(server.url, asked))
-    server.await_figures()
+    reference = asyncio.run(play(server.url, asked))
+    server.await_metrics()
     assert_empty(server)
     drawn = server.gauge("quintet:generation_tokens_total")
     rng = random.Random(5)
@@ -195,10 +201,10 @@ def test_clients_that_are_cut_off_again_and_again_miss_nothing(server: Server, n
         return heards
 
     run = Run(asyncio.run(all_of_them()), 0.0)
-    assert_same(server, calm, run, asked)
+    assert_same(server, reference, run, asked)
     assert sum(heard.num_connections for heard in run.heard) >= 2 * num_streams
-    wanted = sum(heard.usage["completion_tokens"] for heard in run.heard)
+    expected = sum(heard.usage["completion_tokens"] for heard in run.heard)
     wait_until(
-        lambda: server.gauge("quintet:generation_tokens_total") - drawn >= wanted, "the figures of the core"
+        lambda: server.gauge("quintet:generation_tokens_total") - drawn >= expected, "the metrics of the core"
     )
-    assert server.gauge("quintet:generation_tokens_total") - drawn == wanted
+    assert server.gauge("quintet:generation_tokens_total") - drawn == expected

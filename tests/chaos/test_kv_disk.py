@@ -1,4 +1,4 @@
-"""`kill -9` while blocks are written to disk and read from there, and disks that lose bits: the same bytes for every client."""
+"""`kill -9` during reads and writes of KV on disk, and corrupted blocks: all responses stay the same."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bench.chaos.streams import crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
-from tests.processes.kv.test_kv_disk import blocks
+from tests.processes.kv.test_kv_disk import num_blocks
 from tests.processes.server import Server, serve, wait_until
 
 NUM_STREAMS = 24
 
 
-def damage(folder: Path, rng: random.Random) -> None:
-    """Write over some of what the disk holds."""
+def corrupt(folder: Path, rng: random.Random) -> None:
+    """Overwrite random bytes of the blocks on disk."""
     with (folder / "engine-0" / "blocks.kv").open("r+b") as blocks:
         size = blocks.seek(0, 2)
         for _ in range(30):
@@ -32,31 +32,31 @@ LAST_RANKS = ([RANK], ["executor"], [RANK, "core", RANK])
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_killed_while_the_disk_is_written_and_read(size: int, stages: int, tmp_path: Path) -> None:
-    """Of ranks the last one too, which may have its part of a block still to bring."""
+def test_kill_during_disk_reads_and_writes(size: int, stages: int, tmp_path: Path) -> None:
+    """Includes the last rank, which may still have a part of a block to write."""
     rng, last = random.Random(1), size * stages - 1
     asked = crowd(1, NUM_STREAMS, (40, 100))
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
     flags += ("--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(stages))
     with serve(*flags) as server:
-        calm = asyncio.run(play(server.url, asked))
+        reference = asyncio.run(play(server.url, asked))
     flags = (*flags, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "8MiB")
     num_fetched = 0.0
     for roles in LAST_RANKS if last else ROLES:
         with serve(*flags) as server:
 
             def is_used(server: Server = server) -> bool:
-                return blocks(server, "stored") + blocks(server, "fetched") > 0
+                return num_blocks(server, "stored") + num_blocks(server, "fetched") > 0
 
             async def disturb(roles: list[str] = roles) -> None:
                 await asyncio.to_thread(wait_until, is_used, "blocks are written or read")
                 for role in roles:
                     kill(server, role, index=last if role == RANK else 0)
                     await asyncio.sleep(rng.choice([0.05, 0.3]))
-                damage(tmp_path / "kv", rng)
+                corrupt(tmp_path / "kv", rng)
 
-            assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
-            assert_same(server, calm, asyncio.run(play(server.url, asked)), asked)
-            num_fetched += blocks(server, "fetched")
+            assert_same(server, reference, asyncio.run(play(server.url, asked, disturb)), asked)
+            assert_same(server, reference, asyncio.run(play(server.url, asked)), asked)
+            num_fetched += num_blocks(server, "fetched")
             server.process.kill()
     assert num_fetched, "nothing was read from the disk"

@@ -1,4 +1,4 @@
-"""`kill -9` while a store is written to and read from, and stores that lose bits: the same bytes for clients of two servers."""
+"""`kill -9` during reads and writes of a shared KV store, and corrupted runs: all responses stay the same."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from bench.chaos.streams import Asked, crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
-from tests.processes.kv.test_kv_store import runs
+from tests.processes.kv.test_kv_store import num_runs
 from tests.processes.server import Server, serve, wait_until
 
 NUM_STREAMS = 24
-BEGINNINGS = [
-    f"{who} {does} under the bridge, " * 30 for who, does in (("A river", "runs"), ("The cat", "sleeps"))
+PREFIXES = [
+    f"{subject} {verb} under the bridge, " * 30
+    for subject, verb in (("A river", "runs"), ("The cat", "sleeps"))
 ]
-"""Each longer than a run."""
+"""Each is longer than a run."""
 
 
 def long_crowd() -> list[Asked]:
-    """Return requests of which many begin alike."""
+    """Return requests of which many share a prefix."""
     asked = crowd(1, NUM_STREAMS, (40, 100))
     for number, each in enumerate(asked):
         if "prompt" in each.body:
-            each.body["prompt"] = BEGINNINGS[number % 2] + each.body["prompt"]
+            each.body["prompt"] = PREFIXES[number % 2] + each.body["prompt"]
         else:
-            each.body["messages"][0]["content"] = BEGINNINGS[number % 2] + each.body["messages"][0]["content"]
+            each.body["messages"][0]["content"] = PREFIXES[number % 2] + each.body["messages"][0]["content"]
     return asked
 
 
-def fetched(server: Server) -> int:
-    server.await_figures()
+def num_fetched_blocks(server: Server) -> int:
+    server.await_metrics()
     return int(server.gauge_of("quintet:kv_store_blocks_total", "fetched"))
 
 
-def damage(folder: Path, rng: random.Random) -> None:
-    """Write over some of what the store holds."""
+def corrupt(folder: Path, rng: random.Random) -> None:
+    """Overwrite random bytes of stored runs."""
     for path in folder.rglob("*/*/*"):
         if rng.random() < 0.3 and path.is_file():
             with path.open("r+b") as run:
@@ -55,43 +56,41 @@ LAST_RANKS = ([RANK], ["executor"], [RANK, "core", RANK])
     ("scheme", "size", "stages"),
     [("file", 1, 1), ("local", 1, 1), ("file", 2, 1), ("local", 2, 2)],
 )
-def test_killed_while_the_store_is_written_and_read(
-    scheme: str, size: int, stages: int, tmp_path: Path
-) -> None:
-    """Of ranks the last one too, which may have its part of a run still to bring."""
+def test_kill_during_store_reads_and_writes(scheme: str, size: int, stages: int, tmp_path: Path) -> None:
+    """Includes the last rank, which may still have a part of a run to write."""
     if scheme == "local":
         pytest.importorskip("fsspec")
-        (tmp_path / "kv").mkdir()  # as a bucket, it is made by whoever owns it
+        (tmp_path / "kv").mkdir()  # like a bucket, the folder must exist
     rng, last = random.Random(1), size * stages - 1
     asked = long_crowd()
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
     flags += ("--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(stages))
     with serve(*flags) as server:
-        calm = asyncio.run(play(server.url, asked))
+        reference = asyncio.run(play(server.url, asked))
     store = (*flags, "--block-size", "16", "--kv-store", f"{scheme}://{tmp_path}/kv")
     num_fetched = 0
     for roles in LAST_RANKS if last else ROLES:
         with serve(*store) as one, serve(*store) as other:
 
             def is_used(server: Server = one) -> bool:
-                return runs(server, "kept") + fetched(server) > 0
+                return num_runs(server, "kept") + num_fetched_blocks(server) > 0
 
             async def disturb(roles: list[str] = roles) -> None:
-                await asyncio.to_thread(wait_until, is_used, "runs are kept or found")
+                await asyncio.to_thread(wait_until, is_used, "runs are stored or fetched")
                 for role in roles:
                     for server in (one, other):
                         kill(server, role, index=last if role == RANK else 0)
                     await asyncio.sleep(rng.choice([0.05, 0.3]))
-                damage(tmp_path / "kv", rng)
+                corrupt(tmp_path / "kv", rng)
 
             async def both() -> None:
                 first = asyncio.create_task(play(one.url, asked, disturb))
                 second = await play(other.url, asked)
-                assert_same(one, calm, await first, asked)
-                assert_same(other, calm, second, asked)
+                assert_same(one, reference, await first, asked)
+                assert_same(other, reference, second, asked)
 
             asyncio.run(both())
-            num_fetched += fetched(one) + fetched(other)
+            num_fetched += num_fetched_blocks(one) + num_fetched_blocks(other)
             one.process.kill()
             other.process.kill()
-    assert num_fetched, "nobody has found what another computed"
+    assert num_fetched, "no block was fetched"

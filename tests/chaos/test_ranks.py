@@ -1,4 +1,4 @@
-"""`kill -9` of one rank of an executor: all of them end with it, and no client sees another byte; of one engine, and of two."""
+"""`kill -9` of one rank of an executor, with one engine and two: all ranks restart, all responses stay the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.chaos.test_kills import COMMON, assert_empty, assert_same, kill, litt
 from tests.processes.server import Server, serve, wait_until
 
 RANK = "executor-0-rank"
-"""The title of a rank but the first, without its number."""
+"""Title prefix of ranks except rank 0."""
 
 
 pytestmark = pytest.mark.whole
@@ -24,39 +24,39 @@ pytestmark = pytest.mark.whole
 LAYOUTS = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 2)]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids="{0[0]}x{0[1]}, {0[2]} together".format)
+@pytest.fixture(scope="module", params=LAYOUTS, ids="{0[0]}x{0[1]}, context {0[2]}".format)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Ranks of one stage, two stages, two of two, and four of which each two keep KV together."""
-    size, stages, together = map(str, request.param)
+    """Server with ranks of one stage, of two stages, of both, or with decode context parallelism."""
+    size, stages, context_size = map(str, request.param)
     ranks = ("--tensor-parallel-size", size, "--pipeline-parallel-size", stages, "--threads", "1")
-    ranks += ("--decode-context-parallel-size", together)
+    ranks += ("--decode-context-parallel-size", context_size)
     with serve(*little_memory("model", 8), *COMMON, *ranks) as server:
         yield server
 
 
-def test_a_killed_rank_changes_no_byte(server: Server) -> None:
+def test_killed_rank_keeps_all_bytes(server: Server) -> None:
     asked = crowd(1, 6, (20, 40))
-    calm = asyncio.run(play(server.url, asked))
-    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
+    reference = asyncio.run(play(server.url, asked))
+    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
 
     async def disturb() -> None:
         kill(server, RANK, index=1)
 
-    assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
+    assert_same(server, reference, asyncio.run(play(server.url, asked, disturb)), asked)
     assert any("rank 1 was killed by SIGKILL" in line for line in server.lines)
 
 
-def test_each_rank_in_turn(server: Server) -> None:
-    """Rank 0, which is the executor for all others, and the last; then any, while the others are being started again."""
+def test_kills_of_first_last_and_random_ranks(server: Server) -> None:
+    """Rank 0, which is the executor process, the last rank, then random ranks during restarts."""
     asked = crowd(2, 16, (60, 120))
-    calm = asyncio.run(play(server.url, asked))
+    reference = asyncio.run(play(server.url, asked))
     last = max(int(title.rpartition("-")[2]) for title in server.children() if RANK in title)
     rng = random.Random(5)
 
     async def first() -> None:
         kill(server, "executor")
 
-    async def hindmost() -> None:
+    async def last_rank() -> None:
         kill(server, RANK, index=last)
 
     async def many() -> None:
@@ -65,76 +65,76 @@ def test_each_rank_in_turn(server: Server) -> None:
             kill(server, RANK if rank else "executor", index=rank)
             await asyncio.sleep(rng.choice([0.0, 0.5, 1.5]))
 
-    for disturb in (first, hindmost, many):
-        assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
+    for disturb in (first, last_rank, many):
+        assert_same(server, reference, asyncio.run(play(server.url, asked, disturb)), asked)
 
 
-def test_a_rank_that_stops_is_noticed(server: Server) -> None:
+def test_stalled_rank_is_replaced(server: Server) -> None:
     asked = crowd(3, 8, (40, 60))
-    calm = asyncio.run(play(server.url, asked))
+    reference = asyncio.run(play(server.url, asked))
 
     async def disturb() -> None:
         kill(server, RANK, signal.SIGSTOP, index=1)
 
-    assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
+    assert_same(server, reference, asyncio.run(play(server.url, asked, disturb)), asked)
 
 
-def test_no_rank_outlives_the_first(server: Server) -> None:
+def test_ranks_end_with_rank_0(server: Server) -> None:
     before = {title: child.pid for title, child in server.children().items() if RANK in title}
     kill(server, "executor")
 
-    def all_new() -> bool:
+    def all_are_new() -> bool:
         now = {title: child.pid for title, child in server.children().items() if RANK in title}
         return now.keys() == before.keys() and not set(now.values()) & set(before.values())
 
-    wait_until(all_new, "ranks of a new executor")
+    wait_until(all_are_new, "ranks of a new executor")
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids="{0[0]}x{0[1]}".format)
 def engines(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Two engines, each of two ranks of one stage, or of two stages."""
+    """Server with two engines, each of two ranks or two stages."""
     size, stages = map(str, request.param)
     ranks = ("--tensor-parallel-size", size, "--pipeline-parallel-size", stages, "--threads", "1")
     with serve(*little_memory("model", 16), *COMMON, *ranks, "--data-parallel-size", "2") as server:
         yield server
-        server.await_figures()
+        server.await_metrics()
         assert_empty(server)
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_killed_rank_of_one_of_two_engines(engines: Server, index: int) -> None:
-    """What its engine computed goes on at the other one."""
+def test_killed_rank_of_one_of_two_engines(engines: Server, index: int) -> None:
+    """The other engine resumes the requests."""
     asked = crowd(4, 16, (40, 100))
-    calm = asyncio.run(play(engines.url, asked))
-    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
+    reference = asyncio.run(play(engines.url, asked))
+    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
     title, num_resumed = f"executor-{index}-rank", engines.gauge("quintet:resumed_requests_total")
 
     async def disturb() -> None:
         kill(engines, title, index=1)
 
-    assert_same(engines, calm, asyncio.run(play(engines.url, asked, disturb)), asked)
+    assert_same(engines, reference, asyncio.run(play(engines.url, asked, disturb)), asked)
     assert engines.gauge("quintet:resumed_requests_total") > num_resumed
     wait_until(lambda: f"quintet-{title}-1" in engines.children(), "another rank")
 
 
-def test_ranks_of_both_engines(engines: Server) -> None:
-    """One of each at once; then any, while others are being started again."""
+def test_kills_of_ranks_of_both_engines(engines: Server) -> None:
+    """One rank of each engine, then random ranks during restarts."""
     rng = random.Random(6)
     asked = crowd(5, 24, (60, 120))
-    calm = asyncio.run(play(engines.url, asked))
+    reference = asyncio.run(play(engines.url, asked))
 
-    def strike(index: int, rank: int) -> None:
+    def kill_rank(index: int, rank: int) -> None:
         title, number = (f"executor-{index}-rank", 1) if rank else ("executor", index)
         kill(engines, title, index=number)
 
     async def both() -> None:
-        strike(0, 1)
-        strike(1, 0)
+        kill_rank(0, 1)
+        kill_rank(1, 0)
 
     async def many() -> None:
         for _ in range(6):
-            strike(rng.randint(0, 1), rng.randint(0, 1))
+            kill_rank(rng.randint(0, 1), rng.randint(0, 1))
             await asyncio.sleep(rng.choice([0.0, 0.5, 1.5]))
 
     for disturb in (both, many):
-        assert_same(engines, calm, asyncio.run(play(engines.url, asked, disturb)), asked)
+        assert_same(engines, reference, asyncio.run(play(engines.url, asked, disturb)), asked)

@@ -1,4 +1,4 @@
-"""`kill -9` of one of two servers behind a router, and of one of two routers: answers go on at the other, to the same bytes."""
+"""`kill -9` of one of two servers of a router, and of one of two routers: the other resumes to the same bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS: dict[str, list[tuple[str, ...]]] = {
         for engines in (("--data-parallel-size", "2"), ())
     ],
 }
-"""Of the first server, which is killed, and of the second."""
+"""Flags of the first server, which is killed, and of the second."""
 ALONE = (*FLAGS["mock"][0], "--max-model-len", "1024")
 SWITCHES = {"type": "array", "items": {"type": "boolean"}, "minItems": 90, "maxItems": 90}
 LIGHTS = {
@@ -38,11 +38,11 @@ ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "reasoning": (("--reasoning-parser", "deepseek_r1"), {}),
     "function_call": (("--tool-call-parser", "hermes"), {"tools": [LIGHTS], "tool_choice": "required"}),
 }
-"""What servers are told to read, and requests to ask for, so that an answer is items of one type."""
+"""Item type -> server flags and request fields that produce it."""
 
 
 def await_servers(router: Server, number: int) -> None:
-    """Wait until a router has heard of so many servers that they are well."""
+    """Wait until a router reports `number` healthy servers."""
     wait_until(lambda: f'"servers":{number}' in router.get("/readyz")[1], f"{number} servers")
 
 
@@ -50,7 +50,7 @@ def await_servers(router: Server, number: int) -> None:
 def two_routers(
     of_first: tuple[str, ...], of_second: tuple[str, ...]
 ) -> Iterator[tuple[Server, Server, Server, Server]]:
-    """Run two servers with these flags, and two routers before them; return all once the routers know the servers."""
+    """Run two servers and two routers of both; yield all once the routers report both servers."""
     with serve(*of_first) as first, serve(*of_second) as second:
         flags = ("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2")
         with route(*flags) as one, route(*flags) as other:
@@ -59,17 +59,21 @@ def two_routers(
             yield first, second, one, other
 
 
-def assert_came_back(run: Run) -> None:
-    """Check that of those at a router that was killed some went on by id, and some asked again; nobody else came back."""
-    struck = run.heard[::2]
-    assert all(heard.num_connections == 1 for heard in run.heard[1::2]), "the other router's clients"
-    assert any(heard.num_connections > heard.num_asked == 1 for heard in struck), "nobody had begun"
-    assert any(heard.num_asked > 1 for heard in struck), "everybody had begun"
+def assert_reconnected(run: Run) -> None:
+    """Check that clients of the killed router reconnected, some by stream id, some by request, and no other client."""
+    affected = run.heard[::2]
+    assert all(heard.num_connections == 1 for heard in run.heard[1::2]), (
+        "clients of the other router reconnected"
+    )
+    assert any(heard.num_connections > heard.num_asked == 1 for heard in affected), (
+        "no client resumed a stream"
+    )
+    assert any(heard.num_asked > 1 for heard in affected), "no client resent its request"
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", FLAGS)
-def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
+def test_killed_server_keeps_all_bytes(kind: str) -> None:
     asked = (
         crowd(1, 24, (60, 120)) + as_messages(crowd(2, 8, (60, 120))) + as_responses(crowd(4, 8, (60, 120)))
     )
@@ -80,17 +84,17 @@ def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
         route("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2") as router,
     ):
         await_servers(router, 2)
-        calm = asyncio.run(play(router.url, asked))
-        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
-        assert all(heard.num_connections == 1 for heard in calm.heard)
+        reference = asyncio.run(play(router.url, asked))
+        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
+        assert all(heard.num_connections == 1 for heard in reference.heard)
 
         async def disturb() -> None:
             assert 0 < first.gauge("quintet:live_requests") < len(asked)
             first.process.kill()
 
         run = asyncio.run(play(router.url, asked, disturb))
-        assert not differences(calm, run, asked)
-        assert all(heard.num_connections == 1 for heard in run.heard), "no client had to come back"
+        assert not differences(reference, run, asked)
+        assert all(heard.num_connections == 1 for heard in run.heard), "a client reconnected"
         assert router.gauge("quintet_route:resumptions_total") > 0
         assert router.gauge("quintet_route:broken_streams_total") == 0
         assert router.gauge("quintet_route:server_up") == 1
@@ -98,68 +102,68 @@ def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", FLAGS)
-def test_a_router_that_is_killed_changes_no_byte(kind: str) -> None:
-    """Half of the clients are at each router; a server answers four at a time, so that most have no byte when one of them has."""
+def test_killed_router_keeps_all_bytes(kind: str) -> None:
+    """Each router has half of the clients. --max-num-seqs 4, so that most have no byte at the time of the kill."""
     asked = crowd(3, 32, (60, 120))
     of_first, of_second = (
         (*flags, "--max-model-len", "1024", "--max-num-seqs", "4") for flags in FLAGS[kind]
     )
     with two_routers(of_first, of_second) as (first, second, one, other):
-        calm = asyncio.run(play(one.url, asked, elsewhere=[other.url]))
-        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
-        assert all(heard.num_connections == 1 for heard in calm.heard)
+        reference = asyncio.run(play(one.url, asked, elsewhere=[other.url]))
+        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
+        assert all(heard.num_connections == 1 for heard in reference.heard)
 
         async def disturb() -> None:
             one.process.kill()
 
-        def is_time(begun: set[int]) -> bool:
-            return any(number % 2 == 0 for number in begun)
+        def is_time(started: set[int]) -> bool:
+            return any(number % 2 == 0 for number in started)
 
         run = asyncio.run(play(one.url, asked, disturb, [other.url], is_time))
-        assert not differences(calm, run, asked)
-        assert_came_back(run)
-        wait_until(lambda: other.gauge("quintet_route:server_open_requests") == 0, "an empty router")
+        assert not differences(reference, run, asked)
+        assert_reconnected(run)
+        wait_until(lambda: other.gauge("quintet_route:server_open_requests") == 0, "an idle router")
         for server in (first, second):
             assert_empty(server)
 
 
 @pytest.mark.whole
-def test_a_stream_that_another_server_went_on_with_goes_on_through_another_router() -> None:
-    """First its server is killed, then, once the other one has said something, its router."""
+def test_stream_survives_kills_of_its_server_and_then_its_router() -> None:
+    """Kill the server, then the router once the other server has sent an event."""
     [asked] = crowd(5, 1, (300, 300), plain=True)
     with two_routers(ALONE, ALONE) as (first, second, one, other):
-        calm, heard = Heard(), Heard()
-        asyncio.run(listen(one.url, asked, calm))
+        reference, heard = Heard(), Heard()
+        asyncio.run(listen(one.url, asked, reference))
 
         def disturb() -> None:
             if len(heard.times_s) == 10:
-                with_requests(first, second).process.kill()
+                busy_server(first, second).process.kill()
             elif len(streams_of(heard)) == 2:
                 one.process.kill()
 
         asyncio.run(listen(one.url, asked, heard, disturb, [other.url]))
-        assert heard.bytes_of() == calm.bytes_of() and calm.is_done
-        assert (len(streams_of(calm)), len(streams_of(heard)), heard.num_asked) == (1, 3, 1)
+        assert heard.bytes_of() == reference.bytes_of() and reference.is_done
+        assert (len(streams_of(reference)), len(streams_of(heard)), heard.num_asked) == (1, 3, 1)
 
 
 @pytest.mark.whole
-def test_a_stream_whose_router_and_then_server_is_killed_goes_on() -> None:
-    """For a client that comes back with its request: the other router has then all that another server needs."""
+def test_stream_survives_kills_of_its_router_and_then_its_server() -> None:
+    """The client resends its request, so that the other router can resume it at another server."""
     [asked] = crowd(6, 1, (300, 300), plain=True)
     with two_routers(ALONE, ALONE) as (first, second, one, other):
-        calm, heard = Heard(), Heard()
-        asyncio.run(listen(one.url, asked, calm))
+        reference, heard = Heard(), Heard()
+        asyncio.run(listen(one.url, asked, reference))
 
         def disturb() -> None:
             if len(heard.times_s) == 10:
                 one.process.kill()
             elif len(streams_of(heard)) == 2 and not killed:
-                killed.append(with_requests(first, second))
+                killed.append(busy_server(first, second))
                 killed[0].process.kill()
 
         killed: list[Server] = []
         asyncio.run(listen(one.url, asked, heard, disturb, [other.url], repeats=True))
-        assert heard.bytes_of() == calm.bytes_of() and calm.is_done
+        assert heard.bytes_of() == reference.bytes_of() and reference.is_done
         assert (len(streams_of(heard)), heard.num_asked, heard.num_connections) == (3, 1, 2)
         assert other.gauge("quintet_route:broken_streams_total") == 0
 
@@ -167,8 +171,8 @@ def test_a_stream_whose_router_and_then_server_is_killed_goes_on() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", ITEMS)
 @pytest.mark.parametrize("how", ["killed", "drained"])
-def test_items_of_a_response_go_on_where_they_were_and_are_kept_where_they_end(kind: str, how: str) -> None:
-    """In reasoning, or the arguments of a call: every event as it comes undisturbed, and behind it the whole response."""
+def test_response_items_resume_and_are_stored(kind: str, how: str) -> None:
+    """Inside reasoning or the arguments of a call: same events, and the final server stores the response."""
     flags, fields = ITEMS[kind]
     asked = as_responses(crowd(7, 8, (200, 300), plain=True), **fields)
     flags = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--drain-timeout", "0.1", *flags)
@@ -178,8 +182,8 @@ def test_items_of_a_response_go_on_where_they_were_and_are_kept_where_they_end(k
         route("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2") as router,
     ):
         await_servers(router, 2)
-        calm = asyncio.run(play(router.url, asked))
-        assert all(heard.is_done and heard.events[-2]["item"]["type"] == kind for heard in calm.heard)
+        reference = asyncio.run(play(router.url, asked))
+        assert all(heard.is_done and heard.events[-2]["item"]["type"] == kind for heard in reference.heard)
 
         async def disturb() -> None:
             assert 0 < first.gauge("quintet:live_requests") < len(asked)
@@ -189,7 +193,7 @@ def test_items_of_a_response_go_on_where_they_were_and_are_kept_where_they_end(k
                 first.process.terminate()
 
         run = asyncio.run(play(router.url, asked, disturb))
-        assert not differences(calm, run, asked)
+        assert not differences(reference, run, asked)
         assert router.gauge("quintet_route:resumptions_total") > 0
         assert router.gauge("quintet_route:broken_streams_total") == 0
         for heard in run.heard:
@@ -201,8 +205,8 @@ def test_items_of_a_response_go_on_where_they_were_and_are_kept_where_they_end(k
 
 
 @pytest.mark.whole
-def test_a_turn_goes_on_at_its_own_server_once_that_is_back_with_its_file(tmp_path: Path) -> None:
-    """Nobody else keeps what the request follows. That server had noted meanwhile that nobody waits for the response."""
+def test_response_resumes_after_a_restart_with_its_store(tmp_path: Path) -> None:
+    """Only this server stores the previous response. Its store has meanwhile recorded that no client waits for it."""
     flags = (*ALONE, "--response-store", str(tmp_path / "kept.sqlite"))
     with contextlib.ExitStack() as servers:
         first = servers.enter_context(serve(*flags))
@@ -210,7 +214,7 @@ def test_a_turn_goes_on_at_its_own_server_once_that_is_back_with_its_file(tmp_pa
         await_servers(router, 1)
         _, former = first.post("/v1/responses", {"input": "one", "max_output_tokens": 8})
         [asked] = as_responses(crowd(8, 1, (300, 300), plain=True), previous_response_id=former["id"])
-        calm = asyncio.run(play(router.url, [asked]))
+        reference = asyncio.run(play(router.url, [asked]))
 
         async def disturb() -> None:
             first.process.kill()
@@ -218,19 +222,19 @@ def test_a_turn_goes_on_at_its_own_server_once_that_is_back_with_its_file(tmp_pa
             await asyncio.to_thread(servers.enter_context, again)
 
         run = asyncio.run(play(router.url, [asked], disturb))
-        assert not differences(calm, run, [asked])
+        assert not differences(reference, run, [asked])
         [heard] = run.heard
         [name] = (name for name, ours in heard.names.items() if ours == "own")
         status, kept = router.get(f"/v1/responses/resp_{name}")
         assert (status, json.loads(kept)["status"]) == (200, "incomplete") and heard.is_done
 
 
-def with_requests(*servers: Server) -> Server:
-    """Return the one of some servers that has something to do."""
+def busy_server(*servers: Server) -> Server:
+    """Return the server with active requests."""
     [found] = [server for server in servers if server.gauge("quintet:live_requests")]
     return found
 
 
 def streams_of(heard: Heard) -> set[str]:
-    """Return the streams that a client has heard: a server gives each a name when it begins, or goes on."""
+    """Return the stream ids that a client received: one per start or resumption at a server."""
     return {event_id.partition(":")[0] for event_id in heard.event_ids}

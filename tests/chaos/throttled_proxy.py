@@ -1,4 +1,4 @@
-"""A way to a port of another process, of which a test decides how much comes through, and that it is cut."""
+"""TCP proxy that tests throttle and cut."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from types import TracebackType
 PIECE_BYTES = 1 << 12
 
 
-class Narrows:
-    """A port here that passes on to one of 127.0.0.1. Of what comes back it lets so many bytes through, then no more."""
+class ThrottledProxy:
+    """Proxy to a port of 127.0.0.1 that blocks after `num_bytes` of responses."""
 
     def __init__(self, to_port: int, num_bytes: int) -> None:
         self._to_port = to_port
         self._left: int | None = num_bytes
-        """Bytes that may still come; None: all of them."""
+        """Remaining bytes of responses; None: unlimited."""
         self._changed = threading.Condition()
-        """Guards all that changes."""
+        """Guards `_left` and `_open`."""
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.is_full = threading.Event()
-        """Set once more has come than may pass: it is on its way, and waits here."""
+        """Set once bytes beyond the limit are waiting."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
 
-    def __enter__(self) -> Narrows:
+    def __enter__(self) -> ThrottledProxy:
         self._start(self._accept)
         return self
 
@@ -43,19 +43,19 @@ class Narrows:
         for each in self._open:
             each.close()
 
-    def widen(self) -> None:
-        """Let everything through, what waits too."""
+    def unthrottle(self) -> None:
+        """Remove the limit, also for waiting bytes."""
         with self._changed:
             self._left = None
             self._changed.notify_all()
 
     def cut(self) -> None:
-        """Break all connections; what waits is lost. Later ones are not narrow."""
+        """Close all connections and drop waiting bytes. Later connections are unlimited."""
         with self._changed:
             for each in self._open:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
-        self.widen()
+        self.unthrottle()
 
     def _start(self, work: Callable[..., None], *given: object) -> None:
         thread = threading.Thread(target=work, args=given)
@@ -74,21 +74,21 @@ class Narrows:
                 except OSError:
                     near.shutdown(socket.SHUT_RDWR)
                     continue
-                self._start(self._pass_on, near, far, False)
-                self._start(self._pass_on, far, near, True)
+                self._start(self._forward, near, far, False)
+                self._start(self._forward, far, near, True)
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket, is_narrow: bool) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, is_throttled: bool) -> None:
         with contextlib.suppress(OSError):
             while piece := source.recv(PIECE_BYTES):
-                if is_narrow:
-                    self._take(len(piece))
+                if is_throttled:
+                    self._acquire(len(piece))
                 sink.sendall(piece)
         for each in (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
-    def _take(self, num_bytes: int) -> None:
-        """Wait until so much may pass."""
+    def _acquire(self, num_bytes: int) -> None:
+        """Wait until `num_bytes` may pass."""
         with self._changed:
             while self._left is not None and num_bytes > self._left:
                 self.is_full.set()

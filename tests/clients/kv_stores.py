@@ -1,4 +1,4 @@
-"""What is asked of each store of KV that servers share, of the real thing."""
+"""Checks of shared KV stores against real storage servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from quintet.executor.kv_transfer.store.connector import open_connector
 from quintet.wire.config import KvStoreConfig
-from tests.processes.kv.test_kv_store import FLAGS, RUN, ask, runs
+from tests.processes.kv.test_kv_store import FLAGS, RUN_TOKENS, ask, num_runs
 from tests.processes.server import serve, wait_until
 
 CONTENT = bytes(range(256)) * 12_000
@@ -15,7 +15,7 @@ NAMES = [f"{'ab' * 16}/{number:064x}" for number in range(8)]
 
 
 def check_objects(url: str) -> None:
-    """What a connector promises, of the real thing."""
+    """Check put, get, count and drop of a connector."""
     config = KvStoreConfig(url=url, waiting_bytes=1, staging_bytes=1)
     one, other = open_connector(config), open_connector(config)
     for name in NAMES[:5]:
@@ -32,15 +32,15 @@ def check_objects(url: str) -> None:
 
 
 def check_servers(url: str, end_storage: Callable[[], None]) -> None:
-    """Two servers, and then no storage."""
+    """Check two servers that share a store, and then its loss."""
     flags = (*FLAGS, "--kv-store", url)
     with serve(*flags) as one, serve(*flags) as other:
         text, num_cached = ask(one)
         assert num_cached == 0
-        wait_until(lambda: runs(one, "kept") > 0, "the prompt in the store")
-        assert ask(other) == (text, RUN)
+        wait_until(lambda: num_runs(one, "kept") > 0, "the prompt in the store")
+        assert ask(other) == (text, RUN_TOKENS)
         end_storage()
-        begun_s = time.monotonic()
-        prompt = "Nobody has computed this. " * 40
+        started_s = time.monotonic()
+        prompt = "No server has computed this. " * 40
         assert ask(one, prompt)[0] == ask(other, prompt)[0]
-        print(f"{url}: without the storage after {time.monotonic() - begun_s:.1f} s")
+        print(f"{url}: without the storage after {time.monotonic() - started_s:.1f} s")

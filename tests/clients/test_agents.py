@@ -1,7 +1,7 @@
-"""Programs that act on answers, as they are published, against a real server whose model says what a script holds.
+"""Published agent programs against a real server with a scripted model.
 
-Everything but the forward pass is real: HTTP, chat template, tokenizer, prefix cache, parsers of calls and reasoning.
-``make clients`` installs the programs; none of them may reach any server but this one.
+Only the forward pass is a mock; HTTP, chat template, tokenizer, prefix cache and parsers are real. ``make clients`` installs the
+programs. They can reach only this server.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tests.processes.server import Server, serve
 
 MODEL = "agent"
 CATALOGUED = ("gpt-5.5", "gpt-6.1-sol")
-"""Models to which Codex CLI sends a freeform tool, and its tools as an item."""
+"""Model names for which Codex CLI sends a freeform tool, and its tools as an item."""
 NAMES = [flag for name in (MODEL, *CATALOGUED) for flag in ("--served-model-name", name)]
-LEAST_HIT = 0.95
-"""Of a turn's prompt, the share that its next turn must find in the prefix cache."""
-CLOSED = "http://127.0.0.1:9"
-LONGEST_S = 120
+MIN_HIT_RATE = 0.95
+"""Minimum cached share of the previous prompt in the next turn."""
+CLOSED_PROXY = "http://127.0.0.1:9"
+TIMEOUT_S = 120
 
 pytestmark = pytest.mark.whole
 
 
-class Place(NamedTuple):
-    """A server, and the folders of a program that talks to it."""
+class Setup(NamedTuple):
+    """A server, and the folders of its client program."""
 
     server: Server
     project: Path
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = tmp_path_factory.mktemp("agents")
     project, home = folder / "project", folder / "home"
     project.mkdir()
@@ -53,7 +53,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     script = write_script(folder / "script.json", script_of(project))
     mock = ("--executor", "mock", "--mock-script", str(script), "--kv-cache-memory", "1GiB")
     with serve(str(model), *mock, *NAMES) as server:
-        yield Place(server, project, home)
+        yield Setup(server, project, home)
         assert not [line for line in server.lines if "ERROR" in line or "Traceback" in line]
 
 
@@ -64,7 +64,7 @@ def toy() -> Iterator[Server]:
 
 
 def installed(name: str) -> Path:
-    """Return the folder in which npm installed a program."""
+    """Return the folder of a program that npm installed."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     path = ENVIRONMENTS / name
@@ -72,24 +72,24 @@ def installed(name: str) -> Path:
     return path
 
 
-def run(place: Place, *command: str | Path, **variables: str) -> str:
-    """Run a program without any way to other servers; return what it printed."""
-    proxies = {"HTTP_PROXY": CLOSED, "HTTPS_PROXY": CLOSED, "NO_PROXY": "127.0.0.1"}
+def run(setup: Setup, *command: str | Path, **variables: str) -> str:
+    """Run a program without access to other servers; return its stdout."""
+    proxies = {"HTTP_PROXY": CLOSED_PROXY, "HTTPS_PROXY": CLOSED_PROXY, "NO_PROXY": "127.0.0.1"}
     environment = {
         "PATH": os.environ["PATH"],
-        "HOME": str(place.home),
+        "HOME": str(setup.home),
         "TERM": "dumb",
         **proxies,
         **variables,
     }
     ran = subprocess.run(
         command,
-        cwd=place.project,
+        cwd=setup.project,
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=LONGEST_S,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
@@ -101,17 +101,17 @@ def events_of(printed: str) -> list[dict[str, Any]]:
 
 
 def check_hits(usages: list[tuple[int, int]]) -> None:
-    """Check that each prompt finds nearly all of the one before in the cache. usages: tokens of prompts, and those cached."""
+    """Check the cache hits of each turn. usages: prompt tokens and cached tokens of each request."""
     assert len(usages) >= 2, usages
     for (before, _), (_, cached) in itertools.pairwise(usages):
-        assert cached >= LEAST_HIT * before, usages
+        assert cached >= MIN_HIT_RATE * before, usages
 
 
 # --- Claude Code --------------------------------------------------------------------------------------------------
 
 
-def claude(place: Place, prompt: str, *flags: str) -> list[dict[str, Any]]:
-    """Ask Claude Code; return its events."""
+def claude(setup: Setup, prompt: str, *flags: str) -> list[dict[str, Any]]:
+    """Send a prompt to Claude Code; return its events."""
     names = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
     off = (
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
@@ -122,10 +122,10 @@ def claude(place: Place, prompt: str, *flags: str) -> list[dict[str, Any]]:
     allowed = ("--permission-mode", "acceptEdits", "--allowedTools", "Bash,Read,Write,Edit,Agent")
     (program,) = installed("claude_code").glob("node_modules/@anthropic-ai/claude-code-*/claude")
     printed = run(
-        place,
+        setup,
         program,
         *("-p", prompt, "--output-format", "stream-json", "--verbose", *allowed, *flags),
-        ANTHROPIC_BASE_URL=place.server.url,
+        ANTHROPIC_BASE_URL=setup.server.url,
         ANTHROPIC_API_KEY="unused",
         **dict.fromkeys(names, MODEL),
         **dict.fromkeys(off, "1"),
@@ -139,7 +139,7 @@ def blocks_of(events: list[dict[str, Any]], sender: str, kind: str) -> list[dict
 
 
 def prompts_of(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return the tokens of each request's prompt, and those of them that were cached."""
+    """Return prompt tokens and cached tokens of each request."""
     usages = {}
     for event in events:
         if event["type"] == "assistant" and event.get("parent_tool_use_id") is None:
@@ -149,7 +149,7 @@ def prompts_of(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
     return list(usages.values())
 
 
-def test_claude_code_calls_a_tool_and_goes_on_with_its_conversation(agents: Place) -> None:
+def test_claude_code_calls_a_tool_and_continues_its_conversation(agents: Setup) -> None:
     events = claude(agents, "count the lines of notes.txt")
     (call,) = blocks_of(events, "assistant", "tool_use")
     (result,) = blocks_of(events, "user", "tool_result")
@@ -163,7 +163,7 @@ def test_claude_code_calls_a_tool_and_goes_on_with_its_conversation(agents: Plac
     check_hits([*prompts_of(events)[-1:], *prompts_of(more)])
 
 
-def test_claude_code_writes_edits_reads_and_asks_a_subagent(agents: Place) -> None:
+def test_claude_code_edits_files_and_calls_a_subagent(agents: Setup) -> None:
     events = claude(agents, "write a greeting")
     called = [block["name"] for block in blocks_of(events, "assistant", "tool_use")]
     assert called == ["ToolSearch", "Bash", "Write", "Edit", "Read", "Read", "Agent"]
@@ -178,9 +178,9 @@ def test_claude_code_writes_edits_reads_and_asks_a_subagent(agents: Place) -> No
 # --- Codex CLI ----------------------------------------------------------------------------------------------------
 
 
-def codex(place: Place, prompt: str, model: str = MODEL, *more: str) -> list[dict[str, Any]]:
-    """Ask Codex CLI; return its events."""
-    home = place.home / ".codex"
+def codex(setup: Setup, prompt: str, model: str = MODEL, *more: str) -> list[dict[str, Any]]:
+    """Send a prompt to Codex CLI; return its events."""
+    home = setup.home / ".codex"
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(
         f"""
@@ -190,13 +190,13 @@ def codex(place: Place, prompt: str, model: str = MODEL, *more: str) -> list[dic
         enabled = false
         [model_providers.quintet]
         name = "Quintet"
-        base_url = "{place.server.url}/v1"
+        base_url = "{setup.server.url}/v1"
         wire_api = "responses"
         """
     )
     flags = ("--json", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", model)
     program = installed("codex") / "node_modules/.bin/codex"
-    return events_of(run(place, program, "exec", *flags, *more, prompt))
+    return events_of(run(setup, program, "exec", *flags, *more, prompt))
 
 
 def completed(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -204,15 +204,15 @@ def completed(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [item for item in items if item["type"] == kind]
 
 
-def tokens_of(place: Place, thread: str) -> list[tuple[int, int]]:
-    """Return the tokens of each request's prompt of a thread, and those of them that were cached, as Codex noted them."""
-    (rollout,) = (place.home / ".codex" / "sessions").rglob(f"*{thread}.jsonl")
+def tokens_of(setup: Setup, thread: str) -> list[tuple[int, int]]:
+    """Return prompt tokens and cached tokens of each request of a thread, from Codex's rollout file."""
+    (rollout,) = (setup.home / ".codex" / "sessions").rglob(f"*{thread}.jsonl")
     notes = [event["payload"] for event in events_of(rollout.read_text()) if event["type"] == "event_msg"]
     usages = [note["info"]["last_token_usage"] for note in notes if note["type"] == "token_count"]
     return [(usage["input_tokens"], usage["cached_input_tokens"]) for usage in usages]
 
 
-def test_codex_runs_a_command_and_goes_on_with_its_thread(agents: Place) -> None:
+def test_codex_runs_a_command_and_resumes_its_thread(agents: Setup) -> None:
     events = codex(agents, "how many lines has notes.txt")
     (command,) = completed(events, "command_execution")
     assert (command["aggregated_output"], command["exit_code"]) == ("3 notes.txt\n", 0)
@@ -224,7 +224,7 @@ def test_codex_runs_a_command_and_goes_on_with_its_thread(agents: Place) -> None
     check_hits(tokens_of(agents, thread))
 
 
-def test_codex_applies_a_patch_of_a_freeform_tool(agents: Place) -> None:
+def test_codex_applies_a_patch_of_a_freeform_tool(agents: Setup) -> None:
     events = codex(agents, "patch this folder", CATALOGUED[0])
     (change,) = completed(events, "file_change")
     assert change["status"] == "completed"
@@ -233,7 +233,7 @@ def test_codex_applies_a_patch_of_a_freeform_tool(agents: Place) -> None:
     check_hits(tokens_of(agents, events[0]["thread_id"]))
 
 
-def test_codex_sends_its_tools_as_an_item(agents: Place) -> None:
+def test_codex_sends_its_tools_as_an_item(agents: Setup) -> None:
     events = codex(agents, "orchestrate it", CATALOGUED[1])
     (command,) = completed(events, "command_execution")
     assert command["aggregated_output"] == "ninety-nine\n"
@@ -244,21 +244,21 @@ def test_codex_sends_its_tools_as_an_item(agents: Place) -> None:
 # --- others -------------------------------------------------------------------------------------------------------
 
 
-def test_the_ai_sdk_calls_a_tool_in_every_dialect(agents: Place, toy: Server) -> None:
+def test_ai_sdk_calls_a_tool_over_each_api(agents: Setup, toy: Server) -> None:
     program = shutil.copy(HERE / "agents" / "ai_sdk.mjs", installed("ai_sdk"))
     node = shutil.which("node")
     assert node is not None
     print(run(agents, node, program, agents.server.url, MODEL, toy.url, "quintet-toy"))
 
 
-def test_the_jdks_client_calls_a_tool_with_and_without_an_upgrade(agents: Place) -> None:
+def test_jdk_client_calls_a_tool_with_and_without_an_upgrade(agents: Setup) -> None:
     java = shutil.which("java")
     if java is None or shutil.which("javac") is None:
         pytest.skip("no JDK is installed")
     print(run(agents, java, HERE / "agents" / "JdkHttpClient.java", agents.server.url, MODEL))
 
 
-def test_open_webuis_back_end_calls_a_tool_and_goes_on_with_its_chat(agents: Place) -> None:
+def test_open_webui_calls_a_tool_and_continues_its_chat(agents: Setup) -> None:
     python = ENVIRONMENTS / "open_webui" / "bin" / "python"
     assert python.exists(), f"{python} is missing; `make clients` makes it"
     printed = run(agents, python, HERE / "agents" / "open_webui.py", agents.server.url, MODEL)

@@ -1,4 +1,4 @@
-"""docs/clients.md: versions of packages as the tests pin them, and the day of the newest run."""
+"""Versions and dates in docs/clients.md against the pins of the tests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PIN = re.compile(r"^([\w.-]+)(?:\[[\w,]+\])?==(\S+)$", re.MULTILINE)
 
 
 def pins_of(path: Path) -> dict[str, str]:
-    """Return the packages that a file pins, and their versions."""
+    """Return the pinned versions of a file by package."""
     if path.suffix == ".json":
         return json.loads(path.read_text())["dependencies"]
     return dict(PIN.findall(path.read_text()))
 
 
-def test_documented_versions_are_those_that_the_tests_install() -> None:
+def test_documented_versions_equal_the_pins() -> None:
     pins = pins_of(ROOT / "constraints.txt")
     for path in REQUIREMENTS.iterdir():
         pins |= pins_of(path)
@@ -35,13 +35,13 @@ def test_documented_versions_are_those_that_the_tests_install() -> None:
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, *AGENTS])
-def test_every_program_of_the_tests_has_its_version_on_the_page(name: str) -> None:
+def test_each_tested_program_is_documented(name: str) -> None:
     (path,) = REQUIREMENTS.glob(f"{name}.*")
     documented = dict(VERSION.findall(PAGE))
     assert pins_of(path).keys() & documented.keys(), f"docs/clients.md has none of {path.name}"
 
 
-def test_every_row_has_the_day_of_its_newest_run() -> None:
+def test_each_row_has_the_date_of_its_last_run() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith("| ") and VERSION.search(line)]
     assert len(rows) >= len(PROGRAMS) + len(AGENTS)
     for row in rows:

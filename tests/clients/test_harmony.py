@@ -1,7 +1,7 @@
-"""Harmony as OpenAI's own package reads it: the same reasoning, content and calls, of whatever it does not refuse.
+"""The Harmony parser against `openai-harmony`: same reasoning, content and calls of accepted outputs.
 
-Of outputs that lack a mark it makes one message of several, or a recipient of a form: those are not compared, and nothing of them
-is lost here (`tests/text/test_parsers.py`).
+`openai-harmony` merges messages of outputs with missing marks, so these are not compared here but in
+`tests/text/test_parsers.py`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CALLS = [
 BUILT_IN = ["<|channel|>analysis to=browser.search code", "<|channel|>commentary to=python"]
 
 
-def written(random: Random) -> str:
-    """Return an output: messages in any order, sometimes cut off."""
+def random_output(random: Random) -> str:
+    """Return a random output: messages in any order, sometimes truncated."""
     messages = []
     for _ in range(random.randint(1, 5)):
         header = random.choice([ANALYSIS, FINAL, PREAMBLE, random.choice(CALLS), random.choice(BUILT_IN)])
@@ -56,15 +56,15 @@ def written(random: Random) -> str:
     return output.removesuffix("<|end|>") + "<|return|>" if output.endswith("<|end|>") else output
 
 
-class Told(NamedTuple):
-    """What clients hear of an output; messages of one channel are lines."""
+class Parsed(NamedTuple):
+    """Parsed output; messages of one channel are joined by newlines."""
 
     reasoning: str
     content: str
     calls: list[tuple[str, str]]
 
 
-def told_by_us(text: str) -> Told:
+def parse(text: str) -> Parsed:
     parser = build("openai_gptoss", "openai", b"", "<|start|>assistant")
     pieces = parser.push(text) + parser.finish()
     texts = {
@@ -77,25 +77,25 @@ def told_by_us(text: str) -> Told:
         if piece.channel is Channel.ARGUMENTS:
             arguments[piece.call] += piece.text
     calls = [(names[call], arguments[call].rstrip() or "{}") for call in names]
-    return Told(texts[Channel.REASONING].rstrip(), texts[Channel.CONTENT].rstrip(), calls)
+    return Parsed(texts[Channel.REASONING].rstrip(), texts[Channel.CONTENT].rstrip(), calls)
 
 
-def told_of(messages: Sequence[tuple[str | None, str | None, str]]) -> Told:
-    """Return what is to be told of messages: channel, recipient and text of each."""
+def expected_of(messages: Sequence[tuple[str | None, str | None, str]]) -> Parsed:
+    """Return the expected output of messages: channel, recipient and text of each."""
     reasoning, content, calls = [], [], []
     for channel, recipient, text in messages:
         if recipient is not None and recipient.startswith("functions."):
             calls.append((recipient.removeprefix("functions."), text.strip() or "{}"))
         elif text.strip():
             (reasoning if recipient is not None or channel == "analysis" else content).append(text.strip())
-    return Told("\n".join(reasoning), "\n".join(content), calls)
+    return Parsed("\n".join(reasoning), "\n".join(content), calls)
 
 
 @pytest.mark.whole
-def test_what_the_package_reads_is_read_alike() -> None:
+def test_parser_equals_openai_harmony() -> None:
     python = ENVIRONMENTS / "harmony" / "bin" / "python"
     assert python.exists(), f"{python} is missing; `make clients` makes it"
-    texts = [written(Random(seed)) for seed in range(2000)]
+    texts = [random_output(Random(seed)) for seed in range(2000)]
     command = [python, HERE / "references" / "harmony.py"]
     ran = subprocess.run(
         command, input=json.dumps(texts), capture_output=True, text=True, timeout=120, check=False
@@ -103,9 +103,9 @@ def test_what_the_package_reads_is_read_alike() -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     read = json.loads(ran.stdout)
     accepted = [(text, messages) for text, messages in zip(texts, read, strict=True) if messages is not None]
-    assert len(accepted) > 1600, "what it refuses was cut off within a header"
+    assert len(accepted) > 1600, "only outputs truncated within a header are rejected"
     for text, messages in accepted:
-        told, expected = told_by_us(text), told_of(messages)
-        assert told._replace(reasoning=told.reasoning.rstrip(), content=told.content.rstrip()) == expected, (
-            text
-        )
+        parsed, expected = parse(text), expected_of(messages)
+        assert (
+            parsed._replace(reasoning=parsed.reasoning.rstrip(), content=parsed.content.rstrip()) == expected
+        ), text

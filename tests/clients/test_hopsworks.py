@@ -1,4 +1,4 @@
-"""The predictor script of Hopsworks, called as its model server does; no package of Hopsworks runs one."""
+"""The Hopsworks predictor script, called as by its model server, which no package contains."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from quintet.wire.errors import RequestError
 FOLDER = Path(__file__).parents[2] / "deploy" / "integrations" / "hopsworks"
 
 
-def test_the_script_loads_the_models_files_and_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predictor_loads_a_model_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("hopsworks_predictor", FOLDER / "predictor.py")
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
@@ -26,7 +24,7 @@ def test_the_script_loads_the_models_files_and_answers(
     config.write_text("executor: mock\nkv-cache-memory: 16MiB\nmax-model-len: 64\n")
     monkeypatch.setenv("MODEL_FILES_PATH", str(default_model_path()))
     monkeypatch.setenv("CONFIG_FILE_PATH", str(config))
-    assert script.Predict is script.Predictor, "its versions look for one or the other"
+    assert script.Predict is script.Predictor, "Hopsworks versions differ in the class name"
     predictor = script.Predictor()
     first, second, long = predictor.predict(
         [

@@ -1,6 +1,6 @@
-"""Other people's clients, as their packages are published, against a real server: each in an environment of its own.
+"""Published client packages against a real server, each in a separate environment.
 
-``make clients`` makes the environments; what a client does is its file in ``programs``.
+``make clients`` creates the environments. Folder ``programs`` has a program for each client.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.processes.server import Server, serve
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".venv" / "clients"
 PROGRAMS = sorted(path.stem for path in (HERE / "programs").glob("*.py"))
-WANT_CHECKPOINT = {"aiperf", "lm_eval"}
+NEED_CHECKPOINT = {"aiperf", "lm_eval"}
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,10 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_client_finds_what_it_knows(name: str, server: Server, tmp_path: Path) -> None:
+def test_client_program(name: str, server: Server, tmp_path: Path) -> None:
     python = ENVIRONMENTS / name / "bin" / "python"
     assert python.exists(), f"{python} is missing; `make clients` makes it"
-    more = [str(default_model_path())] if name in WANT_CHECKPOINT else []
+    more = [str(default_model_path())] if name in NEED_CHECKPOINT else []
     command = [python, HERE / "programs" / f"{name}.py", server.url, "quintet-toy", *more]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]

@@ -1,6 +1,6 @@
-"""Other people's platforms, as their packages are published, run what is shipped for them: each in an environment of its own.
+"""Published platform packages with their integrations, each in a separate environment.
 
-``make clients`` makes the environments; what is checked is a file in ``platforms``, whose name begins with its environment's.
+``make clients`` creates the environments. A file in ``platforms`` begins with the name of its environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_platform_runs_what_is_shipped_for_it(name: str, server: Server, tmp_path: Path) -> None:
+def test_platform_program(name: str, server: Server, tmp_path: Path) -> None:
     python = ENVIRONMENTS / name.partition("_")[0] / "bin" / "python"
     assert python.exists(), f"{python} is missing; `make clients` makes it"
     command = [python, HERE / "platforms" / f"{name}.py", server.url, "quintet-toy"]

@@ -1,4 +1,4 @@
-"""The model of Triton's Python backend with a real engine. Triton itself is a stand-in: no package of it can be installed."""
+"""The model of Triton's Python backend with a real engine and a fake Triton, which no package contains."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Response:
 
 @dataclass
 class Request:
-    """A request, and its sender."""
+    """Fake request with its response sender."""
 
     inputs: dict[str, str]
     cancels_after: int = 1_000_000
@@ -103,21 +103,21 @@ def model() -> Iterator[Any]:
         spec.loader.exec_module(module)
     finally:
         del sys.modules["triton_python_backend_utils"]
-    written = re.findall(
+    pairs = re.findall(
         r'parameters \{ key: "(\w+)" value \{ string_value: "(.*)" \} \}',
         (FOLDER / "config.pbtxt").read_text(),
     )
-    parameters = {name: {"string_value": value} for name, value in written}
+    parameters = {name: {"string_value": value} for name, value in pairs}
     assert parameters.keys() == {"model", "flags"}
     parameters["flags"] = {"string_value": "{kv_cache_memory: 64MiB, max_model_len: 512}"}
-    made = module.TritonPythonModel()
-    made.initialize({"model_config": json.dumps({"parameters": parameters})})
-    yield made
-    made.finalize()
+    model = module.TritonPythonModel()
+    model.initialize({"model_config": json.dumps({"parameters": parameters})})
+    yield model
+    model.finalize()
 
 
 @pytest.mark.whole
-def test_a_request_is_answered_in_one_piece_or_many_and_ends_once(model: Any) -> None:
+def test_whole_and_streamed_responses(model: Any) -> None:
     prompts = ["def f(x):", "class Stack:"]
     sampling = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     with LLM(kv_cache_memory="64MiB", max_model_len=512) as llm:
@@ -134,7 +134,7 @@ def test_a_request_is_answered_in_one_piece_or_many_and_ends_once(model: Any) ->
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("sampling", "said"),
+    ("sampling", "message_part"),
     [
         ("nonsense", "sampling is not valid JSON"),
         ("[1]", "send a JSON object"),
@@ -142,18 +142,18 @@ def test_a_request_is_answered_in_one_piece_or_many_and_ends_once(model: Any) ->
         ('{"temperature": -1}', "temperature"),
     ],
 )
-def test_what_a_client_can_mend_is_an_invalid_argument(model: Any, sampling: str, said: str) -> None:
+def test_invalid_sampling_is_an_invalid_argument(model: Any, sampling: str, message_part: str) -> None:
     request = Request({"prompt": "x", "sampling": sampling})
     model.execute([request])
     assert request.ended.get(timeout=DEADLINE_S) == FINAL
     [response] = request.sent
     assert response.error is not None
     assert (response.error.code, response.output_tensors) == (TritonError.INVALID_ARG, [])
-    assert said in str(response.error)
+    assert message_part in str(response.error)
 
 
 @pytest.mark.whole
-def test_a_client_that_leaves_ends_its_request(model: Any) -> None:
+def test_cancelled_request_ends(model: Any) -> None:
     request = Request(
         {"prompt": "x", "sampling": '{"max_tokens": 400, "ignore_eos": true, "stream": true}'},
         cancels_after=2,

@@ -1,9 +1,9 @@
-"""Have schemathesis ask a real server all that its OpenAPI document allows, and much that it does not.
+"""Fuzz a real server with schemathesis: requests that its OpenAPI document allows, and invalid ones.
 
 python -m tests.processes.fuzz PATH/TO/schemathesis [its flags, e.g. --max-examples 100]
 
-It must not find an answer of 5xx, a status or a content type that is not documented, or a body without its fields. `make fuzz`
-runs it with an environment of its own.
+Failures are 5xx responses, undocumented statuses or content types, and bodies without required fields. `make fuzz` runs it
+in a separate environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEY = "for-the-fuzzer"
 
 
 def main(program: str, *flags: str) -> int:
-    """Return the exit status of schemathesis; its flags may repeat and then win."""
+    """Return the exit status of schemathesis. A repeated flag overrides the default."""
     with serve(
         "--kv-cache-memory",
         "64MiB",
@@ -39,7 +39,7 @@ def main(program: str, *flags: str) -> int:
             "--request-timeout", "30", "--max-examples", "20", *flags,
         ]  # fmt: skip
         status = subprocess.run(command, check=False).returncode
-        assert server.stop() == 0, "the server did not end well"
+        assert server.stop() == 0, "the server's exit status is not 0"
         return status
 
 

@@ -1,7 +1,7 @@
-"""A server whose executor some requests make fail: `quintet serve` with a worker that looks at the prompts.
+"""`quintet serve` with an executor that fails on poison prompts.
 
-``python -m tests.processes.poison serve …`` is the server; as a child of the supervisor the module is the executor. The
-worker behind is the real one, so everything but the failure itself is what users run.
+``python -m tests.processes.poison serve …`` is the server; as a child of the supervisor the module is the executor. It wraps
+the real worker.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from quintet.process.runtime import child_main
 from quintet.wire.ids import Role
 from quintet.wire.step import StepPlan
 
-BEGINNING = [9, 9, 9, 9]
-"""A prompt that begins so is poison; the next two ids are an `Effect`, and after how many outputs it shows."""
+POISON_PREFIX = [9, 9, 9, 9]
+"""Prefix of poison prompts. The next two ids are an `Effect` and the number of outputs before it occurs."""
 
 
 class Effect(enum.IntEnum):
-    """What a poison does."""
+    """Failure that a poison prompt causes."""
 
     RAISES = 11
     DIES = 12
     RAISES_FOR_ALL = 13
-    """From then on every step raises, whoever is in it."""
+    """All further steps raise."""
 
 
 def poison(effect: Effect, after: int = 0) -> list[int]:
-    """Return a prompt that makes the executor fail when it computes the token after so many outputs (0: the prompt)."""
-    return [*BEGINNING, effect, after, 50, 51, 52]
+    """Return a prompt that makes the executor fail after `after` outputs; 0: in the prefill."""
+    return [*POISON_PREFIX, effect, after, 50, 51, 52]
 
 
 class PoisonedWorker:
-    """A worker that fails where a prompt says so."""
+    """Wrapper of a worker that fails at the positions that poison prompts request."""
 
     def __init__(self, worker: StepWorker) -> None:
         self._worker = worker
         self._due: dict[int, tuple[int, int]] = {}
-        """Slot -> effect, position at which it shows."""
+        """Slot -> effect, position of the failing token."""
         self._all_fail = False
         self.num_blocks = worker.num_blocks
         self.num_host_blocks = worker.num_host_blocks
@@ -59,69 +59,69 @@ class PoisonedWorker:
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         return self._worker.facts
 
     @property
     def work_done(self) -> int:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         return self._worker.work_done
 
     @property
     def num_active_slots(self) -> int:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         return self._worker.num_active_slots
 
     def is_broken(self, error: Exception) -> bool:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         return self._worker.is_broken(error)
 
     def reset(self) -> None:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         self._due.clear()
         self._worker.reset()
 
     @property
     def num_split(self) -> int:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         return self._worker.num_split
 
     @property
     def experts(self) -> ExpertCounts | None:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         return self._worker.experts
 
     @property
     def has_idle_tasks(self) -> bool:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         return self._worker.has_idle_tasks
 
     def run_idle_task(self) -> None:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         self._worker.run_idle_task()
 
     def waits_for(self, plan: StepPlan) -> bool:
-        """Pass on."""
+        """Delegate to the wrapped worker."""
         return self._worker.waits_for(plan)
 
     def begin(self, plan: StepPlan) -> Pending:
-        """Fail, or pass on."""
+        """Fail, or delegate to the wrapped worker."""
         for slot in np.frombuffer(plan.freed, np.int32).tolist():
             self._due.pop(slot, None)
         for row in plan.new_rows:
             prompt = np.frombuffer(row.token_ids, np.int32)[: row.num_prompt_tokens].tolist()
-            if prompt[:4] == BEGINNING:
+            if prompt[:4] == POISON_PREFIX:
                 self._due[row.slot] = (prompt[4], row.num_prompt_tokens - 1 + prompt[5])
         rows = (np.frombuffer(column, np.int32).tolist() for column in (plan.slots, plan.starts, plan.counts))
         for slot, start, count in zip(*rows, strict=True):
             effect, position = self._due.get(slot, (None, 0))
             if effect is not None and start <= position < start + count:
-                self._show(Effect(effect))
+                self._fail(Effect(effect))
         if self._all_fail:
-            raise RuntimeError("the device is not there")
+            raise RuntimeError("the device is missing")
         return self._worker.begin(plan)
 
-    def _show(self, effect: Effect) -> None:
+    def _fail(self, effect: Effect) -> None:
         if effect is Effect.RAISES:
             raise ValueError("poison at\nwork")
         if effect is Effect.DIES:
@@ -130,14 +130,14 @@ class PoisonedWorker:
 
 
 def run_executor() -> None:
-    """Be the executor, its worker poisoned."""
+    """Run the executor with a `PoisonedWorker`."""
     make = main.make_worker
     main.make_worker = lambda *given: PoisonedWorker(make(*given))  # type: ignore[assignment, return-value]
     child_main(Role.EXECUTOR, main.run)
 
 
 def run_server() -> int:
-    """Be ``quintet`` with this module in the executor's slot."""
+    """Run ``quintet`` with this module as the executor."""
     root = str(Path(__file__).parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
     supervisor.MODULES = {**supervisor.MODULES, Role.EXECUTOR: __spec__.name}

@@ -1,4 +1,4 @@
-"""Start a real server or router for a test: `quintet serve` as a user would, on a free port, watched through its output."""
+"""Real servers and routers for tests: `quintet serve` and `quintet route` on free ports."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ import psutil
 from quintet.process.runtime import METRICS_S
 
 LISTENING = re.compile(r"listening on (\S+) port (\d+)")
-"""What a router says of itself."""
+"""Ready line of a router."""
 READY = re.compile(r"Quintet is ready: (https?://[\w.:\[\]]+|unix:\S+)")
 
 
 @dataclass
 class Server:
-    """One running server and everything it printed."""
+    """A running server and its output."""
 
     process: subprocess.Popen[str]
     url: str = ""
     lines: list[str] = field(default_factory=list)
 
     def children(self) -> dict[str, psutil.Process]:
-        """Return the server's processes by title, e.g. ``quintet-core-0``; those that only wait for a slot are left out."""
+        """Return the server's processes by title, e.g. ``quintet-core-0``, without standby processes."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -68,29 +68,29 @@ class Server:
     def gauge(self, name: str) -> float:
         """Return the sum of a Prometheus series over its labels.
 
-        A number that equals none where the series is missing: of a supervisor that is late, a process that was just replaced.
+        NaN if the series is missing, e.g. after a process was replaced.
         """
         _, text = self.get("/metrics")
         values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, values)) if values else math.nan
 
     def gauge_of(self, name: str, event: str) -> float:
-        """Return one Prometheus series: that of an event."""
+        """Return the sum of a Prometheus series with the label ``event``."""
         _, text = self.get("/metrics")
         values = re.findall(rf'^{re.escape(name)}{{[^}}]*event="{event}"[^}}]*}} (\S+)$', text, re.MULTILINE)
         return sum(map(float, values)) if values else math.nan
 
-    def await_figures(self) -> None:
-        """Return once all figures are newer than this call: whoever counts tells them once a second, in a heartbeat."""
+    def await_metrics(self) -> None:
+        """Return once all metrics are newer than this call. Processes send theirs in heartbeats, once a second."""
         began_s = time.monotonic()
 
-        def all_told() -> bool:
-            asked_s = time.monotonic()
+        def all_are_newer() -> bool:
+            now_s = time.monotonic()
             everyone = json.loads(self.get("/health?verbose")[1]).get("everyone", [])
-            newest_s = asked_s - began_s - METRICS_S
+            newest_s = now_s - began_s - METRICS_S
             return bool(everyone) and all(each["heartbeat_age_s"] < newest_s for each in everyone)
 
-        wait_until(all_told, "heartbeats of everyone")
+        wait_until(all_are_newer, "a heartbeat of each process")
 
     def stop(self) -> int:
         """Drain and return the exit status."""
@@ -99,7 +99,7 @@ class Server:
 
 
 def wait_until(happened: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    """Poll for something that sends no message to wait for."""
+    """Poll a condition; fail after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:g} s"
@@ -110,7 +110,7 @@ def wait_until(happened: Callable[[], bool], what: str, timeout_s: float = 30.0)
 def serve(
     *arguments: str, wait_ready: bool = True, program: str = "quintet.deploy.cli.main"
 ) -> Iterator[Server]:
-    """Run ``quintet serve`` with ``arguments`` on a free port; kill whatever is left at the end."""
+    """Run ``quintet serve`` with ``arguments`` on a free port; kill remaining processes at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", program, "serve", "--port", "0", *arguments],
         stdout=subprocess.PIPE,

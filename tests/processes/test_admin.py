@@ -1,4 +1,4 @@
-"""`quintet admin` on a real server with streams on it: no client may notice more than a pause."""
+"""`quintet admin` on a real server with active streams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def request(number: int) -> dict[str, object]:
 
 
 def text_of(server: Server, number: int, began: threading.Event) -> str:
-    """Return one stream's text; every event of it must be an ordinary one, and the last must end it."""
+    """Return the text of one stream; fail on an error event."""
     parts, finish = [], None
     for event in stream(server, request(number)):
         assert "error" not in event, event
@@ -49,7 +49,7 @@ def text_of(server: Server, number: int, began: threading.Event) -> str:
 
 
 class Load:
-    """Streams, always so many of them at once, until told to end; each text is kept."""
+    """`NUM_STREAMS` concurrent streams, repeated until `end`; records their texts."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -61,7 +61,7 @@ class Load:
         for thread in self._threads:
             thread.start()
         for began in self._began:
-            assert began.wait(30), "no stream began"
+            assert began.wait(30), "the stream did not start"
 
     def _run(self, number: int) -> None:
         try:
@@ -90,9 +90,7 @@ def undisturbed(server: Server) -> dict[int, str]:
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "frontend", "executor", "core"])
-def test_a_role_is_replaced_under_load_and_no_text_changes(
-    server: Server, undisturbed: dict[int, str], role: str
-) -> None:
+def test_role_restart_under_load_keeps_texts(server: Server, undisturbed: dict[int, str], role: str) -> None:
     before = {title: child.pid for title, child in server.children().items() if f"-{role}-" in title}
     load = Load(server)
     answer = admin(server, "restart", role)
@@ -107,7 +105,7 @@ def test_a_role_is_replaced_under_load_and_no_text_changes(
     wait_until(lambda: server.get("/health")[0] == 200, "a healthy server")
 
 
-def test_roles_grow_and_shrink_under_load(server: Server, undisturbed: dict[int, str]) -> None:
+def test_scaling_roles_under_load_keeps_texts(server: Server, undisturbed: dict[int, str]) -> None:
     load = Load(server)
     up = admin(server, "scale", "detokenizers=3", "tokenizers=3", "frontends=2", "engines=2")
     down = admin(server, "scale", "detokenizers=1", "tokenizers=1", "frontends=1", "engines=1")
@@ -120,7 +118,7 @@ def test_roles_grow_and_shrink_under_load(server: Server, undisturbed: dict[int,
     wait_until(lambda: server.get("/health")[0] == 200, "a healthy server")
 
 
-def test_status_shows_everyone(server: Server) -> None:
+def test_status_lists_all_processes(server: Server) -> None:
     answer = admin(server, "status")
     assert answer.returncode == 0
     head, titles, *rows = answer.stdout.splitlines()
@@ -130,7 +128,7 @@ def test_status_shows_everyone(server: Server) -> None:
     assert {row.split()[2] for row in rows} == pids
 
 
-def test_a_port_where_nobody_listens_is_one_line(server: Server) -> None:
+def test_unused_port_is_a_one_line_error(server: Server) -> None:
     command = [sys.executable, "-m", "quintet.deploy.cli.main", "admin", "--port", "1", "status"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 78

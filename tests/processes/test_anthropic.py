@@ -1,4 +1,4 @@
-"""Anthropic's dialect from real processes, read by its own package; and `kill -9` in the middle of a stream."""
+"""Anthropic API of a real server with the `anthropic` package, and `kill -9` during a stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quintet.wire.ids import frontend_of
 from tests.processes.server import Server, serve, wait_until
 
 if TYPE_CHECKING:
-    import anthropic  # thousands of files: read by who runs these tests, not by whoever collects them
+    import anthropic  # slow import: not during collection
 
 ASK: dict[str, Any] = {
     "max_tokens": 60,
@@ -62,7 +62,7 @@ def whole(server: Server, ask: dict[str, Any]) -> anthropic.types.Message:
     return message
 
 
-def test_its_package_reads_the_same_whole_and_streamed(
+def test_streamed_message_equals_the_whole_one(
     client: anthropic.Anthropic, ask: dict[str, Any], whole: anthropic.types.Message
 ) -> None:
     assert whole.content[0].type == "text" and whole.content[0].text.strip()
@@ -81,7 +81,7 @@ def test_its_package_reads_the_same_whole_and_streamed(
     assert streamed.usage.cache_read_input_tokens
 
 
-def test_its_package_raises_its_errors(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+def test_errors_are_those_of_the_anthropic_package(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
     import anthropic
 
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
@@ -90,7 +90,7 @@ def test_its_package_raises_its_errors(client: anthropic.Anthropic, ask: dict[st
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index, call-overload]
     assert refused.value.request_id
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
-        client.messages.create(**{**ask, "model": "nobody"})
+        client.messages.create(**{**ask, "model": "unknown"})
     long = [{"role": "user", "content": "word " * 2000}]
     with pytest.raises(anthropic.BadRequestError, match="tokens"):
         client.messages.create(**{**ask, "messages": long})
@@ -99,21 +99,19 @@ def test_its_package_raises_its_errors(client: anthropic.Anthropic, ask: dict[st
     assert answer.stop_reason in ("end_turn", "model_context_window_exceeded")
 
 
-def test_an_agents_loop_has_arguments_as_its_schema_says(
-    client: anthropic.Anthropic, ask: dict[str, Any]
-) -> None:
-    """Its package runs the tools, as often as the model is made to call them, and sends the results."""
+def test_tool_runner_arguments_match_the_schema(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+    """The package runs the tool for each call and sends the results."""
     import anthropic
 
     cities: list[str] = []
 
     @anthropic.beta_tool
     def weather(city: Literal["Rome", "Oslo"], unit: Literal["C", "F"]) -> str:
-        """Of a city.
+        """Return the weather of a city.
 
         Args:
-            city: which
-            unit: of the temperature
+            city: name of the city
+            unit: unit of the temperature
         """
         assert unit in ("C", "F")
         cities.append(city)
@@ -139,7 +137,7 @@ def test_an_agents_loop_has_arguments_as_its_schema_says(
 
 
 class Reader:
-    """Reads a stream event by event, and puts the message together as its events say."""
+    """Client of a stream that assembles the message from its events."""
 
     def __init__(self, server: Server) -> None:
         url = urlsplit(server.url)
@@ -151,13 +149,13 @@ class Reader:
         self.stop_reason = ""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._response is not None:
             self._response.close()
         self._connection.close()
 
     def open(self, method: str, path: str, body: object = None) -> None:
-        """Begin to read, or to read on."""
+        """Start or resume a stream."""
         sent = None if body is None else json.dumps(body)
         headers = {"content-type": "application/json"}
         if self.last_id:
@@ -169,7 +167,7 @@ class Reader:
         self.stream = str(self._response.getheader("x-stream-id"))
 
     def read(self, num_deltas: int = 1 << 30) -> bool:
-        """Read until there were so many pieces of text; return whether the answer has ended."""
+        """Read up to `num_deltas` text deltas; return True at the end of the stream."""
         assert self._response is not None
         while len(self.texts) < num_deltas:
             try:
@@ -204,10 +202,10 @@ def reader(server: Server) -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize("role", ["frontend", "core"])
-def test_a_kill_in_the_middle_changes_nothing(
+def test_kill_during_a_stream_keeps_the_message(
     server: Server, ask: dict[str, Any], whole: anthropic.types.Message, role: str, reader: Reader
 ) -> None:
-    """A lost core is nothing that a client sees; after a lost frontend it reads on where it was, at whichever is there."""
+    """Loss of a core is invisible to clients; after loss of a frontend the client resumes at another."""
     body = {name: value for name, value in ask.items() if name != "extra_body"} | {
         "stream": True,
         "temperature": 0,
@@ -220,8 +218,8 @@ def test_a_kill_in_the_middle_changes_nothing(
     if not reader.read():
         assert role == "frontend"
         reader.open("GET", f"/v1/streams/{reader.last_id.partition(':')[0]}")
-        if not reader.read(len(reader.texts) + 1):  # the rest may come in one piece
-            reader.open("POST", "/v1/messages", body)  # hangs up, and asks again as a browser would
+        if not reader.read(len(reader.texts) + 1):  # the rest may be one event
+            reader.open("POST", "/v1/messages", body)  # reconnects and resends the request, as browsers do
             assert reader.read()
     expected = whole.content[0]
     assert expected.type == "text" and "".join(reader.texts) == expected.text

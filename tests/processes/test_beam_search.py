@@ -1,4 +1,4 @@
-"""Beam search and ``best_of`` on a real server in fp32: as transformers searches with the same model, whoever dies."""
+"""Beam search and ``best_of`` on a real server in fp32, compared with transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from quintet.deploy.embedded import default_model_path
 from tests.processes.server import Server, serve
-from tests.processes.test_tool_calls import Listener
+from tests.processes.test_tool_calls import StreamClient
 
 C, H = "/v1/completions", "/v1/chat/completions"
 PROMPT = "A mouse and a"
@@ -39,10 +39,10 @@ def answer(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def searched(
+def reference_beams(
     ids: tuple[int, ...], width: int, penalty: float, max_tokens: int
 ) -> list[tuple[list[int], float]]:
-    """Sequences behind a prompt, and their scores, by transformers."""
+    """Return the continuations of a prompt and their scores from transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(default_model_path(), dtype=torch.float32)
@@ -66,25 +66,25 @@ def searched(
     return answers
 
 
-@pytest.mark.whole  # importing transformers takes seconds: tests/models/test_beam_search.py has the search alone
-def test_beams_are_those_of_transformers(server: Server) -> None:
+@pytest.mark.whole  # imports transformers; tests/models/test_beam_search.py tests the search in one process
+def test_beams_equal_transformers(server: Server) -> None:
     for width, penalty in ((4, 1.0), (3, 0.0)):
         found = answer(server, C, {**BEAMS, "n": width, "length_penalty": penalty, "logprobs": 1})
         choices = found["choices"]
-        wanted = searched(tuple(choices[0]["prompt_token_ids"]), width, penalty, 24)
-        assert [choice["token_ids"] for choice in choices] == [ids for ids, _ in wanted]
+        expected_beams = reference_beams(tuple(choices[0]["prompt_token_ids"]), width, penalty, 24)
+        assert [choice["token_ids"] for choice in choices] == [ids for ids, _ in expected_beams]
         totals = [sum(choice["logprobs"]["token_logprobs"]) for choice in choices]
-        scores = [total / len(ids) ** penalty for total, (ids, _) in zip(totals, wanted, strict=True)]
-        assert scores == pytest.approx([score for _, score in wanted], abs=1e-4)
+        scores = [total / len(ids) ** penalty for total, (ids, _) in zip(totals, expected_beams, strict=True)]
+        assert scores == pytest.approx([score for _, score in expected_beams], abs=1e-4)
         assert [choice["index"] for choice in choices] == [*range(width)]
         ended = [len(choice["token_ids"]) < 24 for choice in choices]
         assert [choice["finish_reason"] == "stop" for choice in choices] == ended
         usage = found["usage"]
         assert usage["prompt_tokens"] == len(choices[0]["prompt_token_ids"])
-        assert usage["completion_tokens"] == sum(len(ids) for ids, _ in wanted)
+        assert usage["completion_tokens"] == sum(len(ids) for ids, _ in expected_beams)
 
 
-def test_fewer_are_shown_than_searched_and_prompts_are_searched_together(server: Server) -> None:
+def test_best_of_limits_choices_in_a_batch_of_prompts(server: Server) -> None:
     alone = answer(server, C, {**BEAMS, "n": 4})["choices"]
     together = answer(server, C, {**BEAMS, "prompt": ["Once", PROMPT], "n": 2, "best_of": 4, "echo": True})[
         "choices"
@@ -95,15 +95,17 @@ def test_fewer_are_shown_than_searched_and_prompts_are_searched_together(server:
 
 
 @pytest.mark.parametrize("path", [C, H])
-def test_streamed_beams_are_those_of_the_whole_answer(server: Server, path: str) -> None:
-    """All come at the end, each with its log-probabilities, and then the usage."""
+def test_streamed_beams_equal_the_whole_response(server: Server, path: str) -> None:
+    """Each beam is sent at the end with its log-probabilities; the usage is last."""
     body: dict[str, Any] = {**BEAMS, "n": 3, "max_tokens": 8, "logprobs": 1}
     if path == H:
         body |= {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True}
         del body["prompt"]
     whole = answer(server, path, body)
     events = list(
-        Listener(server, path, body | {"stream": True, "stream_options": {"include_usage": True}}).events()
+        StreamClient(
+            server, path, body | {"stream": True, "stream_options": {"include_usage": True}}
+        ).events()
     )
     for expected in whole["choices"]:
         mine = [
@@ -120,8 +122,8 @@ def test_streamed_beams_are_those_of_the_whole_answer(server: Server, path: str)
     assert events[-1]["usage"] == whole["usage"]
 
 
-@pytest.mark.whole  # for the same reason
-def test_chats_are_searched_too(server: Server) -> None:
+@pytest.mark.whole  # imports transformers
+def test_chat_beams_equal_transformers(server: Server) -> None:
     body = {
         "messages": [{"role": "user", "content": "Hello"}],
         "use_beam_search": True,
@@ -130,14 +132,14 @@ def test_chats_are_searched_too(server: Server) -> None:
     }
     body |= {"return_token_ids": True, "logprobs": True}
     found = answer(server, H, body)
-    wanted = searched(tuple(found["prompt_token_ids"]), 3, 1.0, 8)
-    assert [choice["token_ids"] for choice in found["choices"]] == [ids for ids, _ in wanted]
+    expected_beams = reference_beams(tuple(found["prompt_token_ids"]), 3, 1.0, 8)
+    assert [choice["token_ids"] for choice in found["choices"]] == [ids for ids, _ in expected_beams]
     for choice in found["choices"]:
         tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
         assert choice["message"]["content"] == "".join(tokens).removesuffix("<|im_end|>")
 
 
-def test_the_best_of_several_draws(server: Server) -> None:
+def test_best_of_ranks_by_log_probability(server: Server) -> None:
     ask = {"prompt": PROMPT, "max_tokens": 12, "seed": 5, "temperature": 1.0, "return_token_ids": True}
     drawn = answer(server, C, {**ask, "n": 6, "logprobs": 0})["choices"]
     ranked = sorted(drawn, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
@@ -148,20 +150,20 @@ def test_the_best_of_several_draws(server: Server) -> None:
     assert found["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in drawn)
 
 
-def test_an_answer_must_fit(server: Server) -> None:
+def test_beams_beyond_the_context_length_are_rejected(server: Server) -> None:
     status, found = server.post(C, {**BEAMS, "n": 2, "max_tokens": 512})
     assert status == 400 and "maximum context length is 512" in found["error"]["message"]
 
 
-@pytest.mark.whole  # each round is ordinary requests, whose resumption tests/chaos shows
+@pytest.mark.whole  # rounds are plain requests; tests/chaos tests their resumption
 @pytest.mark.parametrize("role", ["executor", "core", "detokenizer", "tokenizer"])
-def test_whoever_dies_the_beams_are_the_same(server: Server, role: str) -> None:
+def test_kill_of_a_process_keeps_the_beams(server: Server, role: str) -> None:
     body = {**BEAMS, "n": 4, "max_tokens": 120}
     undisturbed = answer(server, C, body)["choices"]
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(answer(server, C, body)["choices"]))
     thread.start()
-    time.sleep(0.2)  # into the rounds: where exactly does not matter, the answer is the same
+    time.sleep(0.2)  # kill during the rounds; the exact round is irrelevant
     server.children()[f"quintet-{role}-0"].kill()
     thread.join(60)
     assert found == [undisturbed]

@@ -1,4 +1,4 @@
-"""Two real servers, one of which computes a prompt and the other the answer: the text of a server that computes both."""
+"""Disaggregated prefill and decode on two real servers: same text as on one server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .server import Server, serve, wait_until
 
 FLAGS = ("--max-model-len", "1024", "--kv-cache-memory", "4MiB", "--threads", "1", "--audit")
 PROMPT = "The river runs under the bridge, " * 40
-ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-NOBODY = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+NO_REMOTE = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
 
 
 def free_port() -> int:
@@ -24,14 +24,14 @@ def free_port() -> int:
         return port
 
 
-def computed_apart(
-    prefill: Server, decode: Server, path: str = "/v1/completions", **asked: Any
+def complete_disaggregated(
+    prefill: Server, decode: Server, path: str = "/v1/completions", **fields: Any
 ) -> dict[str, Any]:
-    """Do as the proxies do: have the prompt computed, hand the params on, return the answer."""
-    body = {**ASKED, **asked}
+    """Send a prefill request, pass its ``kv_transfer_params`` to the decode server, return its response."""
+    body = {**BODY, **fields}
     first = body | {
         "max_tokens": 1,
-        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, **NOBODY},
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, **NO_REMOTE},
     }
     status, computed = prefill.post(path, first)
     assert status == 200, computed
@@ -41,18 +41,18 @@ def computed_apart(
     return whole
 
 
-def cached(answer: dict[str, Any]) -> int:
+def num_cached_tokens(answer: dict[str, Any]) -> int:
     num_cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return num_cached
 
 
-def blocks(server: Server, event: str) -> int:
-    server.await_figures()
+def num_blocks(server: Server, event: str) -> int:
+    server.await_metrics()
     return int(server.gauge_of("quintet:kv_peer_blocks_total", event))
 
 
 @pytest.mark.whole
-def test_a_prompt_computed_elsewhere_is_fetched(tmp_path: Path) -> None:
+def test_kv_of_a_remote_prefill_is_fetched(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_bytes(b"k" * 32)
     listen = f"127.0.0.1:{free_port()}"
@@ -61,33 +61,38 @@ def test_a_prompt_computed_elsewhere_is_fetched(tmp_path: Path) -> None:
         serve(*FLAGS, *prefill_flags) as prefill,
         serve(*FLAGS, "--role", "decode", "--kv-peer-key", str(key)) as decode,
     ):
-        alone = prefill.post("/v1/completions", ASKED)[1]
-        answer = computed_apart(prefill, decode)
+        alone = prefill.post("/v1/completions", BODY)[1]
+        answer = complete_disaggregated(prefill, decode)
         assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
         num_full = (alone["usage"]["prompt_tokens"] - 1) // 16
-        assert cached(answer) == num_full * 16 > 0
-        assert blocks(decode, "fetched") == num_full and blocks(decode, "missed") == 0
-        assert blocks(prefill, "offered") >= num_full
+        assert num_cached_tokens(answer) == num_full * 16 > 0
+        assert num_blocks(decode, "fetched") == num_full and num_blocks(decode, "missed") == 0
+        assert num_blocks(prefill, "offered") >= num_full
 
         conversation = {"prompt": None, "messages": [{"role": "user", "content": PROMPT}]}
-        chat = computed_apart(prefill, decode, "/v1/chat/completions", **conversation)
-        assert cached(chat) > 0 and "kv_transfer_params" not in chat
+        chat = complete_disaggregated(prefill, decode, "/v1/chat/completions", **conversation)
+        assert num_cached_tokens(chat) > 0 and "kv_transfer_params" not in chat
 
         short = prefill.post(
-            "/v1/completions", ASKED | {"prompt": "Hi", "kv_transfer_params": {"do_remote_decode": True}}
+            "/v1/completions", BODY | {"prompt": "Hi", "kv_transfer_params": {"do_remote_decode": True}}
         )
-        assert short[1]["kv_transfer_params"] is None, "it has no full block"
+        assert short[1]["kv_transfer_params"] is None, "the prompt has no full block"
 
-        other = ASKED | {"prompt": "Another " + PROMPT}
+        other = BODY | {"prompt": "Another " + PROMPT}
         first = other | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
         params = prefill.post("/v1/completions", first)[1]["kv_transfer_params"]
         expected = prefill.post("/v1/completions", other)[1]["choices"][0]["text"]
         prefill.children()["quintet-executor-0"].kill()
         status, answer = decode.post("/v1/completions", other | {"kv_transfer_params": params})
-        assert (status, answer["choices"][0]["text"], cached(answer)) == (200, expected, 0)
+        assert (status, answer["choices"][0]["text"], num_cached_tokens(answer)) == (200, expected, 0)
         wait_until(lambda: prefill.get("/readyz")[0] == 200, "another executor")
-        turns = itertools.count(3)  # who was lost is not asked for some seconds
+        turns = itertools.count(3)  # a failed peer is skipped for some seconds
         wait_until(
-            lambda: cached(computed_apart(prefill, decode, prompt=f"Turn {next(turns)} {PROMPT}")) > 0,
-            "KV again",
+            lambda: (
+                num_cached_tokens(
+                    complete_disaggregated(prefill, decode, prompt=f"Turn {next(turns)} {PROMPT}")
+                )
+                > 0
+            ),
+            "a fetch of KV",
         )

@@ -1,4 +1,4 @@
-"""A real server whose model transformers computes: its executor is killed, and nobody reads that in the answers."""
+"""`--model-impl transformers` on a real server: a kill of the executor does not change responses."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def request(prompt: str) -> Asked:
 
 
 @pytest.mark.whole
-def test_answers_outlive_the_executor() -> None:
+def test_executor_kill_keeps_responses() -> None:
     flags = ("--model-impl", "transformers", "--dtype", "float32", "--max-model-len", "256", "--threads", "1")
     asked = [request(prompt) for prompt in PROMPTS]
     with serve(*flags) as server:
-        alone = Run([asyncio.run(play(server.url, [each])).heard[0] for each in asked], 0.0)
-        assert all(heard.status == 200 and heard.is_done for heard in alone.heard)
+        sequential = Run([asyncio.run(play(server.url, [each])).heard[0] for each in asked], 0.0)
+        assert all(heard.status == 200 and heard.is_done for heard in sequential.heard)
 
         async def disturb() -> None:
             server.children()["quintet-executor-0"].kill()
 
         together = asyncio.run(play(server.url, asked, disturb))
-        assert not differences(alone, together, asked)
+        assert not differences(sequential, together, asked)
         assert server.stop() == 0
     assert any("by transformers in float32" in line for line in server.lines), server.lines

@@ -1,4 +1,4 @@
-"""What /health says of a server whose processes work, idle, compute for long, stand still, or die for good."""
+"""Responses of /health with working, idle, busy, stalled and dead processes."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def named(answer: dict[str, object]) -> list[str]:
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("role", ["executor", "core", "tokenizer", "detokenizer"])
-def test_a_stopped_process_is_named_and_then_replaced(role: str) -> None:
+def test_stalled_process_is_reported_and_replaced(role: str) -> None:
     with serve(*MOCK, "--stall-timeout", "5") as server:
         victim = server.children()[f"quintet-{role}-0"]
         assert health(server)[0] == 200
         victim.send_signal(signal.SIGSTOP)
         answers: list[tuple[int, list[str]]] = []
 
-        def is_unwell() -> bool:
+        def is_unhealthy() -> bool:
             status, answer = health(server)
             answers.append((status, named(answer)))
             return status == 503
 
-        wait_until(is_unwell, "503")
+        wait_until(is_unhealthy, "503")
         assert answers[-1] == (503, [f"{role}-0.1"])
         assert server.get("/readyz")[0] == 503
         assert server.get("/livez")[0] == 200
-        wait_until(lambda: health(server)[0] == 200, "well again")
+        wait_until(lambda: health(server)[0] == 200, "recovery")
         assert not victim.is_running()
         text = "\n".join(server.lines)
         assert f"{role}-0.1: no heartbeat" in text
@@ -56,7 +56,7 @@ def test_a_stopped_process_is_named_and_then_replaced(role: str) -> None:
         assert status == 200, completion
 
 
-def test_a_long_step_is_no_stall_and_nobody_is_asked_to_prove_it() -> None:
+def test_long_step_is_no_stall() -> None:
     with serve(*MOCK, "--step-ms", "6000", "--stall-timeout", "3") as server:
         ended = threading.Event()
 
@@ -66,11 +66,11 @@ def test_a_long_step_is_no_stall_and_nobody_is_asked_to_prove_it() -> None:
 
         asking = threading.Thread(target=ask)
         asking.start()
-        called: set[str] = set()
+        reported: set[str] = set()
         while not ended.wait(0.2):
-            called.update(named(health(server)[1]))
+            reported.update(named(health(server)[1]))
         asking.join()
-        assert not called & {"executor-0.1", "core-0.1"}
+        assert not reported & {"executor-0.1", "core-0.1"}
         everyone = health(server, "/health?verbose")[1]["everyone"]
         assert isinstance(everyone, list)
         assert {process["restarts"] for process in everyone} == {0}
@@ -79,11 +79,11 @@ def test_a_long_step_is_no_stall_and_nobody_is_asked_to_prove_it() -> None:
         )
 
 
-def test_verbose_health_tells_of_everyone() -> None:
+def test_verbose_health_lists_all_processes() -> None:
     with serve(*MOCK, "--tokenizers", "2") as server:
         server.children()["quintet-detokenizer-0"].kill()
-        wait_until(lambda: "detokenizer-0.2" in server.get("/health?verbose")[1], "a successor")
-        wait_until(lambda: health(server)[0] == 200, "well again")
+        wait_until(lambda: "detokenizer-0.2" in server.get("/health?verbose")[1], "a replacement")
+        wait_until(lambda: health(server)[0] == 200, "recovery")
         _, answer = health(server, "/health?verbose")
         everyone = answer["everyone"]
         assert isinstance(everyone, list)
@@ -100,7 +100,7 @@ def test_verbose_health_tells_of_everyone() -> None:
         assert "everyone" not in health(server)[1]
 
 
-def test_a_silent_supervisor_is_named() -> None:
+def test_stopped_supervisor_is_reported() -> None:
     with serve(*MOCK) as server:
         assert health(server)[0] == 200
         server.process.send_signal(signal.SIGSTOP)
@@ -108,11 +108,11 @@ def test_a_silent_supervisor_is_named() -> None:
         server.process.send_signal(signal.SIGCONT)
         assert (status, named(answer)) == (503, ["supervisor"])
         assert server.get("/livez")[0] == 200
-        wait_until(lambda: health(server)[0] == 200, "well again")
-        assert "aborting it" not in "\n".join(server.lines), "nobody else was silent"
+        wait_until(lambda: health(server)[0] == 200, "recovery")
+        assert "aborting it" not in "\n".join(server.lines), "no other process was stopped"
 
 
-def test_a_server_that_gives_up_says_why_in_one_line_and_fails() -> None:
+def test_restart_limit_is_a_one_line_error() -> None:
     command = [sys.executable, "-m", "quintet.deploy.cli.main", "serve", "--port", "0", "--no-standby", *MOCK]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -122,13 +122,13 @@ def test_a_server_that_gives_up_says_why_in_one_line_and_fails() -> None:
 
         def kill_the_next() -> bool:
             for child in server.children():
-                with contextlib.suppress(psutil.NoSuchProcess):  # the server that gives up ends them all
+                with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor ends all children
                     if child.pid not in killed and "detokenizer" in "".join(child.cmdline()):
                         killed.add(child.pid)
                         child.kill()
             return process.poll() is not None
 
-        wait_until(kill_the_next, "giving up")
+        wait_until(kill_the_next, "the exit of the supervisor")
         _, errors = process.communicate(timeout=10)
         assert process.returncode == 1
         last = [line for line in errors.splitlines() if line.startswith("quintet: ")]

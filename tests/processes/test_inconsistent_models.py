@@ -1,4 +1,4 @@
-"""A model of which several things do not fit together: every request ends, and those that can be served are."""
+"""Models with inconsistent files: valid requests are served, others end with an error."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MAX_MODEL_LEN = 512
 
 @pytest.fixture(scope="module")
 def vocab_size() -> int:
-    """Of the embedded model's tokenizer."""
+    """Vocabulary size of the embedded model's tokenizer."""
     return Tokenizer.from_file(str(default_model_path() / "tokenizer.json")).get_vocab_size()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, vocab_size: int) -> Iterator[Server]:
-    """Serves a fine-tune as they are found: a token added beyond the vocabulary, an end of sequence that is one too."""
+    """Server of a model with an added token and an end-of-sequence id beyond the vocabulary."""
     folder = write_model(
         tmp_path_factory.mktemp("model"),
         vocab_size=vocab_size,
@@ -55,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, vocab_size: int) -> Iterato
         assert server.stop() == 0
 
 
-def test_what_is_left_out_is_said_once(server: Server, vocab_size: int) -> None:
+def test_ignored_eos_token_is_noted_once(server: Server, vocab_size: int) -> None:
     notes = [line for line in server.lines if "note:" in line]
     assert len(notes) == 1 and f"eos_token_id {vocab_size} of" in notes[0], notes
 
@@ -73,7 +73,7 @@ def test_what_is_left_out_is_said_once(server: Server, vocab_size: int) -> None:
         (C, "logprobs", {"prompt": "once", "logprobs": "beyond + 1"}),
     ],
 )
-def test_what_the_model_does_not_have_is_refused_by_name(
+def test_tokens_beyond_the_vocabulary_are_rejected(
     server: Server, vocab_size: int, path: str, param: str, body: dict[str, Any], stream: bool
 ) -> None:
     beyond = {"beyond": vocab_size, "beyond + 1": vocab_size + 1}
@@ -88,8 +88,8 @@ def test_what_the_model_does_not_have_is_refused_by_name(
     assert str(vocab_size) in answer["error"]["message"]
 
 
-def test_the_model_is_served_as_far_as_it_goes(server: Server) -> None:
-    """A default of 2048 tokens refuses nobody; an end of sequence that cannot be drawn fails no step."""
+def test_inconsistent_model_is_served(server: Server) -> None:
+    """A default of 2048 tokens rejects no request; an unreachable end-of-sequence id fails no step."""
     status, answer = server.post(C, {"prompt": "once", "seed": 1})
     assert status == 200 and answer["usage"]["completion_tokens"] <= MAX_MODEL_LEN
     long = {"prompt": [5] * (MAX_MODEL_LEN - 12), "seed": 1}
@@ -99,8 +99,8 @@ def test_the_model_is_served_as_far_as_it_goes(server: Server) -> None:
     assert status == 400 and answer["error"]["param"] == "max_tokens"
 
 
-def test_a_request_whose_message_is_dropped_ends_with_an_error(server: Server, vocab_size: int) -> None:
-    """Its core is sent what cannot be, under the server's own seal: the stream ends, and the next request is served."""
+def test_dropped_message_ends_its_request_with_an_error(server: Server, vocab_size: int) -> None:
+    """An invalid message with a valid HMAC ends its stream; the next request is served."""
     url = urlsplit(server.url)
     connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=60)
     body = {"prompt": "once", "max_tokens": 400, "ignore_eos": True, "stream": True}

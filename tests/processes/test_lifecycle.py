@@ -1,4 +1,4 @@
-"""Birth, growth and death of the processes, with the mock executor so that nothing but the house is tested."""
+"""Start, scaling, drain and restart of processes, with the mock executor."""
 
 import contextlib
 import http.client
@@ -37,13 +37,13 @@ def stream(server: Server, body: dict[str, object]) -> Generator[dict[str, objec
 
 
 @pytest.fixture(scope="module")
-def lasting() -> Iterator[Server]:
-    """A server that several tests have, one after the other."""
+def shared_server() -> Iterator[Server]:
+    """Server that several tests share."""
     with serve(*MOCK, "--step-ms", "5") as server:
         yield server
 
 
-def test_each_role_scales_alone() -> None:
+def test_roles_scale_independently() -> None:
     with serve(*MOCK, "--frontends", "2", "--tokenizers", "3", "--detokenizers", "2") as server:
         titles = sorted(server.children())
         assert [t for t in titles if "frontend" in t] == ["quintet-frontend-0", "quintet-frontend-1"]
@@ -68,7 +68,7 @@ def test_each_role_scales_alone() -> None:
         assert len(set(texts)) == 1
 
 
-def test_sigterm_lets_streams_finish() -> None:
+def test_sigterm_drains_streams() -> None:
     with serve(*MOCK, "--step-ms", "20") as server:
         events = stream(server, {"prompt": "drain me", "max_tokens": 40, "ignore_eos": True})
         next(events)
@@ -78,7 +78,7 @@ def test_sigterm_lets_streams_finish() -> None:
         assert server.process.wait(30) == 0
 
 
-def test_a_second_signal_does_not_wait() -> None:
+def test_second_signal_skips_the_drain() -> None:
     with serve(*MOCK, "--step-ms", "200") as server:
         children = server.children()
         with contextlib.closing(
@@ -86,14 +86,16 @@ def test_a_second_signal_does_not_wait() -> None:
         ) as events:
             next(events)
             server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: any("drain" in line.lower() for line in server.lines), "a word about draining")
+            wait_until(
+                lambda: any("drain" in line.lower() for line in server.lines), "the log line of the drain"
+            )
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(30) != 0
         _gone, alive = psutil.wait_procs(list(children.values()), 30)
         assert alive == []
 
 
-def test_no_orphan_survives_the_supervisor() -> None:
+def test_children_end_with_the_supervisor() -> None:
     with serve(*MOCK) as server:
         children = list(server.children().values())
         assert len(children) == 5
@@ -103,22 +105,22 @@ def test_no_orphan_survives_the_supervisor() -> None:
 
 
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "core", "executor", "frontend"])
-def test_a_killed_child_is_replaced(lasting: Server, role: str) -> None:
-    victim = lasting.children()[f"quintet-{role}-0"]
+def test_killed_child_is_replaced(shared_server: Server, role: str) -> None:
+    victim = shared_server.children()[f"quintet-{role}-0"]
     victim.kill()
 
-    def back() -> bool:
-        child = lasting.children().get(f"quintet-{role}-0")
+    def is_replaced() -> bool:
+        child = shared_server.children().get(f"quintet-{role}-0")
         return child is not None and child.pid != victim.pid
 
-    wait_until(back, f"a new {role}")
-    wait_until(lambda: lasting.get("/readyz")[0] == 200, "ready again")
-    status, answer = lasting.post("/v1/completions", {"prompt": "hello again", "max_tokens": 4})
+    wait_until(is_replaced, f"a new {role}")
+    wait_until(lambda: shared_server.get("/readyz")[0] == 200, "readiness")
+    status, answer = shared_server.post("/v1/completions", {"prompt": "hello again", "max_tokens": 4})
     assert status == 200, answer
     assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_a_failed_boot_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_boot_names_the_file(tmp_path: Path) -> None:
     from quintet.deploy.embedded import default_model_path
 
     broken = tmp_path / "model"
@@ -142,8 +144,8 @@ def test_a_failed_boot_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     assert "Quintet is ready" not in output
 
 
-def test_a_taken_port_is_one_clear_line(lasting: Server) -> None:
-    port = lasting.url.rsplit(":", 1)[1]
+def test_used_port_is_a_one_line_error(shared_server: Server) -> None:
+    port = shared_server.url.rsplit(":", 1)[1]
     run = subprocess.run(
         [sys.executable, "-m", "quintet.deploy.cli.main", "serve", *MOCK, "--port", port],
         capture_output=True,
@@ -156,7 +158,7 @@ def test_a_taken_port_is_one_clear_line(lasting: Server) -> None:
     assert "Traceback" not in run.stderr
 
 
-def test_a_stream_interval_gathers_tokens_into_events(lasting: Server) -> None:
+def test_stream_interval_batches_tokens(shared_server: Server) -> None:
     body = {
         "prompt": "count",
         "max_tokens": 11,
@@ -164,10 +166,10 @@ def test_a_stream_interval_gathers_tokens_into_events(lasting: Server) -> None:
         "stream_interval": 4,
         "return_token_ids": True,
     }
-    choices = [event["choices"][0] for event in stream(lasting, body)]  # type: ignore[index]
+    choices = [event["choices"][0] for event in stream(shared_server, body)]  # type: ignore[index]
     sizes = [
         len(choice["token_ids"]) for choice in choices if "token_ids" in choice
-    ]  # not the prompt's event
+    ]  # without the prompt's event
     assert sum(sizes) == 11
     assert all(size >= 4 for size in sizes[1:-1])
     assert len(sizes) <= 4

@@ -1,4 +1,4 @@
-"""What a running server leaves open, to whom, and what it tells its log."""
+"""Sockets, file modes, CORS headers and logs of a running server."""
 
 import hmac
 import os
@@ -23,7 +23,7 @@ from .server import Server, serve
 SECRET = "zanzibar heliotrope"
 
 
-def everybody(server: Server) -> list[psutil.Process]:
+def processes_of(server: Server) -> list[psutil.Process]:
     return [psutil.Process(server.process.pid), *server.children().values()]
 
 
@@ -33,11 +33,11 @@ def headers_of(server: Server, origin: str) -> dict[str, str]:
         return {name.lower(): value for name, value in answer.headers.items()}
 
 
-def test_doors_are_closed_unless_opened() -> None:
+def test_server_is_private_by_default() -> None:
     with serve("--executor", "mock", "--log-level", "DEBUG", "--log-requests") as server:
         bound = {
             Path(str(connection.laddr))
-            for process in everybody(server)
+            for process in processes_of(server)
             for connection in process.net_connections("unix")
             if str(connection.laddr).startswith("/")
         }
@@ -50,7 +50,7 @@ def test_doors_are_closed_unless_opened() -> None:
 
         listening = {
             connection.laddr.ip
-            for process in everybody(server)
+            for process in processes_of(server)
             for connection in process.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         }
@@ -76,9 +76,9 @@ def test_doors_are_closed_unless_opened() -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("presented", ["sk-a", "sk-b", "nothing alike", "", "sk-aa"])
-def test_every_key_is_compared_whole(presented: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a key is wrong, the same comparisons are made: how long they take tells nothing of the right one."""
+@pytest.mark.parametrize("presented", ["sk-a", "sk-b", "unrelated", "", "sk-aa"])
+def test_api_keys_are_compared_in_constant_time(presented: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key is compared with all valid keys, so that the duration does not reveal a valid one."""
     compared: list[tuple[Any, Any]] = []
     digest = hmac.compare_digest
 
@@ -87,23 +87,23 @@ def test_every_key_is_compared_whole(presented: str, monkeypatch: pytest.MonkeyP
         return digest(given, key)
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    exchange = SimpleNamespace(
+    request = SimpleNamespace(
         path="/v1/models", header=lambda name: presented if name == "x-api-key" else None
     )
     keys = Keys(["sk-a", "sk-b"])
     if presented in ("sk-a", "sk-b"):
-        keys.check(cast(Any, exchange))
+        keys.check(cast(Any, request))
     else:
         with pytest.raises(RequestError):
-            keys.check(cast(Any, exchange))
+            keys.check(cast(Any, request))
     assert compared == [(presented.encode(), b"sk-a"), (presented.encode(), b"sk-b")]
 
 
-def test_a_unix_socket_instead_of_a_port(tmp_path: Path) -> None:
+def test_unix_socket_replaces_the_port(tmp_path: Path) -> None:
     path = tmp_path / "quintet.sock"
-    path_of_the_dead = socket.socket(socket.AF_UNIX)
-    path_of_the_dead.bind(str(path))  # a server that was killed leaves its file
-    path_of_the_dead.close()
+    stale_socket = socket.socket(socket.AF_UNIX)
+    stale_socket.bind(str(path))  # a killed server leaves its socket file
+    stale_socket.close()
     with serve("--executor", "mock", "--uds", str(path)) as server:
         assert server.url == f"unix:{path}"
         command = next(line.strip() for line in server.lines if line.strip().startswith("curl "))
@@ -113,7 +113,7 @@ def test_a_unix_socket_instead_of_a_port(tmp_path: Path) -> None:
         assert answer.stdout.rstrip().endswith("data: [DONE]")
         assert not [
             connection
-            for process in everybody(server)
+            for process in processes_of(server)
             for connection in process.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         ]

@@ -1,4 +1,4 @@
-"""A request that makes the executor fail, as its client sees it; `tests.chaos.test_poison` is about everybody else."""
+"""Responses to poison requests; `tests.chaos.test_poison` tests the other requests."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def server() -> Iterator[Server]:
 
 
 def ask(server: Server, prompt: list[int], **options: object) -> tuple[int, str]:
-    """Complete a prompt of ids; return the status, and the error's message or the text."""
+    """Complete a prompt of ids; return the status, and the error message or the text."""
     body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True} | options
     status, answer = server.post("/v1/completions", body)
     return status, answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
 
 
-def test_what_was_raised_is_told_and_the_next_is_refused_unseen(server: Server) -> None:
+def test_exception_is_reported_and_the_next_copy_is_rejected(server: Server) -> None:
     executor = server.children()["quintet-executor-0"].pid
     status, message = ask(server, poison(Effect.RAISES))
     assert status == 422 and "ValueError: poison at work" in message
-    wait_until(lambda: server.gauge("quintet:executor_losses_total") == 1, "the figures of the core")
+    wait_until(lambda: server.gauge("quintet:executor_losses_total") == 1, "the metrics of the core")
     status, message = ask(server, poison(Effect.RAISES), seed=99)
     assert status == 422 and "so this one was rejected" in message
     assert ask(server, [60, 61, 62])[0] == 200
@@ -39,14 +39,14 @@ def test_what_was_raised_is_told_and_the_next_is_refused_unseen(server: Server) 
     assert server.children()["quintet-executor-0"].pid == executor
 
 
-def test_a_request_that_ends_the_executor_alone(server: Server) -> None:
+def test_request_that_kills_the_executor_is_rejected(server: Server) -> None:
     status, message = ask(server, poison(Effect.DIES, 3))
     assert status == 422 and "died 3 times" in message
     assert ask(server, [60, 61, 62])[0] == 200
 
 
-def test_an_executor_of_which_every_step_raises_is_replaced() -> None:
-    """Its requests are blamed at first; after too many of them in a row it is the executor."""
+def test_executor_that_always_raises_is_replaced() -> None:
+    """The first requests are rejected as poison; after too many in a row the executor is replaced."""
     with serve(*MOCK, program="tests.processes.poison") as server:
         statuses = [ask(server, poison(Effect.RAISES_FOR_ALL))[0]]
         statuses += [ask(server, [60 + number, 61, 62])[0] for number in range(MAX_FAILURES_ALONE + 1)]

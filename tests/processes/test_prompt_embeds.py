@@ -1,4 +1,4 @@
-"""Prompts as embeddings on a real server: rows of the model's own table say what the tokens do, whoever dies."""
+"""Prompt embeddings on a real server: rows of the embedding table give the tokens' output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quintet import LLM, SamplingParams
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.python_api.inputs import PromptInput
 from tests.processes.server import Server, serve
-from tests.processes.test_tool_calls import Listener
+from tests.processes.test_tool_calls import StreamClient
 
 C = "/v1/completions"
 WORDS = "Once upon a time, a little mouse lived in a big house near the old river. Every day the mouse went"
@@ -46,7 +46,7 @@ def ids(server: Server) -> list[int]:
     return [int(token) for token in found["tokens"]]
 
 
-def sent(tensor: torch.Tensor) -> str:
+def encoded(tensor: torch.Tensor) -> str:
     return base64.b64encode(save({"prompt_embeds": tensor.contiguous()})).decode()
 
 
@@ -56,12 +56,10 @@ def completed(server: Server, **body: Any) -> Any:
     return found
 
 
-def test_vectors_of_tokens_say_what_the_tokens_do(
-    server: Server, table: torch.Tensor, ids: list[int]
-) -> None:
-    """Alone, as choices, as prompts beside one of text; and streamed, as clients of vLLM ask, with a prompt of ""."""
+def test_embeddings_of_tokens_equal_the_tokens(server: Server, table: torch.Tensor, ids: list[int]) -> None:
+    """Single, with several choices, with a text prompt, and streamed as vLLM's clients send them (prompt "")."""
     plain = completed(server, prompt=ids)
-    vectors = sent(table[ids])
+    vectors = encoded(table[ids])
     alone = completed(server, prompt_embeds=vectors)
     assert alone["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
     assert alone["choices"][0]["prompt_token_ids"] is None
@@ -71,7 +69,7 @@ def test_vectors_of_tokens_say_what_the_tokens_do(
     for found, expected in zip(several, completed(server, prompt=ids, **drawn)["choices"], strict=True):
         assert found["token_ids"] == expected["token_ids"]
         assert found["logprobs"]["token_logprobs"] == expected["logprobs"]["token_logprobs"]
-    together = completed(server, prompt=WORDS, prompt_embeds=[vectors, sent(table[ids[:5]].float()[None])])
+    together = completed(server, prompt=WORDS, prompt_embeds=[vectors, encoded(table[ids[:5]].float()[None])])
     assert [choice["token_ids"] for choice in together["choices"]] == [
         plain["choices"][0]["token_ids"],
         completed(server, prompt=ids[:5])["choices"][0]["token_ids"],
@@ -87,8 +85,8 @@ def test_vectors_of_tokens_say_what_the_tokens_do(
         assert "".join(chunk.choices[0].text for chunk in stream) == alone["choices"][0]["text"]
 
 
-@pytest.mark.whole  # the way through the processes is the server's; what the dictionary may hold: tests/api/test_llm.py
-def test_prompts_of_the_python_api(table: torch.Tensor, ids: list[int]) -> None:
+@pytest.mark.whole  # the dictionary's fields: tests/api/test_llm.py
+def test_python_api_takes_prompt_embeds(table: torch.Tensor, ids: list[int]) -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
     with LLM(enable_prompt_embeds=True, max_model_len=512, kv_cache_memory="64MiB") as llm:
         prompts: list[PromptInput] = [ids, {"prompt_embeds": table[ids]}]
@@ -98,40 +96,40 @@ def test_prompts_of_the_python_api(table: torch.Tensor, ids: list[int]) -> None:
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("role", ["frontend", "tokenizer", "core", "executor", "detokenizer"])
-def test_whoever_dies_the_vectors_are_still_there(
+def test_kill_of_a_process_keeps_the_text(
     server: Server, table: torch.Tensor, ids: list[int], role: str
 ) -> None:
-    """What is lost is computed again from the prompt, so somebody must have kept it."""
+    """Recovery recomputes from the prompt, so a process must have retained the embeddings."""
     body = {
         "max_tokens": 300,
         "ignore_eos": True,
         "temperature": 1.0,
         "seed": 9,
-        "prompt_embeds": sent(table[ids]),
+        "prompt_embeds": encoded(table[ids]),
     }
     undisturbed = completed(server, **body)["choices"][0]["text"]
     text = ""
-    for number, event in enumerate(Listener(server, C, body | {"stream": True}).events()):
+    for number, event in enumerate(StreamClient(server, C, body | {"stream": True}).events()):
         text += event["choices"][0]["text"]
         if number == 60:
             server.children()[f"quintet-{role}-0"].kill()
     assert text == undisturbed
 
 
-def refused(server: Server, **body: Any) -> tuple[str, str]:
+def rejection(server: Server, **body: Any) -> tuple[str, str]:
     status, found = server.post(C, {**ASK, **body})
     assert status == 400, found
     return found["error"]["message"], found["error"]["param"]
 
 
-def test_what_cannot_be_is_refused_by_name(server: Server, table: torch.Tensor) -> None:
-    width, good = table.shape[1], sent(table[:3])
+def test_invalid_prompt_embeds_are_rejected(server: Server, table: torch.Tensor) -> None:
+    width, good = table.shape[1], encoded(table[:3])
     pickled = io.BytesIO()
     torch.save(table[:3].clone(), pickled)
     header = b'{"a":{"dtype":"F32","shape":[2,%d],"data_offsets":[0,%d]}}' % (width, 8 * width)
     cut_off = base64.b64encode(len(header).to_bytes(8, "little") + header + b"\0" * 5).decode()
-    holed = table[:3].float().clone()
-    holed[1, 7] = torch.nan
+    with_nan = table[:3].float().clone()
+    with_nan[1, 7] = torch.nan
     for body, param, words in (
         ({"prompt_embeds": "!!!!"}, "prompt_embeds", "not base64"),
         ({"prompt_embeds": "AAAAAAAAAAAA"}, "prompt_embeds", "not a safetensors file"),
@@ -141,14 +139,14 @@ def test_what_cannot_be_is_refused_by_name(server: Server, table: torch.Tensor) 
             "torch.save file",
         ),
         ({"prompt_embeds": cut_off}, "prompt_embeds", "its header requires"),
-        ({"prompt_embeds": sent(table[:3, :-1])}, "prompt_embeds", f"[tokens, {width}]"),
-        ({"prompt_embeds": sent(table[:3].to(torch.int8))}, "prompt_embeds", "'I8'"),
-        ({"prompt_embeds": sent(table[:1].repeat(512, 1))}, "prompt_embeds", "512 vectors"),
+        ({"prompt_embeds": encoded(table[:3, :-1])}, "prompt_embeds", f"[tokens, {width}]"),
+        ({"prompt_embeds": encoded(table[:3].to(torch.int8))}, "prompt_embeds", "'I8'"),
+        ({"prompt_embeds": encoded(table[:1].repeat(512, 1))}, "prompt_embeds", "512 vectors"),
         ({"prompt_embeds": "A" * (4 << 22)}, "prompt_embeds", "Send fewer vectors"),
-        ({"prompt_embeds": sent(holed)}, "prompt_embeds", "[1, 7]"),
-        ({"prompt_embeds": sent(holed.half())}, "prompt_embeds", "[1, 7]"),
-        ({"prompt_embeds": sent(holed.bfloat16())}, "prompt_embeds", "[1, 7]"),
-        ({"prompt_embeds": sent(holed.double())}, "prompt_embeds", "[1, 7]"),
+        ({"prompt_embeds": encoded(with_nan)}, "prompt_embeds", "[1, 7]"),
+        ({"prompt_embeds": encoded(with_nan.half())}, "prompt_embeds", "[1, 7]"),
+        ({"prompt_embeds": encoded(with_nan.bfloat16())}, "prompt_embeds", "[1, 7]"),
+        ({"prompt_embeds": encoded(with_nan.double())}, "prompt_embeds", "[1, 7]"),
         ({"prompt_embeds": 5}, "prompt_embeds", "must be"),
         ({"prompt_embeds": good, "echo": True}, "echo", "leave one of them out"),
         ({"prompt_embeds": good, "suffix": "x"}, "suffix", "leave one of them out"),
@@ -162,5 +160,5 @@ def test_what_cannot_be_is_refused_by_name(server: Server, table: torch.Tensor) 
         ({"prompt_embeds": []}, "prompt", "missing"),
         ({"prompt_embeds": good, "max_tokens": 511}, "max_tokens", "maximum context length"),
     ):
-        message, found = refused(server, **body)
+        message, found = rejection(server, **body)
         assert words in message and found == param, (message, found)

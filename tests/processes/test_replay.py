@@ -1,4 +1,4 @@
-"""What a server recorded, played to its processes one by one: the same schedule, the same tokens, the same text."""
+"""Replay of a server's recording to each process: same schedule, tokens and text."""
 
 import subprocess
 import sys
@@ -31,8 +31,8 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def ask_everything(server: Server) -> None:
-    """Have many requests in flight at once, of every kind."""
+def send_all_requests(server: Server) -> None:
+    """Send requests of all kinds concurrently."""
     answers: list[int] = []
     threads = [
         threading.Thread(target=lambda body=body: answers.append(server.post("/v1/completions", body)[0]))
@@ -48,7 +48,7 @@ def ask_everything(server: Server) -> None:
 
 
 @pytest.mark.parametrize("executor", [pytest.param("torch", marks=pytest.mark.whole), "mock"])
-def test_every_process_does_the_same_again(
+def test_replay_equals_the_recording(
     executor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "recording"
@@ -63,8 +63,8 @@ def test_every_process_does_the_same_again(
         "1024",
     )
     with serve(*flags, "--kv-cache-memory", "4MiB", "--threads", "1") as server:
-        ask_everything(server)
-        ask_everything(server)
+        send_all_requests(server)
+        send_all_requests(server)
         assert server.gauge("quintet:rejected_frames_total") == 0
         assert server.stop() == 0
     for worker in ("core-0.1", "detokenizer-0.1", "executor-0.1", "tokenizer-0.1"):
@@ -78,12 +78,12 @@ def test_every_process_does_the_same_again(
     again = [sys.executable, "-m", "quintet.deploy.cli.main", "serve", "--port", "0", "--record", str(folder)]
     assert subprocess.run(again, capture_output=True, check=False).returncode == 78
     if executor == "mock":
-        _begin_in_the_middle(folder, tmp_path / "wrapped", monkeypatch)
-        _say_where_it_differs(folder)
+        _check_replay_of_a_wrapped_ring(folder, tmp_path / "wrapped", monkeypatch)
+        _check_difference_is_located(folder)
 
 
-def _begin_in_the_middle(folder: Path, wrapped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the ring has lost the beginning, who remembers nothing when idle is played to from such a moment."""
+def _check_replay_of_a_wrapped_ring(folder: Path, wrapped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the ring overwrote its start, processes without state when idle are replayed from an idle moment."""
     monkeypatch.setattr(record, "FLUSH_BYTES", 1 << 10)
     monkeypatch.setattr(record, "SEGMENTS", num_segments := 8)
     num_turns: dict[str, int] = {}
@@ -92,7 +92,7 @@ def _begin_in_the_middle(folder: Path, wrapped: Path, monkeypatch: pytest.Monkey
         num_turns[worker] = sum(1 for _ in whole.turns())
         size = sum(path.stat().st_size for path in whole.segments)
         heads = num_segments * len(msgspec.json.encode(whole.header))
-        # room for more than half of the turns: everybody was idle once in the middle of them
+        # The ring holds more than half of the turns: all processes were idle once between the two rounds.
         config = msgspec.structs.replace(
             whole.header.config, record=str(wrapped), record_bytes=size * 3 // 4 + heads
         )
@@ -118,8 +118,8 @@ def _record_again(recording: Recording, recorder: Recorder) -> None:
     recorder.close()
 
 
-def _say_where_it_differs(folder: Path) -> None:
-    """One token of one recorded step is another: the replay names step, column and place."""
+def _check_difference_is_located(folder: Path) -> None:
+    """Change one recorded token: the replay names step, column and index."""
     recording = open_recording(folder, "executor-0.1")
     (segment,) = recording.segments
     found = next(

@@ -1,4 +1,4 @@
-"""The Responses dialect from real processes, read by its own package; and `kill -9` in the middle of a stream."""
+"""Responses API of a real server with the `openai` package, and `kill -9` during a stream."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def whole(client: OpenAI, ask: dict[str, Any]) -> Response:
     return response
 
 
-def test_its_package_reads_the_same_whole_and_streamed(
-    client: OpenAI, ask: dict[str, Any], whole: Response
-) -> None:
+def test_streamed_response_equals_the_whole_one(client: OpenAI, ask: dict[str, Any], whole: Response) -> None:
     assert whole.output_text.strip() and whole.status in ("completed", "incomplete")
     events = list(client.responses.create(**ask, stream=True))
     last = events[-1]
@@ -75,7 +73,7 @@ def test_its_package_reads_the_same_whole_and_streamed(
     assert last.response.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_a_form_and_a_tool_are_as_their_schemas_say(client: OpenAI, ask: dict[str, Any]) -> None:
+def test_text_format_and_tool_arguments_match_their_schemas(client: OpenAI, ask: dict[str, Any]) -> None:
     class Point(BaseModel):
         x: bool
         y: bool
@@ -100,7 +98,7 @@ def test_a_form_and_a_tool_are_as_their_schemas_say(client: OpenAI, ask: dict[st
 
 
 class Reader:
-    """Reads a stream event by event."""
+    """Client of a stream of events."""
 
     def __init__(self, server: Server) -> None:
         url = urlsplit(server.url)
@@ -111,17 +109,17 @@ class Reader:
 
     @property
     def num_deltas(self) -> int:
-        """Pieces of text so far."""
+        """Number of text deltas so far."""
         return sum(event["type"] == "response.output_text.delta" for event in self.events)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._response is not None:
             self._response.close()
         self._connection.close()
 
     def open(self, method: str, path: str, body: object = None) -> None:
-        """Begin to read, or to read on."""
+        """Start or resume a stream."""
         headers = {"content-type": "application/json"}
         if self.last_id:
             headers["last-event-id"] = self.last_id
@@ -132,7 +130,7 @@ class Reader:
         self.stream = str(self._response.getheader("x-stream-id"))
 
     def read(self, num_deltas: int = 1 << 30) -> bool:
-        """Read until there were so many pieces of text; return whether the answer has ended."""
+        """Read up to `num_deltas` text deltas; return True at the end of the stream."""
         assert self._response is not None
         while self.num_deltas < num_deltas:
             try:
@@ -156,10 +154,10 @@ class Reader:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("role", ["frontend", "core"])
-def test_a_kill_in_the_middle_changes_nothing(
+def test_kill_during_a_stream_keeps_the_response(
     server: Server, client: OpenAI, ask: dict[str, Any], whole: Response, role: str
 ) -> None:
-    """A lost core is nothing that a client sees; after a lost frontend it reads on where it was, at whichever is there."""
+    """Loss of a core is invisible to clients; after loss of a frontend the client resumes at another."""
     body = {**ask, **ask["extra_body"], "stream": True}
     with contextlib.closing(Reader(server)) as reader:
         reader.open("POST", "/v1/responses", body)
@@ -170,8 +168,8 @@ def test_a_kill_in_the_middle_changes_nothing(
         if not reader.read():
             assert role == "frontend"
             reader.open("GET", f"/v1/streams/{reader.last_id.partition(':')[0]}")
-            if not reader.read(reader.num_deltas + 1):  # unless the kill came so late that no text was left
-                reader.open("POST", "/v1/responses", body)  # hangs up, and asks again as a browser would
+            if not reader.read(reader.num_deltas + 1):  # False if the kill was after the last text
+                reader.open("POST", "/v1/responses", body)  # reconnects and resends the request
                 assert reader.read()
     assert [event["sequence_number"] for event in reader.events] == list(range(len(reader.events)))
     deltas = [event["delta"] for event in reader.events if event["type"] == "response.output_text.delta"]
@@ -194,8 +192,8 @@ def ended(client: OpenAI, response_id: str) -> Response:
     return found[0]
 
 
-def noted(store: Path, response_id: str) -> tuple[str, str]:
-    """Return who answers a response, and its status."""
+def stored_state(store: Path, response_id: str) -> tuple[str, str]:
+    """Return owner and status of a response."""
     with contextlib.closing(sqlite3.connect(store)) as file:
         rows = file.execute("SELECT owner, status FROM responses WHERE id = ?", (response_id,)).fetchall()
     return rows[0][0], rows[0][1]
@@ -203,10 +201,10 @@ def noted(store: Path, response_id: str) -> tuple[str, str]:
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("roles", [("frontend",), ("core",), ("frontend", "core")])
-def test_a_kill_is_nothing_to_the_background(
+def test_kill_keeps_background_responses(
     server: Server, client: OpenAI, ask: dict[str, Any], store: Path, roles: tuple[str, ...]
 ) -> None:
-    """What was asked for goes on at another frontend, and its events behind those that somebody read."""
+    """Another frontend completes the response, and its stream resumes after the events already read."""
     ask = {**ask, "max_output_tokens": 400}
     plain = client.responses.create(**ask, background=True)
     first: list[Any] = []
@@ -216,15 +214,15 @@ def test_a_kill_is_nothing_to_the_background(
                 first.append(event)
                 if len(first) == 10:
                     response_id = first[0].response.id
-                    slot = noted(store, response_id)[0].rpartition("/")[2].partition(".")[0]
+                    slot = stored_state(store, response_id)[0].rpartition("/")[2].partition(".")[0]
                     children = server.children()
-                    children["quintet-executor-0"].suspend()  # or it might be done before they are dead
+                    children["quintet-executor-0"].suspend()  # keeps the response unfinished until the kills
                     for role in roles:
                         children[f"quintet-{role}-{slot if role == 'frontend' else 0}"].kill()
                     break
     except OpenAIError:
         assert "frontend" in roles
-    assert noted(store, response_id)[1] == "in_progress"
+    assert stored_state(store, response_id)[1] == "in_progress"
     server.children()["quintet-executor-0"].resume()
     last = ended(client, response_id)
     assert last.usage is not None and last.usage.output_tokens == 400
@@ -239,8 +237,8 @@ def test_a_kill_is_nothing_to_the_background(
     assert events[-1].response == last
 
 
-def test_a_file_is_one_servers_alone(server: Server, store: Path) -> None:
-    """A second server says so in a line, and the first goes on."""
+def test_response_store_has_one_server(server: Server, store: Path) -> None:
+    """A second server exits with a one-line error; the first continues to serve."""
     command = [sys.executable, "-m", "quintet", "serve", "--executor", "mock", "--port", "0"]
     second = subprocess.run(
         [*command, "--response-store", str(store)], check=False, capture_output=True, text=True, timeout=60
@@ -251,7 +249,7 @@ def test_a_file_is_one_servers_alone(server: Server, store: Path) -> None:
 
 
 @pytest.mark.whole
-def test_a_file_of_ones_own_outlives_the_server(ask: dict[str, Any], tmp_path: Path) -> None:
+def test_responses_survive_a_server_restart(ask: dict[str, Any], tmp_path: Path) -> None:
     flags = [*FLAGS.split(), "--response-store", str(tmp_path / "kept.sqlite")]
     with serve(*flags) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         first = client.responses.create(**ask)

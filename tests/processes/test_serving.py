@@ -1,4 +1,4 @@
-"""Five real processes serving the embedded model to real clients."""
+"""OpenAI API of a real server with the embedded model."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
 
 
-def test_there_are_five_kinds_of_process_and_only_one_has_torch(server: Server) -> None:
+def test_only_the_executor_loads_torch(server: Server) -> None:
     children = server.children()
     assert sorted(children) == [
         "quintet-core-0",
@@ -50,7 +50,7 @@ def test_there_are_five_kinds_of_process_and_only_one_has_torch(server: Server) 
     assert with_torch == ["quintet-executor-0"]
 
 
-def test_the_boot_story_is_short_and_ends_with_a_curl_line_that_works(server: Server) -> None:
+def test_startup_log_ends_with_a_working_curl_command(server: Server) -> None:
     assert len(server.lines) < 20, "\n".join(server.lines)
     command = next(line.strip() for line in server.lines if line.strip().startswith("curl "))
     answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
@@ -58,7 +58,7 @@ def test_the_boot_story_is_short_and_ends_with_a_curl_line_that_works(server: Se
     assert answer.stdout.rstrip().endswith("data: [DONE]")
 
 
-def test_a_streamed_completion_equals_the_plain_one(client: openai.OpenAI, model: str) -> None:
+def test_streamed_completion_equals_the_whole_one(client: openai.OpenAI, model: str) -> None:
     ask = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0}
     plain = client.completions.create(**ask)  # type: ignore[call-overload]
     chunks = list(client.completions.create(**ask, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
@@ -69,7 +69,7 @@ def test_a_streamed_completion_equals_the_plain_one(client: openai.OpenAI, model
     assert plain.choices[0].finish_reason == [c.choices[0].finish_reason for c in chunks if c.choices][-1]
 
 
-def test_a_chat_answers(client: openai.OpenAI, model: str) -> None:
+def test_streamed_chat_equals_the_whole_one(client: openai.OpenAI, model: str) -> None:
     messages = [{"role": "user", "content": "What does json.dumps do?"}]
     answer = client.chat.completions.create(model=model, messages=messages, max_tokens=24, temperature=0)  # type: ignore[arg-type]
     assert answer.choices[0].message.role == "assistant"
@@ -85,7 +85,7 @@ def test_a_chat_answers(client: openai.OpenAI, model: str) -> None:
     assert streamed == answer.choices[0].message.content
 
 
-def test_many_choices_with_a_seed_repeat(client: openai.OpenAI, model: str) -> None:
+def test_choices_with_a_seed_are_reproducible(client: openai.OpenAI, model: str) -> None:
     def ask() -> list[str]:
         answer = client.completions.create(
             model=model, prompt="import os\n", n=4, max_tokens=12, temperature=1.0, seed=11, logprobs=2
@@ -101,7 +101,7 @@ def test_many_choices_with_a_seed_repeat(client: openai.OpenAI, model: str) -> N
     assert len(set(first)) > 1
 
 
-def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, model: str) -> None:
+def test_stop_string_is_excluded_from_the_text(client: openai.OpenAI, model: str) -> None:
     whole = client.completions.create(model=model, prompt="for i in range(", max_tokens=40, temperature=0)
     text = whole.choices[0].text
     stop = text[len(text) // 2 :][:3]
@@ -124,7 +124,7 @@ def test_echo_and_prompt_logprobs(client: openai.OpenAI, model: str) -> None:
     assert len(choice.logprobs.token_logprobs) == answer.usage.total_tokens
 
 
-def test_the_prefix_cache_shows_in_usage_and_changes_nothing(client: openai.OpenAI, model: str) -> None:
+def test_prefix_cache_hit_is_reported_in_usage(client: openai.OpenAI, model: str) -> None:
     prompt = "class Stack:\n" + "    # a comment that fills the cache\n" * 20
     first, second = (
         client.completions.create(model=model, prompt=prompt, max_tokens=16, temperature=0) for _ in range(2)
@@ -134,16 +134,16 @@ def test_the_prefix_cache_shows_in_usage_and_changes_nothing(client: openai.Open
     assert (second.usage.prompt_tokens_details.cached_tokens or 0) > 0
 
 
-def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
+def test_detokenize_inverts_tokenize(server: Server) -> None:
     status, answer = server.post("/tokenize", {"prompt": "héllo wörld 🙂"})
     assert status == 200
     assert server.post("/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": "héllo wörld 🙂"})
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message_part"),
     [
-        ({"model": "nobody", "prompt": "x"}, 404, "nobody"),
+        ({"model": "unknown", "prompt": "x"}, 404, "unknown"),
         ({"prompt": "x", "temperature": 9}, 400, "temperature"),
         ({"prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
         ({"prompt": "word " * 2000}, 400, "512"),
@@ -151,16 +151,16 @@ def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
         ({"prompt": ""}, 400, "prompt"),
     ],
 )
-def test_bad_requests_are_refused_and_the_next_is_served(
-    server: Server, body: dict[str, object], status: int, said: str
+def test_invalid_requests_are_rejected(
+    server: Server, body: dict[str, object], status: int, message_part: str
 ) -> None:
     got, answer = server.post("/v1/completions", body)
     assert got == status, answer
-    assert said in answer["error"]["message"]
+    assert message_part in answer["error"]["message"]
     assert server.post("/v1/completions", {"prompt": "ok", "max_tokens": 1})[0] == 200
 
 
-def test_health_metrics_and_documents_answer(server: Server) -> None:
+def test_health_metrics_and_documentation_endpoints(server: Server) -> None:
     for path in ("/health", "/livez", "/readyz", "/version", "/docs"):
         assert server.get(path)[0] == 200, path
     document = json.loads(server.get("/openapi.json")[1])
@@ -178,18 +178,18 @@ def test_health_metrics_and_documents_answer(server: Server) -> None:
         assert re.search(rf"^{name}{{", text, re.MULTILINE), name
 
 
-def test_every_figure_that_dashboards_and_scalers_name_is_there(server: Server) -> None:
+def test_metrics_of_dashboards_and_scalers_exist(server: Server) -> None:
     server.post("/v1/nowhere", {})
     labels = labels_of(server.get("/metrics")[1])
-    asked = [(query.where, *named) for query in queries() for named in names_in(query.text)]
-    asked += [
+    names = [(query.where, *named) for query in queries() for named in names_in(query.text)]
+    names += [
         (f"variable {label}", name, {label}) for text, label in variables() for name, _ in names_in(text)
     ]
-    assert len(asked) > 60
-    assert [(where, name) for where, name, by in asked if not by <= labels.get(name, set())] == []
+    assert len(names) > 60
+    assert [(where, name) for where, name, by in names if not by <= labels.get(name, set())] == []
 
 
-def test_the_command_line_talks_to_it(server: Server) -> None:
+def test_complete_command(server: Server) -> None:
     answer = subprocess.run(
         [
             sys.executable,
@@ -211,23 +211,23 @@ def test_the_command_line_talks_to_it(server: Server) -> None:
 
 
 @pytest.mark.whole
-def test_huge_texts_take_little_memory_and_leave_none_behind(server: Server) -> None:
+def test_tokenizing_huge_texts_frees_memory(server: Server) -> None:
     tokenizer, frontend = server.children()["quintet-tokenizer-0"], server.children()["quintet-frontend-0"]
-    before, before_there = tokenizer.memory_info().rss, frontend.memory_info().rss
-    Path(f"/proc/{tokenizer.pid}/clear_refs").write_text("5")  # forget the most it ever had
+    before, frontend_before = tokenizer.memory_info().rss, frontend.memory_info().rss
+    Path(f"/proc/{tokenizer.pid}/clear_refs").write_text("5")  # resets the peak
     words = "the quick brown fox jumps over the lazy dog and " * 100_000
     texts = [words, "0123456789" * 800_000, "\U0001f642\U0001f680" * 600_000, "\u4e2d\u6587\u5b57" * 500_000]
     with ThreadPoolExecutor(4) as clients:
         answers = list(clients.map(lambda text: server.post("/tokenize", {"prompt": text}), texts))
     assert all(status == 200 and answer["count"] > 1 << 20 for status, answer in answers)
     status = Path(f"/proc/{tokenizer.pid}/status").read_text()
-    most_kib = int(status.partition("VmHWM:")[2].split()[0])
-    assert most_kib << 10 < before + (400 << 20), "encoded whole, they would take 700 MiB each"
-    wait_until(lambda: tokenizer.memory_info().rss < before + (200 << 20), "giving memory back")
-    assert frontend.memory_info().rss < before_there + (200 << 20)
+    peak_kib = int(status.partition("VmHWM:")[2].split()[0])
+    assert peak_kib << 10 < before + (400 << 20), "a text encoded in one call takes 700 MiB"
+    wait_until(lambda: tokenizer.memory_info().rss < before + (200 << 20), "a lower RSS")
+    assert frontend.memory_info().rss < frontend_before + (200 << 20)
 
 
-def test_an_echo_of_special_tokens(client: openai.OpenAI, model: str) -> None:
+def test_echo_of_special_tokens(client: openai.OpenAI, model: str) -> None:
     answer = client.completions.create(
         model=model,
         prompt=[0, 0, 0],
@@ -237,14 +237,21 @@ def test_an_echo_of_special_tokens(client: openai.OpenAI, model: str) -> None:
         extra_body={"return_tokens_as_token_ids": True},
     )
     plain = client.completions.create(model=model, prompt=[0, 0, 0], max_tokens=1, echo=True, logprobs=1)
-    told, shown = answer.choices[0].logprobs, plain.choices[0].logprobs
-    assert told is not None and shown is not None and told.tokens is not None and shown.tokens is not None
-    assert told.tokens[:3] == ["token_id:0"] * 3 and len(told.tokens) == 4
-    assert plain.choices[0].text.startswith("".join(shown.tokens[:3])) and len(set(shown.tokens[:3])) == 1
-    assert shown.text_offset == [len("".join(shown.tokens[:i])) for i in range(4)]
+    as_ids, as_text = answer.choices[0].logprobs, plain.choices[0].logprobs
+    assert (
+        as_ids is not None
+        and as_text is not None
+        and as_ids.tokens is not None
+        and as_text.tokens is not None
+    )
+    assert as_ids.tokens[:3] == ["token_id:0"] * 3 and len(as_ids.tokens) == 4
+    assert plain.choices[0].text.startswith("".join(as_text.tokens[:3])) and len(set(as_text.tokens[:3])) == 1
+    assert as_text.text_offset == [len("".join(as_text.tokens[:i])) for i in range(4)]
 
 
-def test_rendered_and_generated_is_answered(server: Server, client: openai.OpenAI, model: str) -> None:
+def test_generate_from_rendered_ids_equals_the_completion(
+    server: Server, client: openai.OpenAI, model: str
+) -> None:
     ask = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 12, "temperature": 0}
     plain = client.completions.create(**ask, extra_body={"return_token_ids": True}).choices[0]  # type: ignore[call-overload]
     status, (rendered,) = server.post("/v1/completions/render", ask)
@@ -258,16 +265,16 @@ def test_rendered_and_generated_is_answered(server: Server, client: openai.OpenA
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=30) as answer:
-        first = answer.readline().decode()  # and the connection is lost
+        first = answer.readline().decode()  # then the connection is closed
     stream, _, position = first.removeprefix("id: ").strip().partition(":")
     assert position.isdigit()
     status, rest = server.get(f"/v1/streams/{stream}?from={position}")
     events = [json.loads(line[6:]) for line in rest.split("\n") if line.startswith("data: {")]
-    told = [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
-    assert status == 200 and told == plain.token_ids[int(position) :]
+    rest_ids = [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+    assert status == 200 and rest_ids == plain.token_ids[int(position) :]
 
 
-def test_an_answer_that_goes_round_in_circles_ends(client: openai.OpenAI, model: str) -> None:
+def test_repetition_detection_ends_the_answer(client: openai.OpenAI, model: str) -> None:
     answer = client.completions.create(
         model=model,
         prompt="def fibonacci(n):",
@@ -280,7 +287,7 @@ def test_an_answer_that_goes_round_in_circles_ends(client: openai.OpenAI, model:
     assert usage is not None and usage.completion_tokens == 5
 
 
-def test_rendered_generated_and_derendered_is_the_same_answer(server: Server) -> None:
+def test_derender_of_generated_ids_equals_the_chat(server: Server) -> None:
     chat = {
         "messages": [{"role": "user", "content": "Add two numbers."}], "max_tokens": 20, "temperature": 0, "stop": ["\n\n"],
     }  # fmt: skip
@@ -300,8 +307,8 @@ def test_rendered_generated_and_derendered_is_the_same_answer(server: Server) ->
         assert alone["usage"][name] == answer["usage"][name] == plain["usage"][name]
 
 
-def test_what_every_dialect_renders_is_generated(server: Server) -> None:
-    """Also where a conversation goes on: what was kept of it is in the ids."""
+def test_render_of_each_api_equals_its_generation(server: Server) -> None:
+    """Includes a stored conversation: the rendered ids contain its earlier turns."""
     hello = [{"role": "user", "content": "Add two numbers."}]
     _, chat = server.post(
         "/v1/chat/completions/render", {"messages": hello, "max_tokens": 20, "temperature": 0}
@@ -320,8 +327,8 @@ def test_what_every_dialect_renders_is_generated(server: Server) -> None:
         _, answer = server.post(path, body)
         blocks = answer.get("content") or answer["output"][0]["content"]
         assert text["prompt"].removesuffix("<|im_end|>") == blocks[0]["text"]
-    status, told = server.post("/v1/responses/render", {"input": "x " * 5000})
-    assert status == 400 and told["error"]["message"].startswith("This model's maximum context length")
+    status, error = server.post("/v1/responses/render", {"input": "x " * 5000})
+    assert status == 400 and error["error"]["message"].startswith("This model's maximum context length")
     more = {**response, "input": "And three?", "previous_response_id": answer["id"]}
     status, rendered = server.post("/v1/responses/render", more)
     assert (
@@ -330,10 +337,8 @@ def test_what_every_dialect_renders_is_generated(server: Server) -> None:
     )
 
 
-def test_figures_are_those_of_now(server: Server, client: openai.OpenAI, model: str) -> None:
-    wait_until(
-        lambda: server.gauge("quintet:num_requests_running") == 0, "what other tests gave up has ended"
-    )
+def test_metrics_are_current(server: Server, client: openai.OpenAI, model: str) -> None:
+    wait_until(lambda: server.gauge("quintet:num_requests_running") == 0, "an idle server")
     for _ in range(3):
         before = server.gauge("quintet:generation_tokens_total")
         client.completions.create(model=model, prompt="x", max_tokens=7, extra_body={"ignore_eos": True})

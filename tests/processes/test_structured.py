@@ -1,4 +1,4 @@
-"""Structured outputs from a real server, as the openai package asks for them; the executor dies in the middle of one."""
+"""Structured outputs of a real server with the `openai` package, and a kill of the executor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(text: str) -> None:
     assert 3 <= len(thing["parts"]) <= 5 and all(0 <= part <= 999 for part in thing["parts"])
 
 
-def test_a_schema_holds_streamed_and_whole(client: openai.OpenAI) -> None:
+def test_json_schema_is_enforced_streamed_and_whole(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**ASK, response_format=FORMAT, temperature=1.0)
     [choice] = whole.choices
     assert choice.finish_reason == "stop"
@@ -64,7 +64,7 @@ def test_a_schema_holds_streamed_and_whole(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == choice.message.content
 
 
-def test_calls_that_are_insisted_on_are_there_and_parse(client: openai.OpenAI) -> None:
+def test_required_tool_calls_match_the_schema(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "make", "parameters": SCHEMA}}
     other = {"type": "function", "function": {"name": "stop", "parameters": {"properties": {}}}}
     ask = {**ASK, "tools": [named, other], "parallel_tool_calls": False, "max_tokens": 400}
@@ -98,20 +98,22 @@ class Cart(pydantic.BaseModel):
     wheels: list[Wheel] = pydantic.Field(max_length=2)
 
 
-def test_a_class_of_pydantic_is_a_schema(client: openai.OpenAI) -> None:
-    """Classes within classes become references, and None one of several types."""
+def test_pydantic_class_is_a_schema(client: openai.OpenAI) -> None:
+    """Nested classes become references, and None one of several types."""
     answer = client.chat.completions.parse(**ASK, response_format=Cart, temperature=1.0)
     cart = answer.choices[0].message.parsed
     assert isinstance(cart, Cart) and len(cart.wheels) <= 2
 
 
-def test_choices_of_one_request_each_have_the_form(client: openai.OpenAI) -> None:
-    """And with all else that changes or reports draws; beside one without a form, which stays as it is alone."""
+def test_each_choice_matches_the_schema(client: openai.OpenAI) -> None:
+    """With other sampling parameters, in a batch with an unconstrained request that stays unchanged."""
     plain = {**ASK, "max_tokens": 32, "temperature": 0}
     alone = client.chat.completions.create(**plain).choices[0].message.content
-    beside: list[str] = []
+    unconstrained: list[str] = []
     thread = threading.Thread(
-        target=lambda: beside.append(client.chat.completions.create(**plain).choices[0].message.content)
+        target=lambda: unconstrained.append(
+            client.chat.completions.create(**plain).choices[0].message.content
+        )
     )
     thread.start()
     answer = client.chat.completions.create(
@@ -128,11 +130,11 @@ def test_choices_of_one_request_each_have_the_form(client: openai.OpenAI) -> Non
         assert choice.finish_reason == "stop" and choice.logprobs.content
         check(choice.message.content)
     assert len({choice.message.content for choice in answer.choices}) == 3
-    assert beside == [alone]
+    assert unconstrained == [alone]
 
 
 @pytest.mark.parametrize(
-    ("form", "pattern"),
+    ("constraint", "pattern"),
     [
         ({"structured_outputs": {"regex": "[ab]{3}-[0-9]{2}"}}, "[ab]{3}-[0-9]{2}"),
         ({"structured_outputs": {"choice": ["yes", "maybe not"]}}, "yes|maybe not"),
@@ -145,22 +147,24 @@ def test_choices_of_one_request_each_have_the_form(client: openai.OpenAI) -> Non
         ),
     ],
 )
-def test_completions_take_every_kind(client: openai.OpenAI, form: dict[str, Any], pattern: str) -> None:
+def test_completions_take_all_constraint_kinds(
+    client: openai.OpenAI, constraint: dict[str, Any], pattern: str
+) -> None:
     answer = client.completions.create(
-        model="m", prompt="Say", max_tokens=40, temperature=1.0, seed=1, extra_body=form
+        model="m", prompt="Say", max_tokens=40, temperature=1.0, seed=1, extra_body=constraint
     )
     assert re.fullmatch(pattern, answer.choices[0].text), answer.choices[0]
 
 
-def test_what_cannot_be_enforced_is_refused(client: openai.OpenAI) -> None:
+def test_unsupported_schema_keyword_is_rejected(client: openai.OpenAI) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     with pytest.raises(openai.BadRequestError, match="uniqueItems"):
         client.completions.create(model="m", prompt="x", extra_body={"guided_json": schema})
 
 
-@pytest.mark.whole  # tests/models/test_structured.py has another executor go on, without processes
-def test_the_executor_dies_in_the_middle_of_a_form(server: Server, client: openai.OpenAI) -> None:
-    """The next one builds the matcher from the outputs: the same bytes as without it."""
+@pytest.mark.whole  # tests/models/test_structured.py tests the replacement without processes
+def test_executor_kill_keeps_structured_output(server: Server, client: openai.OpenAI) -> None:
+    """The new executor rebuilds the matcher from the outputs."""
     ask = {"model": "m", "prompt": "Say", "max_tokens": 400, "temperature": 1.0, "seed": 8}
     body = {**ask, "extra_body": {"structured_outputs": LONG}}
     undisturbed = client.completions.create(**body).choices[0].text  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""A budget for reasoning on a real server; the executor dies on the way to its end."""
+"""``thinking_token_budget`` on a real server, and a kill of the executor."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def said(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+def message_of(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     status, answer = server.post(H, body)
     assert status == 200, answer
     message: dict[str, Any] = answer["choices"][0]["message"]
     return message
 
 
-def test_reasoning_ends_behind_its_budget(server: Server) -> None:
-    """And begins as it would without one; what follows is content, a form too."""
-    endless = said(server, ASK)
-    assert endless["content"] is None
+def test_reasoning_ends_at_its_budget(server: Server) -> None:
+    """The reasoning is a prefix of the unlimited one; content follows, also with a schema."""
+    unlimited = message_of(server, ASK)
+    assert unlimited["content"] is None
     for budget in (0, 7, 20):
-        told = said(server, {**ASK, "thinking_token_budget": budget})
-        assert (endless["reasoning"] or "").startswith(told["reasoning"] or "")
-        assert told["content"] and MARK not in told["content"]
+        limited = message_of(server, {**ASK, "thinking_token_budget": budget})
+        assert (unlimited["reasoning"] or "").startswith(limited["reasoning"] or "")
+        assert limited["content"] and MARK not in limited["content"]
     schema = {
         "type": "object",
         "properties": {"a": {"enum": [1, 2]}},
         "required": ["a"],
         "additionalProperties": False,
     }
-    form = {"structured_outputs": {"json": schema}, "ignore_eos": False, "max_tokens": 400}
-    json.loads(said(server, {**ASK, **form, "thinking_token_budget": 7})["content"])
-    assert said(server, {**ASK, "thinking_token_budget": 500})["reasoning"] == endless["reasoning"]
+    constraint = {"structured_outputs": {"json": schema}, "ignore_eos": False, "max_tokens": 400}
+    json.loads(message_of(server, {**ASK, **constraint, "thinking_token_budget": 7})["content"])
+    assert message_of(server, {**ASK, "thinking_token_budget": 500})["reasoning"] == unlimited["reasoning"]
 
 
-@pytest.mark.whole  # what is forced is a function of the tokens alone: tests/executor/sampling/test_thinking_budget.py
-def test_the_executor_dies_before_the_budget_ends(server: Server) -> None:
+@pytest.mark.whole  # tests/executor/sampling/test_thinking_budget.py: forced tokens depend on the tokens only
+def test_executor_kill_keeps_the_thinking_budget(server: Server) -> None:
     body = {**ASK, "thinking_token_budget": 40, "max_tokens": 80}
-    undisturbed = said(server, body)
+    undisturbed = message_of(server, body)
     pieces = {"reasoning": "", "content": ""}
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
         stream = client.chat.completions.create(

@@ -1,7 +1,6 @@
-"""A chat that reasons and calls tools, through the real processes: whole, streamed, and with each of them killed in a call.
+"""Reasoning and tool calls through real processes: whole, streamed, and with a kill of each role.
 
-The mock executor draws by seed and position alone, so a tokenizer can be made in which the ids that it will draw spell what a
-model would have written.
+The mock executor draws by seed and position only. The test's tokenizer maps the ids that it will draw to the text `WRITTEN`.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ MESSAGES: dict[str, Any] = {
     "stop_sequences": [END],
     "max_tokens": 400,
 }
-"""The same in Anthropic's dialect."""
+"""The same request in Anthropic's API."""
 
 
 def chunks_of(text: str) -> list[str]:
-    """Cut a text into parts, no two alike, none of one byte."""
+    """Split a text into distinct parts of at least two characters."""
     found: list[str] = []
     while text:
         size = next(size for size in range(2, len(text) + 2) if text[:size] not in found)
@@ -68,12 +67,12 @@ def chunks_of(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose tokenizer spells the mock's draws as `WRITTEN` and its end."""
+    """Model folder with a tokenizer that decodes the mock's draws to `WRITTEN` and `END`."""
     chunks = [*chunks_of(WRITTEN), END]
     worker = MockWorker(1, VOCAB_SIZE, [2], 1, 0.0)
     ends = np.arange(len(PROMPT), len(PROMPT) + len(chunks), dtype=np.int32)
     drawn = worker._draw(np.full(len(chunks), SEED, np.uint64), ends).tolist()
-    assert len(set(drawn)) == len(drawn), "another seed draws no id twice"
+    assert len(set(drawn)) == len(drawn), "the seed draws an id twice; choose another"
     spelled = {byte: letter for letter, byte in byte_alphabet().items()}
     vocab = {letter: byte for byte, letter in spelled.items()}
     written = dict(zip(drawn, chunks, strict=True))
@@ -107,12 +106,12 @@ def server(model: Path) -> Iterator[Server]:
         assert server.stop() == 0
 
 
-def test_parsers_are_chosen_by_the_template_and_said(server: Server) -> None:
+def test_parsers_chosen_by_the_template_are_logged(server: Server) -> None:
     notes = [line for line in server.lines if "--tool-call-parser hermes" in line]
     assert len(notes) == 1 and "--reasoning-parser qwen3" in notes[0]
 
 
-def told(message: Any) -> dict[str, Any]:
+def fields_of(message: Any) -> dict[str, Any]:
     return {
         "reasoning": message["reasoning"],
         "content": message["content"],
@@ -123,11 +122,11 @@ def told(message: Any) -> dict[str, Any]:
     }
 
 
-def test_a_whole_answer(server: Server) -> None:
+def test_whole_answer_has_reasoning_and_calls(server: Server) -> None:
     status, answer = server.post(H, BODY)
     assert status == 200
     (choice,) = answer["choices"]
-    assert told(choice["message"]) == {
+    assert fields_of(choice["message"]) == {
         "reasoning": "The user asks about the weather, so there is a tool for that.",
         "content": "Let me look at it. 🌧",
         "calls": CALLS,
@@ -137,8 +136,8 @@ def test_a_whole_answer(server: Server) -> None:
     assert 10 < num_reasoning < answer["usage"]["completion_tokens"] / 2
 
 
-def test_an_agents_second_turn(server: Server) -> None:
-    """The openai package sends back what it was told, with the tools' results."""
+def test_tool_results_are_accepted_in_the_next_turn(server: Server) -> None:
+    """The openai package sends the response back with the tools' results."""
     client = OpenAI(base_url=server.url + "/v1", api_key="x")
     arguments: dict[str, Any] = {**BODY, "model": client.models.list().data[0].id}
     first = client.chat.completions.create(**arguments).choices[0].message
@@ -151,8 +150,8 @@ def test_an_agents_second_turn(server: Server) -> None:
 STREAMED = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
 
 
-class Listener:
-    """Reads a stream to its end, over as many connections as that takes."""
+class StreamClient:
+    """Client that reads a stream to its end and reconnects after errors."""
 
     def __init__(self, server: Server, path: str = H, body: dict[str, Any] = STREAMED) -> None:
         self._server = server
@@ -167,7 +166,7 @@ class Listener:
         self.usage: Any = None
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield events until the last; a connection that is lost is made again, for what is missing."""
+        """Yield all events; after a lost connection, resume after the last event id."""
         deadline_s = time.monotonic() + 30
         while time.monotonic() < deadline_s:
             connection = http.client.HTTPConnection(urlsplit(self._server.url).netloc, timeout=30)
@@ -191,8 +190,8 @@ class Listener:
                 connection.close()
         raise AssertionError("the stream did not end")
 
-    def hear(self, event: dict[str, Any]) -> None:
-        """Take in an event."""
+    def add(self, event: dict[str, Any]) -> None:
+        """Add one event."""
         self.usage = event.get("usage") or self.usage
         for choice in event["choices"]:
             delta = choice["delta"]
@@ -207,23 +206,23 @@ class Listener:
                 self.arguments[index] = self.arguments.get(index, "") + function["arguments"]
 
     def summary(self) -> tuple[Any, ...]:
-        """Return all of it but ids, which are the request's own."""
+        """Return all fields except ids, which differ between requests."""
         return self.reasoning, self.content, self.names, self.arguments, self.finish_reason, self.usage
 
 
 @pytest.fixture(scope="module")
-def calm(server: Server) -> tuple[Any, ...]:
-    listener = Listener(server)
-    for event in listener.events():
-        listener.hear(event)
-    return listener.summary()
+def undisturbed(server: Server) -> tuple[Any, ...]:
+    stream_client = StreamClient(server)
+    for event in stream_client.events():
+        stream_client.add(event)
+    return stream_client.summary()
 
 
-def test_a_streamed_answer_says_what_the_whole_one_does(server: Server, calm: tuple[Any, ...]) -> None:
+def test_streamed_answer_equals_the_whole_one(server: Server, undisturbed: tuple[Any, ...]) -> None:
     _, answer = server.post(H, BODY)
     message = answer["choices"][0]["message"]
     functions = [call["function"] for call in message["tool_calls"]]
-    assert calm == (
+    assert undisturbed == (
         message["reasoning"],
         message["content"],
         {index: function["name"] for index, function in enumerate(functions)},
@@ -236,24 +235,26 @@ def test_a_streamed_answer_says_what_the_whole_one_does(server: Server, calm: tu
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("role", ["detokenizer", "core", "executor", "frontend"])
 @pytest.mark.parametrize("moment", ["thinking", "calling"])
-def test_a_kill_changes_no_byte(server: Server, calm: tuple[Any, ...], role: str, moment: str) -> None:
-    listener = Listener(server)
+def test_kill_keeps_the_streamed_answer(
+    server: Server, undisturbed: tuple[Any, ...], role: str, moment: str
+) -> None:
+    stream_client = StreamClient(server)
     is_due = True
-    for event in listener.events():
-        listener.hear(event)
-        heard = listener.reasoning if moment == "thinking" else listener.arguments.get(0)
-        if is_due and heard:
+    for event in stream_client.events():
+        stream_client.add(event)
+        received = stream_client.reasoning if moment == "thinking" else stream_client.arguments.get(0)
+        if is_due and received:
             is_due = False
             server.children()[f"quintet-{role}-0"].kill()
     assert not is_due
-    assert listener.summary() == calm
-    assert len(set(listener.ids.values())) == 2
+    assert stream_client.summary() == undisturbed
+    assert len(set(stream_client.ids.values())) == 2
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("role", ["detokenizer", "core", "frontend"])
-def test_a_kill_changes_no_event_in_anthropics_dialect(server: Server, role: str) -> None:
-    """Every event comes once and in its place, however the text comes together; its package reads the same."""
+def test_kill_keeps_the_events_of_the_anthropic_api(server: Server, role: str) -> None:
+    """Each event is sent once and in order; the text equals that of the anthropic package."""
     import anthropic
 
     with anthropic.Anthropic(base_url=server.url, api_key="x") as client:
@@ -262,11 +263,11 @@ def test_a_kill_changes_no_event_in_anthropics_dialect(server: Server, role: str
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert [(block.name, block.input) for block in whole.content if block.type == "tool_use"] == CALLS
     assert whole.stop_reason == "tool_use"
-    listener = Listener(server, M, {**MESSAGES, "seed": SEED, "stream": True})
+    stream_client = StreamClient(server, M, {**MESSAGES, "seed": SEED, "stream": True})
     blocks: list[str] = []
     order: list[str] = []
     is_due = True
-    for event in listener.events():
+    for event in stream_client.events():
         match event:
             case {"type": "ping"}:
                 continue
@@ -284,6 +285,6 @@ def test_a_kill_changes_no_event_in_anthropics_dialect(server: Server, role: str
     assert not is_due
     in_a_block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert order == ["message_start", *in_a_block * 4, "message_delta", "message_stop"]
-    told = [*(block.thinking if block.type == "thinking" else block.text for block in whole.content[:2])]  # type: ignore[union-attr]
+    texts = [*(block.thinking if block.type == "thinking" else block.text for block in whole.content[:2])]  # type: ignore[union-attr]
     written = json.dumps(ARGUMENTS, ensure_ascii=False)
-    assert blocks == [*told, "get_weather" + written, "get_time{}"]
+    assert blocks == [*texts, "get_weather" + written, "get_time{}"]

@@ -1,4 +1,4 @@
-"""A traced server: every process tells what it did when, and `quintet trace` puts it together."""
+"""`--trace` on a real server, and `quintet trace`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.processes.server import serve, wait_until
 NUM_TOKENS = 12
 
 
-def test_a_traced_server_accounts_for_its_steps(tmp_path: Path) -> None:
+def test_trace_has_the_phases_of_all_steps(tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     with serve("--trace", str(folder)) as server:
         model = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[1]["model"]
@@ -66,9 +66,7 @@ def test_a_traced_server_accounts_for_its_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "other"), [("--pipeline-parallel-size", "stage 1"), ("--tensor-parallel-size", "rank 1")]
 )
-def test_an_executor_of_two_processes_says_how_much_each_computed_and_waited(
-    flag: str, other: str, tmp_path: Path
-) -> None:
+def test_trace_of_two_ranks_has_compute_and_wait_shares(flag: str, other: str, tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     with serve("--trace", str(folder), flag, "2", "--threads", "1") as server:
         model = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[1]["model"]
@@ -88,7 +86,7 @@ def test_an_executor_of_two_processes_says_how_much_each_computed_and_waited(
     assert all(part.computed + part.waited < 1.001 for part in parts), parts
 
 
-def test_a_folder_without_traces_is_answered_with_what_to_do(tmp_path: Path) -> None:
+def test_folder_without_traces_is_an_error(tmp_path: Path) -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "quintet.deploy.cli.main", "trace", str(tmp_path)],
         capture_output=True, text=True, check=False,

@@ -32,7 +32,7 @@ MODELS = {
 
 
 def main() -> None:
-    """Download the named models, or all."""
+    """Download the named models, or all models."""
     for name in sys.argv[1:] or MODELS:
         print(f"{name}: {MODELS[name].description}: {fetch(name, MODELS[name])}", flush=True)
 

@@ -1,4 +1,4 @@
-"""SmolLM2 generates 8,000 tokens among other requests while the core is killed: the bits of one prompt of these tokens."""
+"""SmolLM2 generates 8,000 tokens in a batch with a kill of the core: bits of a prefill of these tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.real.scores import of_server, tokens_of
 FILE = MODELS["smollm2"].path
 PROMPT = "Once upon a time, in a village by the sea, there"
 NUM_TOKENS = 8000
-KILLED_AT = 4000
+KILL_AT_TOKEN = 4000
 TIMEOUT_S = 300
 SHORT = [f"The {thing} is" for thing in ("sea", "bread", "music", "train", "cheese", "mountain")]
 
@@ -38,7 +38,7 @@ def server() -> Iterator[Server]:
 def generate(
     server: Server, prompt: Sequence[int], halfway: threading.Event
 ) -> tuple[list[int], list[float]]:
-    """Stream a greedy generation; return its tokens and their log-probabilities. halfway: set after KILLED_AT tokens."""
+    """Stream a greedy generation; return its tokens and their log-probabilities. halfway: set after KILL_AT_TOKEN tokens."""
     where = urllib.parse.urlsplit(server.url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=TIMEOUT_S)
     body = {
@@ -63,33 +63,35 @@ def generate(
         for choice in chunk["choices"]:
             token_ids.extend(choice.get("token_ids") or [])
             logprobs.extend((choice.get("logprobs") or {}).get("token_logprobs") or [])
-        if len(token_ids) >= KILLED_AT:
+        if len(token_ids) >= KILL_AT_TOKEN:
             halfway.set()
     connection.close()
     return token_ids, logprobs
 
 
 def short(server: Server, prompt: str) -> None:
-    status, told = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 64, "ignore_eos": True})
-    assert status == 200, told
+    status, answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 64, "ignore_eos": True})
+    assert status == 200, answer
 
 
-def test_8000_tokens_have_the_bits_of_one_prompt_of_them(server: Server) -> None:
-    """Drawn one by one in changing batches, computed again by a new core from the middle on; then read in long chunks."""
+def test_8000_decoded_tokens_equal_their_prefill(server: Server) -> None:
+    """Decode in changing batches, recompute after the kill, then compare with a prefill in long chunks."""
     prompt, halfway = tokens_of(server, PROMPT), threading.Event()
     with ThreadPoolExecutor(1 + 2 * len(SHORT)) as pool:
         running = pool.submit(generate, server, prompt, halfway)
-        beside = [pool.submit(short, server, text) for text in SHORT]
+        others = [pool.submit(short, server, text) for text in SHORT]
         assert halfway.wait(TIMEOUT_S)
         server.children()["quintet-core-0"].kill()
-        wait_until(lambda: server.get("/readyz")[0] == 200, "the server is whole again")
-        assert not running.done(), "the generation ended before the core did"
-        beside += [pool.submit(short, server, text) for text in SHORT]
+        wait_until(lambda: server.get("/readyz")[0] == 200, "readiness")
+        assert not running.done(), "the generation ended before the kill"
+        others += [pool.submit(short, server, text) for text in SHORT]
         token_ids, logprobs = running.result(TIMEOUT_S)
-        for each in beside:
+        for each in others:
             each.result(TIMEOUT_S)
     assert len(token_ids) == NUM_TOKENS
-    read = of_server(server, prompt + token_ids)
-    drawn = slice(len(prompt) - 1, None)
-    assert logprobs == read.own[drawn].tolist()
-    assert read.own[drawn].tolist() == read.best[drawn].tolist(), "a token is not the most likely one"
+    prefilled = of_server(server, prompt + token_ids)
+    decoded = slice(len(prompt) - 1, None)
+    assert logprobs == prefilled.own[decoded].tolist()
+    assert prefilled.own[decoded].tolist() == prefilled.best[decoded].tolist(), (
+        "a token is not the most likely one"
+    )

@@ -1,4 +1,4 @@
-"""Real weights beside transformers in float32 and beside llama.cpp: tokens, log-probabilities, perplexity of a held text."""
+"""Real weights against transformers in float32 and llama.cpp: tokens, log-probabilities, held_out-out perplexity."""
 
 from __future__ import annotations
 
@@ -21,60 +21,60 @@ PROMPTS = (
     "Once upon a time, in a village by the sea, there",
     "Die Hauptstadt von Italien",
 )
-WORST_RATIO = 0.005
-"""Of perplexities; what is allowed beside a reference."""
-ALLOWED = {"float32": (4e-3, 2e-3), "bfloat16": (0.3, 0.1)}
-"""By dtype, in nats: most by which a drawn token may trail the most likely one, and mean distance of log-probabilities.
+PERPLEXITY_TOLERANCE = 0.005
+"""Relative tolerance of perplexities."""
+TOLERANCES = {"float32": (4e-3, 2e-3), "bfloat16": (0.3, 0.1)}
+"""dtype -> (largest gap to the max_gap likely token, max_mean difference of log-probabilities), in nats.
 
-Sums in another order, or hidden states rounded to 8 bits."""
-DTYPES = tuple(ALLOWED)
+Reasons: another order of sums, and the 8-bit mantissa of hidden states in bfloat16."""
+DTYPES = tuple(TOLERANCES)
 
 pytestmark = pytest.mark.whole
 
 
-class Said(NamedTuple):
-    """What a server said of a model's prompts and of the held text."""
+class ServerOutput(NamedTuple):
+    """A server's greedy outputs and scores."""
 
     prompts: list[list[int]]
     drawn: list[list[int]]
-    """Greedily, behind each prompt."""
+    """Greedy tokens of each prompt."""
     logprobs: list[np.ndarray]
-    """Of what was drawn."""
-    held: list[int]
+    """Log-probabilities of these tokens."""
+    held_out: list[int]
     scores: Scores
-    """Of the held text."""
+    """Scores of the held_out-out text."""
 
     @property
     def sequences(self) -> list[list[int]]:
-        """Prompts with what was drawn, and the held text."""
+        """Prompts with their greedy tokens, and the held_out-out text."""
         pairs = zip(self.prompts, self.drawn, strict=True)
-        return [*(prompt + drawn for prompt, drawn in pairs), self.held]
+        return [*(prompt + drawn for prompt, drawn in pairs), self.held_out]
 
 
-def ask(server: Server) -> Said:
+def ask(server: Server) -> ServerOutput:
     prompts = [tokens_of(server, text) for text in PROMPTS]
     body = {"max_tokens": NUM_DRAWN, "temperature": 0, "logprobs": 0, "ignore_eos": True}
     drawn, logprobs = [], []
     for prompt in prompts:
-        status, told = server.post("/v1/completions", {**body, "prompt": prompt, "return_token_ids": True})
-        assert status == 200, told
-        drawn.append(told["choices"][0]["token_ids"])
-        logprobs.append(np.array(told["choices"][0]["logprobs"]["token_logprobs"]))
-    held = tokens_of(server, held_text())[:NUM_SCORED]
-    return Said(prompts, drawn, logprobs, held, of_server(server, held))
+        status, answer = server.post("/v1/completions", {**body, "prompt": prompt, "return_token_ids": True})
+        assert status == 200, answer
+        drawn.append(answer["choices"][0]["token_ids"])
+        logprobs.append(np.array(answer["choices"][0]["logprobs"]["token_logprobs"]))
+    held_out = tokens_of(server, held_text())[:NUM_SCORED]
+    return ServerOutput(prompts, drawn, logprobs, held_out, of_server(server, held_out))
 
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])
 def file(request: pytest.FixtureRequest) -> Path:
     path = MODELS[request.param].path
     if not path.is_file():
-        pytest.skip(f"{path} is missing; `make real-models` downloads it")
+        pytest.skip(f"{path} is missing; run `make real-models`")
     return path
 
 
 @pytest.fixture(scope="module")
-def said(file: Path) -> dict[str, Said]:
-    """By dtype."""
+def outputs(file: Path) -> dict[str, ServerOutput]:
+    """Outputs of the server by dtype."""
     found = {}
     for dtype in DTYPES:
         flags = ("--dtype", dtype, "--kv-cache-memory", "256MiB", "--max-model-len", "2048")
@@ -84,11 +84,11 @@ def said(file: Path) -> dict[str, Said]:
 
 
 @pytest.fixture(scope="module")
-def reference(file: Path, said: dict[str, Said]) -> dict[str, list[Scores]]:
-    """Transformers' scores of all that was said, by dtype of the server."""
-    scores = of_transformers(file, [ids for each in said.values() for ids in each.sequences])
+def reference(file: Path, outputs: dict[str, ServerOutput]) -> dict[str, list[Scores]]:
+    """Transformers' scores of the outputs, by dtype of the server."""
+    scores = of_transformers(file, [ids for each in outputs.values() for ids in each.sequences])
     count = len(PROMPTS) + 1
-    return {dtype: scores[index * count :][:count] for index, dtype in enumerate(said)}
+    return {dtype: scores[index * count :][:count] for index, dtype in enumerate(outputs)}
 
 
 def perplexity(scores: Scores) -> float:
@@ -96,38 +96,40 @@ def perplexity(scores: Scores) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_greedy_tokens_are_the_most_likely_ones_of_transformers(
-    said: dict[str, Said], reference: dict[str, list[Scores]], dtype: str
+def test_greedy_tokens_equal_transformers(
+    outputs: dict[str, ServerOutput], reference: dict[str, list[Scores]], dtype: str
 ) -> None:
-    """But for near ties: what leads there may differ by the error of both."""
-    most, mean = ALLOWED[dtype]
+    """Except near ties within the tolerance."""
+    max_gap, max_mean = TOLERANCES[dtype]
     for scores, prompt, logprobs in zip(
-        reference[dtype], said[dtype].prompts, said[dtype].logprobs, strict=False
+        reference[dtype], outputs[dtype].prompts, outputs[dtype].logprobs, strict=False
     ):
         own, best = scores.own[len(prompt) - 1 :], scores.best[len(prompt) - 1 :]
-        apart = np.abs(own - logprobs)
+        difference = np.abs(own - logprobs)
         print(
-            f"{dtype}: lead lost {(best - own).max():.5f}, apart {apart.mean():.5f}, at most {apart.max():.5f}"
+            f"{dtype}: largest gap {(best - own).max():.5f}, difference {difference.mean():.5f}, at most {difference.max():.5f}"
         )
-        assert (best - own).max() <= most
-        assert apart.mean() <= mean
+        assert (best - own).max() <= max_gap
+        assert difference.mean() <= max_mean
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_perplexity_is_transformers(
-    said: dict[str, Said], reference: dict[str, list[Scores]], dtype: str
+def test_perplexity_equals_transformers(
+    outputs: dict[str, ServerOutput], reference: dict[str, list[Scores]], dtype: str
 ) -> None:
-    ours, theirs = said[dtype].scores, reference[dtype][-1]
+    ours, theirs = outputs[dtype].scores, reference[dtype][-1]
     ratio = perplexity(ours) / perplexity(theirs)
-    apart = np.abs(ours.own - theirs.own)
-    print(f"{dtype}: perplexity {perplexity(ours):.4f}, ratio {ratio:.5f}, tokens apart {apart.mean():.5f}")
-    assert abs(ratio - 1) <= WORST_RATIO
-    assert apart.mean() <= ALLOWED[dtype][1]
+    difference = np.abs(ours.own - theirs.own)
+    print(
+        f"{dtype}: perplexity {perplexity(ours):.4f}, ratio {ratio:.5f}, mean difference {difference.mean():.5f}"
+    )
+    assert abs(ratio - 1) <= PERPLEXITY_TOLERANCE
+    assert difference.mean() <= TOLERANCES[dtype][1]
 
 
-def test_perplexity_is_llama_cpps(file: Path, said: dict[str, Said]) -> None:
-    (theirs,) = of_llama_cpp(file, [said["float32"].held])
-    for dtype, each in said.items():
+def test_perplexity_equals_llama_cpp(file: Path, outputs: dict[str, ServerOutput]) -> None:
+    (theirs,) = of_llama_cpp(file, [outputs["float32"].held_out])
+    for dtype, each in outputs.items():
         ratio = perplexity(each.scores) / perplexity(theirs)
-        print(f"{dtype}: perplexity {perplexity(each.scores):.4f}, beside llama.cpp {ratio:.5f}")
-        assert abs(ratio - 1) <= WORST_RATIO
+        print(f"{dtype}: perplexity {perplexity(each.scores):.4f}, ratio to llama.cpp {ratio:.5f}")
+        assert abs(ratio - 1) <= PERPLEXITY_TOLERANCE

@@ -1,4 +1,4 @@
-// The JDK's HttpClient, on which LangChain4j and Spring AI stand: it asks for an upgrade to h2c with its first request.
+// The JDK's HttpClient, used by LangChain4j and Spring AI: its first request has an upgrade to h2c.
 import java.net.URI;
 import java.net.http.HttpClient;
 import java.net.http.HttpRequest;

@@ -1,4 +1,4 @@
-"""A model without weights that says what a script holds: the embedded tokenizer with marks of tools, an agents' template."""
+"""A scripted model without weights: the embedded tokenizer with tool tokens, and a chat template for agents."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ CONTEXT = 262_144
 
 
 class Turn(NamedTuple):
-    """An answer, and the text that stands last in its prompt."""
+    """A response, and the text at the end of its prompt."""
 
     after: str
     say: str
 
 
 def call(name: str, arguments: dict[str, object]) -> str:
-    """Write a call as the template does."""
+    """Format a call as the template does."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 def make_model(folder: Path) -> Path:
-    """Write the model's files; weights it has none."""
+    """Write the model's files, without weights."""
     folder.mkdir(parents=True)
     source = default_model_path()
     for name in ("generation_config.json", "tokenizer_config.json"):
@@ -48,6 +48,6 @@ def make_model(folder: Path) -> Path:
 
 
 def write_script(path: Path, turns: Sequence[Turn]) -> Path:
-    """Write what the model says."""
+    """Write the script of the mock executor."""
     path.write_text(json.dumps([turn._asdict() for turn in turns]))
     return path

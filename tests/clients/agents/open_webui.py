@@ -39,30 +39,27 @@ Event = dict[str, Any]
 
 def settings(server: str) -> dict[str, str]:
     """Return the back end's environment: one OpenAI-compatible server, one user without a password, no downloads."""
-    return (
-        os.environ
-        | {
-            "OPENAI_API_BASE_URL": f"{server}/v1",
-            "OPENAI_API_KEY": "unused",
-            "ENABLE_OLLAMA_API": "False",
-            "WEBUI_AUTH": "False",
-            "WEBUI_SECRET_KEY": "a key of at least thirty-two bytes",
-            "DATA_DIR": str(Path.cwd() / "open_webui"),
-            "USE_SLIM_DOCKER": "true",  # as its requirements-slim.txt wants: no embeddings or speech in its process
-            "OFFLINE_MODE": "true",
-        }
-    )
+    return os.environ | {
+        "OPENAI_API_BASE_URL": f"{server}/v1",
+        "OPENAI_API_KEY": "unused",
+        "ENABLE_OLLAMA_API": "False",
+        "WEBUI_AUTH": "False",
+        "WEBUI_SECRET_KEY": "a key of at least thirty-two bytes",
+        "DATA_DIR": str(Path.cwd() / "open_webui"),
+        "USE_SLIM_DOCKER": "true",  # for its requirements-slim.txt: no embeddings or speech models
+        "OFFLINE_MODE": "true",
+    }
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @contextlib.asynccontextmanager
 async def back_end(server: str) -> AsyncIterator[str]:
-    """Start the back end; yield its URL when it is healthy."""
+    """Start the back end; yield its URL once it is healthy."""
     port = free_port()
     url, program = f"http://127.0.0.1:{port}", Path(sys.executable).with_name("open-webui")
     command = (program, "serve", "--host", "127.0.0.1", "--port", str(port))
@@ -98,7 +95,7 @@ async def ask(client: aiohttp.ClientSession, method: str, path: str, body: objec
 
 
 async def check_own_api(client: aiohttp.ClientSession, model: str) -> None:
-    """List models, and chat without a page: a whole answer and a stream."""
+    """List models, and chat over HTTP: a whole response and a stream."""
     models = await ask(client, "GET", "/api/models")
     assert model in [each["id"] for each in models["data"]], models
     body = {"model": model, "messages": [{"role": "user", "content": "Fine in Oslo"}]}
@@ -114,7 +111,7 @@ async def check_own_api(client: aiohttp.ClientSession, model: str) -> None:
 
 
 class Page:
-    """One chat as the web page holds it: requests over HTTP, answers as events over Socket.IO, history in the back end."""
+    """One chat of the web page: requests over HTTP, responses as events over Socket.IO, history in the back end."""
 
     def __init__(self, client: aiohttp.ClientSession, model: str) -> None:
         self._client = client
@@ -157,8 +154,8 @@ class Page:
             "background_tasks": {"title_generation": self._chat_id is None},
         }
         known = {} if self._chat_id is None else {"chat_id": self._chat_id}
-        begun = await ask(self._client, "POST", "/api/chat/completions", body | known)
-        self._chat_id, self._last_message_id = begun["chat_id"], answer_id
+        started = await ask(self._client, "POST", "/api/chat/completions", body | known)
+        self._chat_id, self._last_message_id = started["chat_id"], answer_id
         return await self._answer()
 
     async def _answer(self) -> list[Event]:
@@ -194,7 +191,7 @@ def check_answer(events: list[Event], stored: Event) -> None:
 
 
 def usages_of(events: list[Event]) -> list[tuple[int, int]]:
-    """Return prompt tokens and cached tokens of each request of a turn. The back end adds up the cached ones of a turn."""
+    """Return prompt tokens and cached tokens of each request of a turn. The back end reports cumulative cached tokens."""
     data = [event["data"] for event in events if event["type"] == "chat:completion"]
     usages = [each["usage"] for each in data if "usage" in each and not each.get("done")]
     sums = [0, *(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)]

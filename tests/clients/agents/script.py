@@ -1,4 +1,4 @@
-"""What the scripted model says to each program: each begins, calls tools, gets their results, ends."""
+"""Script of the model for each program: tool calls, then a final response."""
 
 from __future__ import annotations
 

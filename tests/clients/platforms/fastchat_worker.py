@@ -1,4 +1,4 @@
-"""FastChat's own controller and API server, with a worker beside a server; and what they see when that server is killed."""
+"""FastChat's controller and API server with a worker of a real server, and a kill of that server."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def post(url: str, body: object = None) -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-def told(url: str, body: object = None) -> dict[str, object]:
-    status, said = post(url, body)
-    assert status == 200, (url, status, said)
-    return dict(json.loads(said))
+def request_json(url: str, body: object = None) -> dict[str, object]:
+    status, body_bytes = post(url, body)
+    assert status == 200, (url, status, body_bytes)
+    return dict(json.loads(body_bytes))
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
-def wait_until(holds: Callable[[], bool], what: str, within_s: float = 120.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, within_s: float = 120.0) -> None:
     until_s = time.monotonic() + within_s
     while True:
         with contextlib.suppress(OSError):
-            if holds():
+            if condition():
                 return
-        assert time.monotonic() < until_s, f"within {within_s:g} s it was not so: {what}"
-        time.sleep(0.1)  # FastChat tells nobody: it is asked
+        assert time.monotonic() < until_s, f"{what} did not happen within {within_s:g} s"
+        time.sleep(0.1)  # FastChat sends no event: poll
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def worker(server: str, controller: str) -> Iterator[str]:
 
 
 def models(controller: str) -> list[str]:
-    listed = told(f"{controller}/list_models")["models"]
+    listed = request_json(f"{controller}/list_models")["models"]
     assert isinstance(listed, list)
     return sorted(listed)
 
@@ -88,19 +88,19 @@ def text_of(answer: dict[str, object]) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
 
-def events_of(said: bytes) -> list[dict[str, object]]:
-    lines = [line[6:] for line in said.decode().split("\n") if line.startswith("data: ")]
+def events_of(body_bytes: bytes) -> list[dict[str, object]]:
+    lines = [line[6:] for line in body_bytes.decode().split("\n") if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
 
 def check_chat(api: str, server: str, model: str) -> None:
-    """The words are the server's own, as its chat template has them, whatever a conversation looks like."""
+    """The text equals that of the server with its chat template, for all kinds of conversations."""
     in_parts = [{"role": "user", "content": [{"type": "text", "text": "def f(x):"}]}]
     for messages in (MESSAGES, MESSAGES[1:2], in_parts):
         body = {"model": model, "messages": messages, **SAMPLING}
-        expected = told(f"{server}/v1/chat/completions", body)
-        answer = told(f"{api}/v1/chat/completions", body)
+        expected = request_json(f"{server}/v1/chat/completions", body)
+        answer = request_json(f"{api}/v1/chat/completions", body)
         assert text_of(answer) == text_of(expected)
         assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]  # type: ignore[index]
         reason = expected["choices"][0]["finish_reason"]  # type: ignore[index]
@@ -113,19 +113,22 @@ def check_chat(api: str, server: str, model: str) -> None:
 
 def check_completions(api: str, server: str, model: str) -> None:
     body = {"model": model, "prompt": "def f(x):", "logprobs": 1, **SAMPLING}
-    expected, answer = (told(f"{url}/v1/completions", body) for url in (server, api))
+    expected, answer = (request_json(f"{url}/v1/completions", body) for url in (server, api))
     assert text_of(answer) == text_of(expected)
     assert answer["choices"][0]["logprobs"]["tokens"] == expected["choices"][0]["logprobs"]["tokens"]  # type: ignore[index]
     events = events_of(post(f"{api}/v1/completions", {**body, "stream": True})[1])
     assert "".join(event["choices"][0]["text"] for event in events) == text_of(expected)  # type: ignore[index]
-    assert text_of(told(f"{api}/v1/completions", {**body, "echo": True, "logprobs": None})).startswith(
-        "def f(x):"
+    assert text_of(
+        request_json(f"{api}/v1/completions", {**body, "echo": True, "logprobs": None})
+    ).startswith("def f(x):")
+    several = request_json(
+        f"{api}/v1/completions", {**body, "n": 2, "prompt": ["a", "b"], "top_p": 0, "top_k": -1}
     )
-    several = told(f"{api}/v1/completions", {**body, "n": 2, "prompt": ["a", "b"], "top_p": 0, "top_k": -1})
     assert len(several["choices"]) == 4  # type: ignore[arg-type]
     stop = text_of(expected)[2:5]
     assert (
-        text_of(told(f"{api}/v1/completions", {**body, "stop": stop})) == text_of(expected).partition(stop)[0]
+        text_of(request_json(f"{api}/v1/completions", {**body, "stop": stop}))
+        == text_of(expected).partition(stop)[0]
     )
 
 
@@ -140,29 +143,31 @@ def check_errors(api: str, address: str, model: str) -> None:
         ),
         ({"model": model, "presence_penalty": 7.0}, 40302, "presence_penalty"),
     ):
-        status, said = post(f"{api}/v1/chat/completions", {"messages": MESSAGES, **body})
-        error = json.loads(said)
+        status, body_bytes = post(f"{api}/v1/chat/completions", {"messages": MESSAGES, **body})
+        error = json.loads(body_bytes)
         assert (status, error["code"]) == (400, code) and words in error["message"], error
-    long = told(f"{address}/worker_generate", {"prompt": "x " * 100_000})
+    long = request_json(f"{address}/worker_generate", {"prompt": "x " * 100_000})
     assert long["error_code"] == 40303, long
 
 
 def check_web_server(address: str, server: str, model: str) -> None:
-    """FastChat's web server makes the prompt by a template of its own, and asks the worker itself."""
+    """FastChat's web server formats the prompt and sends it to the worker directly."""
     conversation = get_conv_template("vicuna_v1.1")
     conversation.append_message(conversation.roles[0], "Tell me a story")
     conversation.append_message(conversation.roles[1], None)
     prompt = conversation.get_prompt()
-    asked = {"model": model, "prompt": prompt, "temperature": 0.0, "max_new_tokens": 12, "echo": False}
-    pieces = post(f"{address}/worker_generate_stream", {**asked, "stop": conversation.stop_str})[1].split(
+    fields = {"model": model, "prompt": prompt, "temperature": 0.0, "max_new_tokens": 12, "echo": False}
+    pieces = post(f"{address}/worker_generate_stream", {**fields, "stop": conversation.stop_str})[1].split(
         b"\0"
     )
-    expected = told(f"{server}/v1/completions", {"prompt": prompt, "stop": conversation.stop_str, **SAMPLING})
+    expected = request_json(
+        f"{server}/v1/completions", {"prompt": prompt, "stop": conversation.stop_str, **SAMPLING}
+    )
     assert pieces[-1] == b"" and json.loads(pieces[-2])["text"] == text_of(expected)
 
 
 def check_loss(controller: str, api: str) -> None:
-    """A server is killed whole: nobody is sent there, and its worker registers again when it is back."""
+    """A killed server is withdrawn; its worker registers again after the restart."""
     port = str(free_port())
     command = [
         sys.executable,
@@ -184,17 +189,17 @@ def check_loss(controller: str, api: str) -> None:
     server = boot()
     try:
         with worker(f"http://127.0.0.1:{port}", controller) as address:
-            wait_until(lambda: "mocked" in models(controller), "it is registered")
-            assert text_of(told(f"{api}/v1/completions", body))
+            wait_until(lambda: "mocked" in models(controller), "registration")
+            assert text_of(request_json(f"{api}/v1/completions", body))
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-            assert told(f"{address}/worker_generate", {"prompt": "x"})["error_code"] == 50006
+            assert request_json(f"{address}/worker_generate", {"prompt": "x"})["error_code"] == 50006
             wait_until(lambda: "mocked" not in models(controller), "it is withdrawn", 10)
             assert json.loads(post(f"{api}/v1/completions", body)[1])["code"] == 40301
             server = boot()
-            wait_until(lambda: "mocked" in models(controller), "it is registered again")
-            assert text_of(told(f"{api}/v1/completions", body))
-        wait_until(lambda: "mocked" not in models(controller), "a worker that ends is withdrawn", 10)
+            wait_until(lambda: "mocked" in models(controller), "registration after the restart")
+            assert text_of(request_json(f"{api}/v1/completions", body))
+        wait_until(lambda: "mocked" not in models(controller), "withdrawal of a stopped worker", 10)
     finally:
         server.terminate()
         server.wait(60)
@@ -208,8 +213,8 @@ def main(server: str, model: str) -> None:
         first = stack.enter_context(running("fastchat.serve.controller", "--port", port))
         stack.enter_context(running("fastchat.serve.openai_api_server", *api_flags))
         address = stack.enter_context(worker(server, controller))
-        wait_until(lambda: models(controller) == [model], "it is registered")
-        wait_until(lambda: bool(post(f"{api}/v1/models")), "FastChat's API is there")
+        wait_until(lambda: models(controller) == [model], "registration")
+        wait_until(lambda: bool(post(f"{api}/v1/models")), "readiness of FastChat's API")
         check_chat(api, server, model)
         check_completions(api, server, model)
         check_errors(api, address, model)
@@ -218,7 +223,7 @@ def main(server: str, model: str) -> None:
         first.kill()
         first.wait()
         stack.enter_context(running("fastchat.serve.controller", "--port", port))
-        wait_until(lambda: models(controller) == [model], "a new controller is told")
+        wait_until(lambda: models(controller) == [model], "registration at a new controller")
 
 
 main(*sys.argv[1:3])

@@ -1,4 +1,4 @@
-"""The endpoint picker of ``quintet route``, asked as Envoy asks it, by a real gRPC client with the published messages."""
+"""The endpoint picker of ``quintet route`` with a gRPC client and Envoy's published messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class Gateway:
-    """One request of a client, as Envoy tells it."""
+    """Stream of one client request, as Envoy sends it."""
 
     def __init__(
         self, channel: grpc.Channel, mode: int | None = None, among: list[str] | None = None
@@ -46,30 +46,30 @@ class Gateway:
         self._answers = ExternalProcessorStub(channel).Process(iter(self._said.get, None), timeout=60)
         self._mode, self._among = mode, among
 
-    def says(self, **what: object) -> None:
-        said = ProcessingRequest(**what)
+    def send(self, **what: object) -> None:
+        message = ProcessingRequest(**what)
         if self._mode is not None:
             modes = ProtocolConfiguration(request_body_mode=self._mode, response_body_mode=self._mode)
-            said.protocol_config.CopyFrom(modes)
+            message.protocol_config.CopyFrom(modes)
             self._mode = None
         if self._among is not None:
             hint = {"x-gateway-destination-endpoint-subset": self._among}
-            said.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(hint)
-        self._said.put(said)
+            message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(hint)
+        self._said.put(message)
 
     def head(self, path: str = COMPLETIONS, is_all: bool = False, **headers: str) -> None:
         pairs = {":method": "GET" if is_all else "POST", ":path": path, ENDPOINT: "1.2.3.4:5", **headers}
-        told = [HeaderValue(key=k.replace("_", "-"), raw_value=v.encode()) for k, v in pairs.items()]
-        self.says(request_headers=HttpHeaders(headers=HeaderMap(headers=told), end_of_stream=is_all))
+        pair_headers = [HeaderValue(key=k.replace("_", "-"), raw_value=v.encode()) for k, v in pairs.items()]
+        self.send(request_headers=HttpHeaders(headers=HeaderMap(headers=pair_headers), end_of_stream=is_all))
 
     def body(self, piece: bytes, is_last: bool = True) -> None:
-        self.says(request_body=HttpBody(body=piece, end_of_stream=is_last))
+        self.send(request_body=HttpBody(body=piece, end_of_stream=is_last))
 
     def answer(self) -> ProcessingResponse:
         return next(self._answers)
 
     def end(self) -> None:
-        """The request is over; wait until the picker has heard it."""
+        """End the request; wait for the picker."""
         self._said.put(None)
         assert list(self._answers) == []
 
@@ -98,7 +98,7 @@ def is_ready(url: str) -> bool:
 
 @contextlib.contextmanager
 def routing(server: str, *flags: str) -> Iterator[tuple[str, str]]:
-    """Run the router; give its own address, and the picker's."""
+    """Run the router; yield its URL and the picker's address."""
     command = [
         sys.executable,
         "-m",
@@ -126,8 +126,8 @@ def routing(server: str, *flags: str) -> Iterator[tuple[str, str]]:
         url = f"http://127.0.0.1:{ports['listening']}"
         until_s = time.monotonic() + 60
         while not is_ready(url):
-            assert time.monotonic() < until_s, "the server is not well"
-            time.sleep(0.05)  # a router tells nobody that it is ready: it is asked
+            assert time.monotonic() < until_s, "the server is not healthy"
+            time.sleep(0.05)  # the router sends no ready event: poll
         yield url, f"127.0.0.1:{ports['endpoint picker']}"
     finally:
         router.terminate()
@@ -139,7 +139,7 @@ def num_open(router: str) -> int:
 
 
 def check_streamed(router: str, channel: grpc.Channel, server: str, model: str) -> None:
-    """The mode that the protocol asks for: head, pieces of the body, then pieces of the answer."""
+    """Check the protocol's streamed mode: headers, request body chunks, response chunks."""
     text = json.dumps({"model": model, "prompt": "def f(x):" * 9000, "max_tokens": 1}).encode()
     gateway = Gateway(channel, ProcessingMode.FULL_DUPLEX_STREAMED)
     gateway.head()
@@ -152,9 +152,9 @@ def check_streamed(router: str, channel: grpc.Channel, server: str, model: str) 
     assert b"".join(piece.body for piece in pieces) == text
     assert [piece.end_of_stream for piece in pieces] == [False, True]
     status = HeaderMap(headers=[HeaderValue(key=":status", raw_value=b"200")])
-    gateway.says(response_headers=HttpHeaders(headers=status))
+    gateway.send(response_headers=HttpHeaders(headers=status))
     assert gateway.answer().HasField("response_headers")
-    gateway.says(response_body=HttpBody(body=b"data: 1\n\n", end_of_stream=True))
+    gateway.send(response_body=HttpBody(body=b"data: 1\n\n", end_of_stream=True))
     piece = gateway.answer().response_body.response.body_mutation.streamed_response
     assert (piece.body, piece.end_of_stream) == (b"data: 1\n\n", True)
     gateway.end()
@@ -176,15 +176,17 @@ def check_other_modes(channel: grpc.Channel, server: str) -> None:
     answer = gateway.answer()
     assert endpoint_in(answer, "request_body") == expected
     assert not answer.request_body.response.HasField("body_mutation")
-    gateway.says(request_trailers=HttpTrailers())
+    gateway.send(request_trailers=HttpTrailers())
     assert gateway.answer().HasField("request_trailers")
     gateway.end()
 
     gateway = Gateway(channel, ProcessingMode.BUFFERED)
     gateway.head()
     mutation = gateway.answer().request_headers.response.header_mutation
-    assert list(mutation.remove_headers) == [ENDPOINT, "x-quintet-relay"], "a client could choose"
-    gateway.says(request_trailers=HttpTrailers())
+    assert list(mutation.remove_headers) == [ENDPOINT, "x-quintet-relay"], (
+        "a client could choose the endpoint"
+    )
+    gateway.send(request_trailers=HttpTrailers())
     answer = gateway.answer()
     assert answer.HasField("request_trailers")
     assert answer.dynamic_metadata["envoy.lb"][ENDPOINT] == expected
@@ -198,7 +200,7 @@ def check_other_modes(channel: grpc.Channel, server: str) -> None:
     gateway = Gateway(channel)
     gateway.head()
     gateway.body(b'{"prompt":"x"}', is_last=False)
-    gateway.says(request_trailers=HttpTrailers())
+    gateway.send(request_trailers=HttpTrailers())
     assert endpoint_in(gateway.answer()) == expected
     piece = gateway.answer().request_body.response.body_mutation.streamed_response
     assert (piece.body, piece.end_of_stream) == (b'{"prompt":"x"}', False)
@@ -206,12 +208,12 @@ def check_other_modes(channel: grpc.Channel, server: str) -> None:
     gateway.end()
 
 
-def refused(gateway: Gateway, status: int, words: str) -> dict[str, bytes]:
-    said = gateway.answer().immediate_response
-    assert said.status.code == status, said
-    assert words in json.loads(said.body)["error"]["message"], said.body
+def rejection(gateway: Gateway, status: int, words: str) -> dict[str, bytes]:
+    message = gateway.answer().immediate_response
+    assert message.status.code == status, message
+    assert words in json.loads(message.body)["error"]["message"], message.body
     gateway.end()
-    return {option.header.key: option.header.raw_value for option in said.headers.set_headers}
+    return {option.header.key: option.header.raw_value for option in message.headers.set_headers}
 
 
 def check_tls(server: str) -> None:
@@ -246,29 +248,29 @@ def check_tls(server: str) -> None:
 
 @contextlib.contextmanager
 def wire_to(address: str) -> Iterator[tuple[str, threading.Event]]:
-    """Pass bytes on between a client and this address until the event is set: then nothing comes through, and nothing closes."""
+    """Forward bytes between a client and this address. Once the event is set, drop them without closing."""
     is_cut = threading.Event()
     host, _, port = address.rpartition(":")
 
-    def pass_on(source: socket.socket, sink: socket.socket) -> None:
+    def forward(source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while (piece := source.recv(65536)) and not is_cut.is_set():
                 sink.sendall(piece)
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         threads: list[threading.Thread] = []
         ends: list[socket.socket] = []
 
         def accept() -> None:
-            near, _ = door.accept()
+            near, _ = listener.accept()
             ends.extend((near, socket.create_connection((host, int(port)))))
             for pair in (ends, ends[::-1]):
-                threads.append(threading.Thread(target=pass_on, args=pair))
+                threads.append(threading.Thread(target=forward, args=pair))
                 threads[-1].start()
 
         accepting = threading.Thread(target=accept)
         accepting.start()
-        yield f"127.0.0.1:{door.getsockname()[1]}", is_cut
+        yield f"127.0.0.1:{listener.getsockname()[1]}", is_cut
         accepting.join()
         for end in ends:
             with contextlib.suppress(OSError):
@@ -279,28 +281,28 @@ def wire_to(address: str) -> Iterator[tuple[str, threading.Event]]:
             end.close()
 
 
-def check_vanishing(server: str) -> None:
-    """A gateway whose machine is gone closes nothing; its requests must not count for ever."""
+def check_disappearance(server: str) -> None:
+    """A gateway that disappears without closing: its requests time out."""
     with (
         routing(server, "--silent-timeout", "1") as (router, address),
-        wire_to(address) as (door, is_cut),
-        grpc.insecure_channel(door) as channel,
+        wire_to(address) as (listener, is_cut),
+        grpc.insecure_channel(listener) as channel,
     ):
         gateway = Gateway(channel)
         gateway.head(is_all=True)
         gateway.answer()
         assert num_open(router) == 1
-        time.sleep(2)  # a gateway that is there, and says nothing, stays
+        time.sleep(2)  # a silent gateway that is alive is kept
         assert num_open(router) == 1
         is_cut.set()
         until_s = time.monotonic() + 30
         while num_open(router):
-            assert time.monotonic() < until_s, "it counts for ever"
+            assert time.monotonic() < until_s, "the request is still counted"
             time.sleep(0.1)
 
 
 def frame(kind: int, payload: bytes = b"") -> bytes:
-    """Make a frame of HTTP/2 that is of no stream."""
+    """Make an HTTP/2 frame of stream 0."""
     return len(payload).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + payload
 
 
@@ -309,41 +311,41 @@ MAX_CONCURRENT_STREAMS = 3
 
 
 def check_connection(address: str) -> None:
-    """What gRPC's own client does not show: how many requests a connection may have, and that it may be asked for a sign."""
+    """Check SETTINGS and PING with a raw connection: concurrent streams and keepalive."""
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as wire, wire.makefile("rb") as heard:
+    with socket.create_connection((host, int(port)), timeout=30) as wire, wire.makefile("rb") as reader:
         wire.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
-        told: dict[int, int] = {}
+        settings: dict[int, int] = {}
         for number in range(5):
             wire.sendall(frame(PING, number.to_bytes(8, "big")))
             while True:
-                head = heard.read(9)
-                payload = heard.read(int.from_bytes(head[:3], "big"))
+                head = reader.read(9)
+                payload = reader.read(int.from_bytes(head[:3], "big"))
                 assert head[3] != GOAWAY, payload
                 if head[3] == SETTINGS:
                     for at in range(0, len(payload), 6):
-                        told[int.from_bytes(payload[at : at + 2], "big")] = int.from_bytes(
+                        settings[int.from_bytes(payload[at : at + 2], "big")] = int.from_bytes(
                             payload[at + 2 : at + 6], "big"
                         )
                 if head[3] == PING and head[4]:
                     break
-            time.sleep(1.1)  # sooner would be too often
-    assert told[MAX_CONCURRENT_STREAMS] == 1024
+            time.sleep(1.1)  # a shorter interval is rejected
+    assert settings[MAX_CONCURRENT_STREAMS] == 1024
 
 
 def main(server: str, model: str) -> None:
     with routing(server) as (router, address), grpc.insecure_channel(address) as channel:
         health = HealthStub(channel)
         for name in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
-            told = health.Check(HealthCheckRequest(service=name), timeout=30)
-            assert told.status == HealthCheckResponse.SERVING, name
+            health_response = health.Check(HealthCheckRequest(service=name), timeout=30)
+            assert health_response.status == HealthCheckResponse.SERVING, name
         check_streamed(router, channel, server, model)
         check_other_modes(channel, server)
         check_connection(address)
         gateway = Gateway(channel, among=["10.9.9.9:1"])
         gateway.head(is_all=True)
-        assert refused(gateway, 503, "None of the 1 endpoints")["retry-after"] == b"1"
-    check_vanishing(server)
+        assert rejection(gateway, 503, "None of the 1 endpoints")["retry-after"] == b"1"
+    check_disappearance(server)
     check_tls(server)
     keyed = (
         "--api-key",
@@ -358,7 +360,7 @@ def main(server: str, model: str) -> None:
     with routing(server, *keyed) as (_, address), grpc.insecure_channel(address) as channel:
         gateway = Gateway(channel)
         gateway.head()
-        refused(gateway, 401, "No API key was sent")
+        rejection(gateway, 401, "No API key was sent")
         first = Gateway(channel)
         first.head(is_all=True, authorization="Bearer k")
         mutation = first.answer().request_headers.response.header_mutation
@@ -366,12 +368,12 @@ def main(server: str, model: str) -> None:
         assert list(mutation.remove_headers) == ["x-quintet-relay", "x-api-key"]
         second = Gateway(channel)
         second.head(x_api_key="k")
-        assert refused(second, 429, "1 may be at once")["retry-after"] == b"1"
+        assert rejection(second, 429, "1 may be at once")["retry-after"] == b"1"
         first.end()
         gateway = Gateway(channel)
         gateway.head("/v1/messages", x_api_key="k")
         gateway.body(bytes(200), is_last=False)
-        refused(gateway, 413, "more than 100 bytes")
+        rejection(gateway, 413, "more than 100 bytes")
 
 
 main(*sys.argv[1:])

@@ -55,7 +55,7 @@ def link_dependencies(python: Path) -> None:
 
 
 def check(package: Path, folder: Path) -> None:
-    """Install a package in an environment of its own, and complete a prompt with it."""
+    """Install a package in a new environment, and complete a prompt with it."""
     environment = folder / package.suffix.strip(".")
     run(UV, "venv", "--quiet", "--python", sys.executable, environment, cwd=folder)
     python = environment / "bin" / "python"

@@ -1,4 +1,4 @@
-"""The manifests for KServe, key by key against the classes that its package has of its definitions. Asks nobody."""
+"""The KServe manifests, key by key against the model classes of its package. Needs no server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = {"str": str, "int": int, "bool": bool, "ResourceQuantity": (str, int), "
 
 
 def fits(value: object, kind: str, where: str) -> None:
-    """Fail where a value is not of its kind: has a key that is in no definition, lacks one, or is of another type."""
+    """Fail if a value has an unknown key, a missing key or another type than its kind."""
     if many := re.fullmatch(r"[Ll]ist\[(.+)\]", kind):
         assert isinstance(value, list), where
         for inner in value:
@@ -34,9 +34,9 @@ def fits(value: object, kind: str, where: str) -> None:
         attributes = {key: name for name, key in model.attribute_map.items()}
         assert isinstance(value, dict), where
         for key, inner in value.items():
-            assert key in attributes, f"{where}.{key} is in no definition"
+            assert key in attributes, f"{where}.{key} is not in the definition"
             fits(inner, model.openapi_types[attributes[key]], f"{where}.{key}")
-        # Refuses to be made without what it needs.
+        # Raises if a required field is missing.
         model(**{attributes[key]: inner for key, inner in value.items()})
 
 

@@ -1,4 +1,4 @@
-"""KServe's own clients: of the predictor, by all its protocols, and of a plain server's health paths."""
+"""KServe's clients: all protocols of the predictor, and health paths of a plain server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLING = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
 def answers_of(server: str) -> list[str]:
-    """What the server itself says to the prompts."""
+    """Return the server's completions of the prompts."""
     texts = []
     for prompt in PROMPTS:
         body = json.dumps({"prompt": prompt, **SAMPLING}).encode()
@@ -38,9 +38,9 @@ def answers_of(server: str) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def tensor(model: str, prompts: list[str], parameters: dict[str, object]) -> InferRequest:
@@ -56,13 +56,13 @@ def text_of(response: object) -> list[str]:
     ]
 
 
-async def refused(call: object, words: str) -> None:
+async def check_rejected(call: object, words: str) -> None:
     try:
         await call
     except httpx.HTTPStatusError as error:
         assert error.response.status_code == 400 and words in error.response.text, error.response.text
     else:
-        raise AssertionError(f"not refused: {words}")
+        raise AssertionError(f"not rejected: {words}")
 
 
 async def wait_ready(client: InferenceRESTClient, url: str, process: subprocess.Popen[bytes]) -> None:
@@ -90,29 +90,29 @@ async def check_predictor(url: str, grpc: str, expected: list[str], process: sub
     await wait_ready(v2, url, process)
     assert await v2.is_model_ready(url, "toy")
 
-    said = await v1.infer(url, {"instances": PROMPTS, "parameters": SAMPLING}, model_name="toy")
-    assert [answer["text"] for answer in said["predictions"]] == expected
+    reply = await v1.infer(url, {"instances": PROMPTS, "parameters": SAMPLING}, model_name="toy")
+    assert [answer["text"] for answer in reply["predictions"]] == expected
     own = [{"prompt": PROMPTS[0], "max_tokens": 3, "stop": "\n"}]
-    said = await v1.infer(url, {"instances": own, "parameters": SAMPLING}, model_name="toy")
-    assert expected[0].startswith(said["predictions"][0]["text"])
+    reply = await v1.infer(url, {"instances": own, "parameters": SAMPLING}, model_name="toy")
+    assert expected[0].startswith(reply["predictions"][0]["text"])
 
     assert text_of(await v2.infer(url, tensor("toy", PROMPTS, SAMPLING), model_name="toy")) == expected
     async with InferenceGRPCClient(grpc, timeout=60) as client:
         as_text = {"temperature": "0.0", "max_tokens": 12, "ignore_eos": True}
         assert text_of(await client.infer(tensor("toy", PROMPTS, as_text))) == expected
 
-    await refused(v1.infer(url, {"instances": [5]}, model_name="toy"), "The prompt is 5; send a text")
-    await refused(v1.infer(url, {"instances": []}, model_name="toy"), "with at least one prompt")
+    await check_rejected(v1.infer(url, {"instances": [5]}, model_name="toy"), "The prompt is 5; send a text")
+    await check_rejected(v1.infer(url, {"instances": []}, model_name="toy"), "with at least one prompt")
     warm = {"instances": ["x"], "parameters": {"temperature": -1}}
-    await refused(v1.infer(url, warm, model_name="toy"), "temperature")
-    await refused(
+    await check_rejected(v1.infer(url, warm, model_name="toy"), "temperature")
+    await check_rejected(
         v2.infer(url, tensor("toy", ["x"], {"beams": 2}), model_name="toy"),
         "beams is not a supported parameter",
     )
 
 
 class Scripted:
-    """An engine that answers with an error, or else with the texts that it is to stop at."""
+    """Fake engine that raises an error, or returns its stop texts."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -124,7 +124,7 @@ class Scripted:
 
 
 async def check_endings() -> None:
-    """An engine that is gone may be back later; a mistake is the client's; digits stay a text where texts are asked for."""
+    """Engine errors are 503, request errors 400; a digit stays a text in a field of texts."""
     for error, expected in (
         (EngineError("was shut down"), ModelNotReady),
         (RequestError(ErrorCode.OVERLOADED, "was shut out"), ModelNotReady),
@@ -132,10 +132,10 @@ async def check_endings() -> None:
     ):
         try:
             await TextGeneration("toy", Scripted(error)).predict({"instances": PROMPTS})
-        except expected as told:
-            assert error.args[0] in str(told)
+        except expected as caught:
+            assert error.args[0] in str(caught)
         else:
-            raise AssertionError(f"not told: {error}")
+            raise AssertionError(f"not raised: {error}")
     request = tensor("toy", ["x"], {"stop": "1", "temperature": "0.5"})
     request.from_grpc = True
     answer = await TextGeneration("toy", Scripted()).predict(request)

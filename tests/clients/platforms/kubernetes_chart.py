@@ -1,6 +1,6 @@
-"""The chart, rendered by Helm's own code: against the schemas of Kubernetes, against the plain manifests, against bad values.
+"""The chart, rendered by Helm, against Kubernetes schemas, the plain manifests and invalid values.
 
-Asks nobody: it needs no server. ``--newest`` asks the schemas of one release alone, as CI does.
+Needs no server. ``--newest`` checks the newest release only, as in CI.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "deploy" / "integrations" / "helm"))
 import render  # noqa: E402 - a script beside the chart, not a module of a package
 
 RELEASES = ("1.27", "1.30", "1.34", "1.37")
-"""Of Kubernetes: the oldest that Chart.yaml names, the newest, and some between."""
+"""Kubernetes releases: the oldest of Chart.yaml, the newest, and two between."""
 
 ALL = {
     "model": "/cache/model",
@@ -63,26 +63,26 @@ VARIANTS: dict[str, dict[str, object]] = {
     "defaults": {},
     "everything, HPA": {**ALL, "autoscaling": {"kind": "hpa"}},
     "everything, KEDA": {**ALL, "autoscaling": KEDA},
-    "no probes to wait for, nobody protected": {
+    "no startup probes, no disruption budget": {
         "drainSeconds": 0, "unlistSeconds": 0, "startSeconds": 5, "podDisruptionBudget": {"enabled": False},
         "strategy": {"type": "Recreate", "rollingUpdate": None},
     },
-    "endpoints that another picker picks": {"inferencePool": {"enabled": True, "pickerService": "picker"}},
-    "endpoints that the router picks": {
+    "external endpoint picker": {"inferencePool": {"enabled": True, "pickerService": "picker"}},
+    "endpoint picker of the router": {
         **ALL, "inferencePool": {"enabled": True, "pickerPort": 9009, "tlsSecret": "picker"},
     },
-    "prompts apart, HPA": {**ALL, "prefill": PREFILL, "autoscaling": {"kind": "hpa"}},
-    "a claim that one pod holds": {
+    "disaggregated prefill, HPA": {**ALL, "prefill": PREFILL, "autoscaling": {"kind": "hpa"}},
+    "claim of one pod": {
         "cache": {"create": True}, "strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
     },
-    "a claim that one pod holds, made anew": {
+    "claim of one pod, created": {
         "cache": {"create": True}, "strategy": {"type": "Recreate", "rollingUpdate": None},
     },
-    "a pace of GPUs": {"gpus": 1, "autoscaling": {"kind": "hpa", "secondsBetweenTokens": 0.05}},
-    "a pace of short steps": {
+    "token pace on GPUs": {"gpus": 1, "autoscaling": {"kind": "hpa", "secondsBetweenTokens": 0.05}},
+    "token pace of short steps": {
         "flags": {"step_target_ms": 100}, "autoscaling": {"kind": "hpa", "secondsBetweenTokens": 0.2},
     },
-    "a claim that is there": {"cache": {"existingClaim": "models"}, "replicas": 4},
+    "existing claim": {"cache": {"existingClaim": "models"}, "replicas": 4},
     "hosts": {**HOSTS, "strategy": {"rollingUpdate": None}},
     "hosts, everything, HPA": {**ALL, "gpus": 0, **HOSTS, "autoscaling": {"kind": "hpa"}},
     "hosts of ranks, closed, KEDA": {
@@ -91,7 +91,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 
-REFUSED = {
+REJECTED = {
     "additional properties 'replics' not allowed": {"replics": 2},
     "up to 3 pods cannot share a claim with access mode ReadWriteOnce": {"cache": {"create": True}, "replicas": 3},
     "set one of the two": {"cache": {"create": True, "existingClaim": "models"}},
@@ -132,7 +132,7 @@ REFUSED = {
 }  # fmt: skip
 
 MODELS = {"PodMonitor": prometheus.PodMonitor, "ScaledObject": keda.ScaledObject}
-"""Classes that were made of the definitions which the Prometheus operator (0.80) and KEDA (2.16) publish."""
+"""Classes generated from the definitions of the Prometheus operator (0.80) and KEDA (2.16)."""
 
 Shape = dict[str, object]
 SHAPES: dict[str, Shape] = {
@@ -149,21 +149,21 @@ SHAPES: dict[str, Shape] = {
         },
     },
 }  # fmt: skip
-"""What other custom resources may say here: no package has their definitions. Compared with them by hand, docs/deploy.md."""
+"""Allowed fields of other custom resources, which no package defines. Compared by hand, docs/deploy.md."""
 
 
 def read(thing: dict[str, Any]) -> None:
-    """Fail where a custom resource says what its definition lacks, which is lost, or what it does not take, which is refused."""
+    """Fail if a custom resource has an unknown or invalid field."""
     model = MODELS[thing["kind"]].model_validate(thing)
     assert model.model_dump(by_alias=True, exclude_unset=True, mode="json") == thing, thing["kind"]
 
 
 def fits(value: object, shape: object, where: str) -> None:
-    """Fail where a value has a key that its shape lacks, or another type."""
+    """Fail if a value has a key that its shape lacks, or another type."""
     if isinstance(shape, dict):
         assert isinstance(value, dict), where
         for key, inner in value.items():
-            assert key in shape, f"{where}.{key} is in no definition"
+            assert key in shape, f"{where}.{key} is not in the definition"
             fits(inner, shape[key], f"{where}.{key}")
     elif isinstance(shape, list):
         assert isinstance(value, list), where
@@ -198,7 +198,7 @@ def check(text: str, releases: Sequence[str]) -> set[str]:
 
 
 def as_pods(thing: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the templates of the pods that an object has started, by the name of their container."""
+    """Return the pod templates of an object by container name."""
     if thing["kind"] == "Deployment":
         templates = [thing["spec"]["template"]]
     elif thing["kind"] == "LeaderWorkerSet":
@@ -209,8 +209,8 @@ def as_pods(thing: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {template["spec"]["containers"][0]["name"]: template for template in templates}
 
 
-def grouped(text: str) -> None:
-    """All that is of servers is of a group's first pod; the others reach that pod, and are reached by nobody."""
+def check_groups(text: str) -> None:
+    """Services and policies select a group's leader. Workers may connect to the leader only and accept no connection."""
     things = list(yaml.safe_load_all(text))
     assert not [
         t for t in things if t["kind"] == "Deployment" and not t["metadata"]["name"].endswith("-router")
@@ -259,25 +259,29 @@ def grouped(text: str) -> None:
         ] == [(True, 29501)]
 
 
-def doors(text: str) -> None:
-    """Every Service leads to pods of exactly one kind, and none to a router and to servers at once, or to who only computes.
+def check_services(text: str) -> None:
+    """Each Service selects pods of exactly one kind, never both routers and servers, and no worker.
 
-    Where prompts are computed apart, the router finds servers of both kinds behind one name.
+    With disaggregated prefill, one name resolves to servers of both kinds for the router.
     """
     things = list(yaml.safe_load_all(text))
     pods = [pod["metadata"]["labels"] for thing in things for pod in as_pods(thing).values()]
     for thing in things:
         if thing["kind"] == "Service":
             selector = thing["spec"]["selector"].items()
-            led_to = [labels["app.kubernetes.io/name"] for labels in pods if selector <= labels.items()]
+            selected = [labels["app.kubernetes.io/name"] for labels in pods if selector <= labels.items()]
             name = thing["metadata"]["name"]
-            is_apart = name.endswith("-pods") and "app.kubernetes.io/component" in thing["spec"]["selector"]
-            assert led_to == ["quintet", "quintet-prefill"] if is_apart else len(led_to) == 1, name
-            assert "quintet-worker" not in led_to, name
+            is_disaggregated = (
+                name.endswith("-pods") and "app.kubernetes.io/component" in thing["spec"]["selector"]
+            )
+            assert selected == ["quintet", "quintet-prefill"] if is_disaggregated else len(selected) == 1, (
+                name
+            )
+            assert "quintet-worker" not in selected, name
 
 
-def graces(text: str) -> None:
-    """The kubelet waits longer than the pause and the drain together."""
+def check_grace_periods(text: str) -> None:
+    """The grace period exceeds preStop pause plus drain timeout."""
     pods = {name: pod["spec"] for t in yaml.safe_load_all(text) for name, pod in as_pods(t).items()}
     pods.pop("worker", None)
     assert pods
@@ -288,8 +292,8 @@ def graces(text: str) -> None:
         assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
 
 
-def placed(text: str) -> None:
-    """Routers go where their own values say, and are as slow to be ready as the servers that they wait for."""
+def check_placement(text: str) -> None:
+    """Routers have separate placement values, and the startup time of the servers."""
     servers, router = (t["spec"] for t in yaml.safe_load_all(text) if t["kind"] == "Deployment")
     assert router["progressDeadlineSeconds"] == servers["progressDeadlineSeconds"]
     pod = router["template"]["spec"]
@@ -303,8 +307,8 @@ def placed(text: str) -> None:
     assert protected == ["quintet", "quintet-router"]
 
 
-def apart(text: str) -> None:
-    """Both kinds of servers share a key and nothing else; who answers may reach who computes prompts, and nobody else there."""
+def check_disaggregation(text: str) -> None:
+    """Prefill and decode servers share only a key. Only decode servers may connect to the KV port of prefill servers."""
     things = list(yaml.safe_load_all(text))
     pods = {t["metadata"]["name"]: t["spec"]["template"] for t in things if t["kind"] == "Deployment"}
     assert list(pods) == ["quintet", "quintet-prefill", "quintet-router"]
@@ -331,8 +335,8 @@ def apart(text: str) -> None:
     assert scaled == "quintet"
 
 
-def picked(text: str) -> None:
-    """The pool asks a Service of the chart, at a port at which the routers listen for it."""
+def check_picker(text: str) -> None:
+    """The pool refers to a Service of the chart and to the picker port of the routers."""
     things = list(yaml.safe_load_all(text))
     [pool] = [t["spec"]["endpointPickerRef"] for t in things if t["kind"] == "InferencePool"]
     [door] = [t for t in things if t["kind"] == "Service" and t["metadata"]["name"] == pool["name"]]
@@ -353,8 +357,8 @@ OTHERS = (
 )  # fmt: skip
 
 
-def summed(text: str, own: str, others: Sequence[str]) -> None:
-    """KEDA sums the figures of this release's servers alone."""
+def check_keda_queries(text: str, own: str, others: Sequence[str]) -> None:
+    """KEDA sums the metrics of this release's servers only."""
     [scaled] = [t for t in yaml.safe_load_all(text) if t["kind"] == "ScaledObject"]
     for trigger in scaled["spec"]["triggers"]:
         pods = re.compile(re.search('pod=~"([^"]+)"', trigger["metadata"]["query"])[1])
@@ -373,16 +377,18 @@ def main() -> None:
     for name, values in VARIANTS.items():
         text = render.render(values)
         kinds |= check(text, releases)
-        graces(text)
-        doors(text)
+        check_grace_periods(text)
+        check_services(text)
         print(f"ok: {name}")
-    placed(render.render(VARIANTS["everything, HPA"]))
-    apart(render.render(VARIANTS["prompts apart, HPA"]))
-    picked(render.render(VARIANTS["endpoints that the router picks"]))
-    summed(render.render({"autoscaling": KEDA}), "quintet-5d8f9b-x2x7q", [*OTHERS, "quintet-hosts-0"])
+    check_placement(render.render(VARIANTS["everything, HPA"]))
+    check_disaggregation(render.render(VARIANTS["disaggregated prefill, HPA"]))
+    check_picker(render.render(VARIANTS["endpoint picker of the router"]))
+    check_keda_queries(
+        render.render({"autoscaling": KEDA}), "quintet-5d8f9b-x2x7q", [*OTHERS, "quintet-hosts-0"]
+    )
     for name in ("hosts", "hosts, everything, HPA", "hosts of ranks, closed, KEDA"):
-        grouped(render.render(VARIANTS[name]))
-    summed(
+        check_groups(render.render(VARIANTS[name]))
+    check_keda_queries(
         render.render({**HOSTS, "autoscaling": KEDA}), "quintet-hosts-0", [*OTHERS, "quintet-5d8f9b-x2x7q"]
     )
     expected = {
@@ -392,15 +398,15 @@ def main() -> None:
     assert kinds == expected, kinds ^ expected
     for name in render.VARIANTS:
         check(render.manifest(name), releases)
-    long_name = "a-release-whose-name-is-as-long-as-helm-lets-it-be-x"
+    long_name = "a-release-with-a-name-of-nearly-the-maximum-length-x"
     check(render.render({"autoscaling": KEDA, "dashboard": {"enabled": True}}, release=long_name), releases)
-    for words, values in REFUSED.items():
+    for words, values in REJECTED.items():
         try:
             render.render(values)
         except helm_python.HelmError as error:
-            assert words in str(error), f"{json.dumps(values)} was refused with: {error}"
+            assert words in str(error), f"{json.dumps(values)} was rejected with: {error}"
         else:
-            raise AssertionError(f"{json.dumps(values)} was not refused")
+            raise AssertionError(f"{json.dumps(values)} was not rejected")
 
 
 main()

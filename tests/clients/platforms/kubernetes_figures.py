@@ -1,6 +1,6 @@
-"""Every query that is shipped, parsed as Prometheus does and held against the figures of a real server.
+"""Shipped Prometheus queries, parsed and checked against the metrics of a real server.
 
-Where the machine has a Prometheus, it scrapes the server and answers them too.
+If Prometheus is installed, it scrapes the server and evaluates the queries.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.deploy.integrations.prometheus_queries import labels_of, queries, variables
 
 Labels = dict[str, set[str]]
-SILENT_IF_WELL = (
+EMPTY_IF_HEALTHY = (
     "HTTP errors",
     "Rejected requests",
     "Preemptions",
     "Effects of process failures",
     "Process restarts",
 )
-"""Panels that may have nothing to show of a server that is asked one good request."""
+"""Panels that may be empty for a server without failures."""
 
 
 def get(url: str) -> str:
@@ -41,13 +41,13 @@ def get(url: str) -> str:
 
 
 def labels(expression: Any, known: Labels) -> set[str]:
-    """Return the labels that an expression may still have; fail where it names a figure or a label that is not there."""
+    """Return the labels of an expression's result; fail if it refers to an unknown metric or label."""
     match expression:
         case promql.VectorSelector():
             name = expression.name
-            assert name in known, f"there is no {name}"
-            asked = {matcher.name for matcher in expression.matchers.matchers}
-            assert asked <= known[name], f"{name} has no label {asked - known[name]}"
+            assert name in known, f"the metric {name} does not exist"
+            names = {matcher.name for matcher in expression.matchers.matchers}
+            assert names <= known[name], f"{name} has no label {names - known[name]}"
             return known[name]
         case promql.MatrixSelector():
             return labels(expression.vector_selector, known)
@@ -60,7 +60,7 @@ def labels(expression: Any, known: Labels) -> set[str]:
         case promql.AggregateExpr():
             inner = labels(expression.expr, known)
             by = set(expression.modifier.labels) if expression.modifier else set()
-            assert by <= inner, f"grouped by {by - inner}, which is no label of what is summed"
+            assert by <= inner, f"grouped by {by - inner}, which is no label of the operand"
             return by
         case _:
             return set()
@@ -78,7 +78,7 @@ def check_parsed(known: Labels) -> None:
 
 @contextmanager
 def prometheus(server: str) -> Iterator[Callable[[str], Any]]:
-    """Run a Prometheus that scrapes ``server`` as the PodMonitor would; yield what asks it an expression."""
+    """Run a Prometheus that scrapes ``server`` as the PodMonitor does; yield a function that evaluates an expression."""
     address = urllib.parse.urlsplit(server).netloc
     target = {"targets": [address], "labels": {"namespace": "default", "pod": "quintet-5d8f9b-x2x7q"}}
     scrape = {"job_name": "quintet", "scrape_interval": "1s", "static_configs": [target]}
@@ -116,15 +116,15 @@ def check_evaluated(server: str, model: str) -> None:
                 if ask("sum(increase(quintet:generation_tokens_total[1m])) > 0"):
                     break
             except OSError:
-                pass  # it boots
+                pass  # Prometheus is starting
             assert time.monotonic() < deadline, "Prometheus saw no token within a minute"
             time.sleep(0.5)
         for query in queries():
             found = ask(query.text)
-            assert found or any(words in query.where for words in SILENT_IF_WELL), (
+            assert found or any(words in query.where for words in EMPTY_IF_HEALTHY), (
                 f"nothing: {query.where}: {query.text}"
             )
-    print("ok: answered by a real Prometheus")
+    print("ok: evaluated by Prometheus")
 
 
 def main(server: str, model: str) -> None:

@@ -1,4 +1,4 @@
-"""Servers that share the memory of LMCache's server: what one computed the other fetches, and both go on when it is gone."""
+"""Servers with LMCache's server as shared KV store: fetches, and operation after its loss."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ORDER = struct.Struct("<9i150s")
 
 @contextlib.contextmanager
 def lmcache_server() -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Run one; yield its port, too. It tells its makers nothing."""
+    """Run LMCache's server without usage tracking; yield its port and process."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port)]
-    told_nothing = os.environ | {"LMCACHE_TRACK_USAGE": "false"}
+    environment = os.environ | {"LMCACHE_TRACK_USAGE": "false"}
     with (
         open("lmcache.log", "wb") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, env=told_nothing) as server,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as server,
     ):
         try:
             wait_until(lambda: listens(port), "LMCache's server")
@@ -42,7 +42,7 @@ def lmcache_server() -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
 
 
 def listens(port: int) -> bool:
-    """Try to reach it."""
+    """Return True if a connection to the port succeeds."""
     try:
         socket.create_connection(("127.0.0.1", port), 5.0).close()
     except OSError:
@@ -51,15 +51,15 @@ def listens(port: int) -> bool:
 
 
 def check_torn(port: int) -> None:
-    """Of a writer that was killed, half a content is no object."""
+    """A truncated put of a killed writer is no object."""
     config = KvStoreConfig(url=f"lm://127.0.0.1:{port}", waiting_bytes=1, staging_bytes=1)
     store = open_connector(config)
-    whose, _, key = NAMES[7].partition("/")
-    called = f"quintet-{whose}@1@0@1{key}@uint8".encode()
+    folder, _, key = NAMES[7].partition("/")
+    object_name = f"quintet-{folder}@1@0@1{key}@uint8".encode()
     with socket.create_connection(("127.0.0.1", port)) as killed:
-        order = ORDER.pack(1, len(CONTENT), 4, 6, 0, len(CONTENT), 0, 0, 0, called.ljust(150))
+        order = ORDER.pack(1, len(CONTENT), 4, 6, 0, len(CONTENT), 0, 0, 0, object_name.ljust(150))
         killed.sendall(order + CONTENT[: len(CONTENT) // 2])
-    wait_until(lambda: store.count(NAMES[7:]) == 1, "what the server takes for an object")
+    wait_until(lambda: store.count(NAMES[7:]) == 1, "the truncated object in the server's list")
     into = bytearray(len(CONTENT))
     assert not store.get(NAMES[7], memoryview(into))
     assert store.put(NAMES[7], memoryview(CONTENT)) and store.get(NAMES[7], memoryview(into))
@@ -68,7 +68,7 @@ def check_torn(port: int) -> None:
 
 
 def main() -> None:
-    """Check one after the other."""
+    """Run all checks."""
     with lmcache_server() as (port, server):
         check_objects(f"lm://127.0.0.1:{port}")
         check_torn(port)

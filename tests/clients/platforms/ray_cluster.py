@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes on this machine: batches of Ray Data over both, and an application of Ray Serve."""
+"""Ray Data batches and a Ray Serve application on a local Ray cluster of two nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # 5 are few for two busy cores
+# The default of 5 s is too short on two busy cores.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 
 import psutil
 import ray
@@ -41,8 +42,8 @@ def post(url: str, body: dict[str, object]) -> bytes:
 
 
 def texts_of(url: str, prompts: list[str]) -> list[str]:
-    said = json.loads(post(f"{url}/v1/completions", {"prompt": prompts, **SAMPLING}))
-    return [choice["text"] for choice in said["choices"]]
+    answer = json.loads(post(f"{url}/v1/completions", {"prompt": prompts, **SAMPLING}))
+    return [choice["text"] for choice in answer["choices"]]
 
 
 def until(happened: Callable[[], bool], what: str) -> None:
@@ -52,8 +53,8 @@ def until(happened: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
-class Signed(Completions):
-    """Says on which node it was. The first that is given `PROMPTS[5]` is killed while it computes."""
+class CompletionsWithNode(Completions):
+    """Completions that add their node id. The first actor with `PROMPTS[5]` is killed during its batch."""
 
     def __init__(self, killed: str, **flags: Any) -> None:
         super().__init__(**flags)
@@ -64,7 +65,7 @@ class Signed(Completions):
             self._killed.touch()
             threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
             super().__call__(batch)
-            time.sleep(60)  # killed by now: what it computed is lost
+            time.sleep(60)  # killed during the sleep: the batch is lost
         answered = super().__call__(batch)
         here = ray.get_runtime_context().get_node_id()
         return {**answered, "node": [here] * len(answered["text"])}
@@ -78,7 +79,7 @@ def check_batches(expected: list[str]) -> None:
     rows = (
         dataset.repartition(8)
         .map_batches(
-            Signed, fn_constructor_kwargs={"killed": str(killed), "sampling": SAMPLING, **SMALL},
+            CompletionsWithNode, fn_constructor_kwargs={"killed": str(killed), "sampling": SAMPLING, **SMALL},
             batch_size=4, compute=ray.data.ActorPoolStrategy(size=2), num_cpus=2,
         )
         .take_all()
@@ -88,15 +89,13 @@ def check_batches(expected: list[str]) -> None:
     assert {row["num_tokens"] for row in rows[:-1]} == {12}
     assert (rows[-1]["finish_reason"], rows[-1]["text"]) == ("error", "") and "512" in rows[-1]["error"]
     assert len({row["node"] for row in rows}) == 2, "both actors were on one node"
-    assert killed.exists() and len(rows) == len(prompts), (
-        "an actor was killed, and its batch computed by another"
-    )
-    until(lambda: not servers(), "the end of all engines, that of the killed actor among them")
+    assert killed.exists() and len(rows) == len(prompts), "another actor computes the batch of the killed one"
+    until(lambda: not servers(), "the exit of all engines, including that of the killed actor")
     print("ok: batches")
 
 
 def servers() -> list[psutil.Process]:
-    """Supervisors whose parent is a process of Ray's."""
+    """Return the supervisors with a Ray process as parent."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -113,16 +112,17 @@ def check_serve(expected: list[str]) -> None:
     except ConfigError as error:
         assert "did you mean 'max_model_len'" in str(error)
     else:
-        raise AssertionError("an unknown flag was taken")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+        raise AssertionError("an unknown flag was accepted")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     settings = {"served_model_name": "toy", "num_cpus": "0.5", **SMALL}
     serve.run(application(settings), route_prefix="/")
     url = f"http://127.0.0.1:{port}"
     assert texts_of(url, PROMPTS) == expected
-    longer = {"prompt": PROMPTS[0], **SAMPLING, "max_tokens": 240}  # a busy machine tells few in one event
+    # On a busy machine one event has several tokens.
+    longer = {"prompt": PROMPTS[0], **SAMPLING, "max_tokens": 240}
     [whole] = json.loads(post(f"{url}/v1/completions", longer))["choices"]
     assert whole["text"].startswith(expected[0])
     events = post(f"{url}/v1/completions", {**longer, "stream": True}).decode()
@@ -143,7 +143,7 @@ def check_serve(expected: list[str]) -> None:
     replica.send_signal(signal.SIGKILL)
     until(
         lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE,
-        "the end of a server without a replica",
+        "the exit of a server without a replica",
     )
 
     def is_back() -> bool:
@@ -159,14 +159,14 @@ def check_serve(expected: list[str]) -> None:
 
 
 def check_drain(url: str) -> None:
-    """A stream that takes longer than a replica usually has to leave in ends whole, where more time is asked for."""
+    """A stream longer than the default drain of a replica completes with a larger drain_timeout."""
     settings = {"executor": "mock", "step_ms": 100, "drain_timeout": 60, "num_cpus": "0.5", **SMALL}
     serve.run(application(settings), route_prefix="/")
     body = {"prompt": PROMPTS[0], **SAMPLING, "max_tokens": 480, "stream": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    begun = time.monotonic()
+    started = time.monotonic()
     with urllib.request.urlopen(request, timeout=120) as answer:
         lines = [answer.readline()]
         serve.delete("default", _blocking=False)
@@ -174,8 +174,11 @@ def check_drain(url: str) -> None:
     events = [line[6:].decode().strip() for line in lines if line.startswith(b"data: ")]
     assert events[-1] == "[DONE]", events[-3:]
     reasons = [choice["finish_reason"] for event in events[:-1] for choice in json.loads(event)["choices"]]
-    assert reasons[-1] == "length" and time.monotonic() - begun > 46, (reasons[-1], time.monotonic() - begun)
-    until(lambda: not servers(), "the end of the server whose replica has left")
+    assert reasons[-1] == "length" and time.monotonic() - started > 46, (
+        reasons[-1],
+        time.monotonic() - started,
+    )
+    until(lambda: not servers(), "the exit of the server after its replica")
 
 
 def main(server: str, _model: str) -> None:

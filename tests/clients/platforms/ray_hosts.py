@@ -1,4 +1,4 @@
-"""A model on two nodes of a real Ray cluster here, in stages or ranks: whoever is killed, streams go on, nobody is left over."""
+"""A model on two nodes of a local Ray cluster, in stages or ranks: streams survive kills, no process is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="qr-")  # of the nodes too, so that what they leave is seen
+os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="qr-")  # also for the nodes, to find leftover files
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import psutil
@@ -33,38 +33,38 @@ from quintet.deploy.supervisor import run_dirs
 
 FOLDER = Path(os.environ["TMPDIR"])
 PROMPT = "def fibonacci(n):"
-ASKED: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
 DEADLINE_S = 150.0
 READY = re.compile(r"Quintet is ready: (\S+)")
 STAGES = ("--pipeline-parallel-size", "2")
-"""Of which each host has one."""
+"""One stage per host."""
 RANKS = ("--tensor-parallel-size", "2")
-"""Of one stage, and each host has one of them."""
+"""One rank per host, one stage."""
 NODE = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
 
 
-def open_stream(url: str, asked: dict[str, Any]) -> Any:
+def open_stream(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     return urllib.request.urlopen(request, timeout=DEADLINE_S)
 
 
 def text_of(url: str) -> str:
-    with open_stream(url, ASKED) as answer:
+    with open_stream(url, BODY) as answer:
         return str(json.load(answer)["choices"][0]["text"])
 
 
 def streamed(url: str, disturb: Callable[[], None]) -> str:
-    """Return what a stream says, of which the beginning has come when it is disturbed."""
+    """Return the text of a stream; call `disturb` after its first events."""
     pieces: list[str] = []
-    with open_stream(url, {**ASKED, "stream": True}) as events:
+    with open_stream(url, {**BODY, "stream": True}) as events:
         for line in events:
             if not line.startswith(b"data: {"):
                 continue
-            told = json.loads(line[6:])
-            assert "error" not in told, told
-            pieces += [choice["text"] for choice in told["choices"]]
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            pieces += [choice["text"] for choice in event["choices"]]
             if len(pieces) == 5:
                 disturb()
     return "".join(pieces)
@@ -114,14 +114,14 @@ class Server:
         return "\n".join(self.lines)
 
     def url(self) -> str:
-        """Return where it listens, once it does."""
+        """Wait for the ready line; return the URL."""
         until(lambda: self.process.poll() is not None or READY.search(self.printed()) is not None, "the boot")
         found = READY.search(self.printed())
         assert found, self.printed()
         return found[1]
 
-    def refused(self) -> str:
-        """Return what it says before it ends by itself."""
+    def failed_start(self) -> str:
+        """Wait for a failed start; return the output."""
         status = self.process.wait(DEADLINE_S)
         self.reader.join(10)
         assert status == 78, self.printed()
@@ -129,9 +129,9 @@ class Server:
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
         return port
 
 
@@ -143,34 +143,34 @@ def num_groups() -> int:
     return sum(1 for group in placement_group_table().values() if group["state"] != "REMOVED")
 
 
-def is_left_alone() -> bool:
-    """Whether no actor, no host and no placement group is there, and no server but the one that is compared with."""
+def is_clean() -> bool:
+    """Return True if no actor, host, placement group or server is left, except the reference server."""
     titles = ("ray::Host", "quintet-host", "quintet-ray")
     return not any(map(named, titles)) and not run_dirs.claimed(FOLDER) and num_groups() == 0
 
 
 def check_refusals(cluster: Cluster, model: Path) -> None:
-    assert re.search(r"--nnodes 2: .* the cluster has 1: .* add nodes", Server().refused())
+    assert re.search(r"--nnodes 2: .* the cluster has 1: .* add nodes", Server().failed_start())
     (FOLDER / "other").mkdir()
     (FOLDER / "other" / "quintet.py").write_text("")
     other = cluster.add_node(**NODE, env_vars={"PYTHONPATH": str(FOLDER / "other")})
-    words = Server().refused()
+    words = Server().failed_start()
     assert re.search(
         r"ray: host 1: its node cannot run it \(ModuleNotFoundError: No module named 'quintet", words
     ), words
     cluster.remove_node(other)
     cluster.add_node(**NODE)
-    assert re.search(r"takes 3 CPUs of its node.*; lower --threads", Server("--threads", "3").refused())
-    # It is where the server is, and not where the actor is.
-    words = Server("/proc/self/cwd/model", cwd=model.parent).refused()
+    assert re.search(r"takes 3 CPUs of its node.*; lower --threads", Server("--threads", "3").failed_start())
+    # The folder exists at the server, not at the actor.
+    words = Server("/proc/self/cwd/model", cwd=model.parent).failed_start()
     assert re.search(r"ray: host 1, on \S+: MODEL '/proc/self/cwd/model': folder not found", words), words
-    until(is_left_alone, "the end of what was refused")
+    until(is_clean, "a clean cluster after failed starts")
     assert keys() == []
     print("ok: refusals")
 
 
 def check_key(server: Server) -> None:
-    """It is on both hosts, for their user alone, and nowhere else."""
+    """The key is a private file on both hosts and in no command line or environment."""
     found = keys()
     assert len(found) == 2 and len({path.read_bytes() for path in found}) == 1, found
     assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o600}
@@ -196,14 +196,14 @@ def check_disturbances(server: Server, expected: str, disturbances: dict[str, Ca
         began = time.monotonic()
         assert streamed(url, disturb) == expected, what
         print(f"ok: {what} killed, {time.monotonic() - began:.1f} s")
-        until(lambda: len(named("quintet-host-1")) == 1, "the host that follows")
+        until(lambda: len(named("quintet-host-1")) == 1, "the replacement host")
 
 
 def check_end(server: Server) -> None:
-    """It is told to end, and nothing is left of it."""
+    """SIGTERM ends the server and leaves no process."""
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0, server.printed()
-    until(is_left_alone, "the end of what a server had placed")
+    until(is_clean, "a clean cluster after SIGTERM")
     assert keys() == []
 
 
@@ -222,7 +222,7 @@ def nodes() -> Iterator[Cluster]:
 def main(server: str, _model: str) -> None:
     expected = text_of(server)
     os.environ["RAY_ADDRESS"] = f"127.0.0.1:{free_port()}"
-    assert "cannot connect to a Ray cluster" in Server().refused()
+    assert "cannot connect to a Ray cluster" in Server().failed_start()
     model = FOLDER / "there" / "model"
     shutil.copytree(embedded.default_model_path(), model)
     with nodes() as cluster:
@@ -242,7 +242,7 @@ def main(server: str, _model: str) -> None:
             check_disturbances(first, expected, actor | host)
             check_end(first)
             servers.append(ranks := Server(layout=RANKS))
-            # Ranks add up in another order than one process does.
+            # Ranks sum in another order than one process.
             check_disturbances(
                 ranks, text_of(ranks.url()), {"rank": kill("quintet-executor-0-rank-1")} | host
             )
@@ -251,8 +251,8 @@ def main(server: str, _model: str) -> None:
             assert text_of(second.url()) == expected
             second.process.kill()
             second.process.wait()
-            until(is_left_alone, "the end of what a killed server had placed")
-            assert len(keys()) == 1, "its own, which the next server sweeps"
+            until(is_clean, "a clean cluster after a kill")
+            assert len(keys()) == 1, "the key of the killed server, which the next server removes"
         except BaseException:
             print(servers[-1].printed())
             raise

@@ -1,6 +1,6 @@
-"""Servers that share a bucket of S3, by fsspec and by NIXL: what one computed the other fetches, and both go on when it is gone.
+"""Servers with a shared S3 bucket, by fsspec and by NIXL: fetches, and operation after its loss.
 
-The bucket is moto's, whose server speaks S3.
+moto's server provides the bucket.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BUCKET = "bucket"
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[subprocess.Popen[bytes]]:
-    """Run one, with a bucket; the environment says where it is."""
+    """Run an S3 server with a bucket; set its address in the environment."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     os.environ |= {
-        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_ACCESS_KEY_ID": "unused",
         "AWS_SECRET_ACCESS_KEY": "nothing",
         "AWS_REGION": "us-east-1",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -42,14 +42,14 @@ def s3_server() -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "moto.server", "-p", str(port)]
     with open("moto.log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
-            wait_until(lambda: is_made(f"{url}/{BUCKET}"), "a bucket")
+            wait_until(lambda: create_bucket(f"{url}/{BUCKET}"), "a bucket")
             yield server
         finally:
             server.kill()
 
 
-def is_made(url: str) -> bool:
-    """Try to make a bucket."""
+def create_bucket(url: str) -> bool:
+    """Create a bucket; return True on success."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=5.0):
             return True
@@ -58,7 +58,7 @@ def is_made(url: str) -> bool:
 
 
 def main() -> None:
-    """Check one after the other."""
+    """Run all checks."""
     for scheme in ("s3", "nixl+s3"):
         with s3_server() as storage:
             check_objects(f"{scheme}://{BUCKET}/objects")

@@ -1,4 +1,4 @@
-"""AIPerf: a load of streamed chats, all of which are answered and measured."""
+"""AIPerf: load of streamed chats; all are answered and measured."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 url, model, tokenizer = sys.argv[1:]
 with TemporaryDirectory() as folder:
-    asked = {
+    options = {
         "--model": model,
         "--url": url,
         "--endpoint-type": "chat",
@@ -20,9 +20,9 @@ with TemporaryDirectory() as folder:
         "--ui": "none",
         "--output-artifact-dir": folder,
     }
-    words = [word for pair in asked.items() for word in pair]
+    words = [word for pair in options.items() for word in pair]
     subprocess.run([Path(sys.executable).parent / "aiperf", "profile", "--streaming", *words], check=True)
     (report,) = Path(folder).rglob("profile_export_aiperf.json")
-    figures = json.loads(report.read_bytes())
-    assert figures["time_to_first_token"]["count"] == 12, figures
-    assert figures["request_latency"]["count"] == 12 and not figures.get("error_summary"), figures
+    metrics = json.loads(report.read_bytes())
+    assert metrics["time_to_first_token"]["count"] == 12, metrics
+    assert metrics["request_latency"]["count"] == 12 and not metrics.get("error_summary"), metrics

@@ -1,16 +1,16 @@
-"""Instructor: validated models out of chat, by tools and by forms, whole and as they come."""
+"""Instructor: validated models from chat by tools and by schemas, whole and partial."""
 
 import sys
 from typing import Literal
 
-sys.path.pop(0)  # this folder, where a file has the package's name
+sys.path.pop(0)  # this folder has a file with the package's name
 import instructor
 import openai
 from pydantic import BaseModel, Field
 
 url, model = sys.argv[1:]
 client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused")
-asked = {
+fields = {
     "model": model,
     "messages": [{"role": "user", "content": "Where?"}],
     "temperature": 0,
@@ -36,7 +36,7 @@ class Trip(BaseModel):
 for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA):
     wrapped = instructor.from_openai(client, mode=mode).chat.completions
     for kind in (Place, Trip):
-        made, raw = wrapped.create_with_completion(response_model=kind, **asked)
+        made, raw = wrapped.create_with_completion(response_model=kind, **fields)
         assert isinstance(made, kind) and raw.usage.completion_tokens > 0
-    *_, last = wrapped.create_partial(response_model=Trip, **asked)
+    *_, last = wrapped.create_partial(response_model=Trip, **fields)
     assert last.places and last.places[0].city in {"Oslo", "Rome"}

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from typing import Any, Literal
 
-sys.path.pop(0)  # this folder, where a file has the package's name
+sys.path.pop(0)  # this folder has a file with the package's name
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -45,11 +45,11 @@ def summed(parts: Any) -> Any:
 
 
 for each in (chat, responses, claude, completions):
-    told = text_of(each.invoke("def add(a, b):"))
+    text = text_of(each.invoke("def add(a, b):"))
     parts = [text_of(part) for part in each.stream("def add(a, b):")]
-    assert told and len(parts) > 2 and "".join(parts) == told, (told, parts)
+    assert text and len(parts) > 2 and "".join(parts) == text, (text, parts)
     batch = loop.run_until_complete(each.abatch(["def add(a, b):"] * 4))
-    assert {text_of(one) for one in batch} == {told}
+    assert {text_of(one) for one in batch} == {text}
 
 for each in (chat, responses, claude):
     requires_calls: Any = "any" if each is claude else "required"
@@ -59,10 +59,10 @@ for each in (chat, responses, claude):
     (call,) = answer.tool_calls
     assert call["name"] == "weather" and call["args"]["city"] in {"Oslo", "Rome"}
     assert [one["args"] for one in summed(bound.stream(ask)).tool_calls] == [call["args"]]
-    silent: Any = {"type": "none"} if each is claude else "none"
+    no_calls: Any = {"type": "none"} if each is claude else "none"
     after = [*ask, answer, ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])]
-    done = each.bind_tools([weather], tool_choice=silent).invoke(after)
-    assert done.text and not done.tool_calls
+    final = each.bind_tools([weather], tool_choice=no_calls).invoke(after)
+    assert final.text and not final.tool_calls
     for method in ("json_schema", "function_calling"):
         assert isinstance(each.with_structured_output(Place, method=method).invoke("Where?"), Place)
 

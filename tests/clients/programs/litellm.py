@@ -1,12 +1,12 @@
-"""LiteLLM: chats and texts, whole, streamed and side by side; tools, forms, errors; over OpenAI's dialects and Anthropic's."""
+"""LiteLLM over the OpenAI and Anthropic APIs: chats and completions, streamed and concurrent; tools, schemas, errors."""
 
 import asyncio
 import json
 import os
 import sys
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it fetches prices otherwise
-sys.path.pop(0)  # this folder, where a file has the package's name
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it downloads prices
+sys.path.pop(0)  # this folder has a file with the package's name
 import litellm
 from pydantic import BaseModel
 
@@ -29,41 +29,41 @@ requires_calls = {"tools": tools, "tool_choice": "required", "parallel_tool_call
 
 
 class Person(BaseModel):
-    """What an answer must be."""
+    """Schema of a response."""
 
     age: int
     likes: list[bool]
 
 
-async def side_by_side(text: str) -> None:
+async def check_concurrent(text: str) -> None:
     answers = await asyncio.gather(*(litellm.acompletion(messages=messages, **openai) for _ in range(8)))
     assert {answer.choices[0].message.content for answer in answers} == {text}
 
 
-def told(**asked: object) -> litellm.ModelResponse:
-    """Put a stream together."""
-    return litellm.stream_chunk_builder(list(litellm.completion(messages=messages, stream=True, **asked)))
+def streamed(**fields: object) -> litellm.ModelResponse:
+    """Return the response of a stream."""
+    return litellm.stream_chunk_builder(list(litellm.completion(messages=messages, stream=True, **fields)))
 
 
-for asked in (openai, anthropic):
-    whole = litellm.completion(messages=messages, **asked)
+for fields in (openai, anthropic):
+    whole = litellm.completion(messages=messages, **fields)
     text = whole.choices[0].message.content
     assert text and whole.usage.completion_tokens == 24 and whole.choices[0].finish_reason == "length"
-    stream = told(**asked, stream_options={"include_usage": True})
+    stream = streamed(**fields, stream_options={"include_usage": True})
     assert stream.choices[0].message.content == text and stream.usage.completion_tokens == 24
-    asyncio.run(side_by_side(litellm.completion(messages=messages, **openai).choices[0].message.content))
+    asyncio.run(check_concurrent(litellm.completion(messages=messages, **openai).choices[0].message.content))
 
-    called = litellm.completion(messages=messages, **asked | requires_calls).choices[0]
+    called = litellm.completion(messages=messages, **fields | requires_calls).choices[0]
     (call,) = called.message.tool_calls
     arguments = json.loads(call.function.arguments)
     assert call.function.name == "weather" and arguments["city"] in {"Oslo", "Rome"}
     assert 1 <= arguments["days"] <= 9 and called.finish_reason == "tool_calls"
-    (again,) = told(**asked | requires_calls).choices[0].message.tool_calls
+    (again,) = streamed(**fields | requires_calls).choices[0].message.tool_calls
     assert json.loads(again.function.arguments) == arguments
     result = {"role": "tool", "tool_call_id": call.id, "content": "7 degrees"}
     after = [*messages, called.message.model_dump(), result]
     assert (
-        litellm.completion(messages=after, tools=tools, tool_choice="none", **asked)
+        litellm.completion(messages=after, tools=tools, tool_choice="none", **fields)
         .choices[0]
         .message.content
     )
@@ -81,7 +81,7 @@ response = litellm.responses(
     api_key="unused",
     max_output_tokens=24,
 )
-assert 0 < response.usage.output_tokens <= 24  # drawn, so it may end before
+assert 0 < response.usage.output_tokens <= 24  # sampled, so it may end earlier
 for wrong, error in (
     ({"max_tokens": 10**9}, litellm.ContextWindowExceededError),
     ({"temperature": -1}, litellm.BadRequestError),

@@ -1,10 +1,10 @@
-"""LlamaIndex's OpenAILike: complete and chat, whole, streamed, async; tools; structured predictions by tool and by form."""
+"""LlamaIndex's OpenAILike: complete and chat, whole, streamed, async; tools; structured output by tool and by schema."""
 
 import asyncio
 import sys
 from typing import Literal
 
-sys.path.pop(0)  # this folder, where a file has the package's name
+sys.path.pop(0)  # this folder has a file with the package's name
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
@@ -42,10 +42,10 @@ for is_chat in (False, True):
     assert whole and last.text == whole
     assert asyncio.run(OpenAILike(is_chat_model=is_chat, **common).acomplete("def add(a, b):")).text == whole
 
-asked = [ChatMessage(role="user", content="def add(a, b):")]
-said = chat.chat(asked)
-*_, last = chat.stream_chat(asked)
-assert said.message.content == last.message.content and said.raw.usage.completion_tokens > 0
+messages = [ChatMessage(role="user", content="def add(a, b):")]
+whole_chat = chat.chat(messages)
+*_, last = chat.stream_chat(messages)
+assert whole_chat.message.content == last.message.content and whole_chat.raw.usage.completion_tokens > 0
 
 tool = FunctionTool.from_defaults(weather)
 requires_calls = {"user_msg": "Weather?", "tool_required": True, "allow_parallel_tool_calls": False}
@@ -55,6 +55,6 @@ assert call.tool_name == "weather" and tool(**call.tool_kwargs).content.endswith
 assert [one.tool_kwargs for one in chat.get_tool_calls_from_response(last)] == [call.tool_kwargs]
 
 where = PromptTemplate("Where?")
-by_form = OpenAILike(is_chat_model=True, should_use_structured_outputs=True, **common)
+by_schema = OpenAILike(is_chat_model=True, should_use_structured_outputs=True, **common)
 assert isinstance(chat.structured_predict(Place, where, llm_kwargs={"tool_choice": "required"}), Place)
-assert isinstance(by_form.structured_predict(Place, where), Place)
+assert isinstance(by_schema.structured_predict(Place, where), Place)

@@ -1,4 +1,4 @@
-"""lm-eval: choices by likelihood and text, over completions and over chat, score as with transformers, sample by sample."""
+"""lm-eval over completions and chat: each sample equals that of transformers, by likelihood and by text."""
 
 import json
 import os
@@ -40,12 +40,12 @@ TASKS = {
         "metric_list": [{"metric": "exact_match"}],
     },
 }
-CLOSE = 1e-3
-"""Between log-probabilities in fp32: sums in another order, and JSON's digits."""
+TOLERANCE = 1e-3
+"""Of log-probabilities in fp32: another order of sums, and rounding in JSON."""
 
 
 def evaluate(folder: Path, kind: str, settings: Mapping[str, object], tasks: str, *more: str) -> list[Any]:
-    """Return what was answered to each question of each task."""
+    """Return the response to each question of each task."""
     out = folder / f"{kind}-{tasks}-{len(more)}"
     arguments = ",".join(f"{name}={value}" for name, value in settings.items())
     command = [Path(sys.executable).parent / "lm-eval", "run", "--model", kind, "--model_args", arguments]
@@ -63,7 +63,7 @@ def is_same(ours: Any, reference: Any) -> bool:
     if not isinstance(ours[0], list):
         return bool(ours == reference)
     return all(
-        abs(float(one[0]) - float(other[0])) < CLOSE and one[1] == other[1]
+        abs(float(one[0]) - float(other[0])) < TOLERANCE and one[1] == other[1]
         for one, other in zip(ours, reference, strict=True)
     )
 
@@ -82,6 +82,6 @@ with TemporaryDirectory() as name:
     expected = evaluate(folder, "hf", transformers, "choices,text", "--device", "cpu")
     assert len(expected) == 2 * len(QUESTIONS)
     assert all(map(is_same, answered, expected)), (answered, expected)
-    said = evaluate(folder, "local-chat-completions", chat, "text", "--apply_chat_template")
+    answered = evaluate(folder, "local-chat-completions", chat, "text", "--apply_chat_template")
     expected = evaluate(folder, "hf", transformers, "text", "--apply_chat_template", "--device", "cpu")
-    assert said == expected and all(map(len, said)), (said, expected)
+    assert answered == expected and all(map(len, answered)), (answered, expected)

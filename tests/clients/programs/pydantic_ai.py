@@ -1,10 +1,10 @@
-"""Pydantic AI: agents over chat, responses and messages: text, outputs of a type by tool and by form, whole and streamed."""
+"""Pydantic AI: agents over chat, responses and messages: text, typed outputs by tool and by schema, whole and streamed."""
 
 import asyncio
 import sys
 from typing import Literal
 
-sys.path.pop(0)  # this folder, where a file has the package's name
+sys.path.pop(0)  # this folder has a file with the package's name
 from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, ToolOutput
@@ -39,7 +39,7 @@ async def main() -> None:
         async with plain.run_stream("def add(a, b):") as stream:
             parts = [part async for part in stream.stream_text(delta=True, debounce_by=None)]
         assert "".join(parts) == whole.output
-        # What Anthropic's models have forms for goes by their names.
+        # Pydantic AI enables schemas for Anthropic models by model name.
         outputs = [ToolOutput(Place)] if each is claude else [ToolOutput(Place), NativeOutput(Place)]
         for output in outputs:
             agent = Agent(each, output_type=output, model_settings=settings, retries=0)

@@ -1,7 +1,7 @@
-"""What `openai-harmony` reads: texts of a model's output as JSON at standard input, the messages of each at standard output.
+"""Parse outputs with `openai-harmony`: JSON list of texts at stdin, their messages at stdout.
 
-The package fetches its vocabulary from the network, or takes it from a folder. litellm's package carries the same file, of the
-digest that `openai-harmony` requires_calls on.
+The package reads its vocabulary from the network or from a folder. litellm's package has the same file, with the digest that
+`openai-harmony` requires.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 import openai_harmony as harmony
 
 O200K = "fb374d419588a4632f3f557e76b4b70aebbca790"
-"""How tiktoken's cache names the vocabulary."""
+"""File name of the vocabulary in tiktoken's cache."""
 
 
 def read(encoding: harmony.HarmonyEncoding, text: str) -> list[list[str | None]] | None:
-    """Return channel, recipient and text of each message; None where the package refuses the output."""
+    """Return channel, recipient and text of each message; None if the package rejects the output."""
     parser = harmony.StreamableParser(encoding, harmony.Role.ASSISTANT)
     try:
         for token_id in encoding.encode(text, allowed_special="all"):
@@ -33,7 +33,7 @@ def read(encoding: harmony.HarmonyEncoding, text: str) -> list[list[str | None]]
 
 
 def main() -> None:
-    """Read all of them."""
+    """Parse all texts."""
     with tempfile.TemporaryDirectory() as folder:
         package = find_spec("litellm")
         assert package is not None and package.origin is not None

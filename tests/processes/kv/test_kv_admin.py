@@ -1,4 +1,4 @@
-"""`quintet admin kv` and /kv on a real server with a disk: each verb once, and what becomes of pins when processes die."""
+"""`quintet admin kv` and /kv on a real server with a disk tier, and pins after kills of processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listed(server: Server, *words: str) -> list[str]:
 
 
 def export(server: Server, file: Path) -> None:
-    """Have the prompt written to a file, once all of it is on disk."""
+    """Export the prompt's KV to a file once all its blocks are on disk."""
     exported: list[subprocess.CompletedProcess[str]] = []
 
     def is_exported() -> bool:
@@ -40,7 +40,7 @@ def export(server: Server, file: Path) -> None:
     assert exported[-1].stdout.startswith("exported: "), exported[-1]
 
 
-def test_an_operator_lists_pins_and_evicts(server: Server) -> None:
+def test_list_pin_unpin_and_evict(server: Server) -> None:
     first = ask(server)
     head, row = listed(server)
     assert "1 prefixes in" in head and "0 pinned" in head
@@ -56,17 +56,17 @@ def test_an_operator_lists_pins_and_evicts(server: Server) -> None:
     evicted = admin(server, "kv", "evict", "--prompt", PROMPT)
     assert evicted.stdout.startswith("evicted: "), evicted.stderr
     assert not [line for line in listed(server)[1:] if name in line]
-    assert ask(server) == first, "computed again"
+    assert ask(server) == first, "the prompt is recomputed"
 
 
-def test_a_prefix_is_carried_to_another_server(server: Server, tmp_path: Path) -> None:
+def test_exported_prefix_is_imported_by_another_server(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "prompt.kv"
     text, _ = ask(server)
     export(server, file)
     assert "already exists" in admin(server, "kv", "export", str(file), "--prompt", PROMPT).stderr
     with serve(*FLAGS, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "16MiB") as other:
-        brought = admin(other, "kv", "import", str(file))
-        assert brought.returncode == 0 and " 0 damaged" in brought.stdout, brought.stderr
+        imported = admin(other, "kv", "import", str(file))
+        assert imported.returncode == 0 and " 0 damaged" in imported.stdout, imported.stderr
         again, num_cached = ask(other)
         assert again == text and num_cached > 0
         file.write_bytes(file.read_bytes()[:-1])
@@ -75,7 +75,7 @@ def test_a_prefix_is_carried_to_another_server(server: Server, tmp_path: Path) -
         assert [path.name for path in (tmp_path / "kv" / "exchange").iterdir()] == []
 
 
-def test_nobody_else_may_ask(server: Server) -> None:
+def test_kv_routes_require_the_admin_key(server: Server) -> None:
     assert server.get("/kv")[0] == 401
     assert server.post("/kv/evict", {"id": "0" * 8})[0] == 401
     unknown = admin(server, "kv", "burn")
@@ -83,23 +83,25 @@ def test_nobody_else_may_ask(server: Server) -> None:
 
 
 @pytest.mark.whole
-def test_a_pin_outlives_the_core_and_the_executor(server: Server) -> None:
+def test_pin_survives_kills_of_core_and_executor(server: Server) -> None:
     ask(server)
     assert admin(server, "kv", "pin", "--prompt", PROMPT).returncode == 0
     for role in ("executor", "core", "executor"):
         victim = server.children()[f"quintet-{role}-0"]
         victim.kill()
         victim.wait(30)
-        ask(server)  # answered once both are there, and have told each other
-        wait_until(lambda: " pinned\n" in admin(server, "kv", "list").stdout, f"the pin behind the {role}")
+        ask(server)  # the response implies that both processes are ready and connected
+        wait_until(
+            lambda: " pinned\n" in admin(server, "kv", "list").stdout, f"the pin after a kill of the {role}"
+        )
     assert ask(server)[1] > 0
     assert admin(server, "kv", "unpin", "--prompt", PROMPT).returncode == 0
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("size", "stages"), [("2", "1"), ("1", "2"), ("2", "2")])
-def test_a_prefix_of_ranks_is_carried_to_another_server(size: str, stages: str, tmp_path: Path) -> None:
-    """A rank dies before it is exported, and one after; one process takes what stages without ranks have, and nothing else."""
+def test_exported_prefix_of_ranks_is_imported(size: str, stages: str, tmp_path: Path) -> None:
+    """With a kill of a rank before and after the export. One process imports files of stages, not of tensor ranks."""
     file, last = tmp_path / "prompt.kv", f"quintet-executor-0-rank-{int(size) * int(stages) - 1}"
     ranks = ("--tensor-parallel-size", size, "--pipeline-parallel-size", stages)
 
@@ -116,16 +118,16 @@ def test_a_prefix_of_ranks_is_carried_to_another_server(size: str, stages: str, 
         assert " pinned\n" in admin(server, "kv", "list").stdout
         export(server, file)
     with serve(*FLAGS, *ranks, *disk("other")) as other:
-        brought = admin(other, "kv", "import", str(file))
-        assert brought.returncode == 0 and " 0 damaged" in brought.stdout, brought.stderr
+        imported = admin(other, "kv", "import", str(file))
+        assert imported.returncode == 0 and " 0 damaged" in imported.stdout, imported.stderr
         again, num_cached = ask(other)
         assert again == text and num_cached > 0
         other.children()[last].kill()
         assert ask(other)[0] == text
-    with serve(*FLAGS, *disk("third")) as alone:
-        brought = admin(alone, "kv", "import", str(file))
+    with serve(*FLAGS, *disk("third")) as single:
+        imported = admin(single, "kv", "import", str(file))
         if size == "1":
-            again, num_cached = ask(alone)
-            assert brought.returncode == 0 and again == text and num_cached > 0, brought.stderr
+            again, num_cached = ask(single)
+            assert imported.returncode == 0 and again == text and num_cached > 0, imported.stderr
         else:
-            assert brought.returncode == 1 and "its bits may differ" in brought.stderr
+            assert imported.returncode == 1 and "its bits may differ" in imported.stderr

@@ -1,4 +1,4 @@
-"""A real server with too little KV memory and some host memory: nobody reads in the answers that blocks came and went."""
+"""KV swapping to host memory on a real server: the texts are those without memory pressure."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def ask(server: Server, index: int) -> str:
     return text
 
 
-def num_swapped(server: Server, way: str) -> float:
-    _, figures = server.get("/metrics")
+def num_swapped(server: Server, direction: str) -> float:
+    _, metrics = server.get("/metrics")
     return sum(
         float(line.split()[-1])
-        for line in figures.splitlines()
-        if line.startswith("quintet:kv_swap_blocks_total{") and f'direction="{way}"' in line
+        for line in metrics.splitlines()
+        if line.startswith("quintet:kv_swap_blocks_total{") and f'direction="{direction}"' in line
     )
 
 
-def test_answers_are_those_of_requests_that_run_alone() -> None:
+def test_swapped_requests_equal_sequential_ones() -> None:
     flags = ("--max-model-len", "256", "--kv-cache-memory", "1MiB", "--threads", "1", "--audit")
     with serve(*flags, "--swap-space", "0.01", "--no-enable-prefix-caching") as server:
         together: dict[int, str] = {}
@@ -42,8 +42,8 @@ def test_answers_are_those_of_requests_that_run_alone() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        # figures come with heartbeats
-        wait_until(lambda: num_swapped(server, "in") > 0, "a copy back")
+        # metrics arrive with heartbeats
+        wait_until(lambda: num_swapped(server, "in") > 0, "a swap in")
         assert num_swapped(server, "out") >= num_swapped(server, "in")
         assert together == {index: ask(server, index) for index in range(NUM_STREAMS)}
         assert server.stop() == 0
