@@ -22,7 +22,9 @@ SHARES = {
     **dict.fromkeys(("executor", "gguf"), 1 / 2),
     **dict.fromkeys(("api", "chaos", "deploy", "processes"), 2 / 3),
 }
-"""Folders with slow tests, or with tests that repeat one procedure for many shapes: share of each file's drawn tests in the fast suite."""
+"""Folders with slow tests, or with tests that repeat one procedure for many shapes. The value is the share of each file's
+drawn tests in the fast suite.
+"""
 
 Value = tuple[tuple[str, int], ...]
 """Value of one parameter, or of several parametrized together: names and objects."""
