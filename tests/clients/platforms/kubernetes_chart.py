@@ -63,7 +63,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "defaults": {},
     "everything, HPA": {**ALL, "autoscaling": {"kind": "hpa"}},
     "everything, KEDA": {**ALL, "autoscaling": KEDA},
-    "no startup probes, no disruption budget": {
+    "no delays, no disruption budget": {
         "drainSeconds": 0, "unlistSeconds": 0, "startSeconds": 5, "podDisruptionBudget": {"enabled": False},
         "strategy": {"type": "Recreate", "rollingUpdate": None},
     },
