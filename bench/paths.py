@@ -28,7 +28,7 @@ import yaml
 from tests.processes.server import Server, route, serve, wait_until
 from tests.processes.test_disaggregation import free_port
 
-from bench.chaos.streams import Heard, crowd, differences, listen, play
+from bench.chaos.streams import StreamResult, crowd, differences, listen, play
 from bench.overhead.run import Machine, _commit, machine
 from quintet.deploy.config.device import default_device, num_gpus
 from quintet.executor.backends.platforms.memory_nodes import nodes_of
@@ -45,14 +45,14 @@ class NotHere(Exception):
 
 def survives(server: Server, victim: str) -> str:
     """Kill a process under streams; return what the clients noticed. Every byte must be that of an undisturbed run."""
-    asked = crowd(1, NUM_STREAMS)
-    calm = asyncio.run(play(server.url, asked))
+    requests = crowd(1, NUM_STREAMS)
+    calm = asyncio.run(play(server.url, requests))
 
     async def disturb() -> None:
         server.children()[victim].kill()
 
-    struck = asyncio.run(play(server.url, asked, disturb))
-    assert not differences(calm, struck, asked), f"other bytes after the death of {victim}"
+    struck = asyncio.run(play(server.url, requests, disturb))
+    assert not differences(calm, struck, requests), f"other bytes after the death of {victim}"
     wait_until(lambda: server.get("/health")[0] == 200, "all processes ready")
     return (
         f"{victim} killed under {NUM_STREAMS} streams: same bytes, longest wait {struck.longest_wait_s:.2f} s"
@@ -177,18 +177,18 @@ def replicas() -> str:
         router = stack.enter_context(
             routed(*pods.route, "--engines", str(list_file), "--poll-interval", "0.2")
         )
-        asked = crowd(2, NUM_STREAMS, plain=True)
-        calm = asyncio.run(play(router.url, asked))
-        heard: list[Heard] = []
+        requests = crowd(2, NUM_STREAMS, plain=True)
+        calm = asyncio.run(play(router.url, requests))
+        results: list[StreamResult] = []
         is_over = False
 
         async def client(number: int) -> None:
             turns = itertools.cycle(range(number, NUM_STREAMS, 4))
             while not is_over:
-                answer, turn = Heard(), next(turns)
-                await asyncio.wait_for(listen(router.url, asked[turn], answer), _TIMEOUT_S)
-                assert answer.bytes_of() == calm.heard[turn].bytes_of(), "other bytes, or none"
-                heard.append(answer)
+                answer, turn = StreamResult(), next(turns)
+                await asyncio.wait_for(listen(router.url, requests[turn], answer), _TIMEOUT_S)
+                assert answer.bytes_of() == calm.results[turn].bytes_of(), "other bytes, or none"
+                results.append(answer)
 
         async def rollout() -> None:
             nonlocal is_over
@@ -206,17 +206,17 @@ def replicas() -> str:
             await asyncio.gather(rollout(), *(client(number) for number in range(4)))
 
         asyncio.run(clients_and_rollout())
-        assert all(answer.num_connections == 1 for answer in heard), "a client had to come back"
+        assert all(answer.num_connections == 1 for answer in results), "a client had to come back"
 
         async def kill() -> None:
             stays.process.kill()
 
-        struck = asyncio.run(play(router.url, asked, kill))
-        assert not differences(calm, struck, asked), "other bytes after the death of a server"
-        assert all(answer.num_connections == 1 for answer in struck.heard), "a client had to come back"
+        struck = asyncio.run(play(router.url, requests, kill))
+        assert not differences(calm, struck, requests), "other bytes after the death of a server"
+        assert all(answer.num_connections == 1 for answer in struck.results), "a client had to come back"
     return (
-        f"no cluster, the commands of the chart's pods: a rollout under {len(heard)} streamed requests: none failed, "
-        f"longest wait {max(answer.longest_wait_s for answer in heard):.2f} s; a whole server killed under {NUM_STREAMS}: "
+        f"no cluster, the commands of the chart's pods: a rollout under {len(results)} streamed requests: none failed, "
+        f"longest wait {max(answer.longest_wait_s for answer in results):.2f} s; a whole server killed under {NUM_STREAMS}: "
         f"same bytes, longest wait {struck.longest_wait_s:.2f} s"
     )
 
@@ -237,16 +237,16 @@ def apart() -> str:
     ):
         wait_until(lambda: "prefill" in router.get("/servers")[1], "roles are known")
         wait_until(lambda: "decode" in router.get("/servers")[1], "roles are known")
-        asked = crowd(3, NUM_STREAMS)
-        calm = asyncio.run(asyncio.wait_for(play(router.url, asked), _TIMEOUT_S))
+        requests = crowd(3, NUM_STREAMS)
+        calm = asyncio.run(asyncio.wait_for(play(router.url, requests), _TIMEOUT_S))
         waits_s = []
         for server in (prefill, decode):
 
             async def disturb(server: Server = server) -> None:
                 server.children()["quintet-executor-0"].kill()
 
-            struck = asyncio.run(asyncio.wait_for(play(router.url, asked, disturb), _TIMEOUT_S))
-            assert not differences(calm, struck, asked), "other bytes after the death of an executor"
+            struck = asyncio.run(asyncio.wait_for(play(router.url, requests, disturb), _TIMEOUT_S))
+            assert not differences(calm, struck, requests), "other bytes after the death of an executor"
             waits_s.append(struck.longest_wait_s)
             wait_until(lambda server=server: server.get("/readyz")[0] == 200, "all processes ready")  # type: ignore[misc]
         decode.await_metrics()

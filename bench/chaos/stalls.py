@@ -38,22 +38,22 @@ NUM_STREAMS = 64
 
 def measure(server: Server, rounds: int) -> dict[str, list[float]]:
     """Return the longest wait of each run, by kind, in seconds."""
-    asked = crowd(1, NUM_STREAMS, (150, 300))
-    asyncio.run(play(server.url, asked))
+    requests = crowd(1, NUM_STREAMS, (150, 300))
+    asyncio.run(play(server.url, requests))
     kinds = {kind: (f"{role}-0", how) for kind, (role, how) in KINDS.items()}
     if f"quintet-{RANK}" in server.children():
         kinds["rank killed"] = (RANK, signal.SIGKILL)
     waits: dict[str, list[float]] = {"undisturbed": [], **{kind: [] for kind in kinds}}
     for number in range(rounds):
-        calm = asyncio.run(play(server.url, asked))
+        calm = asyncio.run(play(server.url, requests))
         waits["undisturbed"].append(calm.longest_wait_s)
         for kind, (title, how) in kinds.items():
 
             async def disturb(title: str = title, how: signal.Signals = how) -> None:
                 server.children()[f"quintet-{title}"].send_signal(how)
 
-            run = asyncio.run(play(server.url, asked, disturb))
-            assert not differences(calm, run, asked), kind
+            run = asyncio.run(play(server.url, requests, disturb))
+            assert not differences(calm, run, requests), kind
             waits[kind].append(run.longest_wait_s)
             wait_until(lambda: server.get("/readyz")[0] == 200, "all processes ready")
             print(f"round {number + 1}: {kind}: {run.longest_wait_s:.2f} s", flush=True)

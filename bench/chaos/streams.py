@@ -1,8 +1,8 @@
-"""A crowd of streamed requests, each in its own way, and what its client has at the end.
+"""Sets of varied streamed requests and the results of their clients.
 
-Two runs of the same crowd must leave the same bytes, whatever was killed in between: `Heard` holds all that must not
-differ. The crowd is seeded: greedy and seeded draws, several choices, stop strings, penalties, log-probabilities,
-common beginnings, chats and completions.
+Two runs of the same requests must give the same bytes in spite of kills: `StreamResult` holds all that must not differ.
+`crowd` is seeded: greedy and seeded sampling, several choices, stop strings, penalties, log-probabilities, common prefixes,
+chats and completions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StreamRequest:
     """One request."""
 
     path: str
@@ -51,7 +51,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class ChoiceHeard:
+class ChoiceResult:
     """One choice, put together from its events."""
 
     text: str = ""
@@ -63,11 +63,11 @@ class ChoiceHeard:
 
 
 @dataclass(slots=True)
-class Heard:
+class StreamResult:
     """One answer. Compare `bytes_of` of two."""
 
     status: int = 0
-    choices: dict[int, ChoiceHeard] = field(default_factory=dict)
+    choices: dict[int, ChoiceResult] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)
     error: str = ""
     is_done: bool = False
@@ -78,19 +78,19 @@ class Heard:
     """Theirs, as they came."""
     names: dict[str, str] = field(default_factory=dict)
     """Names in the server's events, by their replacement."""
-    asked_s: float = 0.0
-    """`time.perf_counter` when it was first asked for."""
+    sent_s: float = 0.0
+    """`time.perf_counter` when the request was first sent."""
     times_s: list[float] = field(default_factory=list)
     """That of every event."""
     event_ids: list[str] = field(default_factory=list)
     num_connections: int = 0
-    num_asked: int = 0
-    """Of those, how many sent the request from its beginning."""
+    num_sent: int = 0
+    """Number of connections that sent the request itself, not a resumption."""
 
     @property
     def longest_wait_s(self) -> float:
-        """Longest wait for an event: from the one before, for the first from when it was asked for."""
-        return max((b - a for a, b in itertools.pairwise([self.asked_s, *self.times_s])), default=0.0)
+        """Longest wait for an event: from the one before, for the first from the request."""
+        return max((b - a for a, b in itertools.pairwise([self.sent_s, *self.times_s])), default=0.0)
 
     def bytes_of(self) -> str:
         """Return everything that must be the same in every run: not when it came, nor in which pieces."""
@@ -118,7 +118,7 @@ class Heard:
         if event.get("usage"):
             self.usage = event["usage"]
         for part in event.get("choices", ()):
-            choice = self.choices.setdefault(part["index"], ChoiceHeard())
+            choice = self.choices.setdefault(part["index"], ChoiceResult())
             delta = part.get("delta")
             choice.text += (delta.get("content") or "") if delta is not None else part["text"]
             choice.token_ids += part.get("token_ids") or []
@@ -130,7 +130,7 @@ class Heard:
 
     def _feed_messages(self, event: dict[str, Any]) -> None:
         """Apply an event of Anthropic's dialect."""
-        choice = self.choices.setdefault(0, ChoiceHeard())
+        choice = self.choices.setdefault(0, ChoiceResult())
         match event["type"]:
             case "message_start":
                 usage = event["message"]["usage"]
@@ -178,11 +178,11 @@ def _entries(logprobs: dict[str, Any]) -> list[Any]:
 
 def crowd(
     seed: int, size: int, max_tokens: tuple[int, int] = (60, 160), *, plain: bool = False
-) -> list[Asked]:
-    """Return requests that use everything a recovery could get wrong; ``plain``: each ends by its length alone."""
+) -> list[StreamRequest]:
+    """Return requests with all features that recovery must preserve; ``plain``: each ends by its length."""
     rng = random.Random(seed)
-    beginnings = [" ".join(rng.choices(WORDS, k=60)) for _ in range(3)]
-    asked = []
+    prefixes = [" ".join(rng.choices(WORDS, k=60)) for _ in range(3)]
+    requests = []
     for number in range(size):
         body: dict[str, Any] = {
             "max_tokens": rng.randint(*max_tokens),
@@ -200,44 +200,44 @@ def crowd(
             body |= {"frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.1}
         if rng.random() < 0.2:
             body |= {"top_p": 0.9, "top_k": 40}
-        wants_logprobs = rng.random() < 0.2 and not plain
+        has_logprobs = rng.random() < 0.2 and not plain
         if plain:
             body |= {"stop": [], "ignore_eos": True}
-        prompt = rng.choice([*beginnings, ""]) + " ".join(rng.choices(WORDS, k=rng.randint(3, 40)))
+        prompt = rng.choice([*prefixes, ""]) + " ".join(rng.choices(WORDS, k=rng.randint(3, 40)))
         if rng.random() < 0.3:
             body["messages"] = [{"role": "user", "content": prompt}]
-            if wants_logprobs:
+            if has_logprobs:
                 body |= {"logprobs": True, "top_logprobs": 2}
-            asked.append(Asked("/v1/chat/completions", body))
+            requests.append(StreamRequest("/v1/chat/completions", body))
         else:
             body["prompt"] = prompt
-            if wants_logprobs:
+            if has_logprobs:
                 body["logprobs"] = 2
-            asked.append(Asked("/v1/completions", body))
-    return asked
+            requests.append(StreamRequest("/v1/completions", body))
+    return requests
 
 
-def as_messages(asked: Sequence[Asked]) -> list[Asked]:
-    """Return what of these requests Anthropic's dialect can ask for."""
+def as_messages(requests: Sequence[StreamRequest]) -> list[StreamRequest]:
+    """Convert requests to Anthropic's API; drop unsupported fields."""
     same = ("max_tokens", "stream", "seed", "temperature", "top_p", "top_k")
     found = []
-    for each in asked:
+    for each in requests:
         body = {name: each.body[name] for name in same if name in each.body}
         body["stop_sequences"] = each.body["stop"]
         turns = each.body.get("messages") or [{"role": "user", "content": each.body["prompt"]}]
-        found.append(Asked("/v1/messages", {**body, "messages": turns}))
+        found.append(StreamRequest("/v1/messages", {**body, "messages": turns}))
     return found
 
 
-def as_responses(asked: Sequence[Asked], **fields: Any) -> list[Asked]:
-    """Return what of these requests the Responses dialect can ask for; ``fields``: of each besides."""
+def as_responses(requests: Sequence[StreamRequest], **fields: Any) -> list[StreamRequest]:
+    """Convert requests to the Responses API; drop unsupported fields. ``fields``: added to each."""
     same = ("stream", "seed", "temperature", "top_p", "top_k", "stop", "ignore_eos", "repetition_penalty")
     found = []
-    for each in asked:
+    for each in requests:
         body = {name: each.body[name] for name in same if name in each.body} | fields
         body["max_output_tokens"] = each.body["max_tokens"]
         given = each.body.get("messages") or each.body["prompt"]
-        found.append(Asked("/v1/responses", {**body, "input": given}))
+        found.append(StreamRequest("/v1/responses", {**body, "input": given}))
     return found
 
 
@@ -247,32 +247,32 @@ class Cut(Exception):
 
 async def listen(
     url: str,
-    asked: Asked,
-    heard: Heard,
+    request: StreamRequest,
+    result: StreamResult,
     on_event: Callable[[], None] = lambda: None,
     elsewhere: Sequence[str] = (),
     repeats: bool = False,
 ) -> None:
-    """Send one request and hear its answer out, over as many connections as it takes.
+    """Send one request and read its stream to the end, with reconnections.
 
     After a connection is lost in the middle, the next one asks for what comes after the last event: ``elsewhere``, where
     other addresses are given, one after the other. ``repeats``: by the request once more, with the id of that event.
     """
-    doors = itertools.cycle(map(urlsplit, (url, *elsewhere)))
-    heard.asked_s = time.perf_counter()
-    deadline_s = heard.asked_s + TIMEOUT_S
-    while not heard.is_done and not heard.error and time.perf_counter() < deadline_s:
-        where = next(doors)
-        heard.num_asked += not heard.event_ids
-        heard.num_connections += 1
+    addresses = itertools.cycle(map(urlsplit, (url, *elsewhere)))
+    result.sent_s = time.perf_counter()
+    deadline_s = result.sent_s + TIMEOUT_S
+    while not result.is_done and not result.error and time.perf_counter() < deadline_s:
+        where = next(addresses)
+        result.num_sent += not result.event_ids
+        result.num_connections += 1
         try:
             reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 24)
         except OSError:
             await asyncio.sleep(PAUSE_S)
             continue
-        writer.write(_request(asked, heard.event_ids[-1:], where.netloc, repeats))
+        writer.write(_request(request, result.event_ids[-1:], where.netloc, repeats))
         try:
-            await read_events(reader, heard, on_event)
+            await read_events(reader, result, on_event)
         except (Cut, OSError, asyncio.IncompleteReadError):
             await asyncio.sleep(PAUSE_S)
         finally:
@@ -281,61 +281,63 @@ async def listen(
                 await writer.wait_closed()
 
 
-def _request(asked: Asked, last: list[str], host: str, repeats: bool) -> bytes:
+def _request(request: StreamRequest, last: list[str], host: str, repeats: bool) -> bytes:
     """Return what is sent; last: the id of the last event, if any has come."""
     head = f"Host: {host}\r\nConnection: close\r\n"
     if last and not repeats:
         stream, _, position = last[0].partition(":")
         return f"GET /v1/streams/{stream}?from={position} HTTP/1.1\r\n{head}\r\n".encode()
     head += f"Last-Event-ID: {last[0]}\r\n" if last else ""
-    body = json.dumps(asked.body).encode()
+    body = json.dumps(request.body).encode()
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return f"POST {asked.path} HTTP/1.1\r\n{head}".encode() + body
+    return f"POST {request.path} HTTP/1.1\r\n{head}".encode() + body
 
 
-async def read_events(reader: asyncio.StreamReader, heard: Heard, on_event: Callable[[], None]) -> None:
+async def read_events(
+    reader: asyncio.StreamReader, result: StreamResult, on_event: Callable[[], None]
+) -> None:
     """Read a response to its end. Of an event that has not come whole nothing is kept."""
     event_id = ""
     while line := await asyncio.wait_for(reader.readline(), TIMEOUT_S):
         if line.startswith(b"HTTP/1.1 "):
-            heard.status = int(line.split()[1])
+            result.status = int(line.split()[1])
         elif line.startswith(b"id: "):
             event_id = line[4:].strip().decode()
         elif line.startswith(b"data: [DONE]"):
-            heard.is_done = True
+            result.is_done = True
         elif line.startswith(b"data: "):
             if not line.endswith(b"\n"):
                 raise asyncio.IncompleteReadError(line, None)
             if event_id:
-                heard.event_ids.append(event_id)
+                result.event_ids.append(event_id)
                 event_id = ""
-            heard.times_s.append(time.perf_counter())
-            heard.feed(json.loads(line[6:]))
+            result.times_s.append(time.perf_counter())
+            result.feed(json.loads(line[6:]))
             on_event()
         elif line.startswith(b'{"error"'):
-            heard.error = line.decode()
+            result.error = line.decode()
 
 
 @dataclass(slots=True)
 class Run:
-    """A whole crowd's answers."""
+    """Results of a set of requests."""
 
-    heard: list[Heard]
+    results: list[StreamResult]
     duration_s: float
 
     def bytes_of(self) -> list[str]:
-        """Return `Heard.bytes_of` of each."""
-        return [heard.bytes_of() for heard in self.heard]
+        """Return `StreamResult.bytes_of` of each."""
+        return [result.bytes_of() for result in self.results]
 
     @property
     def longest_wait_s(self) -> float:
         """Longest wait of any client for an event."""
-        return max(heard.longest_wait_s for heard in self.heard)
+        return max(result.longest_wait_s for result in self.results)
 
 
 async def play(
     url: str,
-    asked: list[Asked],
+    requests: list[StreamRequest],
     disturb: Callable[[], Any] | None = None,
     elsewhere: Sequence[str] = (),
     is_time: Callable[[set[int]], bool] | None = None,
@@ -345,37 +347,37 @@ async def play(
     ``elsewhere``: other addresses, at which clients start in turn, and resume when they lose a connection. ``is_time``: whether
     to disturb, given the numbers of those that have had their first event, in the place of half.
     """
-    heard = [Heard() for _ in asked]
-    begun = asyncio.Event()
+    results = [StreamResult() for _ in requests]
+    is_due = asyncio.Event()
     started: set[int] = set()
 
     def note(number: int) -> None:
         started.add(number)
-        if 2 * len(started) >= len(asked) if is_time is None else is_time(started):
-            begun.set()
+        if 2 * len(started) >= len(requests) if is_time is None else is_time(started):
+            is_due.set()
 
-    async def hear(number: int) -> None:
+    async def run_client(number: int) -> None:
         turn = number % (1 + len(elsewhere))
         first, *others = [url, *elsewhere][turn:] + [url, *elsewhere][:turn]
-        await listen(first, asked[number], heard[number], lambda: note(number), others)
+        await listen(first, requests[number], results[number], lambda: note(number), others)
 
     at_s = time.perf_counter()
-    clients = [asyncio.create_task(hear(number)) for number in range(len(asked))]
+    clients = [asyncio.create_task(run_client(number)) for number in range(len(requests))]
     if disturb is not None:
-        await begun.wait()
+        await is_due.wait()
         await disturb()
-    results = await asyncio.gather(*clients, return_exceptions=True)
-    for number, result in enumerate(results):
-        if isinstance(result, BaseException):
-            heard[number].error += f"{type(result).__name__}: {result}"
-    return Run(heard, time.perf_counter() - at_s)
+    outcomes = await asyncio.gather(*clients, return_exceptions=True)
+    for number, outcome in enumerate(outcomes):
+        if isinstance(outcome, BaseException):
+            results[number].error += f"{type(outcome).__name__}: {outcome}"
+    return Run(results, time.perf_counter() - at_s)
 
 
-def differences(calm: Run, disturbed: Run, asked: list[Asked]) -> list[str]:
+def differences(reference: Run, disturbed: Run, requests: list[StreamRequest]) -> list[str]:
     """Return a line for each request with different bytes in the two runs."""
     return [
-        f"{number} {asked[number].path} {shorten(asked[number].body)}: {first[:300]} became {second[:300]}"
-        for number, (first, second) in enumerate(zip(calm.bytes_of(), disturbed.bytes_of(), strict=True))
+        f"{number} {requests[number].path} {shorten(requests[number].body)}: {first[:300]} became {second[:300]}"
+        for number, (first, second) in enumerate(zip(reference.bytes_of(), disturbed.bytes_of(), strict=True))
         if first != second
     ]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from bench.chaos.streams import Asked, Run, crowd, play
+from bench.chaos.streams import Run, StreamRequest, crowd, play
 
 from tests.chaos.test_kills import COMMON, KINDS, assert_same, kill, little_memory
 from tests.processes.server import Server, serve, wait_until
@@ -33,7 +33,7 @@ layouts = pytest.mark.parametrize("layout", ["one rank", pytest.param("two ranks
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[Asked]:
+def requests() -> list[StreamRequest]:
     return crowd(7, 12, (40, 80))
 
 
@@ -130,7 +130,7 @@ def booting(layout: str, suspended: tuple[int, ...], phase: str) -> Iterator[Ser
     "victim", ["executor-0", *(f"{role}-0" for role in READY_ROLES), "core-1", "frontend-1", "executor-1"]
 )
 def test_streams_survive_a_kill_during_the_boot_of_another_engine(
-    asked: list[Asked], layout: str, phase: str, victim: str
+    requests: list[StreamRequest], layout: str, phase: str, victim: str
 ) -> None:
     with booting(layout, (1,), phase) as server:
         await_serving(server)
@@ -144,22 +144,24 @@ def test_streams_survive_a_kill_during_the_boot_of_another_engine(
             else:
                 kill(server, role, index=int(index))
 
-        disturbed = asyncio.run(play(server.url, asked, disturb))
+        disturbed = asyncio.run(play(server.url, requests, disturb))
         resume(server, 1)
         await_boot(server)
-        reference = asyncio.run(play(server.url, asked))
-        assert_undisturbed(server, reference, disturbed, asked)
+        reference = asyncio.run(play(server.url, requests))
+        assert_undisturbed(server, reference, disturbed, requests)
 
 
-def assert_undisturbed(server: Server, reference: Run, disturbed: Run, asked: list[Asked]) -> None:
-    assert all(heard.status == 200 and not heard.error for heard in reference.heard)
-    assert_same(server, reference, disturbed, asked)
+def assert_undisturbed(server: Server, reference: Run, disturbed: Run, requests: list[StreamRequest]) -> None:
+    assert all(result.status == 200 and not result.error for result in reference.results)
+    assert_same(server, reference, disturbed, requests)
 
 
 @whole
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("number", [0, 1])
-def test_streams_survive_a_kill_of_a_booting_rank(asked: list[Asked], phase: str, number: int) -> None:
+def test_streams_survive_a_kill_of_a_booting_rank(
+    requests: list[StreamRequest], phase: str, number: int
+) -> None:
     with booting("two ranks", (1,), phase) as server:
         await_serving(server)
         resume(server, 1)  # rank 0 starts the other ranks and was stopped
@@ -168,9 +170,9 @@ def test_streams_survive_a_kill_of_a_booting_rank(asked: list[Asked], phase: str
             ranks = executor_processes(server, 1)
             ranks[min(number, len(ranks) - 1)].kill()
 
-        disturbed = asyncio.run(play(server.url, asked, disturb))
+        disturbed = asyncio.run(play(server.url, requests, disturb))
         await_boot(server)
-        assert_undisturbed(server, asyncio.run(play(server.url, asked)), disturbed, asked)
+        assert_undisturbed(server, asyncio.run(play(server.url, requests)), disturbed, requests)
 
 
 @layouts

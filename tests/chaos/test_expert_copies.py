@@ -55,9 +55,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_kills_during_expert_copies_keep_all_bytes(server: Server) -> None:
     """The first executor has copied experts before its kill; each new one starts from the initial placement."""
-    asked = crowd(4, 12, (60, 120))
-    reference = asyncio.run(play(server.url, asked))
-    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
+    requests = crowd(4, 12, (60, 120))
+    reference = asyncio.run(play(server.url, requests))
+    assert all(result.status == 200 and result.is_done and not result.error for result in reference.results)
     server.await_metrics()
     assert server.gauge(COPIES) > 0
     last = max(int(title.rpartition("-")[2]) for title in server.children() if RANK in title)
@@ -69,4 +69,4 @@ def test_kills_during_expert_copies_keep_all_bytes(server: Server) -> None:
             kill(server, RANK if rank else "executor", index=rank)
             await asyncio.sleep(rng.choice([0.5, 1.5]))
 
-    assert_same(server, reference, asyncio.run(play(server.url, asked, disturb)), asked)
+    assert_same(server, reference, asyncio.run(play(server.url, requests, disturb)), requests)

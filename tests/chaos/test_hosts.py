@@ -100,10 +100,12 @@ def group(flags: list[str], prefix: list[str] | None = None) -> Iterator[Group]:
 
 @pytest.mark.parametrize(("stages", "size"), [(2, 1), (2, 2), (4, 1), (1, 2), (1, 4)])
 def test_kill_of_each_process_keeps_all_bytes(stages: int, size: int, tmp_path: Path) -> None:
-    asked = crowd(1, 6, (20, 40))
+    requests = crowd(1, 6, (20, 40))
     with group(flags_of(tmp_path, "127.0.0.2", stages, size)) as both:
-        reference = asyncio.run(play(both.server.url, asked))
-        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
+        reference = asyncio.run(play(both.server.url, requests))
+        assert all(
+            result.status == 200 and result.is_done and not result.error for result in reference.results
+        )
 
         async def rank() -> None:
             both.of_other("-rank-").kill()
@@ -125,19 +127,21 @@ def test_kill_of_each_process_keeps_all_bytes(stages: int, size: int, tmp_path: 
             both.start_other()
 
         for disturb in (rank, member, hub, first, whole_host):
-            assert_same(both.server, reference, asyncio.run(play(both.server.url, asked, disturb)), asked)
+            assert_same(
+                both.server, reference, asyncio.run(play(both.server.url, requests, disturb)), requests
+            )
 
 
 @pytest.mark.parametrize(("stages", "size"), [(2, 1), (1, 2)])
 def test_stalled_rank_of_the_other_host_is_replaced(stages: int, size: int, tmp_path: Path) -> None:
-    asked = crowd(3, 8, (40, 60))
+    requests = crowd(3, 8, (40, 60))
     with group(flags_of(tmp_path, "127.0.0.2", stages, size)) as both:
-        reference = asyncio.run(play(both.server.url, asked))
+        reference = asyncio.run(play(both.server.url, requests))
 
         async def disturb() -> None:
             both.of_other("-rank-").send_signal(signal.SIGSTOP)
 
-        assert_same(both.server, reference, asyncio.run(play(both.server.url, asked, disturb)), asked)
+        assert_same(both.server, reference, asyncio.run(play(both.server.url, requests, disturb)), requests)
 
 
 @contextlib.contextmanager
@@ -167,9 +171,9 @@ def veth_pair() -> Iterator[list[str]]:
 
 def test_cut_link_delays_streams(tmp_path: Path) -> None:
     """No process dies and no connection is closed; only the stall timeout detects the cut."""
-    asked = crowd(4, 6, (40, 60))
+    requests = crowd(4, 6, (40, 60))
     with veth_pair() as prefix, group(flags_of(tmp_path, "10.213.0.1"), prefix) as both:
-        reference = asyncio.run(play(both.server.url, asked))
+        reference = asyncio.run(play(both.server.url, requests))
 
         async def disturb() -> None:
             near_end = f"qa{os.getpid()}"
@@ -177,5 +181,5 @@ def test_cut_link_delays_streams(tmp_path: Path) -> None:
             await asyncio.sleep(4.0)  # twice --stall-timeout
             subprocess.run(["ip", "link", "set", near_end, "up"], check=True)
 
-        assert_same(both.server, reference, asyncio.run(play(both.server.url, asked, disturb)), asked)
+        assert_same(both.server, reference, asyncio.run(play(both.server.url, requests, disturb)), requests)
         assert any("host 1 sent nothing for 2 s" in line for line in both.server.lines)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import psutil
 import pytest
-from bench.chaos.streams import Asked, Cut, Heard, Run, crowd, differences, listen, play
+from bench.chaos.streams import Cut, Run, StreamRequest, StreamResult, crowd, differences, listen, play
 
 from tests.processes.server import Server, route, serve, wait_until
 
@@ -41,14 +41,14 @@ def little_memory(kind: str, num_streams: int) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def asked(num_streams: int) -> list[Asked]:
+def requests(num_streams: int) -> list[StreamRequest]:
     return crowd(1, num_streams, (40, 100))
 
 
 @pytest.fixture(scope="module")
-def reference(server: Server, asked: list[Asked]) -> Run:
-    run = asyncio.run(play(server.url, asked))
-    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in run.heard)
+def reference(server: Server, requests: list[StreamRequest]) -> Run:
+    run = asyncio.run(play(server.url, requests))
+    assert all(result.status == 200 and result.is_done and not result.error for result in run.results)
     return run
 
 
@@ -69,12 +69,12 @@ def kill(server: Server, role: str, number: signal.Signals = signal.SIGKILL, ind
     wait_until(is_sent, title)
 
 
-def assert_same(server: Server, reference: Run, run: Run, asked: list[Asked]) -> None:
+def assert_same(server: Server, reference: Run, run: Run, requests: list[StreamRequest]) -> None:
     """Check that all clients have the same bytes, and that the server is idle afterwards."""
-    assert not differences(reference, run, asked)
-    for heard in run.heard:
-        assert heard.is_done
-        assert all(choice.num_endings == 1 for choice in heard.choices.values())
+    assert not differences(reference, run, requests)
+    for result in run.results:
+        assert result.is_done
+        assert all(choice.num_endings == 1 for choice in result.choices.values())
     assert_empty(server)
 
 
@@ -93,16 +93,16 @@ def assert_empty(server: Server) -> None:
 
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "core", "executor", "frontend"])
 def test_killed_process_keeps_all_bytes(
-    server: Server, asked: list[Asked], reference: Run, role: str
+    server: Server, requests: list[StreamRequest], reference: Run, role: str
 ) -> None:
     async def disturb() -> None:
         kill(server, role)
 
-    run = asyncio.run(play(server.url, asked, disturb))
-    assert_same(server, reference, run, asked)
+    run = asyncio.run(play(server.url, requests, disturb))
+    assert_same(server, reference, run, requests)
 
 
-def test_killed_router_keeps_all_bytes(server: Server, asked: list[Asked], reference: Run) -> None:
+def test_killed_router_keeps_all_bytes(server: Server, requests: list[StreamRequest], reference: Run) -> None:
     """One of two routers: clients resume at the other. With two servers: `tests.chaos.test_route`."""
     flags = ("--engine", server.url, "--poll-interval", "0.2")
     with route(*flags) as one, route(*flags) as other:
@@ -113,9 +113,9 @@ def test_killed_router_keeps_all_bytes(server: Server, asked: list[Asked], refer
         def is_time(started: set[int]) -> bool:
             return any(number % 2 == 0 for number in started)
 
-        run = asyncio.run(play(one.url, asked, disturb, [other.url], is_time))
-    assert_same(server, reference, run, asked)
-    assert sum(heard.num_connections > heard.num_asked == 1 for heard in run.heard) > 0, (
+        run = asyncio.run(play(one.url, requests, disturb, [other.url], is_time))
+    assert_same(server, reference, run, requests)
+    assert sum(result.num_connections > result.num_sent == 1 for result in run.results) > 0, (
         "no stream was resumed"
     )
 
@@ -123,28 +123,28 @@ def test_killed_router_keeps_all_bytes(server: Server, asked: list[Asked], refer
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "core", "executor"])
 def test_stalled_process_is_replaced_and_keeps_all_bytes(
-    server: Server, asked: list[Asked], reference: Run, role: str
+    server: Server, requests: list[StreamRequest], reference: Run, role: str
 ) -> None:
     async def disturb() -> None:
         kill(server, role, signal.SIGSTOP)
 
-    run = asyncio.run(play(server.url, asked, disturb))
-    assert_same(server, reference, run, asked)
+    run = asyncio.run(play(server.url, requests, disturb))
+    assert_same(server, reference, run, requests)
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("first", ["tokenizer", "detokenizer", "core", "executor"])
 @pytest.mark.parametrize("second", ["core", "executor"])
 def test_two_simultaneous_kills(
-    server: Server, asked: list[Asked], reference: Run, first: str, second: str
+    server: Server, requests: list[StreamRequest], reference: Run, first: str, second: str
 ) -> None:
     async def disturb() -> None:
         kill(server, first)
         if second != first:
             kill(server, second)
 
-    run = asyncio.run(play(server.url, asked, disturb))
-    assert_same(server, reference, run, asked)
+    run = asyncio.run(play(server.url, requests, disturb))
+    assert_same(server, reference, run, requests)
 
 
 @pytest.mark.drawn(1)
@@ -153,8 +153,8 @@ def test_two_simultaneous_kills(
 def test_repeated_kills(server: Server, num_streams: int, num_kills: int) -> None:
     """Random order and delays. Only the core knows a stream without a connection: core and frontend are not both killed."""
     rng = random.Random(1)
-    asked = crowd(1, num_streams, (100, 200))
-    reference = asyncio.run(play(server.url, asked))
+    requests = crowd(1, num_streams, (100, 200))
+    reference = asyncio.run(play(server.url, requests))
     left = num_kills
 
     def random_kills() -> Callable[[], Awaitable[None]]:
@@ -169,21 +169,21 @@ def test_repeated_kills(server: Server, num_streams: int, num_kills: int) -> Non
         return disturb
 
     while left > 0:
-        run = asyncio.run(play(server.url, asked, random_kills()))
-        assert_same(server, reference, run, asked)
+        run = asyncio.run(play(server.url, requests, random_kills()))
+        assert_same(server, reference, run, requests)
 
 
 @pytest.mark.drawn(1)
 def test_repeated_disconnects_lose_no_token(server: Server, num_streams: int) -> None:
     """Clients resume at another frontend or before the old connection is closed; no token is sampled twice."""
-    asked = crowd(5, num_streams, plain=True)
-    reference = asyncio.run(play(server.url, asked))
+    requests = crowd(5, num_streams, plain=True)
+    reference = asyncio.run(play(server.url, requests))
     server.await_metrics()
     assert_empty(server)
     drawn = server.gauge("quintet:generation_tokens_total")
     rng = random.Random(5)
 
-    async def cut_off(each: Asked, heard: Heard) -> None:
+    async def cut_off(each: StreamRequest, result: StreamResult) -> None:
         left = rng.randint(1, 20)
 
         def on_event() -> None:
@@ -193,17 +193,17 @@ def test_repeated_disconnects_lose_no_token(server: Server, num_streams: int) ->
                 left = rng.randint(1, 60)
                 raise Cut
 
-        await listen(server.url, each, heard, on_event)
+        await listen(server.url, each, result, on_event)
 
-    async def all_of_them() -> list[Heard]:
-        heards = [Heard() for _ in asked]
-        await asyncio.gather(*(cut_off(each, heard) for each, heard in zip(asked, heards, strict=True)))
-        return heards
+    async def all_of_them() -> list[StreamResult]:
+        results = [StreamResult() for _ in requests]
+        await asyncio.gather(*(cut_off(each, result) for each, result in zip(requests, results, strict=True)))
+        return results
 
     run = Run(asyncio.run(all_of_them()), 0.0)
-    assert_same(server, reference, run, asked)
-    assert sum(heard.num_connections for heard in run.heard) >= 2 * num_streams
-    expected = sum(heard.usage["completion_tokens"] for heard in run.heard)
+    assert_same(server, reference, run, requests)
+    assert sum(result.num_connections for result in run.results) >= 2 * num_streams
+    expected = sum(result.usage["completion_tokens"] for result in run.results)
     wait_until(
         lambda: server.gauge("quintet:generation_tokens_total") - drawn >= expected, "the metrics of the core"
     )

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from bench.chaos.streams import Asked, crowd, play
+from bench.chaos.streams import StreamRequest, crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
@@ -22,15 +22,15 @@ PREFIXES = [
 """Each is longer than a run."""
 
 
-def long_crowd() -> list[Asked]:
+def long_crowd() -> list[StreamRequest]:
     """Return requests of which many share a prefix."""
-    asked = crowd(1, NUM_STREAMS, (40, 100))
-    for number, each in enumerate(asked):
+    requests = crowd(1, NUM_STREAMS, (40, 100))
+    for number, each in enumerate(requests):
         if "prompt" in each.body:
             each.body["prompt"] = PREFIXES[number % 2] + each.body["prompt"]
         else:
             each.body["messages"][0]["content"] = PREFIXES[number % 2] + each.body["messages"][0]["content"]
-    return asked
+    return requests
 
 
 def num_fetched_blocks(server: Server) -> int:
@@ -62,11 +62,11 @@ def test_kill_during_store_reads_and_writes(scheme: str, size: int, stages: int,
         pytest.importorskip("fsspec")
         (tmp_path / "kv").mkdir()  # like a bucket, the folder must exist
     rng, last = random.Random(1), size * stages - 1
-    asked = long_crowd()
+    requests = long_crowd()
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
     flags += ("--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(stages))
     with serve(*flags) as server:
-        reference = asyncio.run(play(server.url, asked))
+        reference = asyncio.run(play(server.url, requests))
     store = (*flags, "--block-size", "16", "--kv-store", f"{scheme}://{tmp_path}/kv")
     num_fetched = 0
     for roles in LAST_RANKS if last else ROLES:
@@ -84,10 +84,10 @@ def test_kill_during_store_reads_and_writes(scheme: str, size: int, stages: int,
                 corrupt(tmp_path / "kv", rng)
 
             async def both() -> None:
-                first = asyncio.create_task(play(one.url, asked, disturb))
-                second = await play(other.url, asked)
-                assert_same(one, reference, await first, asked)
-                assert_same(other, reference, second, asked)
+                first = asyncio.create_task(play(one.url, requests, disturb))
+                second = await play(other.url, requests)
+                assert_same(one, reference, await first, requests)
+                assert_same(other, reference, second, requests)
 
             asyncio.run(both())
             num_fetched += num_fetched_blocks(one) + num_fetched_blocks(other)

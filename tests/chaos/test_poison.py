@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from math import ceil, log2
 
 import pytest
-from bench.chaos.streams import Asked, Run, crowd, differences, play
+from bench.chaos.streams import Run, StreamRequest, crowd, differences, play
 
 from quintet.core.poison_isolation.suspects import DEATHS_ALONE
 from tests.processes.poison import Effect, poison
@@ -39,25 +39,25 @@ def server(request: pytest.FixtureRequest, num_streams: int) -> Iterator[Server]
         yield server
 
 
-def poisoned(effect: Effect, after: int, **options: object) -> Asked:
+def poisoned(effect: Effect, after: int, **options: object) -> StreamRequest:
     """Return a streamed request that makes the executor fail after `after` outputs."""
     body = {"prompt": poison(effect, after), "max_tokens": 100, "stream": True, "ignore_eos": True, "seed": 3}
-    return Asked("/v1/completions", body | options)
+    return StreamRequest("/v1/completions", body | options)
 
 
-def play_with(server: Server, asked: list[Asked], poisons: dict[int, Asked]) -> Run:
+def play_with(server: Server, requests: list[StreamRequest], poisons: dict[int, StreamRequest]) -> Run:
     """Play requests with poison at the given indices; check the errors and return the run of the others."""
-    mixed = list(asked)
+    mixed = list(requests)
     for index, each in sorted(poisons.items()):
         mixed.insert(index, each)
     run = asyncio.run(play(server.url, mixed))
     for index in poisons:
-        heard = run.heard[index]
-        error = json.loads(heard.error)
+        result = run.results[index]
+        error = json.loads(result.error)
         # A whole body before the first byte, else an event.
-        assert error.get("error", error)["code"] == 422, heard.error
-        assert not any(choice.num_endings for choice in heard.choices.values())
-    return Run([heard for index, heard in enumerate(run.heard) if index not in poisons], run.duration_s)
+        assert error.get("error", error)["code"] == 422, result.error
+        assert not any(choice.num_endings for choice in result.choices.values())
+    return Run([result for index, result in enumerate(run.results) if index not in poisons], run.duration_s)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def play_with(server: Server, asked: list[Asked], poisons: dict[int, Asked]) -> 
     indirect=["server"],
 )
 def test_one_poison_request_among_many(server: Server, num_streams: int, effect: Effect) -> None:
-    asked = crowd(2, num_streams - 1, (30, 60))
-    reference = asyncio.run(play(server.url, asked))
-    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
-    run = play_with(server, asked, {num_streams // 2: poisoned(effect, 12)})
-    assert not differences(reference, run, asked)
+    requests = crowd(2, num_streams - 1, (30, 60))
+    reference = asyncio.run(play(server.url, requests))
+    assert all(result.status == 200 and result.is_done and not result.error for result in reference.results)
+    run = play_with(server, requests, {num_streams // 2: poisoned(effect, 12)})
+    assert not differences(reference, run, requests)
     assert_empty(server)
     wait_until(lambda: server.gauge("quintet:poison_requests_total") == 1, "the metrics of the core")
     num_losses = server.gauge("quintet:executor_losses_total")
@@ -84,18 +84,18 @@ def test_one_poison_request_among_many(server: Server, num_streams: int, effect:
 
 def test_several_poison_requests_repeated(num_streams: int) -> None:
     with serve_poisoned("mock", num_streams) as server:
-        asked = crowd(3, num_streams - 4, (30, 60))
-        reference = asyncio.run(play(server.url, asked))
+        requests = crowd(3, num_streams - 4, (30, 60))
+        reference = asyncio.run(play(server.url, requests))
         poisons = {
             0: poisoned(Effect.RAISES, 0, n=2),
             num_streams // 3: poisoned(Effect.RAISES, 12),
             num_streams // 3 + 1: poisoned(Effect.RAISES, 12),
             num_streams - 1: poisoned(Effect.RAISES, 20, n=3),
         }
-        assert not differences(reference, play_with(server, asked, poisons), asked)
+        assert not differences(reference, play_with(server, requests, poisons), requests)
         wait_until(lambda: server.gauge("quintet:poison_requests_total") == 7, "the metrics of the core")
         num_losses = server.gauge("quintet:executor_losses_total")
-        again = play_with(server, asked, poisons)
-        assert not differences(reference, again, asked)
+        again = play_with(server, requests, poisons)
+        assert not differences(reference, again, requests)
         assert server.gauge("quintet:executor_losses_total") == num_losses  # rejected on arrival
         assert_empty(server)

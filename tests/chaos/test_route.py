@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.chaos.streams import Heard, Run, as_messages, as_responses, crowd, differences, listen, play
+from bench.chaos.streams import Run, StreamResult, as_messages, as_responses, crowd, differences, listen, play
 
 from tests.chaos.test_kills import assert_empty
 from tests.processes.server import Server, route, serve, wait_until
@@ -61,20 +61,20 @@ def two_routers(
 
 def assert_reconnected(run: Run) -> None:
     """Check that clients of the killed router reconnected, some by stream id, some by request, and no other client."""
-    affected = run.heard[::2]
-    assert all(heard.num_connections == 1 for heard in run.heard[1::2]), (
+    affected = run.results[::2]
+    assert all(result.num_connections == 1 for result in run.results[1::2]), (
         "clients of the other router reconnected"
     )
-    assert any(heard.num_connections > heard.num_asked == 1 for heard in affected), (
+    assert any(result.num_connections > result.num_sent == 1 for result in affected), (
         "no client resumed a stream"
     )
-    assert any(heard.num_asked > 1 for heard in affected), "no client resent its request"
+    assert any(result.num_sent > 1 for result in affected), "no client resent its request"
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", FLAGS)
 def test_killed_server_keeps_all_bytes(kind: str) -> None:
-    asked = (
+    requests = (
         crowd(1, 24, (60, 120)) + as_messages(crowd(2, 8, (60, 120))) + as_responses(crowd(4, 8, (60, 120)))
     )
     of_first, of_second = ((*flags, "--max-model-len", "1024") for flags in FLAGS[kind])
@@ -84,17 +84,19 @@ def test_killed_server_keeps_all_bytes(kind: str) -> None:
         route("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2") as router,
     ):
         await_servers(router, 2)
-        reference = asyncio.run(play(router.url, asked))
-        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
-        assert all(heard.num_connections == 1 for heard in reference.heard)
+        reference = asyncio.run(play(router.url, requests))
+        assert all(
+            result.status == 200 and result.is_done and not result.error for result in reference.results
+        )
+        assert all(result.num_connections == 1 for result in reference.results)
 
         async def disturb() -> None:
-            assert 0 < first.gauge("quintet:live_requests") < len(asked)
+            assert 0 < first.gauge("quintet:live_requests") < len(requests)
             first.process.kill()
 
-        run = asyncio.run(play(router.url, asked, disturb))
-        assert not differences(reference, run, asked)
-        assert all(heard.num_connections == 1 for heard in run.heard), "a client reconnected"
+        run = asyncio.run(play(router.url, requests, disturb))
+        assert not differences(reference, run, requests)
+        assert all(result.num_connections == 1 for result in run.results), "a client reconnected"
         assert router.gauge("quintet_route:resumptions_total") > 0
         assert router.gauge("quintet_route:broken_streams_total") == 0
         assert router.gauge("quintet_route:server_up") == 1
@@ -104,14 +106,16 @@ def test_killed_server_keeps_all_bytes(kind: str) -> None:
 @pytest.mark.parametrize("kind", FLAGS)
 def test_killed_router_keeps_all_bytes(kind: str) -> None:
     """Each router has half of the clients. --max-num-seqs 4, so that most have no byte at the time of the kill."""
-    asked = crowd(3, 32, (60, 120))
+    requests = crowd(3, 32, (60, 120))
     of_first, of_second = (
         (*flags, "--max-model-len", "1024", "--max-num-seqs", "4") for flags in FLAGS[kind]
     )
     with two_routers(of_first, of_second) as (first, second, one, other):
-        reference = asyncio.run(play(one.url, asked, elsewhere=[other.url]))
-        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in reference.heard)
-        assert all(heard.num_connections == 1 for heard in reference.heard)
+        reference = asyncio.run(play(one.url, requests, elsewhere=[other.url]))
+        assert all(
+            result.status == 200 and result.is_done and not result.error for result in reference.results
+        )
+        assert all(result.num_connections == 1 for result in reference.results)
 
         async def disturb() -> None:
             one.process.kill()
@@ -119,8 +123,8 @@ def test_killed_router_keeps_all_bytes(kind: str) -> None:
         def is_time(started: set[int]) -> bool:
             return any(number % 2 == 0 for number in started)
 
-        run = asyncio.run(play(one.url, asked, disturb, [other.url], is_time))
-        assert not differences(reference, run, asked)
+        run = asyncio.run(play(one.url, requests, disturb, [other.url], is_time))
+        assert not differences(reference, run, requests)
         assert_reconnected(run)
         wait_until(lambda: other.gauge("quintet_route:server_open_requests") == 0, "an idle router")
         for server in (first, second):
@@ -130,41 +134,41 @@ def test_killed_router_keeps_all_bytes(kind: str) -> None:
 @pytest.mark.whole
 def test_stream_survives_kills_of_its_server_and_then_its_router() -> None:
     """Kill the server, then the router once the other server has sent an event."""
-    [asked] = crowd(5, 1, (300, 300), plain=True)
+    [request] = crowd(5, 1, (300, 300), plain=True)
     with two_routers(ALONE, ALONE) as (first, second, one, other):
-        reference, heard = Heard(), Heard()
-        asyncio.run(listen(one.url, asked, reference))
+        reference, result = StreamResult(), StreamResult()
+        asyncio.run(listen(one.url, request, reference))
 
         def disturb() -> None:
-            if len(heard.times_s) == 10:
+            if len(result.times_s) == 10:
                 busy_server(first, second).process.kill()
-            elif len(streams_of(heard)) == 2:
+            elif len(streams_of(result)) == 2:
                 one.process.kill()
 
-        asyncio.run(listen(one.url, asked, heard, disturb, [other.url]))
-        assert heard.bytes_of() == reference.bytes_of() and reference.is_done
-        assert (len(streams_of(reference)), len(streams_of(heard)), heard.num_asked) == (1, 3, 1)
+        asyncio.run(listen(one.url, request, result, disturb, [other.url]))
+        assert result.bytes_of() == reference.bytes_of() and reference.is_done
+        assert (len(streams_of(reference)), len(streams_of(result)), result.num_sent) == (1, 3, 1)
 
 
 @pytest.mark.whole
 def test_stream_survives_kills_of_its_router_and_then_its_server() -> None:
     """The client resends its request, so that the other router can resume it at another server."""
-    [asked] = crowd(6, 1, (300, 300), plain=True)
+    [request] = crowd(6, 1, (300, 300), plain=True)
     with two_routers(ALONE, ALONE) as (first, second, one, other):
-        reference, heard = Heard(), Heard()
-        asyncio.run(listen(one.url, asked, reference))
+        reference, result = StreamResult(), StreamResult()
+        asyncio.run(listen(one.url, request, reference))
 
         def disturb() -> None:
-            if len(heard.times_s) == 10:
+            if len(result.times_s) == 10:
                 one.process.kill()
-            elif len(streams_of(heard)) == 2 and not killed:
+            elif len(streams_of(result)) == 2 and not killed:
                 killed.append(busy_server(first, second))
                 killed[0].process.kill()
 
         killed: list[Server] = []
-        asyncio.run(listen(one.url, asked, heard, disturb, [other.url], repeats=True))
-        assert heard.bytes_of() == reference.bytes_of() and reference.is_done
-        assert (len(streams_of(heard)), heard.num_asked, heard.num_connections) == (3, 1, 2)
+        asyncio.run(listen(one.url, request, result, disturb, [other.url], repeats=True))
+        assert result.bytes_of() == reference.bytes_of() and reference.is_done
+        assert (len(streams_of(result)), result.num_sent, result.num_connections) == (3, 1, 2)
         assert other.gauge("quintet_route:broken_streams_total") == 0
 
 
@@ -174,7 +178,7 @@ def test_stream_survives_kills_of_its_router_and_then_its_server() -> None:
 def test_response_items_resume_and_are_stored(kind: str, how: str) -> None:
     """Inside reasoning or the arguments of a call: same events, and the final server stores the response."""
     flags, fields = ITEMS[kind]
-    asked = as_responses(crowd(7, 8, (200, 300), plain=True), **fields)
+    requests = as_responses(crowd(7, 8, (200, 300), plain=True), **fields)
     flags = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--drain-timeout", "0.1", *flags)
     with (
         serve(*flags) as first,
@@ -182,24 +186,26 @@ def test_response_items_resume_and_are_stored(kind: str, how: str) -> None:
         route("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2") as router,
     ):
         await_servers(router, 2)
-        reference = asyncio.run(play(router.url, asked))
-        assert all(heard.is_done and heard.events[-2]["item"]["type"] == kind for heard in reference.heard)
+        reference = asyncio.run(play(router.url, requests))
+        assert all(
+            result.is_done and result.events[-2]["item"]["type"] == kind for result in reference.results
+        )
 
         async def disturb() -> None:
-            assert 0 < first.gauge("quintet:live_requests") < len(asked)
+            assert 0 < first.gauge("quintet:live_requests") < len(requests)
             if how == "killed":
                 first.process.kill()
             else:
                 first.process.terminate()
 
-        run = asyncio.run(play(router.url, asked, disturb))
-        assert not differences(reference, run, asked)
+        run = asyncio.run(play(router.url, requests, disturb))
+        assert not differences(reference, run, requests)
         assert router.gauge("quintet_route:resumptions_total") > 0
         assert router.gauge("quintet_route:broken_streams_total") == 0
-        for heard in run.heard:
-            [name] = (name for name, ours in heard.names.items() if ours == "own")
+        for result in run.results:
+            [name] = (name for name, ours in result.names.items() if ours == "own")
             status, kept = router.get(f"/v1/responses/resp_{name}")
-            last = heard.events[-1]["response"]
+            last = result.events[-1]["response"]
             assert (status, json.loads(kept)["status"]) == (200, last["status"])
             assert json.loads(kept)["usage"]["output_tokens"] == last["usage"]["output_tokens"]
 
@@ -213,20 +219,20 @@ def test_response_resumes_after_a_restart_with_its_store(tmp_path: Path) -> None
         router = servers.enter_context(route("--engine", first.url, "--poll-interval", "0.2"))
         await_servers(router, 1)
         _, former = first.post("/v1/responses", {"input": "one", "max_output_tokens": 8})
-        [asked] = as_responses(crowd(8, 1, (300, 300), plain=True), previous_response_id=former["id"])
-        reference = asyncio.run(play(router.url, [asked]))
+        [request] = as_responses(crowd(8, 1, (300, 300), plain=True), previous_response_id=former["id"])
+        reference = asyncio.run(play(router.url, [request]))
 
         async def disturb() -> None:
             first.process.kill()
             again = serve(*flags, "--port", first.url.rpartition(":")[2])
             await asyncio.to_thread(servers.enter_context, again)
 
-        run = asyncio.run(play(router.url, [asked], disturb))
-        assert not differences(reference, run, [asked])
-        [heard] = run.heard
-        [name] = (name for name, ours in heard.names.items() if ours == "own")
+        run = asyncio.run(play(router.url, [request], disturb))
+        assert not differences(reference, run, [request])
+        [result] = run.results
+        [name] = (name for name, ours in result.names.items() if ours == "own")
         status, kept = router.get(f"/v1/responses/resp_{name}")
-        assert (status, json.loads(kept)["status"]) == (200, "incomplete") and heard.is_done
+        assert (status, json.loads(kept)["status"]) == (200, "incomplete") and result.is_done
 
 
 def busy_server(*servers: Server) -> Server:
@@ -235,6 +241,6 @@ def busy_server(*servers: Server) -> Server:
     return found
 
 
-def streams_of(heard: Heard) -> set[str]:
+def streams_of(result: StreamResult) -> set[str]:
     """Return the stream ids that a client received: one per start or resumption at a server."""
-    return {event_id.partition(":")[0] for event_id in heard.event_ids}
+    return {event_id.partition(":")[0] for event_id in result.event_ids}

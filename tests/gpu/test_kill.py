@@ -25,7 +25,7 @@ def test_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, 
     memory = f"{KV_BYTES >> 20}MiB" if device_name == "cuda" else "8MiB"
     with serve("--device", device_name, "--kv-cache-memory", memory, *FLAGS) as server:
         calm = asyncio.run(play(server.url, requested))
-        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
+        assert all(result.status == 200 and result.is_done and not result.error for result in calm.results)
         used_bytes = idle_bytes - free_bytes(device_name)
 
         async def disturb() -> None:
@@ -33,7 +33,7 @@ def test_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, 
 
         run = asyncio.run(play(server.url, requested, disturb))
         assert not differences(calm, run, requested)
-        assert all(heard.is_done for heard in run.heard)
+        assert all(result.is_done for result in run.results)
         report.figure(Figure("longest pause of a stream", run.longest_wait_s, "s"))
         wait_until(lambda: server.gauge("quintet:live_requests") == 0, "no live requests")
         used_now = idle_bytes - free_bytes(device_name)

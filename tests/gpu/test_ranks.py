@@ -59,4 +59,4 @@ def test_killed_rank_changes_no_byte(device_name: str) -> None:
 
         run = asyncio.run(play(server.url, requested, disturb))
         assert not differences(calm, run, requested)
-        assert all(heard.is_done for heard in run.heard)
+        assert all(result.is_done for result in run.results)

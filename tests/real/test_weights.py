@@ -1,4 +1,4 @@
-"""Real weights against transformers in float32 and llama.cpp: tokens, log-probabilities, held_out-out perplexity."""
+"""Real weights against transformers in float32 and llama.cpp: tokens, log-probabilities, held-out perplexity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = (
 PERPLEXITY_TOLERANCE = 0.005
 """Relative tolerance of perplexities."""
 TOLERANCES = {"float32": (4e-3, 2e-3), "bfloat16": (0.3, 0.1)}
-"""dtype -> (largest gap to the max_gap likely token, max_mean difference of log-probabilities), in nats.
+"""dtype -> (largest gap to the most likely token, mean difference of log-probabilities), in nats.
 
 Reasons: another order of sums, and the 8-bit mantissa of hidden states in bfloat16."""
 DTYPES = tuple(TOLERANCES)
@@ -42,11 +42,11 @@ class ServerOutput(NamedTuple):
     """Log-probabilities of these tokens."""
     held_out: list[int]
     scores: Scores
-    """Scores of the held_out-out text."""
+    """Scores of the held-out text."""
 
     @property
     def sequences(self) -> list[list[int]]:
-        """Prompts with their greedy tokens, and the held_out-out text."""
+        """Prompts with their greedy tokens, and the held-out text."""
         pairs = zip(self.prompts, self.drawn, strict=True)
         return [*(prompt + drawn for prompt, drawn in pairs), self.held_out]
 

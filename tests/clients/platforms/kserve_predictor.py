@@ -124,7 +124,7 @@ class Scripted:
 
 
 async def check_endings() -> None:
-    """Engine errors are 503, request errors 400; a digit stays a text in a field of texts."""
+    """Engine and overload errors are ModelNotReady, invalid requests InvalidInput; ``stop`` "1" stays a text."""
     for error, expected in (
         (EngineError("was shut down"), ModelNotReady),
         (RequestError(ErrorCode.OVERLOADED, "was shut out"), ModelNotReady),

@@ -21,7 +21,7 @@ from cloudcoil.models.prometheus_operator import v1 as prometheus
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "deploy" / "integrations" / "helm"))
 
-import render  # noqa: E402 - a script beside the chart, not a module of a package
+import render  # noqa: E402 - a script in the folder of the chart, not a module of a package
 
 RELEASES = ("1.27", "1.30", "1.34", "1.37")
 """Kubernetes releases: the oldest of Chart.yaml, the newest, and two between."""
@@ -63,7 +63,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "defaults": {},
     "everything, HPA": {**ALL, "autoscaling": {"kind": "hpa"}},
     "everything, KEDA": {**ALL, "autoscaling": KEDA},
-    "no startup probes, no disruption budget": {
+    "no delays, no disruption budget": {
         "drainSeconds": 0, "unlistSeconds": 0, "startSeconds": 5, "podDisruptionBudget": {"enabled": False},
         "strategy": {"type": "Recreate", "rollingUpdate": None},
     },
@@ -339,13 +339,13 @@ def check_picker(text: str) -> None:
     """The pool refers to a Service of the chart and to the picker port of the routers."""
     things = list(yaml.safe_load_all(text))
     [pool] = [t["spec"]["endpointPickerRef"] for t in things if t["kind"] == "InferencePool"]
-    [door] = [t for t in things if t["kind"] == "Service" and t["metadata"]["name"] == pool["name"]]
-    assert [port["port"] for port in door["spec"]["ports"]] == [pool["port"]["number"]] == [9009]
+    [service] = [t for t in things if t["kind"] == "Service" and t["metadata"]["name"] == pool["name"]]
+    assert [port["port"] for port in service["spec"]["ports"]] == [pool["port"]["number"]] == [9009]
     [router] = [
         t["spec"]["template"]["spec"]["containers"][0]
         for t in things
         if t["kind"] == "Deployment"
-        and door["spec"]["selector"].items() <= t["spec"]["template"]["metadata"]["labels"].items()
+        and service["spec"]["selector"].items() <= t["spec"]["template"]["metadata"]["labels"].items()
     ]
     assert {"--endpoint-picker=9009", "--endpoint-picker-tls=/tls"} <= set(router["args"])
     assert {"name": "grpc", "containerPort": 9009} in router["ports"]

@@ -170,7 +170,7 @@ def check_refusals(cluster: Cluster, model: Path) -> None:
 
 
 def check_key(server: Server) -> None:
-    """The key is a private file on both hosts and in no command line or environment."""
+    """The key is a private file on both hosts, and in no command line or output."""
     found = keys()
     assert len(found) == 2 and len({path.read_bytes() for path in found}) == 1, found
     assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o600}

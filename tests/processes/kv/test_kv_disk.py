@@ -1,4 +1,4 @@
-"""KV on disk of a real server: after a kill and restart it reuses the num_blocks and gives the same text."""
+"""KV on disk of a real server: after a kill and restart it reuses the blocks and gives the same text."""
 
 from __future__ import annotations
 

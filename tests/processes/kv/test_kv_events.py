@@ -1,4 +1,4 @@
-"""KV events over ZeroMQ: a subscriber tracks the engine's blocks and replays replay_socket batches."""
+"""KV events over ZeroMQ: a subscriber tracks the engine's blocks and replays missed batches."""
 
 from __future__ import annotations
 
