@@ -111,5 +111,5 @@ def test_folders_with_shares_are_thinned(pytester: pytest.Pytester) -> None:
     tests = "\n".join(f"def test_{number}(): pass" for number in range(9))
     for folder in ("models", "core"):
         pytester.mkdir(folder).joinpath(f"test_{folder}.py").write_text(tests)
-    assert len(run(pytester, "--seed", "1")) == 9 + 3
+    assert len(run(pytester, "--seed", "1")) == 9 + 2
     assert len(run(pytester, "--whole")) == 18

@@ -368,7 +368,7 @@ def main(server: str, model: str) -> None:
         assert list(mutation.remove_headers) == ["x-quintet-relay", "x-api-key"]
         second = Gateway(channel)
         second.head(x_api_key="k")
-        assert rejection(second, 429, "1 may be at once")["retry-after"] == b"1"
+        assert rejection(second, 429, "at most 1 are allowed")["retry-after"] == b"1"
         first.end()
         gateway = Gateway(channel)
         gateway.head("/v1/messages", x_api_key="k")

@@ -160,7 +160,7 @@ def check_refusals(cluster: Cluster, model: Path) -> None:
     ), words
     cluster.remove_node(other)
     cluster.add_node(**NODE)
-    assert re.search(r"takes 3 CPUs of its node.*; lower --threads", Server("--threads", "3").failed_start())
+    assert re.search(r"needs 3 CPUs of its node.*; lower --threads", Server("--threads", "3").failed_start())
     # The folder exists at the server, not at the actor.
     words = Server("/proc/self/cwd/model", cwd=model.parent).failed_start()
     assert re.search(r"ray: host 1, on \S+: MODEL '/proc/self/cwd/model': folder not found", words), words
