@@ -7,6 +7,7 @@ import torch
 
 from quintet.executor.backends.cpu.ops.linear import GatedActivation, linear
 from quintet.executor.backends.cpu.ops.rms_norm import rms_norm
+from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.sampling.draw import argmax
 
 SHAPES = [(1, 8), (3, 130), (257, 1030)]
@@ -33,3 +34,14 @@ def test_ops_argmax_takes_the_lowest_of_equals(
     logits = torch.randn(shape).round().to(dtype)
     lowest = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
     assert torch.equal(argmax(logits.to(device_name)).cpu(), lowest)
+
+
+def test_ops_of_much_shared_memory_request_the_maximum_carveout(device: Device, device_name: str) -> None:
+    if device_name == "cpu":
+        pytest.skip("the emulator has no shared-memory carveout")
+    from quintet.executor.backends.cuda.cupy_device import CARVEOUT_BYTES, CupyDevice
+
+    assert isinstance(device, CupyDevice)
+    kernel = Kernel("norm", "rms_norm_bf16", "plplpppiffi")
+    launcher = device._launcher(kernel, CARVEOUT_BYTES)
+    assert launcher.kernel.preferred_shared_memory_carveout == 100
