@@ -225,7 +225,7 @@ def test_an_executor_exits_after_repeated_failures(start: Callable[..., Simulate
         if number + 1 < MAX_FAILURES_ALONE:
             assert simulated.expect(core, Capacity).tables == number + 1
     assert simulated.child.wait(DEADLINE_S) == 1
-    assert "RuntimeError: the device is not there" in error_file(simulated.run_dir, EXECUTOR_ID).read_text()
+    assert "RuntimeError: the device is missing" in error_file(simulated.run_dir, EXECUTOR_ID).read_text()
     core.close()
 
 
