@@ -26,7 +26,7 @@ inline constexpr index_t kMostChosen = 64;
 // smaller by more than 2 jitter, relative to the larger magnitude of the two.
 enum class Scoring : index_t { softmax = 0, sigmoid = 1, softmax_of_chosen = 2, sparse_mixer = 3 };
 
-// Routing parameters, with the layout of `quintet.executor.backends.cpu.ops.host_experts.CRouting`. Experts are chosen by their
+// Routing parameters, with the layout of `quintet.executor.backends.cpu.ops.host_experts.CExperts`. Experts are chosen by their
 // score plus correction; a tie goes to the lower index. With groups of experts, groups are chosen first, by the sum of their
 // `group_best` largest scores; experts of other groups are then excluded.
 struct Routing {

@@ -107,7 +107,7 @@ async def check_own_api(client: aiohttp.ClientSession, model: str) -> None:
     assert events.pop() == "[DONE]", lines
     deltas = [choice["delta"] for event in events for choice in json.loads(event)["choices"]]
     texts = [delta["content"] for delta in deltas if delta.get("content")]
-    assert "".join(texts) == ANSWER and len(texts) > 1, texts
+    assert "".join(texts) == ANSWER, texts  # a slow reader gets several tokens in one event
 
 
 class Page:

@@ -373,7 +373,7 @@ def main(server: str, model: str) -> None:
         gateway = Gateway(channel)
         gateway.head("/v1/messages", x_api_key="k")
         gateway.body(bytes(200), is_last=False)
-        rejection(gateway, 413, "more than 100 bytes")
+        rejection(gateway, 413, "exceeds 100 bytes")
 
 
 main(*sys.argv[1:])
