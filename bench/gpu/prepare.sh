@@ -29,6 +29,6 @@ cp -r "executor/backends/cuda/cubins/sm_$sm" "$out/cubins/"
 suffix=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 cp "executor/backends/cpu/ops/_host$suffix" "$out/_host.cpython-${abi#cp}-x86_64-linux-gnu.so"
 git rev-parse --short HEAD > "$out/commit"
-find csrc setup.py -type f -not -name "*.pyc" | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-16 > "$out/sources"
+bash bench/gpu/sources.sh > "$out/sources"
 du -sh "$out"
 echo "carry $out beside the checkout; there: bash bench/gpu/remote.sh a 330 $(cat "$out/commit")"

@@ -11,8 +11,7 @@ stage=${1:?stage: a or b} seconds=${2:?seconds} commit=${3:-unknown} device=${4:
 begun=$(date +%s)
 cd "$(dirname "$0")/../.."
 [ -f build/gpu/commit ] || { echo "build/gpu is missing or incomplete: run bench/gpu/prepare.sh and copy it here"; exit 2; }
-sources=$(find csrc setup.py -type f -not -name "*.pyc" | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-16)
-[ "$sources" = "$(cat build/gpu/sources)" ] || { echo "build/gpu was built from other kernel sources: run bench/gpu/prepare.sh again"; exit 2; }
+[ "$(bash bench/gpu/sources.sh)" = "$(cat build/gpu/sources)" ] || { echo "build/gpu was built from other kernel sources: run bench/gpu/prepare.sh again"; exit 2; }
 export OUT=${OUT:-$PWD/build/gpu-out} PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 site=${TMPDIR:-/tmp}/quintet-site

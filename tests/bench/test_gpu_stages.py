@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import subprocess
 import tarfile
 import time
 from pathlib import Path
@@ -121,6 +123,27 @@ def test_one_core_dump_is_packed(session: Session) -> None:
     with tarfile.open(session.out / "logs.tar.gz") as archive:
         assert archive.getnames() == ["core.1.cudacore"]
     assert not (session.out / "trace.json.gz").exists()
+
+
+def test_kernels_of_other_sources_are_refused(tmp_path: Path) -> None:
+    """In a folder with the scripts, a source file, and what `prepare.sh` would have made of another one."""
+    scripts = tmp_path / "bench" / "gpu"
+    scripts.mkdir(parents=True)
+    for name in ("remote.sh", "sources.sh"):
+        shutil.copy(stages.ROOT / "bench" / "gpu" / name, scripts)
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "norm.cu").write_text("changed")
+    (tmp_path / "setup.py").write_text("")
+    built = tmp_path / "build" / "gpu"
+    built.mkdir(parents=True)
+    (built / "commit").write_text("abc")
+    (built / "sources").write_text("0123456789abcdef\n")
+    command = ["bash", str(scripts / "remote.sh"), "a", "20", "abc", "cpu"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (
+        2,
+        "build/gpu was built from other kernel sources: run bench/gpu/prepare.sh again\n",
+    )
 
 
 def test_group_without_time_is_not_started(session: Session) -> None:

@@ -254,7 +254,12 @@ def _read_generation_config(folder: Path, where: str) -> Json:
     if where == "auto":
         path = folder / "generation_config.json"
         return read_json(path) if path.is_file() else {}
-    return read_json(Path(where).expanduser() / "generation_config.json")
+    path = Path(where).expanduser() / "generation_config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"--generation-config {where!r}: {path} does not exist; give auto, none, or a folder with this file"
+        )
+    return read_json(path)
 
 
 def _sampling_defaults(generation: Json) -> dict[str, float | int]:
