@@ -20,4 +20,4 @@ done
 echo "ready after $(echo "$(date +%s.%N) - $begun" | bc) s"
 pkill -TERM -f "serve .*--port $port" || true
 wait "$job" || true
-grep CPU: "$clone/log"
+grep '^CPU:' "$clone/log"

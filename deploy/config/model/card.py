@@ -121,7 +121,7 @@ def read_facts(
         check_transformers_card(card, architecture)
     stored = recognise(card)
     spec: ModelSpec = unknown(card) if family is None else family.read(card)
-    notes = []
+    notes = _check_generation_overrides(overrides.generation)
     if family is not None and with_weights and _has_untied_head(folder, spec):
         config, text = _changed(untied(config))
         card = ModelCard(config, str(path))
@@ -260,6 +260,20 @@ def _read_generation_config(folder: Path, where: str) -> Json:
             f"--generation-config {where!r}: {path} does not exist; give auto, none, or a folder with this file"
         )
     return read_json(path)
+
+
+def _check_generation_overrides(generation: Json) -> list[str]:
+    """Return notes on ``--override-generation-config``. Raises `ConfigError` for a sampling default that is not a number."""
+    for name, value in generation.items():
+        if name in _SAMPLING_DEFAULTS and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise ConfigError(f"--override-generation-config: {name} is {value!r}; it must be a number")
+    unknown = sorted(generation.keys() - _SAMPLING_DEFAULTS.keys() - {"do_sample"})
+    known = ", ".join(_SAMPLING_DEFAULTS)
+    return (
+        [f"--override-generation-config: {', '.join(unknown)} ignored; sampling defaults are {known}"]
+        if unknown
+        else []
+    )
 
 
 def _sampling_defaults(generation: Json) -> dict[str, float | int]:

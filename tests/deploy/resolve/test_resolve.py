@@ -87,13 +87,6 @@ def test_generation_defaults_can_be_switched_off_without_losing_the_end_of_seque
     assert (model.generation_defaults, model.eos_token_ids) == ({}, [7, 2])
 
 
-def test_a_missing_folder_of_generation_defaults_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^--generation-config .*does not exist; give auto, none, or a folder"
-    ):
-        resolved(write_model(tmp_path / "m"), generation_config=str(tmp_path / "none"))
-
-
 @pytest.mark.parametrize(
     ("given", "kept", "words"),
     [
