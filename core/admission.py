@@ -5,7 +5,7 @@ from __future__ import annotations
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefix import embeds_digest, salt_digest
 from quintet.core.policy import Policy
-from quintet.core.requests.request import Repetition, Request
+from quintet.core.requests.request import Delivery, Repetition, Request
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders
 from quintet.wire.codec import unpack_i32
@@ -57,37 +57,33 @@ def make_requests(
         requests.append(
             Request(
                 request_id=admit.request_id + choice,
-                params=params,
+                spec=spec,
                 seed=seed_of_choice(seed, spec.choice + choice),
-                tokens=tokens,
                 num_prompt=len(prompt),
-                limit=limit,
                 stops=stops,
                 rank=policy(
                     spec.priority,
                     first_arrival + choice,
                     limit - len(tokens) if (choice + 1) * taken <= num_unreserved else None,
                 ),
-                detokenizer=spec.detokenizer,
-                arrival_ns=spec.arrival_ns,
                 salt_digest=start,
-                echo=spec.echo,
-                return_prompt_ids=spec.return_prompt_ids,
+                delivery=Delivery(
+                    spec.detokenizer,
+                    spec.attempt,
+                    len(outputs),
+                    origin=None if spec.resume_token is None else admit,
+                ),
+                tokens=tokens,
+                limit=limit,
+                length=len(tokens),
                 bad_word_ids=admit.bad_word_ids,
                 embeds=admit.embeds,
                 parent=requests[0] if choice else None,
                 choice=spec.choice + choice,
-                num_seen=len(outputs),
-                attempt=spec.attempt,
-                deadline_ns=spec.deadline_ns,
-                origin=None if spec.resume_token is None else admit,
-                parsing=spec.parsing,
-                kv_transfer=spec.kv_transfer,
                 repetition=None if watched is None else Repetition(watched),
-                length=len(prompt) + len(outputs),
             )
         )
-    requests[0].num_open = len(requests)
+    requests[0].stats.num_open = len(requests)
     return requests
 
 
@@ -171,8 +167,8 @@ def apply_limits(state: SchedulerState, now_ns: int) -> StepMessages:
     """Check every live request against new limits; end those that no longer fit with an error."""
     outbox = TokensBuilders()
     for request in list(state.waiting):
-        request.digests.clear()
-        request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)
+        request.kv.digests.clear()
+        request.limit = length_limit(request.num_prompt, request.spec.params.max_tokens, state.limits)
         state.num_reserved += state.limits.taken_by(request.limit)
         state.num_embedded += request.embeds is not None
         try:

@@ -42,8 +42,8 @@ def keys_after(state: SchedulerState, request: Request, index: int, num_tokens: 
 
 def digests_of(state: SchedulerState, request: Request, num_blocks: int) -> list[bytes]:
     """Return the digests of a request's first full blocks."""
-    extend_chain(request.digests, request.salt_digest, request.tokens, state.limits.block_size, num_blocks)
-    return request.digests[:num_blocks]
+    extend_chain(request.kv.digests, request.salt_digest, request.tokens, state.limits.block_size, num_blocks)
+    return request.kv.digests[:num_blocks]
 
 
 def match_fetched(state: SchedulerState, request: Request, fetches: Prefetches) -> PrefixMatch | None:

@@ -46,14 +46,14 @@ def fill(
     take = pool.take
     for index, count in enumerate(num_own):
         shared = found.shared[index] if found.shared else NO_BLOCKS
-        request.held.append(GroupBlocks(shared.begin, shared.blocks + [take() for _ in range(count)]))
+        request.kv.held.append(GroupBlocks(shared.begin, shared.blocks + [take() for _ in range(count)]))
     if found.tails:
         for index, tail in zip(groups.tokens, found.tails, strict=False):
-            held = request.held[index]
+            held = request.kv.held[index]
             if tail is not None:
                 step.copy(tail, held.blocks[found.num_tokens // state.limits.block_size - held.begin])
     for index, host_blocks in enumerate(found.restored):
-        own = request.held[index].blocks[len(found.shared[index].blocks) :]
+        own = request.kv.held[index].blocks[len(found.shared[index].blocks) :]
         for block, host_block in zip(own, host_blocks, strict=False):
             step.swaps_in += (block, host_block)
 
@@ -62,7 +62,7 @@ def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
     """Allocate the blocks for the next token of a decoding request. Return the number missing; then nothing has changed."""
     groups, pool = state.limits.groups, state.pool
     planned, block_size = request.planned, state.limits.block_size
-    short = [index for index in groups.tokens if request.held[index].end * block_size <= planned]
+    short = [index for index in groups.tokens if request.kv.held[index].end * block_size <= planned]
     moved: dict[int, int] = {}
     if pool.num_available < len(short):
         candidates = {index: _movable(state, request, index) for index in short if index in groups.windowed}
@@ -96,7 +96,7 @@ def allocate(state: SchedulerState, step: StepBuilder, request: Request, count: 
         count = min(count, end * block_size - request.planned)
         if count <= 0:
             return 0
-        num_wanted = sum(max(0, end - request.held[index].end) for index in groups.windowed)
+        num_wanted = sum(max(0, end - request.kv.held[index].end) for index in groups.windowed)
         is_scarce = num_wanted > state.pool.num_available
         for index in groups.windowed:
             _move_window(state, step, request, index, end, is_scarce)
@@ -109,7 +109,7 @@ def allocate(state: SchedulerState, step: StepBuilder, request: Request, count: 
 def _reach(state: SchedulerState, request: Request, end: int) -> int:
     """Return the position, at most ``end``, up to which tables can be filled from available and releasable blocks."""
     pool, groups = state.pool, state.limits.groups
-    tables = [(request.held[index].end, len(_movable(state, request, index))) for index in groups.windowed]
+    tables = [(request.kv.held[index].end, len(_movable(state, request, index))) for index in groups.windowed]
     while sum(max(0, end - filled - movable) for filled, movable in tables) > pool.num_available:
         end -= 1
     return end
@@ -121,7 +121,7 @@ def _move_window(
     """Fill a group's table up to ``end``. Blocks outside the window go back to the pool, unless blocks are scarce:
     then they are reused directly.
     """
-    pool, num_wanted = state.pool, max(0, end - request.held[index].end)
+    pool, num_wanted = state.pool, max(0, end - request.kv.held[index].end)
     moved = _movable(state, request, index)[:num_wanted] if is_scarce else []
     _release_passed(state, request, index, moved)
     for block in moved:
@@ -135,7 +135,7 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
     groups, pool, block_size = state.limits.groups, state.pool, state.limits.block_size
     end, planned = found.num_tokens // block_size, request.planned // block_size
     for index, group in enumerate(groups.all):
-        held, shared = request.held[index], found.shared[index]
+        held, shared = request.kv.held[index], found.shared[index]
         if group.is_state:
             recurrent_state.exchange(state, step, request, index, shared.blocks)
             continue
@@ -147,7 +147,7 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
         rest = held.blocks[max(0, end - held.begin) :]
         gone = held.before(shared.begin) + held.blocks[max(0, first - held.begin) : max(0, end - held.begin)]
         pool.release(gone, state.fence)
-        request.held[index] = GroupBlocks(first - len(before), before + blocks + rest)
+        request.kv.held[index] = GroupBlocks(first - len(before), before + blocks + rest)
         for position, block in enumerate(blocks, first):
             step.blocks += (request.slot, index, position, block)
     request.planned = found.num_tokens
@@ -161,10 +161,10 @@ def set_num_covered(state: SchedulerState, request: Request, end: int) -> None:
     """Set the token count up to which the blocks need no check, once ``end`` tokens are planned."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
-        request.num_covered = request.held[0].end * block_size
+        request.num_covered = request.kv.held[0].end * block_size
         return
     num_covered = (
-        min((request.held[index].end for index in groups.tokens), default=request.limit) * block_size
+        min((request.kv.held[index].end for index in groups.tokens), default=request.limit) * block_size
     )
     request.num_covered = (
         recurrent_state.num_covered(state, request, end, num_covered) if groups.states else num_covered
@@ -173,13 +173,13 @@ def set_num_covered(state: SchedulerState, request: Request, end: int) -> None:
 
 def _movable(state: SchedulerState, request: Request, index: int) -> list[int]:
     """Return the blocks that leave the group's window at the next token and may be reused."""
-    passed = request.held[index].before(state.limits.groups.first_block(index, request.planned))
+    passed = request.kv.held[index].before(state.limits.groups.first_block(index, request.planned))
     return [block for block in passed if state.pool.may_move(block)]
 
 
 def _release_passed(state: SchedulerState, request: Request, index: int, spared: Collection[int]) -> None:
     """Release the blocks that leave the group's window at the next token, except those reused in the same table."""
-    held = request.held[index]
+    held = request.kv.held[index]
     first = state.limits.groups.first_block(index, request.planned)
     gone = [block for block in held.before(first) if block not in spared]
     held.drop(first)
@@ -188,6 +188,6 @@ def _release_passed(state: SchedulerState, request: Request, index: int, spared:
 
 
 def _append(step: StepBuilder, request: Request, index: int, block: int) -> None:
-    held = request.held[index]
+    held = request.kv.held[index]
     step.blocks += (request.slot, index, held.end, block)
     held.blocks.append(block)

@@ -22,7 +22,7 @@ from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
 
 def offer(state: SchedulerState, request: Request) -> None:
     """Offer the full prompt blocks of a request that has just ended, while the device still has them."""
-    peers, kv_transfer = state.pool.tiers.peers, request.kv_transfer
+    peers, kv_transfer = state.pool.tiers.peers, request.spec.kv_transfer
     if peers is None or kv_transfer is None or not kv_transfer.offers:
         return
     limits, index = state.limits, state.pool.index
@@ -55,7 +55,7 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
         _forward_logprobs(flight, result, outbox, now_ns)
     for request in ended:
         state.retire(request)
-        if request.kv_transfer is not None:
+        if request.spec.kv_transfer is not None:
             offer(state, request)
     if state.limits.groups.states:
         for request in flight.rows:
@@ -83,12 +83,12 @@ def _apply_tokens(
             state.publish(request, end)  # the tokens are known: the following step drew from them
         if token is None:
             continue
-        if request.detokenizer != detokenizer or request.first_token_ns is None:
-            if request.first_token_ns is None:
-                request.first_token_ns = now_ns
+        if request.delivery.detokenizer != detokenizer or request.stats.first_token_ns is None:
+            if request.stats.first_token_ns is None:
+                request.stats.first_token_ns = now_ns
                 state.counters.first_tokens += 1
             builder = outbox.builder_for(request, now_ns)
-            detokenizer = request.detokenizer
+            detokenizer = request.delivery.detokenizer
             add_id, add_index, add_token = (
                 builder.request_ids.append,
                 builder.first_indexes.append,
@@ -114,7 +114,7 @@ def _end_failed(flight: InFlightPlan, failed: bytes, outbox: TokensBuilders, end
         request = flight.rows[index]
         if request.generation != flight.generations[index]:
             continue
-        builder = outbox.builders[request.detokenizer]
+        builder = outbox.builders[request.delivery.detokenizer]
         builder.finishes[builder.request_ids.index(request.request_id)] = (FinishReason.ERROR, False)
         if not any(request is other for other in ended):
             ended.append(request)
@@ -134,7 +134,7 @@ def _spread(tokens: Sequence[int], samples: bytes) -> Sequence[int | None]:
 
 def ending_of(request: Request) -> Ending | None:
     """Return the finish reason caused by the newest output; None when the request continues."""
-    if request.num_outputs > request.params.min_tokens:
+    if request.num_outputs > request.spec.params.min_tokens:
         is_named = request.stops.get(request.tokens[-1])
         if is_named is not None:
             return FinishReason.STOP, is_named
@@ -158,7 +158,7 @@ def _forward_logprobs(flight: InFlightPlan, result: StepResult, outbox: TokensBu
         if unseen is None:
             continue
         builder = outbox.builder_for(request, now_ns)
-        rows = rows_of.setdefault(request.detokenizer, {})
+        rows = rows_of.setdefault(request.delivery.detokenizer, {})
         if request.request_id not in rows:
             rows[request.request_id] = builder.add_empty(request)
         unseen.row = rows[request.request_id]
@@ -166,8 +166,8 @@ def _forward_logprobs(flight: InFlightPlan, result: StepResult, outbox: TokensBu
     for drawn in result.logprobs:
         request = flight.rows[drawn.row]
         if request.generation == flight.generations[drawn.row]:
-            row = rows_of[request.detokenizer][request.request_id]
-            outbox.builders[request.detokenizer].logprobs.append(
+            row = rows_of[request.delivery.detokenizer][request.request_id]
+            outbox.builders[request.delivery.detokenizer].logprobs.append(
                 TokenLogprobs(row, drawn.rank, drawn.token_ids, drawn.logprobs)
             )
 
@@ -175,10 +175,10 @@ def _forward_logprobs(flight: InFlightPlan, result: StepResult, outbox: TokensBu
 def _unseen_part(request: Request, entry: PromptLogprobs) -> PromptLogprobs | None:
     """Cut off positions that were sent before: a preempted prompt is recomputed, possibly in other chunks."""
     num_entries = len(entry.ranks) // 4
-    skip = max(0, request.prompt_logprobs_end - entry.first)
+    skip = max(0, request.delivery.prompt_logprobs_end - entry.first)
     if skip >= num_entries:
         return None
-    request.prompt_logprobs_end = entry.first + num_entries
+    request.delivery.prompt_logprobs_end = entry.first + num_entries
     width = 4 * entry.width
     return PromptLogprobs(
         row=entry.row,

@@ -181,7 +181,7 @@ class Engine:
                 return self._resume(before, message, now_ns)
             for request in before:
                 outbox.close(request)
-                request.origin = None  # only the newer attempt may be retained
+                request.delivery.origin = None  # only the newer attempt may be retained
                 state.retire(request)
             for request_id in ids:
                 self.retained.take(request_id)
@@ -210,7 +210,7 @@ class Engine:
             return outbox.effects(state.step, now_ns)
         self._num_arrived += len(requests)
         for request in requests:
-            request.num_seen = num_seen
+            request.delivery.num_seen = num_seen
             ending = ending_of(request)
             if ending is not None:
                 outbox.end_with_last(request, ending, now_ns)
@@ -218,8 +218,8 @@ class Engine:
                 self.retained.keep(request, now_ns)
                 continue
             state.add(request)
-            if request.deadline_ns:
-                self._deadlines.watch(request.deadline_ns, request)
+            if request.spec.deadline_ns:
+                self._deadlines.watch(request.spec.deadline_ns, request)
         return outbox.effects(state.step, now_ns)
 
     def _resume(self, requests: list[Request], message: Admit, now_ns: int) -> StepMessages:
@@ -228,10 +228,10 @@ class Engine:
         outbox = TokensBuilders()
         num_seen = message.spec.num_seen
         for request in requests:
-            request.attempt, request.num_seen = message.spec.attempt, num_seen
-            was_opened = request.opened
+            request.delivery.attempt, request.delivery.num_seen = message.spec.attempt, num_seen
+            was_opened = request.delivery.opened
             outbox.close(request)
-            request.detokenizer = message.spec.detokenizer
+            request.delivery.detokenizer = message.spec.detokenizer
             if was_opened:
                 outbox.builder_for(request, now_ns)
         return outbox.effects(self.state.step, now_ns)
@@ -268,9 +268,9 @@ class Engine:
             request
             for request in self.state.live.values()
             if request.first_id == first
-            and request.origin is not None
-            and request.origin.spec.resume_token is not None
-            and hmac.compare_digest(request.origin.spec.resume_token.key, message.key)
+            and request.delivery.origin is not None
+            and request.delivery.origin.spec.resume_token is not None
+            and hmac.compare_digest(request.delivery.origin.spec.resume_token.key, message.key)
         ]
 
     def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> StepMessages:
@@ -289,8 +289,8 @@ class Engine:
                     outbox.unknown.append(request_id)
                 continue
             if not keep:
-                request.origin = None
-            elif request.origin is not None and not state.drain(request):
+                request.delivery.origin = None
+            elif request.delivery.origin is not None and not state.drain(request):
                 continue
             outbox.end(request, FinishReason.ABORT, now_ns)
             state.retire(request)
@@ -304,12 +304,14 @@ class Engine:
     def is_alive(self, request_id: int, attempt: int) -> bool:
         """Return True when the choice is alive in this attempt or a newer one."""
         request = None if self.state is None else self.state.live.get(request_id)
-        return request is not None and request.attempt >= attempt
+        return request is not None and request.delivery.attempt >= attempt
 
     def opened(self) -> list[tuple[int, int]]:
         """Return pairs of detokenizer and live choice, for choices that the detokenizer knows."""
         live = () if self.state is None else self.state.live.values()
-        return [(request.detokenizer, request.request_id) for request in live if request.opened]
+        return [
+            (request.delivery.detokenizer, request.request_id) for request in live if request.delivery.opened
+        ]
 
     def forget_moved(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
         """Forget requests that continue at another engine, including their retained state."""
@@ -318,7 +320,7 @@ class Engine:
         for request_id in gone:
             request = None if self.state is None else self.state.live.get(request_id)
             if request is not None:
-                request.origin = None
+                request.delivery.origin = None
             self.retained.take(request_id)
         return self.drop(gone, now_ns)
 
@@ -357,7 +359,7 @@ class Engine:
             request = live.get(request_id)
             if state is not None and request is not None:
                 outbox.close(request)
-                request.origin = None  # not retained for its client
+                request.delivery.origin = None  # not retained for its client
                 state.retire(request)
             outbox.failed.append(Failed(request_id, error.code, error.message))
         self._settle(now_ns)
@@ -370,7 +372,7 @@ class Engine:
             return
         for request_id, attempt in zip(request_ids, attempts, strict=True):
             request = state.live.get(request_id)
-            if request is not None and request.attempt == attempt:
+            if request is not None and request.delivery.attempt == attempt:
                 state.retire(request)
         self._settle(now_ns)
 
@@ -384,7 +386,7 @@ class Engine:
         if self.state is not None:
             for request in list(self.state.live.values()):
                 if self._is_gone(request.request_id) and (
-                    request.origin is None or self.state.drain(request)
+                    request.delivery.origin is None or self.state.drain(request)
                 ):
                     self.state.retire(request)
             self._settle(now_ns)
@@ -450,7 +452,7 @@ class Engine:
             return effects
         outbox = TokensBuilders()
         for request in due:
-            request.origin = None
+            request.delivery.origin = None
             outbox.end(request, FinishReason.ABORT, now_ns)
             state.retire(request)
         state.counters.expired += len(due)

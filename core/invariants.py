@@ -49,12 +49,12 @@ def _check_blocks(state: SchedulerState) -> None:
     owners: Counter[int] = Counter()
     for request in state.running:
         _check_held(state, request)
-        owners.update(block for held in request.held for block in held.blocks)
-        owners.update(block for _, blocks in request.pending_states for block in blocks)
-        owners.update(request.fork_state_blocks)
+        owners.update(block for held in request.kv.held for block in held.blocks)
+        owners.update(block for _, blocks in request.kv.pending_states for block in blocks)
+        owners.update(request.kv.fork_state_blocks)
     owners.update(pool.pins.held.values())
     for request in state.waiting:
-        assert not request.held and not request.pending_states and not request.fork_state_blocks, (
+        assert not request.kv.held and not request.kv.pending_states and not request.kv.fork_state_blocks, (
             request.request_id
         )
     # Compare whole lists and sets rather than single blocks: there are hundreds, after every change.
@@ -89,10 +89,10 @@ def _check_blocks(state: SchedulerState) -> None:
 def _check_held(state: SchedulerState, request: Request) -> None:
     """Check that blocks are unique, that the table covers the next token's window, and that state groups hold at most 2."""
     groups, block_size, request_id = state.limits.groups, state.limits.block_size, request.request_id
-    blocks = [block for held in request.held for block in held.blocks]
+    blocks = [block for held in request.kv.held for block in held.blocks]
     assert len(set(blocks)) == len(blocks), (request_id, blocks)
-    assert len(request.held) == len(groups.all), request_id
-    for index, (group, held) in enumerate(zip(groups.all, request.held, strict=True)):
+    assert len(request.kv.held) == len(groups.all), request_id
+    for index, (group, held) in enumerate(zip(groups.all, request.kv.held, strict=True)):
         if group.is_state:
             assert 1 <= len(held.blocks) <= 2, (request_id, held.blocks)
             assert state.pool.refs[held.blocks[-1]] == 1 and not state.pool.index.holds(held.blocks[-1]), (
@@ -109,7 +109,7 @@ def _check_held(state: SchedulerState, request: Request) -> None:
             request.num_covered,
         )
     if groups.is_plain:
-        assert request.num_covered == request.held[0].end * block_size, request_id
+        assert request.num_covered == request.kv.held[0].end * block_size, request_id
 
 
 def _check_progress(state: SchedulerState) -> None:

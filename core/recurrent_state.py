@@ -41,17 +41,17 @@ omit the beginning of the previous answer.
 
 def begin(state: SchedulerState, request: Request) -> None:
     """Initialize the state bookkeeping of a request that starts after ``planned`` tokens, with or without a matched state."""
-    request.state_start = request.planned
-    held = [request.held[index].blocks for index in state.limits.groups.states]
+    request.kv.state_start = request.planned
+    held = [request.kv.held[index].blocks for index in state.limits.groups.states]
     # A state restored from the host is in the request's own block, which its next step overwrites.
     if request.planned == _end_of_fork_prompt(state, request) and all(len(blocks) == 2 for blocks in held):
         _keep_fork_state(state, request, [blocks[0] for blocks in held])
-    request.checkpoint_at = _next_checkpoint(state, request)
+    request.kv.checkpoint_at = _next_checkpoint(state, request)
 
 
 def cut(state: SchedulerState, request: Request, count: int) -> int:
     """Limit ``count`` so that the step ends at the next checkpoint."""
-    checkpoint_at = request.checkpoint_at
+    checkpoint_at = request.kv.checkpoint_at
     if checkpoint_at == request.planned:
         checkpoint_at = _next_checkpoint(state, request)
     return count if checkpoint_at is None else min(count, checkpoint_at - request.planned)
@@ -60,14 +60,16 @@ def cut(state: SchedulerState, request: Request, count: int) -> int:
 def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
     """Set the state blocks that the next step reads and writes; keep the current state if a checkpoint is due."""
     groups, pool, planned = state.limits.groups, state.pool, request.planned
-    is_new = planned == request.state_start  # its blocks were set when the state was matched
-    is_checkpoint = planned == request.checkpoint_at and not is_new and pool.num_available > _reserve(state)
+    is_new = planned == request.kv.state_start  # its blocks were set when the state was matched
+    is_checkpoint = (
+        planned == request.kv.checkpoint_at and not is_new and pool.num_available > _reserve(state)
+    )
     is_fork_state = planned == _end_of_fork_prompt(state, request)
-    if planned == request.checkpoint_at:
-        request.checkpoint_at = _next_checkpoint(state, request)
+    if planned == request.kv.checkpoint_at:
+        request.kv.checkpoint_at = _next_checkpoint(state, request)
     current: list[int] = []
     for index in groups.states:
-        blocks = request.held[index].blocks
+        blocks = request.kv.held[index].blocks
         if len(blocks) == 2 and not is_new:
             pool.release([blocks.pop(0)], state.fence)
             step.blocks += (request.slot, index, 0, blocks[0])
@@ -85,7 +87,7 @@ def exchange(
     state: SchedulerState, step: StepBuilder, request: Request, index: int, found: list[int]
 ) -> None:
     """Make a request continue from a state that another request has checkpointed."""
-    held = request.held[index]
+    held = request.kv.held[index]
     state.pool.share(found)
     state.pool.release(held.blocks[:-1], state.fence)
     held.blocks = [*found, held.blocks[-1]]
@@ -102,9 +104,9 @@ def last_checkpoint(limits: Limits, num_prompt: int) -> int:
 
 def num_covered(state: SchedulerState, request: Request, end: int, covered: int) -> int:
     """Return the token count up to which the states need no change: at most ``covered``, at least ``end``."""
-    if any(len(request.held[index].blocks) == 2 for index in state.limits.groups.states):
+    if any(len(request.kv.held[index].blocks) == 2 for index in state.limits.groups.states):
         return end
-    return covered if request.checkpoint_at is None else min(covered, request.checkpoint_at)
+    return covered if request.kv.checkpoint_at is None else min(covered, request.kv.checkpoint_at)
 
 
 def _next_checkpoint(state: SchedulerState, request: Request) -> int | None:
@@ -121,7 +123,7 @@ def _next_checkpoint(state: SchedulerState, request: Request) -> int | None:
 
 def _end_of_fork_prompt(state: SchedulerState, request: Request) -> int | None:
     """Return the token count from which further choices of a request start; None if none is waiting."""
-    if request.parent is not None or request.params.n == 1 or not _has_choices(state, request):
+    if request.parent is not None or request.spec.params.n == 1 or not _has_choices(state, request):
         return None
     return request.num_prompt - 1
 
@@ -131,9 +133,9 @@ def _has_choices(state: SchedulerState, request: Request) -> bool:
 
 
 def _keep_fork_state(state: SchedulerState, request: Request, blocks: list[int]) -> None:
-    if request.planned and not request.fork_state_blocks:
+    if request.planned and not request.kv.fork_state_blocks:
         state.pool.share(blocks)
-        request.fork_state_blocks = blocks
+        request.kv.fork_state_blocks = blocks
 
 
 def _register_checkpoint(
@@ -145,7 +147,7 @@ def _register_checkpoint(
         return
     if planned > len(request.tokens):
         state.pool.share(blocks)
-        request.pending_states.append((planned, blocks))
+        request.kv.pending_states.append((planned, blocks))
     else:
         tails = _release_tails(state, step, request) if planned % block_size else {}
         state.register_state(request, planned, blocks, tails)
@@ -155,7 +157,7 @@ def _release_tails(state: SchedulerState, step: StepBuilder, request: Request) -
     """Leave the partial last blocks to the cache and continue in copies; return the original blocks by group."""
     position, tails = request.planned // state.limits.block_size, dict[int, int]()
     for index in state.limits.groups.tokens:
-        held = request.held[index]
+        held = request.kv.held[index]
         block = state.pool.take()
         tails[index], held.blocks[position - held.begin] = held.blocks[position - held.begin], block
         step.copy(tails[index], block)

@@ -87,7 +87,7 @@ def _decode(state: SchedulerState, step: StepBuilder) -> list[Request]:
                 if not _free_blocks(state, request, 1, num_reserved):
                     num_reserved += _may_use_blocks(request)
                     continue
-                blocks, block = request.held[0].blocks, state.pool.take()
+                blocks, block = request.kv.held[0].blocks, state.pool.take()
                 step.blocks += (request.slot, 0, len(blocks), block)
                 blocks.append(block)
                 request.num_covered += state.limits.block_size
@@ -186,8 +186,8 @@ def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns
         if count <= 0 or num_needed > num_spare:
             return position  # a later request must not take the blocks that this one needs
         count = _enter(state, step, request, found, num_own, count)
-        if request.scheduled_ns is None:
-            request.scheduled_ns = now_ns
+        if request.stats.scheduled_ns is None:
+            request.stats.scheduled_ns = now_ns
             _count_first_entry(state, request, found, now_ns)
         _compute(state, step, request, count)
         budget -= count
@@ -244,13 +244,13 @@ def _enter(
 
 
 def _count_first_entry(state: SchedulerState, request: Request, found: PrefixMatch, now_ns: int) -> None:
-    request.num_cached = found.num_cached
-    request.num_computed = max(0, request.num_prompt - found.num_tokens)
+    request.stats.num_cached = found.num_cached
+    request.stats.num_computed = max(0, request.num_prompt - found.num_tokens)
     counters = state.counters
     counters.prefix_queries += found.num_queried
     counters.prefix_hits += found.num_cached if found.num_queried else 0
     if request.parent is None:
-        state.throughput.computed_share.note(request.num_computed / request.num_prompt)
+        state.throughput.computed_share.note(request.stats.num_computed / request.num_prompt)
         counters.prompt_tokens += request.num_prompt
         counters.prompt_tokens_cached += found.num_cached
-    state.queue_times_ns.append(max(0, now_ns - request.arrival_ns))
+    state.queue_times_ns.append(max(0, now_ns - request.spec.arrival_ns))

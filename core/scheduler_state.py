@@ -175,7 +175,7 @@ class SchedulerState:
     def enter(self, request: Request) -> None:
         """Move a request from the queue into a free slot."""
         self._remove(self.waiting, request)
-        if request.scheduled_ns is None:
+        if request.stats.scheduled_ns is None:
             request.tokens = request.tokens.copy()  # shared with the other choices until now
         self.generation += 1
         request.generation = self.generation
@@ -188,7 +188,11 @@ class SchedulerState:
 
         The newest state continues with that token. This does not delay its blocks: they would be fenced until then.
         """
-        if self.limits.groups.states and request.length > len(request.tokens) and not request.is_draining:
+        if (
+            self.limits.groups.states
+            and request.length > len(request.tokens)
+            and not request.delivery.is_draining
+        ):
             request.is_preempt_deferred = True
         else:
             self.preempt(request)
@@ -198,7 +202,9 @@ class SchedulerState:
         """Number of blocks freed when the requests marked for preemption leave."""
         if not self.limits.groups.states:
             return 0
-        deferred = [held for request in self.running if request.is_preempt_deferred for held in request.held]
+        deferred = [
+            held for request in self.running if request.is_preempt_deferred for held in request.kv.held
+        ]
         return sum(self.pool.refs[block] == 1 for held in deferred for block in held.blocks)
 
     def preempt(self, request: Request) -> None:
@@ -206,7 +212,7 @@ class SchedulerState:
 
         A draining request ends instead: the tokens it waited for are lost, and no client needs them.
         """
-        if request.is_draining:
+        if request.delivery.is_draining:
             self.unreported.append(request)
             self.retire(request)
             return
@@ -217,7 +223,7 @@ class SchedulerState:
         self._leave(request)
         request.status = Status.WAITING
         self.counters.preemptions += 1
-        request.num_preemptions += 1
+        request.stats.num_preemptions += 1
         self.enqueue(request)
 
     def retire(self, request: Request) -> None:
@@ -235,22 +241,22 @@ class SchedulerState:
         self.num_reserved -= self.limits.taken_by(request.limit)
         self.num_embedded -= request.embeds is not None
         self.note_ended(request)
-        if request.origin is not None:
+        if request.delivery.origin is not None:
             self.retained.append(request)
         first = request.parent or request
-        first.num_open -= 1
-        first.longest = max(first.longest, request.num_outputs)
-        if request.scheduled_ns is not None:
-            if self.limits.prefix_caching and request.digests:
-                self.prefix_paths.add(request.digests, request.tokens if request.embeds is None else None)
+        first.stats.num_open -= 1
+        first.stats.longest = max(first.stats.longest, request.num_outputs)
+        if request.stats.scheduled_ns is not None:
+            if self.limits.prefix_caching and request.kv.digests:
+                self.prefix_paths.add(request.kv.digests, request.tokens if request.embeds is None else None)
             self.throughput.outputs.note(request.num_outputs)
             self.endings.append(
                 RequestEnd(
-                    request.scheduled_ns,
-                    request.first_token_ns,
-                    request.num_preemptions,
-                    request.num_computed,
-                    None if first.num_open else first.longest,
+                    request.stats.scheduled_ns,
+                    request.stats.first_token_ns,
+                    request.stats.num_preemptions,
+                    request.stats.num_computed,
+                    None if first.stats.num_open else first.stats.longest,
                 )
             )
 
@@ -259,7 +265,7 @@ class SchedulerState:
 
         Otherwise its limit becomes the tokens in flight, so that none of them is drawn twice.
         """
-        request.is_draining = True
+        request.delivery.is_draining = True
         if request.status is not Status.RUNNING or request.length == len(request.tokens):
             return True
         taken_by = self.limits.taken_by
@@ -280,7 +286,7 @@ class SchedulerState:
             request.register_at = request.limit + 1
             return
         num_full = num_tokens // block_size
-        digests = request.digests
+        digests = request.kv.digests
         extend_chain(digests, request.salt_digest, request.tokens, block_size, num_full)
         register = self.pool.index.register
         first = request.register_at // block_size - 1
@@ -290,15 +296,15 @@ class SchedulerState:
         if self.pool.tiers.store is not None:
             self.pool.tiers.store.queue_chunks(digests, first, num_full)
         if self.limits.groups.is_plain:
-            blocks = request.held[0].blocks
+            blocks = request.kv.held[0].blocks
             for position in range(first, num_full):
                 register(digests[position], blocks[position])
             return
         for group in self.limits.groups.tokens:
-            held = request.held[group]
+            held = request.kv.held[group]
             for position in range(max(first, held.begin), min(num_full, held.end)):
                 register(key_of(digests[position], group), held.blocks[position - held.begin])
-        if request.pending_states:
+        if request.kv.pending_states:
             self._register_pending_states(request, num_tokens)
 
     def register_state(
@@ -308,7 +314,7 @@ class SchedulerState:
 
         tails: by token group, the partly filled block after the last full one, if there is any.
         """
-        block_size, digests, index = self.limits.block_size, request.digests, self.pool.index
+        block_size, digests, index = self.limits.block_size, request.kv.digests, self.pool.index
         num_full, length = divmod(num_tokens, block_size)
         extend_chain(digests, request.salt_digest, request.tokens, block_size, num_full)
         before = digests[num_full - 1] if num_full else request.salt_digest
@@ -324,9 +330,9 @@ class SchedulerState:
 
     def release_fork_state(self, request: Request) -> None:
         """Release the initial state of a request's further choices, once none of them waits."""
-        if request.fork_state_blocks and not any(other.parent is request for other in self.waiting):
-            self.pool.release(request.fork_state_blocks, self.fence)
-            request.fork_state_blocks = []
+        if request.kv.fork_state_blocks and not any(other.parent is request for other in self.waiting):
+            self.pool.release(request.kv.fork_state_blocks, self.fence)
+            request.kv.fork_state_blocks = []
 
     def _register_end(self, request: Request) -> None:
         """Register the state and partial block that a request leaves, for a request that continues its tokens (next chat turn).
@@ -337,12 +343,12 @@ class SchedulerState:
         limits, planned = self.limits, request.planned
         if not (limits.groups.states and limits.prefix_caching):
             return
-        if planned > len(request.tokens) or planned == request.state_start:
+        if planned > len(request.tokens) or planned == request.kv.state_start:
             return
         if planned >= request.register_at:
             self.publish(request, planned)
         position, length = divmod(planned, limits.block_size)
-        held, tails = request.held, dict[int, int]()
+        held, tails = request.kv.held, dict[int, int]()
         if length:
             tails = {
                 group: held[group].blocks[position - held[group].begin] for group in limits.groups.tokens
@@ -353,8 +359,8 @@ class SchedulerState:
 
     def _register_pending_states(self, request: Request, num_tokens: int) -> None:
         """Register states once all tokens before them are known, and release them."""
-        while request.pending_states and request.pending_states[0][0] <= num_tokens:
-            length, blocks = request.pending_states.pop(0)
+        while request.kv.pending_states and request.kv.pending_states[0][0] <= num_tokens:
+            length, blocks = request.kv.pending_states.pop(0)
             self.register_state(request, length, blocks)
             self.pool.release(blocks, self.fence)
 
@@ -365,12 +371,12 @@ class SchedulerState:
     def has_seen(self, request_id: int, attempt: int) -> bool:
         """Return True when this attempt, or a newer one, is alive or has ended."""
         request = self.live.get(request_id)
-        newest = self.ended.get(request_id) if request is None else request.attempt
+        newest = self.ended.get(request_id) if request is None else request.delivery.attempt
         return newest is not None and newest >= attempt
 
     def note_ended(self, request: Request) -> None:
         """Remember an ended request; forget the oldest beyond `MAX_ENDED`."""
-        self.ended[request.request_id] = request.attempt
+        self.ended[request.request_id] = request.delivery.attempt
         self.ended.move_to_end(request.request_id)
         if len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
@@ -379,17 +385,24 @@ class SchedulerState:
         self._remove(self.running, request)
         fence = self.fence
         if self.limits.groups.states:
-            for blocks in (*(blocks for _, blocks in request.pending_states), request.fork_state_blocks):
+            for blocks in (
+                *(blocks for _, blocks in request.kv.pending_states),
+                request.kv.fork_state_blocks,
+            ):
                 self.pool.release(blocks, fence)
-            request.pending_states, request.fork_state_blocks, request.is_preempt_deferred = [], [], False
-        for group, held in zip(self.limits.groups.all, request.held, strict=True):
+            request.kv.pending_states, request.kv.fork_state_blocks, request.is_preempt_deferred = (
+                [],
+                [],
+                False,
+            )
+        for group, held in zip(self.limits.groups.all, request.kv.held, strict=True):
             # A sliding window's newest blocks are the reusable ones: they are evicted last.
             blocks = held.blocks if group.kind == "full" else held.blocks[::-1]
             self.pool.release(blocks, fence)
         self.left_slots.append(request.slot)
         heappush(self.free_slots, request.slot)
         request.generation = self.generation = self.generation + 1
-        request.held, request.length = [], len(request.tokens)
+        request.kv.held, request.length = [], len(request.tokens)
         request.num_covered = request.planned = request.computed = 0
 
     @staticmethod

@@ -23,7 +23,7 @@ def table_checksum(flight: InFlightPlan, starts: list[int], groups: Groups) -> i
     rows = zip(flight.rows, flight.generations, starts, flight.ends, strict=True)
     for request, generation, start, end in rows:
         checksum = crc32(pack_i64((request.slot, generation)), checksum)
-        for group, held in zip(groups.all, request.held, strict=True):
+        for group, held in zip(groups.all, request.kv.held, strict=True):
             if group.is_state:
                 blocks = [held.blocks[0], held.blocks[-1]]
             else:
@@ -81,14 +81,14 @@ class StepBuilder:
                 request_id=request.request_id,
                 token_ids=pack_i32(request.tokens),
                 num_prompt_tokens=request.num_prompt,
-                params=request.params,
+                params=request.spec.params,
                 seed=request.seed,
                 stop_ids=request.stop_ids,
                 bad_word_ids=request.bad_word_ids,
                 num_embedded=0 if request.embeds is None else request.num_prompt,
             )
         )
-        for index, held in enumerate(request.held):
+        for index, held in enumerate(request.kv.held):
             if groups.all[index].is_state:
                 self.blocks += (slot, index, 0, held.blocks[0], slot, index, 1, held.blocks[-1])
                 continue

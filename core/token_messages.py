@@ -107,17 +107,17 @@ class TokensBuilders:
 
     def builder_for(self, request: Request, now_ns: int) -> TokensBuilder:
         """Return the builder of the request's detokenizer, after opening the request there."""
-        builder = self._builder(request.detokenizer)
-        if not request.opened:
-            request.opened = True
+        builder = self._builder(request.delivery.detokenizer)
+        if not request.delivery.opened:
+            request.delivery.opened = True
             builder.opens.append(opening(request, now_ns))
         return builder
 
     def close(self, request: Request) -> None:
         """Close the request at its detokenizer without reporting to the frontend."""
-        if request.opened:
-            self._builder(request.detokenizer).closed.append(request.request_id)
-            request.opened = False
+        if request.delivery.opened:
+            self._builder(request.delivery.detokenizer).closed.append(request.request_id)
+            request.delivery.opened = False
 
     def _builder(self, detokenizer: int) -> TokensBuilder:
         builder = self.builders.get(detokenizer)
@@ -133,7 +133,7 @@ class TokensBuilders:
     def end_with_last(self, request: Request, ending: Ending, now_ns: int) -> None:
         """Report a request that arrived with all its outputs: its last token is sent as new, because the text ends with it."""
         last = request.tokens.pop()
-        request.num_seen = min(request.num_seen, request.num_outputs)
+        request.delivery.num_seen = min(request.delivery.num_seen, request.num_outputs)
         builder = self.builder_for(request, now_ns)
         builder.finishes[len(builder.request_ids)] = ending
         builder.request_ids.append(request.request_id)
@@ -149,29 +149,29 @@ class TokensBuilders:
 
 def opening(request: Request, now_ns: int) -> Open:
     """Return the `Open` message of a request, with its outputs so far."""
-    params, tokens, num_prompt = request.params, request.tokens, request.num_prompt
-    whole = request.echo or request.return_prompt_ids
+    params, tokens, num_prompt = request.spec.params, request.tokens, request.num_prompt
+    whole = request.spec.echo or request.spec.return_prompt_ids
     begin = 0 if whole else max(0, num_prompt - PROMPT_TAIL)
     if request.embeds is not None:
         begin = num_prompt  # embeddings have no text
     return Open(
         request_id=request.request_id,
         num_prompt_tokens=num_prompt,
-        num_cached_tokens=request.num_cached,
+        num_cached_tokens=request.stats.num_cached,
         prompt_ids=pack_i32(tokens[begin:num_prompt]),
         stop=params.stop,
         include_stop=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
         spaces_between_special_tokens=params.spaces_between_special_tokens,
         detokenize=params.detokenize,
-        echo=request.echo,
-        return_prompt_ids=request.return_prompt_ids,
+        echo=request.spec.echo,
+        return_prompt_ids=request.spec.return_prompt_ids,
         min_tokens=params.min_tokens,
-        arrival_ns=request.arrival_ns,
-        scheduled_ns=now_ns if request.scheduled_ns is None else request.scheduled_ns,
+        arrival_ns=request.spec.arrival_ns,
+        scheduled_ns=now_ns if request.stats.scheduled_ns is None else request.stats.scheduled_ns,
         output_ids=pack_i32(tokens[num_prompt:]),
         prompt_logprobs=params.prompt_logprobs is not None,
-        num_seen=request.num_seen,
-        attempt=request.attempt,
-        parsing=request.parsing,
+        num_seen=request.delivery.num_seen,
+        attempt=request.delivery.attempt,
+        parsing=request.spec.parsing,
     )

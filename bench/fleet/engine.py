@@ -184,7 +184,7 @@ class SimulatedEngine:
     def found_of(self, request_id: int) -> int:
         """Return the prompt tokens that a live request found in the cache."""
         assert self._core.state is not None
-        return self._grain * self._core.state.live[request_id].num_cached
+        return self._grain * self._core.state.live[request_id].stats.num_cached
 
     def begin(self, now_s: float) -> float | None:
         """Plan a step and return when it ends; None where there is nothing to compute."""

@@ -38,27 +38,29 @@ def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     if parent is None or parent.status is not Status.RUNNING or parent.computed < num_tokens:
         return None
     num_full, remainder = divmod(num_tokens, state.limits.block_size)
-    if len(request.digests) < num_full:
-        request.digests = parent.digests[:num_full]  # same tokens: hash them once
+    if len(request.kv.digests) < num_full:
+        request.kv.digests = parent.kv.digests[:num_full]  # same tokens: hash them once
     groups = state.limits.groups
     shared = [_shared(state, request, parent, index, num_full) for index in range(len(groups.all))]
-    tables = [parent.held[index] for index in groups.tokens]
+    tables = [parent.kv.held[index] for index in groups.tokens]
     if None in shared or (remainder and any(held.begin > num_full for held in tables)):
         return None
     tails = [held.blocks[num_full - held.begin] for held in tables] if remainder else []
-    return PrefixMatch(num_tokens, [held for held in shared if held], tails, num_cached=parent.num_cached)
+    return PrefixMatch(
+        num_tokens, [held for held in shared if held], tails, num_cached=parent.stats.num_cached
+    )
 
 
 def _shared(
     state: SchedulerState, request: Request, parent: Request, index: int, num_full: int
 ) -> GroupBlocks | None:
     """Return the blocks of a group that a choice reads from its parent; None where the parent has released some."""
-    groups, held = state.limits.groups, parent.held[index]
+    groups, held = state.limits.groups, parent.kv.held[index]
     if groups.all[index].is_state:
-        kept = parent.fork_state_blocks
+        kept = parent.kv.fork_state_blocks
         return GroupBlocks(0, [kept[groups.states.index(index)]]) if kept else None
     first = groups.first_block(index, request.num_prompt - 1)
-    keys = [key_of(digest, index) for digest in request.digests[first : min(num_full, held.begin)]]
+    keys = [key_of(digest, index) for digest in request.kv.digests[first : min(num_full, held.begin)]]
     before = [state.pool.index.block_of.get(key) for key in keys]
     missing = max(0, min(num_full, held.begin) - first - len(keys))
     if missing or None in before:

@@ -42,10 +42,10 @@ def _ask(state: SchedulerState, disk: DiskPool, request: Request) -> None:
     """Fetch the blocks that the disk has for a request if that is cheaper; retry later when host blocks are short."""
     limits, index = state.limits, state.pool.index
     max_blocks = (len(request.tokens) - 1) // limits.block_size
-    if not request.params.reads_prefix_cache or not disk.place_of or not max_blocks:
+    if not request.spec.params.reads_prefix_cache or not disk.place_of or not max_blocks:
         disk.fetches.note_no_fetch(request.request_id)
         return
-    digests, groups, size = request.digests, limits.groups.all, limits.block_size
+    digests, groups, size = request.kv.digests, limits.groups.all, limits.block_size
     extend_chain(digests, request.salt_digest, request.tokens, size, max_blocks)
     num_on_device = reach(index.block_of, digests, max_blocks, groups, size)
     num_reachable = reach(ChainMap(index.block_of, disk.place_of), digests, max_blocks, groups, size)

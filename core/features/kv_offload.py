@@ -46,7 +46,7 @@ def on_preempt(state: SchedulerState, request: Request) -> None:
         return
     found = pool.index.block_of
     wanted = pool.tiers.host.want(request.request_id, keys_after(state, request, 0, num_full * block_size))
-    for key, block in zip(wanted, request.held[0].blocks, strict=False):
+    for key, block in zip(wanted, request.kv.held[0].blocks, strict=False):
         if key not in found:
             pool.tiers.host.on_evict(key, block)
 
@@ -68,7 +68,7 @@ def _keep_groups(state: SchedulerState, request: Request, num_blocks: int) -> No
         contents |= zip(keys, blocks, strict=True)
     if not _is_cheaper(state, num_tokens, 2 * len(contents)):
         return
-    request.num_offloaded = num_tokens
+    request.kv.num_offloaded = num_tokens
     for key in pool.tiers.host.want(request.request_id, list(contents), whole=True):
         if key not in pool.index.block_of:
             pool.tiers.host.on_evict(key, contents[key])
@@ -84,8 +84,8 @@ def _resumable_prefix(
     state.
     """
     limits, planned = state.limits, request.planned
-    if not limits.groups.states or request.state_start < planned < len(request.tokens):
-        return min(planned, len(request.tokens) - 1), request.held
+    if not limits.groups.states or request.kv.state_start < planned < len(request.tokens):
+        return min(planned, len(request.tokens) - 1), request.kv.held
     if not limits.prefix_caching:
         return 0, ()
     digests, index = digests_of(state, request, num_blocks), state.pool.index
@@ -111,7 +111,7 @@ def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
 
 def _source_of_groups(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match the blocks that every group needs, each on the device or on the host."""
-    pool, limits, num_tokens = state.pool, state.limits, request.num_offloaded
+    pool, limits, num_tokens = state.pool, state.limits, request.kv.num_offloaded
     shared: list[GroupBlocks] = []
     tails: list[int | None] = []
     restored: list[list[int]] = []
@@ -142,7 +142,7 @@ def _source_of_groups(state: SchedulerState, request: Request) -> PrefixMatch | 
 
 def _may_share_blocks(request: Request) -> bool:
     """Return True when the request may reuse computed blocks: the keys are those of the prefix cache."""
-    return request.params.reads_prefix_cache
+    return request.spec.params.reads_prefix_cache
 
 
 def _is_cheaper(state: SchedulerState, num_tokens: int, num_copies: int) -> bool:

@@ -29,11 +29,11 @@ def build(setup: Setup) -> Feature | None:
 
 def can_schedule(state: SchedulerState, request: Request) -> bool:
     """Delay a request while blocks are being fetched for it. A poison-isolation trial waits for nothing."""
-    peers, kv_transfer = state.pool.tiers.peers, request.kv_transfer
+    peers, kv_transfer = state.pool.tiers.peers, request.spec.kv_transfer
     if peers is None or kv_transfer is None or not kv_transfer.peer or state.trial is not None:
         return True
     fetch = peers.fetches.requests.get(request.request_id)
-    if fetch is None and request.scheduled_ns is None and request.parent is None:
+    if fetch is None and request.stats.scheduled_ns is None and request.parent is None:
         if not _ask(state, peers, request, kv_transfer):
             return not peers.fetches.frees_host_blocks
         fetch = peers.fetches.requests.get(request.request_id)
@@ -50,7 +50,7 @@ def _ask(state: SchedulerState, peers: PeerPool, request: Request, kv_transfer: 
     num_on_device = reach(
         index.block_of, digests_of(state, request, num_reachable), num_reachable, groups, size
     )
-    if num_reachable <= num_on_device or not request.params.reads_prefix_cache:
+    if num_reachable <= num_on_device or not request.spec.params.reads_prefix_cache:
         peers.fetches.note_no_fetch(request.request_id)
         return True
     if not peers.may_ask(request.rank):

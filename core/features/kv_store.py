@@ -59,13 +59,13 @@ def _look_up(state: SchedulerState, store: StorePool, request: Request) -> None:
     computing_ns = state.throughput.time_of((most - num_on_device) * limits.block_size)
     if (
         most <= max(num_on_device, _num_fetching(state, request))
-        or not request.params.reads_prefix_cache
+        or not request.spec.params.reads_prefix_cache
         or store.is_paused
         or not store.search_cost.is_cheaper(1, computing_ns)
     ):
         store.fetches.note_no_fetch(request.request_id)
         return
-    store.look_up(request.request_id, request.digests[:most])
+    store.look_up(request.request_id, request.kv.digests[:most])
 
 
 def _most_blocks(state: SchedulerState, store: StorePool, request: Request) -> int:

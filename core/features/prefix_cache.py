@@ -21,14 +21,14 @@ def build(setup: Setup) -> Feature | None:
 
 def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match the request's tokens in the cache, leaving at least one to compute: sampling needs logits."""
-    if not request.params.reads_prefix_cache:
+    if not request.spec.params.reads_prefix_cache:
         return None
     block_size = state.limits.block_size
     num_tokens = len(request.tokens)
     max_blocks = (num_tokens - 1) // block_size
-    extend_chain(request.digests, request.salt_digest, request.tokens, block_size, max_blocks)
+    extend_chain(request.kv.digests, request.salt_digest, request.tokens, block_size, max_blocks)
     groups = state.limits.groups.all
-    num_blocks, shared = state.pool.index.longest(request.digests, max_blocks, groups, block_size)
+    num_blocks, shared = state.pool.index.longest(request.kv.digests, max_blocks, groups, block_size)
     num_found, tails = num_blocks * block_size, list[int | None]()
     end = _longest_end(state, request, num_found)
     if end is not None:
@@ -53,14 +53,14 @@ def _longest_end(
     if not state.has_spare_blocks(request, len(groups.tokens)):
         return None
     for num_blocks in range(most // block_size, least // block_size - 1, -1):
-        before = request.digests[num_blocks - 1] if num_blocks else request.salt_digest
+        before = request.kv.digests[num_blocks - 1] if num_blocks else request.salt_digest
         if before not in index.ends:
             continue
         begin = num_blocks * block_size
         end = index.longest_end(before, tokens[begin : min(begin + block_size - 1, most)], groups.all)
         if end is None or begin + end[1] <= least:
             continue
-        read = index.read_end(request.digests, num_blocks, end, groups.all, block_size)
+        read = index.read_end(request.kv.digests, num_blocks, end, groups.all, block_size)
         if read is not None:
             return begin + end[1], *read
     return None

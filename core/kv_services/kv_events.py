@@ -27,8 +27,8 @@ class KvEvents:
 
     def stored(self, request: Request, first: int, end: int) -> None:
         """Record a request's blocks ``first`` to ``end`` (exclusive) as stored, if the request holds them."""
-        first = max(first, request.held[self.group].begin)
-        digests = request.digests[first:end]
+        first = max(first, request.kv.held[self.group].begin)
+        digests = request.kv.digests[first:end]
         keys = [key_of(digest, self.group) for digest in digests]
         if not keys or self._reported.issuperset(keys):
             return
@@ -37,7 +37,7 @@ class KvEvents:
         self._events.append(
             BlockStored(
                 block_hashes=[_hash_of(digest) for digest in digests],
-                parent_block_hash=_hash_of(request.digests[first - 1]) if first else None,
+                parent_block_hash=_hash_of(request.kv.digests[first - 1]) if first else None,
                 token_ids=request.tokens[first * size : end * size],
                 block_size=size,
                 lora_id=None,

@@ -34,7 +34,7 @@ def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: EmbedsPrompt 
 
 def fingerprint_of(request: Request) -> bytes:
     """Return the fingerprint of an admitted request."""
-    return fingerprint(pack_i32(request.tokens[: request.num_prompt]), request.params, request.embeds)
+    return fingerprint(pack_i32(request.tokens[: request.num_prompt]), request.spec.params, request.embeds)
 
 
 class Rejections:

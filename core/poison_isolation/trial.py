@@ -59,13 +59,13 @@ def reject_poison(
     rejections.add(key, cause, now_ns)
     for request in list(state.live.values()):
         is_choice = request.first_id == first
-        is_unproven = request.scheduled_ns is None or suspects.is_suspect(request.request_id)
+        is_unproven = request.stats.scheduled_ns is None or suspects.is_suspect(request.request_id)
         if is_choice or (is_unproven and fingerprint_of(request) == key):
             state.counters.poison_requests += 1
             outbox.close(request)
             outbox.failed.append(
                 Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REJECTION_TTL_S)
             )
-            request.origin = None  # not retained for its client
+            request.delivery.origin = None  # not retained for its client
             state.retire(request)
     return outbox.effects(state.step, now_ns)

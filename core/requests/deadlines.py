@@ -40,11 +40,11 @@ class Forecast:
 
 def check_deadline(state: SchedulerState, request: Request, now_ns: int) -> None:
     """Raise `RequestError` when the deadline of a new request has passed."""
-    if request.deadline_ns and now_ns >= request.deadline_ns:
+    if request.spec.deadline_ns and now_ns >= request.spec.deadline_ns:
         state.counters.expired += 1
         raise RequestError(
             ErrorCode.DEADLINE,
-            f"The request arrived {(now_ns - request.deadline_ns) * S:.3g} s after its deadline. Send a later deadline.",
+            f"The request arrived {(now_ns - request.spec.deadline_ns) * S:.3g} s after its deadline. Send a later deadline.",
         )
 
 
@@ -54,10 +54,10 @@ def check_feasible(state: SchedulerState, config: SchedulerConfig, request: Requ
     Never rejects when no other request is active, or before a step was measured: a wrong measurement would never be
     corrected.
     """
-    is_asked = request.deadline_ns and config.deadline_admission
+    is_asked = request.spec.deadline_ns and config.deadline_admission
     if not is_asked or not state.live or not state.throughput.step_ns:
         return
-    given_ns = request.deadline_ns - now_ns
+    given_ns = request.spec.deadline_ns - now_ns
     forecast = predict(state, config, request)
     service_ns = forecast.end_ns - forecast.first_token_ns
     late_ns = int(forecast.first_token_ns * _WAIT_SLACK + service_ns * _SERVICE_SLACK) - given_ns
@@ -123,6 +123,6 @@ def _outputs_of(request: Request, stay: float) -> int:
 
 def num_certain_outputs(request: Request) -> int:
     """Return the minimum number of outputs of the request."""
-    if not request.stops and not request.params.stop:
+    if not request.stops and not request.spec.params.stop:
         return request.limit - request.num_prompt
-    return max(1, request.params.min_tokens)
+    return max(1, request.spec.params.min_tokens)

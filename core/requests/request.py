@@ -1,4 +1,7 @@
-"""Request state of the core: token ids, progress, slot and blocks.
+"""Request state of the core, in parts of equal lifetime.
+
+`Request`: what was asked, which is immutable, and progress. `RequestKv`: blocks and checkpoints. `Delivery`: the
+newest attempt, its detokenizer, and what they were sent. `RequestStats`: figures for metrics.
 
 Lengths of a request, and their writers:
 
@@ -22,8 +25,8 @@ from enum import IntEnum
 from quintet.core.kv.groups import GroupBlocks
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import Admit
-from quintet.wire.params import RepetitionDetectionParams, SamplingParams
-from quintet.wire.request import Echo, KvTransfer, OutputParsing
+from quintet.wire.params import RepetitionDetectionParams
+from quintet.wire.request import RequestSpec
 
 
 class Repetition:
@@ -59,79 +62,47 @@ class Status(IntEnum):
     ENDED = 2
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """A live request (one choice). Compared by identity."""
+@dataclass(slots=True)
+class RequestKv:
+    """KV blocks, states and hash chain of a request. Blocks are held only while it runs."""
 
-    request_id: int
-    params: SamplingParams
-    seed: int
-    tokens: list[int]
-    """Prompt and known outputs. Shared among choices until each is first scheduled."""
-    num_prompt: int
-    limit: int
-    """Maximum number of tokens, prompt included."""
-    stops: dict[int, bool]
-    """Stop token -> True if the request named it, so that the client gets it as the stop reason."""
-    rank: tuple[int, int]
-    """Scheduling order among all requests, smaller first; unique."""
-    detokenizer: int
-    arrival_ns: int
-    salt_digest: bytes
-    """Start of its hash chain in the prefix cache."""
-    echo: Echo = Echo.NONE
-    return_prompt_ids: bool = False
-    bad_word_ids: list[list[int]] = field(default_factory=list)
-    embeds: EmbedsPrompt | None = None
-    """Embeddings prompt; the prompt entries in ``tokens`` are then placeholders."""
-    parent: Request | None = None
-    """First choice, which shares its prompt; None for the first choice itself."""
-    choice: int = 0
-    """Index among the choices of the original request."""
-    num_seen: int = 0
-    """Outputs that the frontend had received when it sent the newest attempt."""
-    attempt: int = 0
-    origin: Admit | None = None
-    """The `Admit` message, if the request is resumable (`RequestSpec.resume_token`)."""
-    deadline_ns: int = 0
-    """Latest end; 0 for none."""
-    parsing: OutputParsing | None = None
-    """Output parsers; used only by the detokenizer."""
-    kv_transfer: KvTransfer | None = None
-    """KV transfer from or to other servers."""
-    repetition: Repetition | None = None
-    """Repetition detector; None when disabled."""
-    is_preempt_deferred: bool = False
-    """Preemption is deferred until the step in flight has drawn its token (`SchedulerState.defer_preempt`)."""
-    is_draining: bool = False
-    """The client is gone (`SchedulerState.drain`): only tokens in flight are awaited."""
-
-    status: Status = Status.WAITING
-    length: int = 0
-    planned: int = 0
-    computed: int = 0
-    slot: int = 0
-    """Row in the executor's tables; valid only while running."""
-    generation: int = 0
-    """Changes whenever the request enters or leaves a slot; plan rows with another generation are void."""
     held: list[GroupBlocks] = field(default_factory=list)
     """Blocks, one entry per group of layers; empty unless running."""
-    num_covered: int = 0
-    """Tokens that can be planned before the blocks must be extended, or before a state must be checkpointed."""
+    digests: list[bytes] = field(default_factory=list)
+    """Hash chain of its full blocks, as far as it was needed."""
+    num_offloaded: int = 0
+    """Tokens that the host keeps across its preemption, in every group as many as it can resume from."""
     state_start: int = 0
     """Number of tokens covered by the state it started from; 0 if it started from none."""
     checkpoint_at: int | None = None
     """Number of tokens after which the next state checkpoint is due (`quintet.core.recurrent_state`)."""
-    num_offloaded: int = 0
-    """Tokens that the host keeps across its preemption, in every group as many as it can resume from."""
     pending_states: list[tuple[int, list[int]]] = field(default_factory=list)
     """State checkpoints that still lack known tokens: token count and one block per state group."""
     fork_state_blocks: list[int] = field(default_factory=list)
     """Initial state of the further choices, one block per state group; set on the first choice."""
-    digests: list[bytes] = field(default_factory=list)
-    """Hash chain of its full blocks, as far as it was needed."""
-    register_at: int = 0
-    """Number of planned known tokens at which the next full block is registered in the prefix cache."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """Receiver of the outputs, and what it was sent. A newer attempt changes the receiver."""
+
+    detokenizer: int
+    attempt: int = 0
+    num_seen: int = 0
+    """Outputs that the frontend had received when it sent the newest attempt."""
+    origin: Admit | None = None
+    """The `Admit` message, if the request is resumable (`RequestSpec.resume_token`)."""
+    opened: bool = False
+    """True once its detokenizer knows the request."""
+    prompt_logprobs_end: int = 1
+    """Prompt position up to which log-probabilities were forwarded (the first position has none)."""
+    is_draining: bool = False
+    """The client is gone (`SchedulerState.drain`): only tokens in flight are awaited."""
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Figures of a request for metrics and usage."""
 
     scheduled_ns: int | None = None
     """Time at which its first step was planned."""
@@ -139,10 +110,6 @@ class Request:
     """Time at which its first drawn token was committed."""
     num_cached: int = 0
     """Prompt tokens that were cached when it was first scheduled."""
-    opened: bool = False
-    """True once its detokenizer knows the request."""
-    prompt_logprobs_end: int = 1
-    """Prompt position up to which log-probabilities were forwarded (the first position has none)."""
     num_computed: int = 0
     """Prompt tokens to compute when it was first scheduled."""
     num_preemptions: int = 0
@@ -150,6 +117,54 @@ class Request:
     """Choices that have not ended; set on the first choice."""
     longest: int = 0
     """Most outputs of an ended choice; set on the first choice."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request (one choice). Compared by identity."""
+
+    request_id: int
+    spec: RequestSpec
+    """What the client asked. Its ``params.n`` choices share it."""
+    seed: int
+    num_prompt: int
+    stops: dict[int, bool]
+    """Stop token -> True if the request named it, so that the client gets it as the stop reason."""
+    rank: tuple[int, int]
+    """Scheduling order among all requests, smaller first; unique."""
+    salt_digest: bytes
+    """Start of its hash chain in the prefix cache."""
+    delivery: Delivery
+    tokens: list[int]
+    """Prompt and known outputs. Shared among choices until each is first scheduled."""
+    limit: int
+    """Maximum number of tokens, prompt included."""
+    length: int
+    bad_word_ids: list[list[int]] = field(default_factory=list)
+    embeds: EmbedsPrompt | None = None
+    """Embeddings prompt; the prompt entries in ``tokens`` are then placeholders."""
+    parent: Request | None = None
+    """First choice, which shares its prompt; None for the first choice itself."""
+    choice: int = 0
+    """Index among the choices of the original request."""
+    repetition: Repetition | None = None
+    """Repetition detector; None when disabled."""
+
+    status: Status = Status.WAITING
+    planned: int = 0
+    computed: int = 0
+    num_covered: int = 0
+    """Tokens that can be planned before the blocks must be extended, or before a state must be checkpointed."""
+    register_at: int = 0
+    """Number of planned known tokens at which the next full block is registered in the prefix cache."""
+    slot: int = 0
+    """Row in the executor's tables; valid only while running."""
+    generation: int = 0
+    """Changes whenever the request enters or leaves a slot; plan rows with another generation are void."""
+    is_preempt_deferred: bool = False
+    """Preemption is deferred until the step in flight has drawn its token (`SchedulerState.defer_preempt`)."""
+    kv: RequestKv = field(default_factory=RequestKv)
+    stats: RequestStats = field(default_factory=RequestStats)
 
     @property
     def first_id(self) -> int:

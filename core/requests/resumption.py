@@ -90,7 +90,7 @@ class RetainedRequests:
 
     def keep(self, request: Request, now_ns: int) -> None:
         """Retain an ended request, if it is resumable."""
-        origin = request.origin
+        origin = request.delivery.origin
         if origin is None or self._grace_ns <= 0:
             return
         first = request.first_id
@@ -99,7 +99,7 @@ class RetainedRequests:
             kept = self._kept[first] = RetainedRequest(origin, FIXED_BYTES + len(_encode(origin)))
             self._num_bytes += kept.num_bytes
         kept.until_ns = now_ns + self._grace_ns
-        kept.was_disconnected |= request.is_draining
+        kept.was_disconnected |= request.delivery.is_draining
         self._num_bytes -= len(kept.outputs.get(request.request_id, b""))
         outputs = kept.outputs[request.request_id] = pack_i32(request.tokens[request.num_prompt :])
         self._num_bytes += len(outputs)

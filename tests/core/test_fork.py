@@ -42,8 +42,8 @@ def test_prompt_is_computed_once() -> None:
     state = world.engine.state
     assert state is not None
     parent, *forks = state.running
-    assert all(fork.held[0].blocks[:2] == parent.held[0].blocks[:2] for fork in forks)
-    assert [state.pool.refs[block] for block in parent.held[0].blocks] == [4, 4, 1]
+    assert all(fork.kv.held[0].blocks[:2] == parent.kv.held[0].blocks[:2] for fork in forks)
+    assert [state.pool.refs[block] for block in parent.kv.held[0].blocks] == [4, 4, 1]
 
 
 def test_full_last_prompt_block_is_not_copied() -> None:

@@ -107,7 +107,7 @@ def test_audit_detects_a_leak() -> None:
     world.step()
     state = world.engine.state
     assert state is not None
-    state.pool.refs[state.running[0].held[0].blocks[0]] += 1
+    state.pool.refs[state.running[0].kv.held[0].blocks[0]] += 1
     with pytest.raises(AssertionError):
         world.step()
 

@@ -207,7 +207,7 @@ def test_prompt_state_is_released_when_no_choice_waits(cancelled: list[int]) -> 
     state = world.engine.state
     assert state is not None
     first_choice = state.live[1]
-    while not first_choice.fork_state_blocks:
+    while not first_choice.kv.fork_state_blocks:
         world.step()
     world.cancel(*cancelled)
     while (
@@ -216,7 +216,7 @@ def test_prompt_state_is_released_when_no_choice_waits(cancelled: list[int]) -> 
         world.step()
         if state.running[-1] is not first_choice:
             world.cancel(state.running[-1].request_id)
-    assert first_choice.request_id in state.live and not first_choice.fork_state_blocks
+    assert first_choice.request_id in state.live and not first_choice.kv.fork_state_blocks
     world.run()
     world.assert_idle()
 
