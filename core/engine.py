@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from quintet.core.admission import apply_limits, make_requests, resolve_limits
-from quintet.core.commit import commit, ending_of
+from quintet.core.admission import apply_limits, resolve_limits
+from quintet.core.commit import commit
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
@@ -21,10 +21,9 @@ from quintet.core.kv_services.kv_tier_client import KvTierClient
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.core.poison_isolation.suspects import PoisonIsolation
 from quintet.core.poison_isolation.trial import advance_trial, cancel_trial, reject_poison
-from quintet.core.policy import POLICIES
-from quintet.core.requests.deadlines import check_deadline, check_feasible
+from quintet.core.requests.admission_steps import AdmissionContext, admit
 from quintet.core.requests.request import Request, Status
-from quintet.core.requests.resumption import RetainedRequests, can_resume
+from quintet.core.requests.resumption import RetainedRequests
 from quintet.core.scheduler import schedule
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders
@@ -54,17 +53,18 @@ class Engine:
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
-        self._policy = POLICIES[scheduler.policy]
         self._hooks = flatten(build_features(Setup(scheduler, cache), features))
         self._early: list[Admit | Cancel] = []
         """Messages received before the capacity is known, in order."""
-        self._num_arrived = 0
         self._frontends: dict[int, tuple[int, bool]] = {}
         """Newest epoch of each frontend slot, and whether that process is down."""
         self.retained = RetainedRequests(int(scheduler.resume_grace_s * 1e9))
-        self._deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
+        self.deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
         self.suspects = PoisonIsolation()
         self.rejections = Rejections()
+        self._admission = AdmissionContext(
+            model.eos_token_ids, scheduler, self.retained, self.rejections, self.deadlines
+        )
         self.tier_client = KvTierClient()
         self.kv_admin = KvAdmin()
         self.state: SchedulerState | None = None
@@ -158,90 +158,16 @@ class Engine:
         return effects
 
     def admit(self, message: Admit, now_ns: int) -> StepMessages:
-        """Queue a new request, one entry per choice.
+        """Queue a new request, one entry per choice (`quintet.core.requests.admission_steps`).
 
-        Ignores attempts that are already known or older than a known one, and requests of a frontend that is gone. A
-        newer attempt takes over the live request and its KV where `can_resume` allows it.
+        Ignores requests of a frontend that is gone.
         """
-        state, spec = self.state, message.spec
-        first = message.request_id
-        if self._is_gone(first):
+        if self._is_gone(message.request_id):
             return StepMessages()
-        if state is None:
+        if self.state is None:
             self._early.append(message)
             return StepMessages()
-        ids = range(first, first + spec.params.n)
-        if any(state.has_seen(request_id, spec.attempt) for request_id in ids):
-            return StepMessages()
-        outbox = TokensBuilders()
-        before: list[Request] = []
-        if spec.attempt:
-            before = [state.live[request_id] for request_id in ids if request_id in state.live]
-            if len(before) == len(ids) and all(can_resume(request, message) for request in before):
-                return self._resume(before, message, now_ns)
-            for request in before:
-                outbox.close(request)
-                request.delivery.origin = None  # only the newer attempt may be retained
-                state.retire(request)
-            for request_id in ids:
-                self.retained.take(request_id)
-        rejection = None if before else self.rejections.answer_to(message, now_ns)
-        if rejection is not None:
-            state.counters.poison_rejections += 1
-            outbox.failed.append(rejection)
-            return outbox.effects(state.step, now_ns)
-        num_seen = spec.num_seen
-        if spec.adopts:
-            spec.output_ids = self._adopted(message)
-        try:
-            requests = make_requests(
-                message,
-                self._num_arrived,
-                self._policy,
-                self._model.eos_token_ids,
-                state.limits,
-                state.num_unreserved,
-            )
-            check_deadline(state, requests[0], now_ns)
-            if not spec.attempt and not spec.adopts:  # admitted before: not rejected now
-                check_feasible(state, self._scheduler, requests[0], now_ns)
-        except RequestError as error:
-            outbox.failed.append(Failed(first, error.code, error.message, error.param, error.retry_s))
-            return outbox.effects(state.step, now_ns)
-        self._num_arrived += len(requests)
-        for request in requests:
-            request.delivery.num_seen = num_seen
-            ending = ending_of(request)
-            if ending is not None:
-                outbox.end_with_last(request, ending, now_ns)
-                state.note_ended(request)
-                self.retained.keep(request, now_ns)
-                continue
-            state.add(request)
-            if request.spec.deadline_ns:
-                self._deadlines.watch(request.spec.deadline_ns, request)
-        return outbox.effects(state.step, now_ns)
-
-    def _resume(self, requests: list[Request], message: Admit, now_ns: int) -> StepMessages:
-        """Continue live requests under a newer attempt, possibly with another detokenizer."""
-        assert self.state is not None
-        outbox = TokensBuilders()
-        num_seen = message.spec.num_seen
-        for request in requests:
-            request.delivery.attempt, request.delivery.num_seen = message.spec.attempt, num_seen
-            was_opened = request.delivery.opened
-            outbox.close(request)
-            request.delivery.detokenizer = message.spec.detokenizer
-            if was_opened:
-                outbox.builder_for(request, now_ns)
-        return outbox.effects(self.state.step, now_ns)
-
-    def _adopted(self, message: Admit) -> bytes:
-        """Return the outputs from which an adopted request resumes: all retained, or with log-probabilities the client's."""
-        kept = self.retained.take(message.request_id)
-        seen = message.spec.output_ids
-        is_whole = message.spec.params.logprobs is None and kept.startswith(seen)
-        return kept if is_whole else seen
+        return admit(self._admission, self.state, message, now_ns)
 
     def reclaim(self, message: Reclaim, now_ns: int) -> tuple[Reclaimed | None, StepMessages]:
         """Return the retained request that a client claims.
@@ -442,7 +368,7 @@ class Engine:
     def expire(self, now_ns: int) -> StepMessages:
         """End requests past their deadline and drop retained requests past their TTL."""
         self.retained.expire(now_ns)
-        due = self._deadlines.due(now_ns)
+        due = self.deadlines.due(now_ns)
         state = self.state
         if state is None:
             return StepMessages()

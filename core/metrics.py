@@ -182,11 +182,13 @@ class CoreMetrics:
         state.endings.clear()
 
     def _note_ending(self, ending: RequestEnd, now_ns: int) -> None:
-        self.inference.observe(max(0, now_ns - ending.scheduled_ns) * S)
-        if ending.first_token_ns is not None:
-            self.prefill.observe(max(0, ending.first_token_ns - ending.scheduled_ns) * S)
-            self.decode.observe(max(0, now_ns - ending.first_token_ns) * S)
-        self.request_preemptions.observe(ending.num_preemptions)
-        self.prefill_computed.observe(ending.num_computed)
+        stats = ending.stats
+        if stats.scheduled_ns is not None:
+            self.inference.observe(max(0, now_ns - stats.scheduled_ns) * S)
+            if stats.first_token_ns is not None:
+                self.prefill.observe(max(0, stats.first_token_ns - stats.scheduled_ns) * S)
+                self.decode.observe(max(0, now_ns - stats.first_token_ns) * S)
+        self.request_preemptions.observe(stats.num_preemptions)
+        self.prefill_computed.observe(stats.num_computed)
         if ending.longest is not None:
             self.longest.observe(ending.longest)

@@ -18,7 +18,7 @@ from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain, key_of
 from quintet.core.kv.prefix_tree import PrefixPaths
 from quintet.core.kv_services.kv_events import KvEvents
-from quintet.core.requests.request import Request, Status
+from quintet.core.requests.request import Request, RequestStats, Status
 from quintet.core.throughput import Throughput
 
 by_rank = attrgetter("rank")
@@ -80,11 +80,7 @@ class InFlightPlan:
 class RequestEnd:
     """Metrics of an ended choice that was scheduled."""
 
-    scheduled_ns: int
-    first_token_ns: int | None
-    num_preemptions: int
-    num_computed: int
-    """Prompt tokens that it computed: neither cached nor shared by the first choice."""
+    stats: RequestStats
     longest: int | None
     """Most outputs of any choice; set for the last choice of a request."""
 
@@ -188,11 +184,7 @@ class SchedulerState:
 
         The newest state continues with that token. This does not delay its blocks: they would be fenced until then.
         """
-        if (
-            self.limits.groups.states
-            and request.length > len(request.tokens)
-            and not request.delivery.is_draining
-        ):
+        if self.limits.groups.states and request.length > len(request.tokens) and not request.is_draining:
             request.is_preempt_deferred = True
         else:
             self.preempt(request)
@@ -212,7 +204,7 @@ class SchedulerState:
 
         A draining request ends instead: the tokens it waited for are lost, and no client needs them.
         """
-        if request.delivery.is_draining:
+        if request.is_draining:
             self.unreported.append(request)
             self.retire(request)
             return
@@ -243,29 +235,21 @@ class SchedulerState:
         self.note_ended(request)
         if request.delivery.origin is not None:
             self.retained.append(request)
-        first = request.parent or request
-        first.stats.num_open -= 1
-        first.stats.longest = max(first.stats.longest, request.num_outputs)
-        if request.stats.scheduled_ns is not None:
+        stats, first = request.stats, (request.parent or request).stats
+        first.num_open -= 1
+        first.longest = max(first.longest, request.num_outputs)
+        if stats.scheduled_ns is not None:
             if self.limits.prefix_caching and request.kv.digests:
                 self.prefix_paths.add(request.kv.digests, request.tokens if request.embeds is None else None)
             self.throughput.outputs.note(request.num_outputs)
-            self.endings.append(
-                RequestEnd(
-                    request.stats.scheduled_ns,
-                    request.stats.first_token_ns,
-                    request.stats.num_preemptions,
-                    request.stats.num_computed,
-                    None if first.stats.num_open else first.stats.longest,
-                )
-            )
+            self.endings.append(RequestEnd(stats, None if first.num_open else first.longest))
 
     def drain(self, request: Request) -> bool:
         """Stop planning a request that is to be retained. Return True when it can leave now.
 
         Otherwise its limit becomes the tokens in flight, so that none of them is drawn twice.
         """
-        request.delivery.is_draining = True
+        request.is_draining = True
         if request.status is not Status.RUNNING or request.length == len(request.tokens):
             return True
         taken_by = self.limits.taken_by
@@ -383,26 +367,19 @@ class SchedulerState:
 
     def _leave(self, request: Request) -> None:
         self._remove(self.running, request)
-        fence = self.fence
+        kv, fence = request.kv, self.fence
         if self.limits.groups.states:
-            for blocks in (
-                *(blocks for _, blocks in request.kv.pending_states),
-                request.kv.fork_state_blocks,
-            ):
+            for blocks in (*(blocks for _, blocks in kv.pending_states), kv.fork_state_blocks):
                 self.pool.release(blocks, fence)
-            request.kv.pending_states, request.kv.fork_state_blocks, request.is_preempt_deferred = (
-                [],
-                [],
-                False,
-            )
-        for group, held in zip(self.limits.groups.all, request.kv.held, strict=True):
+            kv.pending_states, kv.fork_state_blocks, request.is_preempt_deferred = [], [], False
+        for group, held in zip(self.limits.groups.all, kv.held, strict=True):
             # A sliding window's newest blocks are the reusable ones: they are evicted last.
             blocks = held.blocks if group.kind == "full" else held.blocks[::-1]
             self.pool.release(blocks, fence)
         self.left_slots.append(request.slot)
         heappush(self.free_slots, request.slot)
         request.generation = self.generation = self.generation + 1
-        request.kv.held, request.length = [], len(request.tokens)
+        kv.held, request.length = [], len(request.tokens)
         request.num_covered = request.planned = request.computed = 0
 
     @staticmethod

@@ -96,8 +96,6 @@ class Delivery:
     """True once its detokenizer knows the request."""
     prompt_logprobs_end: int = 1
     """Prompt position up to which log-probabilities were forwarded (the first position has none)."""
-    is_draining: bool = False
-    """The client is gone (`SchedulerState.drain`): only tokens in flight are awaited."""
 
 
 @dataclass(slots=True)
@@ -125,7 +123,7 @@ class Request:
 
     request_id: int
     spec: RequestSpec
-    """What the client asked. Its ``params.n`` choices share it."""
+    """The client's request; its ``params.n`` choices share it."""
     seed: int
     num_prompt: int
     stops: dict[int, bool]
@@ -163,6 +161,8 @@ class Request:
     """Changes whenever the request enters or leaves a slot; plan rows with another generation are void."""
     is_preempt_deferred: bool = False
     """Preemption is deferred until the step in flight has drawn its token (`SchedulerState.defer_preempt`)."""
+    is_draining: bool = False
+    """The client is gone (`SchedulerState.drain`): only tokens in flight are awaited."""
     kv: RequestKv = field(default_factory=RequestKv)
     stats: RequestStats = field(default_factory=RequestStats)
 

@@ -47,7 +47,6 @@ LONG_FUNCTIONS = {
     "core/metrics.py: __init__": (92, "the table of the core's metrics"),
     "process/runtime.py: child_main": (70, "a process from its first line to its last, in order"),
     "bench/kernels/linear.py: measure": (70, "one measurement, from its arrays to its results"),
-    "core/engine.py: admit": (70, "every reason to reject a request, in order"),
     "executor/backends/cuda/ops/rope_kv.py: rope_kv": (
         66,
         "checks of a kernel's dozen arguments, then one launch",

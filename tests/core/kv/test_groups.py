@@ -130,7 +130,7 @@ def chat(world: World, *, keeps_answers: bool = True, stops: bool = False) -> li
         assert world.outcomes[turn].tokens == answer
         history = history + (answer if keeps_answers else answer[30:])
     world.assert_idle()
-    return [ending.num_computed for ending in world.engine.state.endings[1:]]
+    return [ending.stats.num_computed for ending in world.engine.state.endings[1:]]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -194,7 +194,7 @@ def test_choices_start_after_the_prompt(groups: list[KvGroup], prefix_caching: b
     world.run()
     state = world.engine.state
     assert state is not None
-    computed = sorted(ending.num_computed for ending in state.endings)
+    computed = sorted(ending.stats.num_computed for ending in state.endings)
     assert computed == [1, 1, 39]
     world.assert_idle()
 
