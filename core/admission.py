@@ -170,7 +170,7 @@ def apply_limits(state: SchedulerState, now_ns: int) -> StepMessages:
         request.kv.digests.clear()
         request.limit = length_limit(request.num_prompt, request.spec.params.max_tokens, state.limits)
         state.num_reserved += state.limits.taken_by(request.limit)
-        state.num_embedded += request.embeds is not None
+        state.claim(request)
         try:
             check_fits(request.num_prompt, state.limits)
             fits = len(request.tokens) < request.limit

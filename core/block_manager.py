@@ -61,7 +61,7 @@ def fill(
 def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
     """Allocate the blocks for the next token of a decoding request. Return the number missing; then nothing has changed."""
     groups, pool = state.limits.groups, state.pool
-    planned, block_size = request.planned, state.limits.block_size
+    planned, block_size = request.planned + request.num_in_doubt, state.limits.block_size
     short = [index for index in groups.tokens if request.kv.held[index].end * block_size <= planned]
     moved: dict[int, int] = {}
     if pool.num_available < len(short):
@@ -82,6 +82,14 @@ def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
         recurrent_state.prepare(state, step, request)
     set_num_covered(state, request, planned + 1)
     return 0
+
+
+def extend_early(state: SchedulerState, step: StepBuilder, request: Request) -> None:
+    """Give a decoding request one block before it needs it, if all layers share one group and blocks are plentiful."""
+    limits, pool = state.limits, state.pool
+    if limits.groups.is_plain and pool.num_available > limits.watermark + len(state.running):
+        _append(step, request, 0, pool.take())
+        request.num_covered += limits.block_size
 
 
 def allocate(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> int:
@@ -161,14 +169,14 @@ def set_num_covered(state: SchedulerState, request: Request, end: int) -> None:
     """Set the token count up to which the blocks need no check, once ``end`` tokens are planned."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
-        request.num_covered = request.kv.held[0].end * block_size
+        request.num_covered = request.kv.held[0].end * block_size - request.num_in_doubt
         return
     num_covered = (
         min((request.kv.held[index].end for index in groups.tokens), default=request.limit) * block_size
     )
-    request.num_covered = (
-        recurrent_state.num_covered(state, request, end, num_covered) if groups.states else num_covered
-    )
+    if groups.states:
+        num_covered = recurrent_state.num_covered(state, request, end, num_covered)
+    request.num_covered = num_covered - request.num_in_doubt
 
 
 def _movable(state: SchedulerState, request: Request, index: int) -> list[int]:

@@ -8,6 +8,7 @@ KV publication offers the full prompt blocks of an ended request to other server
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from quintet.core.block_keys import digests_of, keys_after, run_of
@@ -48,7 +49,10 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
     if flight.rows:
         state.throughput.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
     outbox = TokensBuilders()
-    ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
+    if flight.drafts:
+        ended = _apply_accepted(state, flight, result, outbox, now_ns)
+    else:
+        ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
     if result.failed:
         _end_failed(flight, result.failed, outbox, ended)
     if result.logprobs or result.prompt_logprobs:
@@ -108,6 +112,64 @@ def _apply_tokens(
     return ended
 
 
+def _apply_accepted(
+    state: SchedulerState, flight: InFlightPlan, result: StepResult, outbox: TokensBuilders, now_ns: int
+) -> list[Request]:
+    """Like `_apply_tokens`, for a step in which rows may have several tokens: one drawn, and accepted drafts."""
+    ended: list[Request] = []
+    tokens, counters = unpack_i32(result.token_ids), state.counters
+    num_tokens = iter(result.num_tokens or b"\1" * flight.samples.count(1))
+    counters.num_draft_tokens += sum(result.num_drafts)
+    counters.num_drafts += len(result.num_drafts) - result.num_drafts.count(0)
+    begin = 0
+    for row, request in enumerate(flight.rows):
+        count = next(num_tokens) if flight.samples[row] else 0
+        drawn = tokens[begin : begin + count]
+        begin += count
+        if request.generation != flight.generations[row]:
+            continue
+        num_more, num_drafts = max(0, count - 1), max(0, flight.drafts[row] - 1)
+        request.num_in_doubt -= num_drafts
+        request.num_covered += num_drafts
+        request.planned += num_more
+        request.length += num_more
+        known = len(request.tokens)
+        end = known + num_more if flight.drafts[row] else flight.ends[row]
+        counters.computed_tokens += end - request.computed
+        request.computed = end
+        if drawn:
+            builder = outbox.builder_for(request, now_ns)
+            if request.stats.first_token_ns is None:
+                request.stats.first_token_ns = now_ns
+                counters.first_tokens += 1
+            ending = _append_accepted(request, drawn)
+            num_kept = len(request.tokens) - known
+            if ending is not None:
+                builder.finishes[len(builder.request_ids)] = ending
+                ended.append(request)
+            if num_kept != 1:
+                builder.num_tokens[len(builder.request_ids)] = num_kept
+            builder.request_ids.append(request.request_id)
+            builder.first_indexes.append(known - request.num_prompt)
+            builder.token_ids += drawn[:num_kept]
+            counters.num_accepted_tokens += num_kept - 1
+            counters.generation_tokens += num_kept
+        if request.computed >= request.register_at:
+            state.publish(request, min(request.computed, len(request.tokens)))
+    return ended
+
+
+def _append_accepted(request: Request, drawn: Sequence[int]) -> Ending | None:
+    """Append tokens up to the first that ends the request; return the ending."""
+    for token in drawn:
+        request.tokens.append(token)
+        if token in request.stops or len(request.tokens) >= request.limit or request.repetition is not None:
+            ending = ending_of(request)
+            if ending is not None:
+                return ending
+    return None
+
+
 def _end_failed(flight: InFlightPlan, failed: bytes, outbox: TokensBuilders, ended: list[Request]) -> None:
     """End requests that the executor reports as failed with an error. Their drawn token is already appended and is invalid."""
     for index in unpack_i32(failed):
@@ -163,13 +225,18 @@ def _forward_logprobs(flight: InFlightPlan, result: StepResult, outbox: TokensBu
             rows[request.request_id] = builder.add_empty(request)
         unseen.row = rows[request.request_id]
         builder.prompt_logprobs.append(unseen)
+    num_entries: Counter[int] = Counter()
     for drawn in result.logprobs:
         request = flight.rows[drawn.row]
-        if request.generation == flight.generations[drawn.row]:
-            row = rows_of[request.delivery.detokenizer][request.request_id]
-            outbox.builders[request.delivery.detokenizer].logprobs.append(
-                TokenLogprobs(row, drawn.rank, drawn.token_ids, drawn.logprobs)
-            )
+        if request.generation != flight.generations[drawn.row]:
+            continue
+        builder = outbox.builders[request.delivery.detokenizer]
+        row = rows_of[request.delivery.detokenizer][request.request_id]
+        num_entries[request.request_id] += 1
+        if num_entries[request.request_id] <= builder.num_tokens.get(
+            row, 1
+        ):  # else after the token that ended the request
+            builder.logprobs.append(TokenLogprobs(row, drawn.rank, drawn.token_ids, drawn.logprobs))
 
 
 def _unseen_part(request: Request, entry: PromptLogprobs) -> PromptLogprobs | None:

@@ -48,6 +48,11 @@ class Counters:
     executor_losses: int = 0
     poison_requests: int = 0
     poison_rejections: int = 0
+    num_drafts: int = 0
+    """Rows that verified drafts."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens that were part of the output."""
     steps: int = 0
     expired: int = 0
     """Choices that passed their deadline before they ended."""

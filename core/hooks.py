@@ -19,6 +19,7 @@ from quintet.wire.config import CacheConfig, SchedulerConfig
 if TYPE_CHECKING:
     from quintet.core.requests.request import Request
     from quintet.core.scheduler_state import SchedulerState
+    from quintet.core.step_builder import StepBuilder
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,6 +69,12 @@ LimitTokens = Callable[["SchedulerState", "Request", int, int], int]
 The result may exceed the budget (it is cut). 0 means none in this step.
 """
 
+Claim = Callable[["SchedulerState", "Request"], bool]
+"""Return True when a new request needs the feature's plan columns. `SchedulerState.num_claims` counts these requests."""
+
+Attach = Callable[["SchedulerState", "StepBuilder"], None]
+"""Set the feature's plan columns (`StepBuilder.columns`). Called for each step with rows while a live request has a claim."""
+
 OnPreempt = Callable[["SchedulerState", "Request"], None]
 """Called before a running request loses its slot and blocks, so that the feature can save its KV."""
 
@@ -81,6 +88,8 @@ class Feature:
     match_prefix: MatchPrefix | None = None
     limit_tokens: LimitTokens | None = None
     on_preempt: OnPreempt | None = None
+    claim: Claim | None = None
+    attach: Attach | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,6 +100,8 @@ class Hooks:
     match_prefix: tuple[MatchPrefix, ...] = ()
     limit_tokens: tuple[LimitTokens, ...] = ()
     on_preempt: tuple[OnPreempt, ...] = ()
+    columns: tuple[tuple[str, Claim, Attach], ...] = ()
+    """Features with plan columns: name, `Claim` and `Attach`."""
 
 
 FEATURES: dict[str, str] = {
@@ -104,6 +115,8 @@ FEATURES: dict[str, str] = {
     "kv_store": "quintet.core.features.kv_store",
     "prefill_pacing": "quintet.core.features.prefill_pacing",
     "latency_target": "quintet.core.features.latency_target",
+    "prompt_embeds": "quintet.core.features.prompt_embeds",
+    "drafts": "quintet.core.features.drafts",
 }
 """Name -> module, in the order in which the hooks are called."""
 
@@ -122,4 +135,7 @@ def flatten(features: Iterable[Feature]) -> Hooks:
         match_prefix=tuple(f.match_prefix for f in features if f.match_prefix is not None),
         limit_tokens=tuple(f.limit_tokens for f in features if f.limit_tokens is not None),
         on_preempt=tuple(f.on_preempt for f in features if f.on_preempt is not None),
+        columns=tuple(
+            (f.name, f.claim, f.attach) for f in features if f.claim is not None and f.attach is not None
+        ),
     )

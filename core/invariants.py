@@ -31,8 +31,9 @@ def _check_requests(state: SchedulerState) -> None:
     assert listed == Counter(state.live.keys()), (listed, state.live.keys())
     reserved = sum(state.limits.taken_by(request.limit) for request in state.live.values())
     assert state.num_reserved == reserved, (state.num_reserved, reserved)
-    embedded = sum(request.embeds is not None for request in state.live.values())
-    assert state.num_embedded == embedded, (state.num_embedded, embedded)
+    for name, claim, _ in state.hooks.columns:
+        num_claims = sum(claim(state, request) for request in state.live.values())
+        assert state.num_claims[name] == num_claims, (name, state.num_claims[name], num_claims)
 
 
 def _check_slots(state: SchedulerState) -> None:
@@ -109,18 +110,22 @@ def _check_held(state: SchedulerState, request: Request) -> None:
             request.num_covered,
         )
     if groups.is_plain:
-        assert request.num_covered == request.kv.held[0].end * block_size, request_id
+        num_covered = request.num_covered + request.num_in_doubt
+        assert num_covered == request.kv.held[0].end * block_size, request_id
 
 
 def _check_progress(state: SchedulerState) -> None:
     draws: Counter[int] = Counter()
+    drafts: Counter[int] = Counter()
     for flight in state.in_flight:
-        for generation, samples in zip(flight.generations, flight.samples, strict=True):
-            draws[generation] += samples
+        for row, generation in enumerate(flight.generations):
+            draws[generation] += flight.samples[row]
+            drafts[generation] += max(0, flight.drafts[row] - 1) if flight.drafts else 0
     for request in state.running:
         _check_lengths(request, draws[request.generation])
+        assert request.num_in_doubt == drafts[request.generation], (request.request_id, request.num_in_doubt)
     for request in state.waiting:
-        assert request.planned == request.computed == 0, request.request_id
+        assert request.planned == request.computed == request.num_in_doubt == 0, request.request_id
         _check_lengths(request, 0)
 
 

@@ -52,6 +52,24 @@ def _store_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
     yield "store_fetched_bytes", bytes_fetched
 
 
+def _swap_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
+    """Yield the counters of copies between device and host."""
+    blocks, bytes_copied = "KV blocks copied between device and host.", "Bytes of these blocks."
+    for name in ("out", "in"):
+        yield f"swap_{name}_blocks", metrics.counter("kv_swap_blocks", blocks, direction=name)
+        yield f"swap_{name}_bytes", metrics.counter("kv_swap_bytes", bytes_copied, direction=name)
+
+
+def _draft_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
+    """Yield the counters of speculative decoding."""
+    for name, help in (
+        ("num_drafts", "Rows of steps that verified draft tokens."),
+        ("num_draft_tokens", "Draft tokens that were verified."),
+        ("num_accepted_tokens", "Draft tokens that were accepted."),
+    ):
+        yield name, metrics.counter(f"spec_decode_{name}", help)
+
+
 class CoreMetrics:
     """All metric series of the process, created at start."""
 
@@ -71,17 +89,9 @@ class CoreMetrics:
             *_disk_counters(metrics),
             *_peer_counters(metrics),
             *_store_counters(metrics),
+            *_swap_counters(metrics),
+            *_draft_counters(metrics),
             ("preemptions", counter("num_preemptions", "Requests that lost their blocks to another.")),
-            (
-                "swap_out_blocks",
-                counter("kv_swap_blocks", "KV blocks copied between device and host.", direction="out"),
-            ),
-            (
-                "swap_in_blocks",
-                counter("kv_swap_blocks", "KV blocks copied between device and host.", direction="in"),
-            ),
-            ("swap_out_bytes", counter("kv_swap_bytes", "Bytes of these blocks.", direction="out")),
-            ("swap_in_bytes", counter("kv_swap_bytes", "Bytes of these blocks.", direction="in")),
             ("prefix_queries", counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")),
             ("prefix_hits", counter("prefix_cache_hits", "Tokens found in the prefix cache.")),
             ("prompt_tokens", counter("prompt_tokens", "Prompt tokens of the requests that were scheduled.")),

@@ -6,7 +6,7 @@ It holds no policy: `quintet.core.scheduler` and `quintet.core.commit` decide.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -70,6 +70,8 @@ class InFlightPlan:
     ends: list[int]
     """Per row: end of the computed positions (exclusive)."""
     samples: bytes
+    drafts: bytes
+    """Per row: 1 + drafts that it may verify; empty without drafts."""
     num_tokens: int
     num_active_slots: int
     """Occupied slots after the plan."""
@@ -126,8 +128,8 @@ class SchedulerState:
     """Requests that ended when they lost their slots and are not reported yet."""
     trial: frozenset[int] | None = None
     """Only these requests may run: a poison-isolation trial is active. None: all may."""
-    num_embedded: int = 0
-    """Live requests with an embeddings prompt."""
+    num_claims: Counter[str] = field(default_factory=Counter)
+    """Live requests that need a feature's plan columns, by feature."""
     num_deferred: int = 0
     """Waiting requests that others passed in the last step for another reason than missing blocks."""
 
@@ -161,8 +163,14 @@ class SchedulerState:
         """Add a request that was just admitted."""
         self.live[request.request_id] = request
         self.num_reserved += self.limits.taken_by(request.limit)
-        self.num_embedded += request.embeds is not None
+        self.claim(request)
         self.enqueue(request)
+
+    def claim(self, request: Request, count: int = 1) -> None:
+        """Count a request at each feature that attaches plan columns for it; -1 to release it."""
+        for name, claim, _ in self.hooks.columns:
+            if claim(self, request):
+                self.num_claims[name] += count
 
     def enqueue(self, request: Request) -> None:
         """Insert a request without slot and blocks into the queue, at its rank."""
@@ -231,7 +239,7 @@ class SchedulerState:
         request.status = Status.ENDED
         del self.live[request.request_id]
         self.num_reserved -= self.limits.taken_by(request.limit)
-        self.num_embedded -= request.embeds is not None
+        self.claim(request, -1)
         self.note_ended(request)
         if request.delivery.origin is not None:
             self.retained.append(request)
@@ -380,7 +388,7 @@ class SchedulerState:
         heappush(self.free_slots, request.slot)
         request.generation = self.generation = self.generation + 1
         kv.held, request.length = [], len(request.tokens)
-        request.num_covered = request.planned = request.computed = 0
+        request.num_covered = request.planned = request.computed = request.num_in_doubt = 0
 
     @staticmethod
     def _remove(requests: list[Request], request: Request) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 from zlib import crc32
 
 from quintet.core.kv.groups import Groups
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
 from quintet.wire.codec import pack_i32, pack_i64
-from quintet.wire.embeds import RowEmbeds
 from quintet.wire.step import NewRow, StepPlan
 
 
@@ -40,6 +40,7 @@ class StepBuilder:
         "_origins",
         "blocks",
         "borrowed",
+        "columns",
         "copies",
         "counts",
         "new_rows",
@@ -65,6 +66,8 @@ class StepBuilder:
         """One reference per block that must not be overwritten before this step has copied it."""
         self.swaps_in: list[int] = []
         """Pairs ``device block, host block``."""
+        self.columns: dict[str, Any] = {}
+        """Fields of the plan that features attach (`quintet.core.hooks.Attach`)."""
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block before the step computes. All copies are simultaneous, so a copy of a copy reads the original source."""
@@ -116,12 +119,16 @@ class StepBuilder:
         state.step += 1
         starts, counts = self.starts, self.counts
         samples = bytes(self.samples)
+        for name, _, attach in state.hooks.columns:
+            if state.num_claims[name]:
+                attach(state, self)
         flight = InFlightPlan(
             step=state.step,
             rows=rows,
             generations=[request.generation for request in rows],
             ends=[request.planned for request in rows],
             samples=samples,
+            drafts=self.columns.get("drafts", b""),
             num_tokens=sum(counts),
             num_active_slots=len(state.running),
             planned_ns=now_ns,
@@ -141,7 +148,7 @@ class StepBuilder:
             checksum=table_checksum(flight, starts, state.limits.groups) if state.limits.audit else 0,
             swaps_out=pack_i32(swaps_out),
             swaps_in=pack_i32(self.swaps_in),
-            embeds=self._embeds() if state.num_embedded else [],
+            **self.columns,
         )
         if swaps_out or self.swaps_in:
             self._count_swaps(state, len(swaps_out) // 2)
@@ -149,17 +156,6 @@ class StepBuilder:
         state.in_flight.append(flight)
         state.pool.release(self.borrowed, state.fence)
         return plan
-
-    def _embeds(self) -> list[RowEmbeds]:
-        """Return the embeddings that rows compute instead of tokens."""
-        found = []
-        for request, start, count in zip(self.rows, self.starts, self.counts, strict=True):
-            embeds, end = request.embeds, min(start + count, request.num_prompt)
-            if embeds is not None and start < end:
-                size = embeds.row_bytes
-                values = embeds.values[start * size : end * size]
-                found.append(RowEmbeds(request.slot, start, embeds.dtype, embeds.width, values))
-        return found
 
     def _count_swaps(self, state: SchedulerState, num_out: int) -> None:
         counters, num_in, block_bytes = state.counters, len(self.swaps_in) // 2, state.limits.block_bytes

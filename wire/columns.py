@@ -104,3 +104,8 @@ def _in_every_row(digit: int, count: int) -> int:
 
 _BELOW = [bytes(range(end)) for end in range(257)]
 """All bytes less than ``end``."""
+
+
+def is_byte_column(column: bytes, num_rows: int, most: int) -> bool:
+    """Return True for an optional uint8 column: empty, or ``num_rows`` values up to ``most``."""
+    return not column or (len(column) == num_rows and max(column) <= most)

@@ -220,6 +220,22 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.disk is not None or self.peers is not None or self.store is not None
 
 
+MAX_DRAFTS = 32
+"""Maximum draft tokens of a row in one step."""
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding: drafts that the model verifies. Outputs are the same without it."""
+
+    method: Literal["ngram"] = "ngram"
+    """``ngram``: the tokens after the last earlier occurrence of the newest tokens (prompt lookup)."""
+    num_speculative_tokens: int = 4
+    """Maximum draft tokens of a request in one step."""
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+    """Minimum and maximum number of newest tokens that must occur earlier."""
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and policy of the core."""
 
@@ -242,6 +258,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Pipeline stages. So many steps are computed at once; no two of them draw for the same request."""
     deadline_admission: bool = True
     """Reject a request at once when the measured speed predicts that it misses its deadline."""
+    speculative: SpeculativeConfig | None = None
+    """Speculative decoding; None disables it."""
     audit: bool = False
     """Check every invariant after every step, and send table checksums: for debugging."""
 

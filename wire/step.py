@@ -70,10 +70,19 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     """int32 pairs ``device block, host block``: contents copied back, after ``swaps_out`` and before ``copies``."""
     embeds: list[RowEmbeds] = []
     """Embeddings of tokens that have no ids."""
+    drafts: bytes = b""
+    """uint8[R], or empty for zeros: 1 + the number of draft tokens that the row may verify.
+
+    Such a row computes the newest token that the executor knows, and drafts that the executor chooses. Its start is a
+    lower bound, because earlier steps may have accepted drafts. Its blocks suffice for all drafts.
+    """
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities at one sampled position: the drawn token first, then alternatives, most likely first."""
+    """Log-probabilities at one sampled position: the drawn token first, then alternatives, most likely first.
+
+    A row with several tokens has one entry per token, in order.
+    """
 
     row: int
     """Index among the rows of the plan."""
@@ -109,7 +118,7 @@ class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
     step: int
     sent_ns: int
     token_ids: bytes
-    """int32[S]: the drawn tokens, in the order of the plan's sampling rows."""
+    """int32: the drawn tokens, in the order of the plan's sampling rows."""
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[PromptLogprobs] = []
     wait_ns: int = 0
@@ -118,6 +127,10 @@ class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
     """Time in the model and sampler."""
     num_active_slots: int | None = None
     """Occupied slots after the plan, for comparison with the core's count; None disables the check."""
+    num_tokens: bytes = b""
+    """uint8[S]: tokens of each sampling row in ``token_ids``, 1 + accepted drafts; empty where each row drew one."""
+    num_drafts: bytes = b""
+    """uint8[S]: drafts that each sampling row verified; empty where there were none."""
     failed: bytes = b""
     """int32: rows of the plan that drew a token and cannot continue. Their requests end with an error."""
 

@@ -16,8 +16,8 @@ from quintet.wire import step as s
 from quintet.wire import supervision
 from quintet.wire.channels import Channel, RowSpans
 from quintet.wire.codec import UNREADABLE, unpack_i32
-from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
-from quintet.wire.config import EngineConfig
+from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans, is_byte_column
+from quintet.wire.config import MAX_DRAFTS, EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.kv_validate import (
@@ -204,14 +204,13 @@ class Validator:
     # --- steps ---
 
     def _plan(self, msg: s.StepPlan) -> bool:
-        num_rows = len(msg.samples)
-        size = num_rows * ID_BYTES
-        slots = self._num_slots
+        num_rows, slots = len(msg.samples), self._num_slots
         return (
-            len(msg.slots) == len(msg.starts) == len(msg.counts) == size
+            len(msg.slots) == len(msg.starts) == len(msg.counts) == num_rows * ID_BYTES
             and not len(msg.freed) % ID_BYTES
             and not len(msg.copies) % (2 * ID_BYTES)
             and not msg.samples.strip(b"\0\1")
+            and is_byte_column(msg.drafts, num_rows, 1 + MAX_DRAFTS)
             and all_below(msg.slots, slots)
             and all_below(msg.freed, slots)
             and all_below(msg.copies, self._num_blocks)
@@ -252,6 +251,8 @@ class Validator:
     def _result(self, msg: s.StepResult) -> bool:
         return (
             self._are_tokens(msg.token_ids)
+            and (not msg.num_tokens or 4 * sum(msg.num_tokens) == len(msg.token_ids))
+            and is_byte_column(msg.num_drafts, len(msg.num_tokens), MAX_DRAFTS)
             and 0 <= msg.compute_ns < MAX_ID
             and self._logprobs(msg.logprobs, self._num_slots)
             and self._prompt_logprobs(msg.prompt_logprobs, self._num_slots)

@@ -155,6 +155,10 @@ class Request:
     """Tokens that can be planned before the blocks must be extended, or before a state must be checkpointed."""
     register_at: int = 0
     """Number of planned known tokens at which the next full block is registered in the prefix cache."""
+    max_drafts: int = 0
+    """Maximum drafts per step (`quintet.core.features.drafts`)."""
+    num_in_doubt: int = 0
+    """Drafts in flight; ``num_covered`` is reduced by it."""
     slot: int = 0
     """Row in the executor's tables; valid only while running."""
     generation: int = 0

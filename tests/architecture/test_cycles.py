@@ -10,8 +10,8 @@ PACKAGES = ("wire", "process", "frontend", "tokenizer_proc", "core", "executor",
 
 ALLOWED = {
     frozenset(
-        {"quintet.core.hooks", "quintet.core.scheduler_state"}
-    ): "hooks are functions of the state that holds them",
+        {"quintet.core.hooks", "quintet.core.scheduler_state", "quintet.core.step_builder"}
+    ): "hooks are functions of the state that holds them, and of the step",
 }
 """Permitted cycles, with reasons."""
 

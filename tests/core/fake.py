@@ -8,11 +8,12 @@ missing copy and reads of a freed block all fail.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from random import Random
 from zlib import crc32
 
 import msgspec
@@ -96,6 +97,8 @@ class FakeExecutor:
         self.host: dict[int, Content] = {}
         """Shadow of host memory."""
         self.num_swapped_out = self.num_swapped_in = 0
+        self.num_in_doubt: Counter[int] = Counter()
+        """Drafts that were allowed since the slot's newest row with an exact start, at most."""
 
     def execute(self, plan: StepPlan) -> None:
         """Apply and check a plan, and queue its result."""
@@ -153,7 +156,9 @@ class FakeExecutor:
             )
         )
         assert plan.checksum in {0, self._checksum(rows)}
+        assert not plan.drafts or len(plan.drafts) == len(rows)
         assert (rows or plan.blocks) and len({slot for slot, *_ in rows}) == len(rows)
+        rows, drafts = self._resolve(plan, rows)
         self.fault([(self.slot_states[slot].row, start, count) for slot, start, count, _ in rows])
         written: set[tuple[int, int]] = set()
         for slot, start, _, _ in rows:
@@ -161,36 +166,79 @@ class FakeExecutor:
         for slot, start, count, _ in rows:
             slot_state = self.slot_states[slot]
             assert count >= 1
-            self._write(slot_state, start, count, written)
-            self._check_past(slot_state, start, count)
-        drawn = []
+            self._write(slot_state, start, count, written, drafts[slot])
+            self._check_past(slot_state, start, count, drafts[slot])
+        drawn, num_tokens_drawn, num_drafts = [], bytearray(), bytearray()
         for slot, start, count, samples in rows:
             slot_state = self.slot_states[slot]
             end = start + count
-            self._check_past(slot_state, start, count)  # a later row must not change its past
+            self._check_past(slot_state, start, count, drafts[slot])  # a later row must not change its past
             for index, group in enumerate(self.kv.groups):
                 for position in group.used(start, end, self.capacity.block_size):
                     block = slot_state.blocks[index, position]
                     self.users.setdefault(block, {})[slot_state.row.generation] = plan.step
-            assert samples == (end == len(slot_state.tokens))
+            assert samples == (end == len(slot_state.tokens) + len(drafts[slot]))
             if samples:
-                token = draw(slot_state.row.seed, slot_state.tokens)
-                slot_state.tokens.append(token)
-                drawn.append(token)
+                accepted = self._verify(slot_state, drafts[slot])
+                drawn += accepted
+                num_tokens_drawn.append(len(accepted))
+                num_drafts.append(len(drafts[slot]))
         num_tokens = sum(count for _, _, count, _ in rows)
         self.results.append(
             StepResult(
                 plan.step,
                 0,
                 codec.pack_i32(drawn),
+                num_tokens=bytes(num_tokens_drawn) if plan.drafts else b"",
+                num_drafts=bytes(num_drafts) if plan.drafts else b"",
                 compute_ns=num_tokens * NS_PER_TOKEN,
                 num_active_slots=len(self.slot_states),
             )
         )
 
-    def _write(self, slot_state: MirroredSlot, start: int, count: int, written: set[tuple[int, int]]) -> None:
+    def _resolve(
+        self, plan: StepPlan, rows: list[tuple[int, int, int, int]]
+    ) -> tuple[list[tuple[int, int, int, int]], dict[int, list[int]]]:
+        """Return the rows with the executor's own starts and with drafts, and the drafts of each slot.
+
+        Some drafts are the tokens that will be drawn, others are wrong.
+        """
+        resolved, drafts = [], {}
+        for index, (slot, start, count, samples) in enumerate(rows):
+            drafts[slot] = chosen = list[int]()
+            if not plan.drafts or not plan.drafts[index]:
+                self.num_in_doubt[slot] = 0
+                resolved.append((slot, start, count, samples))
+                continue
+            seed, tokens = self.slot_states[slot].row.seed, self.slot_states[slot].tokens
+            assert count == 1 and samples and 0 <= len(tokens) - 1 - start <= self.num_in_doubt[slot]
+            rng = Random(plan.step * 1000 + slot)
+            for _ in range(rng.randint(0, plan.drafts[index] - 1)):
+                right = draw(seed, tokens + chosen)
+                chosen.append(right if rng.random() < 0.8 else (right + 1) % VOCAB)
+            self.num_in_doubt[slot] += plan.drafts[index] - 1
+            resolved.append((slot, len(tokens) - 1, 1 + len(chosen), samples))
+        return resolved, drafts
+
+    @staticmethod
+    def _verify(slot_state: MirroredSlot, drafts: list[int]) -> list[int]:
+        """Draw a token, and one more after each draft that equals the token before; append and return them."""
+        drawn: list[int] = []
+        while len(drawn) <= len(drafts) and drawn == drafts[: len(drawn)]:
+            drawn.append(draw(slot_state.row.seed, slot_state.tokens + drawn))
+        slot_state.tokens += drawn
+        return drawn
+
+    def _write(
+        self,
+        slot_state: MirroredSlot,
+        start: int,
+        count: int,
+        written: set[tuple[int, int]],
+        drafts: list[int],
+    ) -> None:
         """Write a row's keys and values in every group, and its states."""
-        chain, size = self._chain(slot_state.tokens, start + count), self.capacity.block_size
+        chain, size = self._chain(slot_state.tokens + drafts, start + count), self.capacity.block_size
         for index, group in enumerate(self.kv.groups):
             positions = [start + count - 1] if group.is_state else range(start, start + count)
             for position in positions:
@@ -214,9 +262,9 @@ class FakeExecutor:
                 seen = self.shadow.get(slot_state.blocks[index, 0])
                 assert seen == {0: (index, start - 1, link)}, (slot_state.row.request_id, start, seen)
 
-    def _check_past(self, slot_state: MirroredSlot, start: int, count: int) -> None:
+    def _check_past(self, slot_state: MirroredSlot, start: int, count: int, drafts: list[int]) -> None:
         """Check that every visible position holds the row's own past."""
-        chain, size = self._chain(slot_state.tokens, start + count), self.capacity.block_size
+        chain, size = self._chain(slot_state.tokens + drafts, start + count), self.capacity.block_size
         for index, group in enumerate(self.kv.groups):
             for position in range(group.first_seen(start), 0 if group.is_state else start + count):
                 seen = self.shadow[slot_state.blocks[index, position // size]].get(position % size)

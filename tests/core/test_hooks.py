@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from quintet.core.hooks import FEATURES, Feature, Hooks, Setup, build_features, flatten
-from quintet.wire.config import CacheConfig, KvDiskConfig, KvPeersConfig, KvStoreConfig, SchedulerConfig
+from quintet.wire.config import (
+    CacheConfig,
+    KvDiskConfig,
+    KvPeersConfig,
+    KvStoreConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 
 from .fake import World, expected
 
@@ -57,7 +64,11 @@ def test_features_that_are_off_have_no_hooks() -> None:
         SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1),
         CacheConfig(memory_bytes=0, enable_prefix_caching=False),
     )
-    assert [feature.name for feature in build_features(off)] == ["quarantine", "fork"]
+    assert [feature.name for feature in build_features(off)] == [
+        "quarantine",
+        "fork",
+        "prompt_embeds",
+    ]
     disk = KvDiskConfig(folder="", size_bytes=1, staging_bytes=1)
     store = KvStoreConfig(url="", waiting_bytes=1, staging_bytes=1)
     on = Setup(
@@ -72,6 +83,7 @@ def replace_config(config: SchedulerConfig) -> SchedulerConfig:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         policy="longest",
+        speculative=SpeculativeConfig(),
         long_prefill_token_threshold=1,
         step_target_ms=100,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
 from quintet.wire import codec
+from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import Kind, KvGroup
 from quintet.wire.messages import FinishReason
@@ -89,6 +90,7 @@ def random_world(
     disk: FakeDisk | None = None,
     peers: FakePeers | None = None,
     store: FakeStore | None = None,
+    num_drafts: int = 0,
 ) -> World:
     """Make a world with few blocks, slots or a small budget; with host memory, few blocks."""
     num_blocks = rng.choice([12, 20, 40, 100])
@@ -113,6 +115,7 @@ def random_world(
         prefix_caching=rng.random() < 0.8 or peers is not None,
         enable_chunked_prefill=rng.random() < 0.8,
         step_target_ms=rng.choice([0, 0, 20]),
+        speculative=SpeculativeConfig(num_speculative_tokens=num_drafts) if num_drafts else None,
     )
 
 
@@ -128,19 +131,19 @@ def random_trace(
     disk: FakeDisk | None = None,
     peers: FakePeers | None = None,
     store: FakeStore | None = None,
+    num_drafts: int = 0,
 ) -> tuple[World, dict[int, Sent]]:
     """Play a trace; return the world, idle again, and the sent requests.
 
     ``poisonous``: share of requests that make the executor fail. ``in_groups``: model with several kinds of layers.
+    ``num_drafts``: maximum drafts per step, which the executor accepts in part.
     """
     rng = random.Random(seed)
     groups = random_groups(rng) if in_groups else PLAIN
-    if (
-        poisonous and in_groups
-    ):  # some layer needs every token: with windows alone, poison may never be computed
-        groups = [*groups, *PLAIN]
+    if poisonous and in_groups:
+        groups = [*groups, *PLAIN]  # with windows alone, poison may never be computed
     fault = strike if poisonous else no_fault
-    world = random_world(rng, depth, fault, num_host_blocks, groups, stages, disk, peers, store)
+    world = random_world(rng, depth, fault, num_host_blocks, groups, stages, disk, peers, store, num_drafts)
     stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
     sent: dict[int, Sent] = {}
     next_id = 1

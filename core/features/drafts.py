@@ -1,0 +1,50 @@
+"""Speculative decoding: allow decode rows to verify draft tokens.
+
+The executor chooses the drafts and computes them in the same step as the newest token, so it draws after each of
+them. A draft is accepted if it equals the token drawn at its position. Outputs are therefore the same without drafts.
+
+The number of accepted drafts is known when the result arrives. Until then ``length`` and ``planned`` of a request are
+lower bounds, and ``num_in_doubt`` is the number of drafts in flight: the largest error of both. Drafts only use blocks
+that the request has, or that are free.
+"""
+
+from __future__ import annotations
+
+from quintet.core import block_manager
+from quintet.core.hooks import Feature, Setup
+from quintet.core.requests.request import Request
+from quintet.core.scheduler_state import SchedulerState
+from quintet.core.step_builder import StepBuilder
+
+
+def build(setup: Setup) -> Feature | None:
+    """Return the feature if speculative decoding is configured."""
+    config = setup.scheduler.speculative
+    if config is None:
+        return None
+    most = config.num_speculative_tokens
+
+    def claim(state: SchedulerState, request: Request) -> bool:
+        """Return True unless the draws of a step depend on a state that advances by one token at a time."""
+        params = request.spec.params
+        has_host_state = params.structured_outputs is not None or params.thinking_token_budget is not None
+        request.max_drafts = 0 if has_host_state or state.limits.groups.states else most
+        return request.max_drafts > 0
+
+    return Feature("drafts", claim=claim, attach=attach)
+
+
+def attach(state: SchedulerState, step: StepBuilder) -> None:
+    """Attach the number of drafts that each row may verify, within its limit and its blocks."""
+    drafts = bytearray(len(step.rows))
+    for row, request in enumerate(step.rows):
+        if not request.max_drafts or not step.samples[row] or step.counts[row] != 1:
+            continue
+        wanted = min(request.max_drafts, request.limit - request.length - request.num_in_doubt)
+        if request.num_covered - request.planned < wanted:
+            block_manager.extend_early(state, step, request)
+        num_drafts = min(wanted, request.num_covered - request.planned)
+        request.num_in_doubt += num_drafts
+        request.num_covered -= num_drafts
+        drafts[row] = 1 + num_drafts
+    step.columns["drafts"] = bytes(drafts)

@@ -1,0 +1,60 @@
+"""Speculative decoding in the core: the outputs are those without drafts, in random traces and in fewer steps."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from quintet.wire.config import SpeculativeConfig
+from quintet.wire.kv_spec import KvGroup
+from quintet.wire.step import StepPlan
+
+from .fake import World, expected
+from .trace import assert_served, random_trace
+
+
+def drafts_of(world: World) -> list[bytes]:
+    """Return the drafts column of each plan."""
+    return [msgspec.msgpack.decode(plan, type=StepPlan).drafts for plan in world.plans]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_trace_with_drafts_has_the_outputs_without(seed: int) -> None:
+    rng = random.Random(seed)
+    host, poisonous, groups = 20 * (seed % 2), 0.1 * (seed % 3 == 0), seed % 4 == 0
+    world, sent = random_trace(
+        seed, 250, 1 + seed % 3, poisonous, host, in_groups=groups, num_drafts=rng.choice([1, 3, 8])
+    )
+    assert_served(world, sent)
+
+
+def test_accepted_drafts_save_steps() -> None:
+    world = World(
+        speculative=SpeculativeConfig(num_speculative_tokens=8), block_size=16, max_steps_in_flight=2
+    )
+    world.admit(1, [5, 6, 7], max_tokens=120, ignore_eos=True)
+    world.run()
+    assert world.outcomes[1].tokens == expected([5, 6, 7], 1, 120, ())
+    assert world.engine.state is not None
+    counters = world.engine.state.counters
+    assert len(world.plans) < 80 and counters.num_accepted_tokens > 40
+    assert counters.generation_tokens == 120 and counters.num_draft_tokens > counters.num_accepted_tokens
+
+
+def test_row_never_verifies_drafts_beyond_its_limit() -> None:
+    world = World(speculative=SpeculativeConfig(num_speculative_tokens=8), max_steps_in_flight=1)
+    world.admit(1, [5, 6, 7], max_tokens=2, ignore_eos=True)
+    world.run()
+    assert drafts_of(world) == [b"\0", b"\1"]
+
+
+@pytest.mark.parametrize("form", ["state", "grammar"])
+def test_request_whose_draws_need_host_state_gets_no_drafts(form: str) -> None:
+    groups = [KvGroup("full", [0]), KvGroup("state", [1])] if form == "state" else [KvGroup("full", [0])]
+    world = World(groups=groups, speculative=SpeculativeConfig())
+    options = {} if form == "state" else {"thinking_token_budget": 5}
+    world.admit(1, [5, 6, 7], max_tokens=9, ignore_eos=True, **options)
+    world.run()
+    assert not any(drafts_of(world))
