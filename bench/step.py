@@ -31,15 +31,15 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.platforms.shares import take_share
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.batch import Rows
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
-from quintet.executor.distributed.parallel.leader import make_leader_worker
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.fitting import leaves_of
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import Share
 from quintet.executor.model_config.spec import DecoderSpec
-from quintet.executor.worker import Worker, make_torch_worker
+from quintet.executor.worker import Worker
 from quintet.process.trace import no_span
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import (
@@ -277,11 +277,13 @@ class Steps:
 def loaded(config: EngineConfig) -> Iterator[tuple[Worker, EngineConfig]]:
     """Load a worker, with the processes of other ranks where there are some."""
     if config.executor.tensor_parallel_size == 1:
-        yield make_torch_worker(config), config
+        worker = make_worker(config)
+        assert isinstance(worker, Worker)
+        yield worker, config
         return
     with closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
         config = take_share(0, config)
-        worker = make_leader_worker(config, no_span, followers)
+        worker = make_worker(config, no_span, followers.memory)
         assert isinstance(worker, Worker), "steps of a pipeline are not waited for one by one"
         yield worker, config
 

@@ -1,8 +1,8 @@
 """Run the executor's loop: receive plans, send results in the same order.
 
 The loop starts a plan on arrival, while earlier steps still run. The core limits the number of steps in flight
-(`SchedulerConfig.max_steps_in_flight`). This module owns the choice of worker and the handshake with the core (`Capacity`). It
-handles no tensors. After a step raises, it resets the tables and reports the failure; the core isolates the request.
+(`SchedulerConfig.max_steps_in_flight`). This module owns the handshake with the core (`Capacity`). It handles no tensors.
+After a step raises, it resets the tables and reports the failure; the core isolates the request.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable
 
+from quintet.executor.backends import registry
 from quintet.executor.backends.platforms.shares import take_share
+from quintet.executor.backends.registry import BACKENDS, import_backend
 from quintet.executor.checkpoints.weights.read_ahead import read_ahead, reserve_ahead
+from quintet.executor.context import RankMemory
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.expert_metrics import ExpertMetrics
 from quintet.executor.in_flight import InFlight, StartedStep
@@ -33,18 +35,6 @@ from quintet.wire.kv_tiers import DiskResultsReady, KvTierRequests
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
 from quintet.wire.supervision import Topology
-
-WORKERS = {
-    "torch": "quintet.executor.worker:make_worker",
-    "mock": "quintet.executor.mock:make_worker",
-}
-"""``ExecutorConfig.kind`` to the function that makes the worker. Imported on selection: the mock needs no torch."""
-
-LEADERS = {
-    "cpu": "quintet.executor.distributed.parallel.leader:make_leader_worker",
-    "cuda": "quintet.executor.backends.cuda.ranks.leader:make_leader_worker",
-}
-"""``ExecutorConfig.device`` to the function that makes rank 0's worker; the function also takes the other ranks."""
 
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
@@ -68,14 +58,14 @@ MAX_FAILURE_CHARS = 200
 
 
 def begin_imports() -> None:
-    """Start a thread that imports the real worker's modules while the configuration is resolved.
+    """Start a thread that imports the CPU back end while the configuration is resolved.
 
     `make_worker` waits for the thread through Python's import lock. It repeats an import that failed, and raises its
     error.
     """
     _set_environment()
     gc.disable()  # see `make_worker`
-    module, _, _ = WORKERS["torch"].partition(":")
+    module, _, _ = BACKENDS["cpu"].worker.partition(":")
     threading.Thread(target=_import_quietly, args=(module,), name="imports", daemon=True).start()
 
 
@@ -90,20 +80,17 @@ def _set_environment() -> None:
 
 
 def make_worker(config: EngineConfig, span: Span, followers: FollowerProcesses | None = None) -> StepWorker:
-    """Import and build the worker that the configuration names; with ``followers``, a worker that spans several ranks."""
+    """Import and build the configured worker; with ``followers``, a worker that spans several ranks."""
     _set_environment()
     ahead = None
     if config.executor.kind == "torch" and config.executor.load_format == "auto":
         read_ahead(config, share_of(config.executor, 0).label)
         ahead = reserve_ahead(config)
-    path = LEADERS[config.executor.device] if followers else WORKERS[config.executor.kind]
-    module, _, function = path.partition(":")
     gc.disable()  # importing torch makes a million permanent objects; collecting among them takes 1/7 of the import time
-    make: Callable[..., StepWorker] = getattr(importlib.import_module(module), function)
+    import_backend(config)
     gc.enable()
-    if followers is not None:
-        return make(config, span, followers)
-    return make(config, span) if ahead is None else make(config, span, ahead)
+    memory = RankMemory() if followers is None else followers.memory
+    return registry.make_worker(config, span, memory, ahead)
 
 
 Message = StepPlan | KvTierRequests | KvPins

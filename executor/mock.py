@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from quintet.executor.context import WorkerContext
 from quintet.executor.interface import Finished
 from quintet.executor.mock_script import MockScript, read_mock_script
 from quintet.process.trace import Span, no_span
-from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
@@ -210,9 +210,9 @@ def plain_ids(vocab_size: int, eos_token_ids: list[int]) -> NDArray[np.int32]:
     return plain
 
 
-def make_worker(config: EngineConfig, span: Span = no_span) -> MockWorker:
-    """Make the mock worker that the configuration describes."""
-    script = None
+def make_worker(context: WorkerContext) -> MockWorker:
+    """See `quintet.executor.backends.registry.Backend`."""
+    config, script = context.config, None
     if config.executor.mock_script is not None:
         tokenizer_file = Path(config.model.tokenizer_path) / "tokenizer.json"
         end_id = config.model.eos_token_ids[0]
@@ -223,6 +223,6 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> MockWorker:
         eos_token_ids=config.model.eos_token_ids,
         num_blocks=config.model.kv.num_blocks(config.cache.memory_bytes),
         step_s=config.executor.step_ms * 1e-3,
-        span=span,
+        span=context.span,
         script=script,
     )

@@ -27,9 +27,9 @@ from bench.distributed.stages import run
 from bench.overhead.run import Machine, _commit, machine
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.backends.platforms.shares import take_share
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.distributed.hosts.member import MemberSettings
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
-from quintet.executor.distributed.parallel.leader import make_leader_worker
 from quintet.executor.worker import Worker
 from quintet.process.trace import no_span
 from quintet.wire.config import EngineConfig, HostsConfig
@@ -101,7 +101,7 @@ def measure(shape: str, hosts: int) -> list[Figure]:
         if hosts > 1:
             config = stack.enter_context(other_host(config, folder))
         followers = stack.enter_context(closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)))
-        worker = make_leader_worker(take_share(0, config), no_span, followers)
+        worker = make_worker(take_share(0, config), no_span, followers.memory)
         assert isinstance(worker, Worker)
         while worker.has_idle_tasks:
             worker.run_idle_task()

@@ -26,11 +26,11 @@ import msgspec
 from bench.overhead.run import Machine, _commit, machine
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.backends.platforms.shares import take_share
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
-from quintet.executor.distributed.parallel.leader import make_leader_worker
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.interface import Pending, StepWorker
-from quintet.executor.worker import Worker, make_torch_worker
+from quintet.executor.worker import Worker
 from quintet.process.trace import no_span
 from quintet.wire.ids import Role, WorkerId
 
@@ -98,11 +98,9 @@ def measure(shape: str, stages: int, threads: int) -> list[Figure]:
         config = msgspec.structs.replace(config, scheduler=scheduler, executor=executor)
         worker: StepWorker
         if stages == 1:
-            return _figures(
-                make_torch_worker(config), stages, config.model.vocab_size, config.model.max_model_len
-            )
+            return _figures(make_worker(config), stages, config.model.vocab_size, config.model.max_model_len)
         with closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
-            worker = make_leader_worker(take_share(0, config), no_span, followers)
+            worker = make_worker(take_share(0, config), no_span, followers.memory)
             figures = _figures(worker, stages, config.model.vocab_size, config.model.max_model_len)
     return figures
 

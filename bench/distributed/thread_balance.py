@@ -18,7 +18,8 @@ from pathlib import Path
 
 from bench.step import SHAPES, Room, config_of
 from quintet.executor.backends.cpu.program.runner import OpBalance, ProgramRunner
-from quintet.executor.worker import make_torch_worker
+from quintet.executor.backends.registry import make_worker
+from quintet.executor.worker import Worker
 
 THREADS = (2, 4, 8, 16, 32, 48, 64, 96)
 STEPS = {"decode, 1 row": (1, 256, 1), "decode, 32 rows": (32, 256, 1), "prompt of 2,048": (1, 0, 2048)}
@@ -96,7 +97,8 @@ def main() -> None:
     runners = {}
     for shape in chosen.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            worker = make_torch_worker(config_of(Path(folder), SHAPES[shape], room))
+            worker = make_worker(config_of(Path(folder), SHAPES[shape], room))
+        assert isinstance(worker, Worker)
         runner = worker.runner
         assert isinstance(runner, ProgramRunner), "the compiled kernels are not in use"
         print("\n".join(rows_of_table(runner, shape, chosen.threads)), flush=True)

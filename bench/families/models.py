@@ -17,9 +17,10 @@ from bench.step import BLOCK_SIZE, Steps
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.backends.torch.fallback.host_runner import HostRunner
 from quintet.executor.batch import Rows
-from quintet.executor.worker import Worker, make_torch_worker
+from quintet.executor.worker import Worker
 from quintet.wire.config import EngineConfig
 
 
@@ -60,7 +61,8 @@ def open_model(folder: Path, card: Mapping[str, Any], room: Room) -> tuple[Engin
         cache=msgspec.structs.replace(config.cache, memory_bytes=blocks * config.model.kv.bytes_per_block),
         executor=msgspec.structs.replace(config.executor, seed=1),
     )
-    worker = make_torch_worker(config)
+    worker = make_worker(config)
+    assert isinstance(worker, Worker)
     while worker.has_idle_tasks:  # what a server has behind it after its first idle seconds
         worker.run_idle_task()
     return config, worker

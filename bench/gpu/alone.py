@@ -22,7 +22,7 @@ from bench.gpu.engine import EngineAlone, finish_chores
 from bench.gpu.machine import environment
 from bench.gpu.shapes import engine_config, shape_for
 from bench.gpu.workload import Work, requests
-from quintet.executor.worker import make_worker
+from quintet.executor.backends.registry import make_worker
 from quintet.wire.params import SamplingParams
 
 

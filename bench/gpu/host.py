@@ -27,11 +27,12 @@ from bench.gpu.shapes import BLOCK_SIZE, LLAMA_3_8B, Shape, engine_config
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Argument, Event, Kernel, Size
 from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.checkpoints.weights.load import fill_randomly
+from quintet.executor.context import WorkerContext
 from quintet.executor.interface import StepWorker
 from quintet.executor.model_config.card import card_of
 from quintet.executor.models.model import Setting, build_model
-from quintet.executor.worker import make_worker
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan
@@ -139,7 +140,7 @@ def open_worker(shape: Shape, device: str, folder: Path) -> tuple[StepWorker, Ho
     setting = Setting(host.torch_device, torch.bfloat16, RowMajor())
     model = build_model(config.model.architecture, card_of(config.model), setting)
     fill_randomly(model.weights, 0)
-    worker = make_device_worker(host, model, config, torch.bfloat16, {})
+    worker = make_device_worker(host, model, WorkerContext(config))
     host.checks_arguments = False  # as on a GPU, after boot
     return worker, host
 

@@ -26,8 +26,8 @@ from bench.gpu.engine import MAX_IN_FLIGHT, Timing, drive, finish_chores
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.plans import Batch, NoRoom, Plans
 from bench.gpu.shapes import BLOCK_SIZE, Shape, engine_config, shape_for
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import StepWorker
-from quintet.executor.worker import make_worker
 
 WARM_UP = 8
 MEASURED_S = 0.6

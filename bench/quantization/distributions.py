@@ -19,9 +19,10 @@ import torch
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.batch import Rows
 from quintet.executor.sequences import place, plan_of_pieces
-from quintet.executor.worker import Worker, make_torch_worker
+from quintet.executor.worker import Worker
 
 Reference = list[torch.Tensor]
 """Log-probabilities of each window, float32 ``[tokens - 1, vocabulary]``."""
@@ -62,7 +63,8 @@ def score(name: str, options: Mapping[str, Any], windows: Sequence[list[int]], r
     is_reference = not reference
     with tempfile.TemporaryDirectory() as folder:
         config = resolve(_options(options, windows), Path(folder) / "run", http=False).config
-    worker, kv = make_torch_worker(config), config.model.kv
+    worker, kv = make_worker(config), config.model.kv
+    assert isinstance(worker, Worker)
     sums = _Sums()
     for index, (tokens, logprobs) in enumerate(zip(windows, _logprobs(worker, windows), strict=True)):
         if is_reference:

@@ -12,12 +12,13 @@ import numpy as np
 from tests.cuda.rank_devices import devices_of
 from tests.cuda.test_worker import model_on
 
+from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS, PackedPlan
 from quintet.executor.backends.cuda.ranks.follower import follow
 from quintet.executor.backends.cuda.ranks.group import open_device_ranks
-from quintet.executor.backends.cuda.ranks.leader import lead
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.worker import DeviceWorker
+from quintet.executor.context import WorkerContext
 from quintet.wire.config import EngineConfig
 
 
@@ -31,10 +32,14 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
     descriptor, devices = os.memfd_create("ranks"), devices_of(executor.tensor_parallel_size)
     is_over = threading.Event()
 
+    def context_of(rank: int) -> WorkerContext:
+        context = WorkerContext(config)
+        context.join(open_device_ranks(config, descriptor, rank))
+        return context
+
     def run_rank(rank: int) -> None:
-        ranks = open_device_ranks(config, descriptor, rank)
-        model = model_on(devices[rank], config, ranks.share)
-        for _ in follow(devices[rank], model, config, ranks):
+        context = context_of(rank)
+        for _ in follow(devices[rank], model_on(devices[rank], config, context.share), context):
             if is_over.is_set():
                 return
 
@@ -43,8 +48,8 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
     ]
     for thread in threads:
         thread.start()
-    first = open_device_ranks(config, descriptor, 0)
-    worker = lead(devices[0], model_on(devices[0], config, first.share), config, {}, first)
+    first = context_of(0)
+    worker = make_device_worker(devices[0], model_on(devices[0], config, first.share), first)
     while worker.has_idle_tasks:
         worker.run_idle_task()
     try:
@@ -53,7 +58,8 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
         is_over.set()
         nothing = slice(0, 0)
         last = PackedPlan(0, 0, 0, 0, HEADER_WORDS, nothing, nothing, nothing)
-        RankBroadcaster(first).step(np.zeros(HEADER_WORDS, np.int32), last, None)
+        assert first.ranks is not None
+        RankBroadcaster(first.ranks).step(np.zeros(HEADER_WORDS, np.int32), last, None)
         for thread in threads:
             thread.join()
         os.close(descriptor)

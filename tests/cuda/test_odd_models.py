@@ -16,6 +16,7 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
 from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.context import WorkerContext
 from quintet.executor.models.model import Setting
 from quintet.wire.params import SamplingParams
 
@@ -37,7 +38,7 @@ def test_tokens_equal_torch(
     setting = Setting(device.torch_device, torch.float32, RowMajor())
     with torch.inference_mode():
         model = OddModel(kind, setting)
-    worker = make_device_worker(device, model, config, torch.float32, {})
+    worker = make_device_worker(device, model, WorkerContext(config))
     engine = CoreAndWorker(config, worker)
     for i, prompt in enumerate(PROMPTS):
         engine.admit(i, prompt, SamplingParams(temperature=0.0, max_tokens=8, seed=0))

@@ -27,6 +27,7 @@ from tests.models.test_qwen1_long import Qwen1WithPrompts
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.worker import DeviceWorker
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.checkpoints.gguf.weights import open_gguf
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.gguf import GgufQuantization
@@ -35,11 +36,11 @@ from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.quant.stored import StoredQuantization
 from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
+from quintet.executor.context import WorkerContext
 from quintet.executor.loading import MODEL_DTYPES as DTYPES
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.models.model import CausalModel, Setting, build_model
-from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf
 from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
@@ -109,7 +110,7 @@ def worker_on(
     """Return a worker with all its graphs captured if ``captured``, else with none."""
     settings = msgspec.structs.replace(config.executor, enforce_eager=not captured, **executor)
     config = msgspec.structs.replace(config, executor=settings)
-    worker = make_device_worker(device, model_on(device, config), config, DTYPES[config.model.dtype], {})
+    worker = make_device_worker(device, model_on(device, config), WorkerContext(config))
     while worker.has_idle_tasks:
         worker.run_idle_task()
     return worker
@@ -248,7 +249,7 @@ def test_structured_outputs(serve: Callable[..., Any], tmp_path: Path, device: D
     served = serve(FAMILIES["qwen2"](), max_model_len=96)
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
     drawn = []
-    for worker in (make_torch_worker(config), worker_on(device, config)):
+    for worker in (make_worker(config), worker_on(device, config)):
         driver = CoreAndWorker(config, worker)
         for number in (0, 1, 2, 4):
             driver.admit(number + 1, prompts_of()[number], byte_vocabulary.requested(num_tokens=24)[number])

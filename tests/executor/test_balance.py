@@ -10,7 +10,8 @@ from bench.step import SHAPES, Room, config_of
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
 from quintet.executor.backends.cpu.program.runner import OpBalance, ProgramRunner
-from quintet.executor.worker import Worker, make_torch_worker
+from quintet.executor.backends.registry import make_worker
+from quintet.executor.worker import Worker
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 
@@ -25,7 +26,7 @@ def worker_of(shape: dict[str, object], folder: Path) -> Worker:
     """Return a worker with one layer and a small vocabulary: the division does not depend on the number of layers."""
     card = shape | {"num_hidden_layers": 1, "vocab_size": 1024}
     room = Room(rows=[32], context=2048, new=1, repetitions=0)
-    return make_torch_worker(config_of(folder, card, room))
+    return make_worker(config_of(folder, card, room))
 
 
 @pytest.mark.parametrize("step", STEPS)

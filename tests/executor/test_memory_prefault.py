@@ -13,6 +13,7 @@ from tests.frontend.configs import make_config
 
 from quintet.executor import main
 from quintet.executor.backends.cpu.ops.huge_memory import PAGE_BYTES, PIECE_BYTES, HugeMemory
+from quintet.executor.backends.registry import BACKENDS, Backend
 from quintet.executor.checkpoints.weights.read_ahead import reserve_ahead
 from quintet.executor.checkpoints.weights.store import Description, reserve
 from quintet.process.trace import no_span
@@ -98,16 +99,16 @@ def test_no_prefault_for_layers_of_transformers(tmp_path: Path) -> None:
 def test_a_worker_that_reads_weights_receives_the_reservation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, load_format: str
 ) -> None:
-    given: list[tuple[Any, ...]] = []
-    monkeypatch.setitem(main.WORKERS, kind, f"{__name__}:worker")
-    monkeypatch.setattr(sys.modules[__name__], "worker", lambda *them: given.append(them))
+    given: list[HugeMemory | None] = []
+    backend = Backend(f"{__name__}:worker")
+    monkeypatch.setitem(BACKENDS, "mock" if kind == "mock" else "cpu", backend)
+    monkeypatch.setattr(sys.modules[__name__], "worker", lambda context: given.append(context.ahead))
     main.make_worker(config_of(tmp_path, kind=kind, load_format=load_format), no_span)
-    (them,) = given
-    reservations = them[2:]
-    assert [type(each) for each in reservations] == [HugeMemory] * (kind == "torch" and load_format == "auto")
-    for memory in reservations:
+    (memory,) = given
+    assert (memory is not None) == (kind == "torch" and load_format == "auto")
+    if memory is not None:
         memory.shrink(0)
 
 
 def worker() -> None:
-    """Replace the worker that the configuration names."""
+    """Replace the back end that the configuration names."""

@@ -14,8 +14,8 @@ import msgspec
 from bench.gpu.engine import EngineAlone, finish_chores
 from tests.models.conftest import engine_config
 
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import StepWorker
-from quintet.executor.worker import make_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
 

@@ -27,8 +27,8 @@ from tests.models.conftest import engine_config, serve
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, NUM_TOKENS, CoreAndWorker, changed
 
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import StepWorker
-from quintet.executor.worker import make_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
 

@@ -21,7 +21,7 @@ from tests.gpu.small import (
     with_scheduler,
 )
 
-from quintet.executor.worker import make_worker
+from quintet.executor.backends.registry import make_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
 

@@ -18,7 +18,8 @@ from tests.models.random_checkpoints import batched_logits, greedy
 from quintet.deploy.config import rules
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.card import read_facts
-from quintet.executor.worker import Worker, make_torch_worker
+from quintet.executor.backends.registry import make_worker
+from quintet.executor.worker import Worker
 from quintet.wire.codec import pack_i32, pack_u8, unpack_i32
 from quintet.wire.config import (
     CacheConfig,
@@ -268,6 +269,6 @@ def serve(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Serve
 
         card = json.loads((tmp_path / "config.json").read_bytes())
         resolved = engine_config(tmp_path, card, block_size, max_model_len)
-        return Served(reference, SmallCore(make_torch_worker(resolved), block_size), resolved)
+        return Served(reference, SmallCore(make_worker(resolved), block_size), resolved)
 
     return serve

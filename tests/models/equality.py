@@ -24,9 +24,10 @@ from tests.models.test_same_bits import LogitRecorder
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.executor import worker as worker_module
+from quintet.executor.backends.cpu import backend as cpu_backend
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
-from quintet.executor.worker import Worker, make_torch_worker
+from quintet.executor.backends.registry import make_worker
+from quintet.executor.worker import Worker
 from quintet.wire.config import EngineConfig, Quantization
 from quintet.wire.params import SamplingParams
 
@@ -87,11 +88,11 @@ def load(
     )
     config = with_blocks(resolve(submitted, RUN_DIR, http=False).config, NUM_BLOCKS)
     if not compiled:
-        with mock.patch.object(worker_module, "program_library", lambda: None):
-            worker = make_torch_worker(config)
+        with mock.patch.object(cpu_backend, "program_library", lambda: None):
+            worker = make_worker(config)
         assert not isinstance(worker.runner, ProgramRunner)
         return Loaded(config, worker)
-    worker = make_torch_worker(config)
+    worker = make_worker(config)
     recorded = config.model.implementation == "quintet"
     assert isinstance(worker.runner, ProgramRunner) == recorded, "the compiled kernels do not take this model"
     return Loaded(config, worker)

@@ -16,7 +16,7 @@ from tests.models.rows import gpt, states
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, CoreAndWorker, changed, small_kv, without_prefix_cache
 
-from quintet.executor.worker import make_torch_worker
+from quintet.executor.backends.registry import make_worker
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.params import SamplingParams
 
@@ -45,7 +45,7 @@ def test_vectors_of_tokens_give_the_results_of_the_tokens(serve: Callable[..., A
         "together": (changed(config), worker),
         "chunks": (changed(config, max_num_batched_tokens=17, long_prefill_token_threshold=5), worker),
         "preemption": (without_prefix_cache(small_kv(changed(config, max_num_batched_tokens=13))), worker),
-        "swapped": (swapping, make_torch_worker(swapping)),
+        "swapped": (swapping, make_worker(swapping)),
     }
     for name, (variant, executes) in variants.items():
         driver = CoreAndWorker(variant, executes)

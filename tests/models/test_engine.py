@@ -13,8 +13,8 @@ from tests.models.small_models import FAMILIES, prompts_of
 
 from quintet.core.engine import Engine
 from quintet.core.token_messages import StepMessages
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import KvTierWorker, Pending, StepWorker
-from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, digest_of
@@ -34,7 +34,7 @@ class CoreAndWorker:
 
     def __init__(self, config: EngineConfig, worker: StepWorker | None = None) -> None:
         self.engine = Engine(config.model, config.cache, config.scheduler)
-        self.worker = worker or make_torch_worker(config)
+        self.worker = worker or make_worker(config)
         self.worker.reset()
         self._pending: deque[Pending] = deque()
         self.block_size = config.model.kv.block_size

@@ -9,8 +9,9 @@ import torch
 from tests.models.conftest import SmallCore, engine_config
 from tests.models.odd_models import CARD, KINDS, LAYERS, OddModel
 
-from quintet.executor import worker as workers
+from quintet.executor import loading
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.backends.torch.eager import EagerRunner
 from quintet.executor.checkpoints.quant.registry import open_quantization
 from quintet.executor.models.model import Setting
@@ -30,8 +31,10 @@ OPERATIONS = {
 def worker_of(kind: str, folder: Path, block_size: int, monkeypatch: pytest.MonkeyPatch) -> Worker:
     """Return a worker on the CPU; torch computes blocks of 4."""
     setting = Setting(torch.device("cpu"), torch.float32, open_quantization("none"))
-    monkeypatch.setattr(workers, "load_model", lambda *_, **__: OddModel(kind, setting))
-    return workers.make_torch_worker(engine_config(folder, CARD, block_size, 128))
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: OddModel(kind, setting))
+    worker = make_worker(engine_config(folder, CARD, block_size, 128))
+    assert isinstance(worker, Worker)
+    return worker
 
 
 def tokens_of(worker: Worker, block_size: int, chunk: int) -> list[list[int]]:

@@ -21,12 +21,13 @@ from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cach
 
 from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.batch import Int, Rows
 from quintet.executor.interface import Finished
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
-from quintet.executor.worker import Worker, make_torch_worker
+from quintet.executor.worker import Worker
 from quintet.wire.config import EngineConfig, KvFormat
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan
@@ -182,7 +183,7 @@ def test_logits_do_not_depend_on_batch_or_schedule(
     card = card_of(MODELS[model], tmp_path)
     config = engine_config(tmp_path, card, 16, 288, dtype, load_format="dummy", seed=3)
     config = with_kv(changed(config, max_num_seqs=64), kv)
-    worker = make_torch_worker(config)
+    worker = make_worker(config)
     assert isinstance(worker.runner, ProgramRunner)
     library = open_library()
     assert library is not None

@@ -11,7 +11,7 @@ from tests.models import byte_vocabulary
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import CoreAndWorker, changed, small_kv, without_prefix_cache
 
-from quintet.executor.worker import make_torch_worker
+from quintet.executor.backends.registry import make_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import Capacity
 
@@ -31,7 +31,7 @@ def run(config: EngineConfig, worker: Any, which: list[int]) -> dict[int, list[i
 def test_outputs_match_their_format_in_every_schedule(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
-    worker = make_torch_worker(config)
+    worker = make_worker(config)
     everyone = list(range(len(byte_vocabulary.requested())))
     together = run(config, worker, everyone)
     byte_vocabulary.check(together)
@@ -51,7 +51,7 @@ def test_another_executor_resumes_the_requests(serve: Callable[..., Any], tmp_pa
     """The outputs return with the request."""
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
-    whole = run(config, make_torch_worker(config), [0, 1])
+    whole = run(config, make_worker(config), [0, 1])
     driver = CoreAndWorker(config)
     for number in (0, 1):
         driver.admit(number + 1, prompts_of()[number], byte_vocabulary.requested()[number])
@@ -59,7 +59,7 @@ def test_another_executor_resumes_the_requests(serve: Callable[..., Any], tmp_pa
         plan = driver.engine.plan(0)
         assert plan is not None
         driver._apply(driver.engine.commit(driver.worker.begin(plan).result(), 0))
-    driver.worker = make_torch_worker(config)  # the first executor is gone
+    driver.worker = make_worker(config)  # the first executor is gone
     limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
     num_blocks = config.cache.memory_bytes // config.model.kv.bytes_per_block
     driver._apply(driver.engine.capacity(Capacity(2, num_blocks, driver.block_size, *limits), 0))

@@ -15,16 +15,18 @@ from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
 from quintet.executor.backends.cuda.kv_memory import DeviceKv, graph_bytes, num_kv_blocks
-from quintet.executor.backends.cuda.ranks.group import DeviceGroup
+from quintet.executor.backends.cuda.ranks.group import DeviceGroup, group_of, open_device_ranks
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DeviceRunner
 from quintet.executor.backends.cuda.steps import DeviceSteps
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.backends.cuda.worker import DeviceWorker
+from quintet.executor.backends.platforms.cuda import open_cuda_device
+from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.model import CausalModel
-from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 log = logging.getLogger("quintet")
@@ -43,25 +45,33 @@ class OpenedRunner:
     num_blocks: int
 
 
+def make_worker(context: WorkerContext) -> DeviceWorker:
+    """See `quintet.executor.backends.registry.Backend`. Several ranks load their shares concurrently."""
+    config, _ = context.config, context.platform  # the platform is opened first
+    device = open_cuda_device(config.executor)
+    if context.memory.groups:
+        context.join(open_device_ranks(config, context.memory.groups[0], 0))
+    worker = make_device_worker(device, context.load(on_device=True), context)
+    worker.facts = {**context.facts(worker.num_blocks), **worker.facts}
+    return worker
+
+
 @torch.inference_mode()
-def make_device_worker(
-    device: Device,
-    model: CausalModel,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    facts: dict[str, str],
-    span: Span = no_span,
-    group: DeviceGroup | None = None,
-    ranks: Ranks | None = None,
-) -> DeviceWorker:
+def make_device_worker(device: Device, model: CausalModel, context: WorkerContext) -> DeviceWorker:
     """Return the worker, ready for plans; graphs are captured later. Raises `ConfigError` if memory is too small.
 
-    group, ranks: given for rank 0 of several ranks.
+    With several ranks, return when all are ready; the others run `quintet.executor.backends.cuda.ranks.follower.follow`.
     """
-    opened = open_runner(device, model, config, dtype, group, ranks)
+    config, ranks = context.config, context.ranks
+    group = None if ranks is None else group_of(device, ranks, config)
+    opened = open_runner(device, model, config, group, ranks)
     steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
     broadcaster = None if ranks is None else RankBroadcaster(ranks)
-    return DeviceWorker(steps, config, opened.num_blocks, facts, span, group, broadcaster)
+    worker = DeviceWorker(steps, config, opened.num_blocks, context.span, group, broadcaster)
+    if ranks is not None:
+        ranks.wait_for_all()
+        worker.facts["ranks"] = str(ranks.share.size)
+    return worker
 
 
 @torch.inference_mode()
@@ -69,12 +79,12 @@ def open_runner(
     device: Device,
     model: CausalModel,
     config: EngineConfig,
-    dtype: torch.dtype,
     group: DeviceGroup | None = None,
     ranks: Ranks | None = None,
 ) -> OpenedRunner:
     """Return the runner with its KV memory. Several ranks call it concurrently; all get the smallest block count of any rank."""
     spec, scheduler, torch_device = config.model.kv, config.scheduler, device.torch_device
+    dtype = MODEL_DTYPES[config.model.dtype]
     device.checks_arguments = True
     kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
     is_invariant = config.executor.batch_invariant

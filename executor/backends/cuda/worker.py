@@ -14,7 +14,7 @@ For the sampler, kernels replace the torch operations and logits processors if a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -118,14 +118,13 @@ class DeviceWorker:
         steps: DeviceSteps,
         config: EngineConfig,
         num_blocks: int,
-        facts: Mapping[str, str],
         span: Span = no_span,
         group: DeviceGroup | None = None,
         broadcaster: RankBroadcaster | None = None,
     ) -> None:
         """group, broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps."""
         self.num_blocks = num_blocks
-        self.facts = {**facts, "blocks": str(num_blocks)}
+        self.facts = {"blocks": str(num_blocks)}
         self.runner = runner = steps.runner
         self.steps = steps
         self._device = device = runner.device

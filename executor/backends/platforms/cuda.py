@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.kernels.modules import MIN_CAPABILITY, modules
 from quintet.executor.backends.platforms.cores import default_threads, usable_cores
 from quintet.executor.backends.platforms.platform import Platform
+from quintet.executor.backends.registry import Unsupported
 from quintet.wire.config import ExecutorConfig
 from quintet.wire.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 def open_platform(config: ExecutorConfig) -> Platform:
@@ -40,35 +37,14 @@ def open_platform(config: ExecutorConfig) -> Platform:
     return Platform("cuda", torch.device("cuda", index), torch.cuda.get_device_name(index))
 
 
-def open_cuda_device(config: ExecutorConfig) -> Device | None:
-    """Return the current CUDA device with all kernels loaded; call `open_platform` first.
+def open_cuda_device(config: ExecutorConfig) -> Device:
+    """Return the process's CUDA device with all kernels loaded; call `open_platform` first.
 
-    If they cannot be loaded: None after a warning with ``allow_torch_kernels``, otherwise `ConfigError`. Torch's operators are
-    slow and not batch-invariant, so ``batch_invariant`` needs the kernels.
-    """
-    try:
-        return _open(torch.cuda.current_device())
-    except ConfigError as error:
-        if config.batch_invariant:
-            raise ConfigError(
-                f"--batch-invariant needs Quintet's CUDA kernels, which cannot be loaded: {error}"
-            ) from error
-        if not config.allow_torch_kernels:
-            raise ConfigError(
-                f"--device is 'cuda', but Quintet's CUDA kernels cannot be loaded: {error}; alternatives:"
-                " --allow-torch-kernels (torch's operators, slow), or --device cpu"
-            ) from error
-        log.warning("using torch's operators: Quintet's CUDA kernels cannot be loaded: %s", error)
-        return None
-
-
-def open_rank_device(config: ExecutorConfig) -> Device:
-    """Return the device of one of several ranks, device 0 of its process, with our kernels loaded.
-
-    Call `open_platform` first. Raises `ConfigError`.
+    If they cannot be loaded: `Unsupported` with ``allow_torch_kernels``, otherwise `ConfigError`. Torch's operators are slow, not
+    batch-invariant, and run on one GPU only.
     """
     size, count = config.tensor_parallel_size, torch.cuda.device_count()
-    if count < size:
+    if size > max(1, count):
         raise ConfigError(
             f"--tensor-parallel-size {size} needs {size} GPUs, but {count} are available: lower it, or check `nvidia-smi`"
             " and CUDA_VISIBLE_DEVICES"
@@ -76,9 +52,19 @@ def open_rank_device(config: ExecutorConfig) -> Device:
     try:
         return _open(torch.cuda.current_device())
     except ConfigError as error:
-        raise ConfigError(
-            f"--tensor-parallel-size needs Quintet's CUDA kernels, which cannot be loaded: {error}"
-        ) from error
+        reason = f"Quintet's CUDA kernels cannot be loaded: {error}"
+        for flag, is_set in (
+            ("--tensor-parallel-size", size > 1),
+            ("--batch-invariant", config.batch_invariant),
+        ):
+            if is_set:
+                raise ConfigError(f"{flag} needs Quintet's CUDA kernels: {reason}") from error
+        if not config.allow_torch_kernels:
+            raise ConfigError(
+                f"--device is 'cuda', but {reason}; alternatives: --allow-torch-kernels (torch's operators, slow), or"
+                " --device cpu"
+            ) from error
+        raise Unsupported(reason) from error
 
 
 def extra_for(cuda_version: str | None) -> str:

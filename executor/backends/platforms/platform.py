@@ -1,4 +1,4 @@
-"""Extension point for devices: registry of platforms."""
+"""Extension point for devices: registry of platforms. Imports no torch before a device is opened."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from quintet.wire.config import ExecutorConfig
 from quintet.wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 ValueT = TypeVar("ValueT")
 

@@ -6,7 +6,6 @@ through the hub. It exits when a host is lost, and all ranks exit with it. Impor
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import time
@@ -50,7 +49,7 @@ from quintet.executor.distributed.hosts.topology import (
     receiver_host,
     sender_host,
 )
-from quintet.executor.distributed.parallel.child import ChildIdentity, parse_ints, run_child
+from quintet.executor.distributed.parallel.child import ChildIdentity, run_child
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, read_key
 from quintet.wire.codec import encode
@@ -344,9 +343,8 @@ def _bind_to_first(socket: zmq.Socket[bytes], address: str) -> None:
                 raise
 
 
-def _run(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
-    memory = parse_ints(arguments.links or arguments.groups)
-    with contextlib.closing(Hub(slot, config, memory)) as hub:
+def _run(slot: ChildIdentity, config: EngineConfig) -> None:
+    with contextlib.closing(Hub(slot, config, slot.memory.links or slot.memory.groups)) as hub:
         hub.run()
 
 

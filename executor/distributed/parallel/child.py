@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 import setproctitle
 
+from quintet.executor.context import RankMemory
 from quintet.process.log import configure_logging
 from quintet.process.runtime import die_with_parent, error_file
 from quintet.process.trace import WRITE_NOW
@@ -32,9 +33,10 @@ class ChildIdentity:
     me: WorkerId
     rank: int
     """Rank in the executor; 0 for a process that is no rank."""
+    memory: RankMemory = field(default_factory=RankMemory)
 
 
-Work = Callable[[ChildIdentity, EngineConfig, argparse.Namespace], None]
+Work = Callable[[ChildIdentity, EngineConfig], None]
 
 
 def run_child(kind: str, work: Work) -> None:
@@ -43,12 +45,8 @@ def run_child(kind: str, work: Work) -> None:
     parser.add_argument("--index", type=int, required=True, help="slot of the executor")
     parser.add_argument("--epoch", type=int, required=True, help="number of starts of that slot")
     parser.add_argument("--rank", type=int, required=True, help="rank, or 0 for the hub")
-    parser.add_argument("--groups", default="", help="descriptors of the memory of each stage's ranks")
     parser.add_argument(
-        "--links", default="", help="descriptors of the memory between each stage and the next"
-    )
-    parser.add_argument(
-        "--gather-fds", default="", help="descriptor of the memory that gathers parts of blocks"
+        "--memory", required=True, help="descriptors of the memory that the ranks share, as JSON"
     )
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     arguments = parser.parse_args()
@@ -59,7 +57,8 @@ def run_child(kind: str, work: Work) -> None:
     setproctitle.setproctitle("-".join(filter(None, (f"quintet-{me.role}-{me.index}", kind, number))))
     configure_logging(f"{me}.{kind}{number}", config.log_level)
     try:
-        work(ChildIdentity(me, arguments.rank), config, arguments)
+        memory = msgspec.json.decode(arguments.memory, type=RankMemory)
+        work(ChildIdentity(me, arguments.rank, memory), config)
     except Exception as error:  # noqa: BLE001 - the other ranks exit with this process
         end_child(error, error_file(config.run_dir, me), f"{kind} {number}".strip())
 
@@ -96,8 +95,3 @@ def end_child(error: Exception, error_path: Path, name: str, *, at_once: bool = 
 
 class ExpectedEnd(Exception):
     """An exit with a cause outside this process; the message names it."""
-
-
-def parse_ints(reason: str) -> tuple[int, ...]:
-    """Parse a comma-separated list of integers."""
-    return tuple(int(word) for word in reason.split(",") if word)

@@ -6,32 +6,17 @@ start on, even while torch is being imported.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-
 from quintet.executor.backends.platforms.shares import take_share
-from quintet.executor.distributed.parallel.child import ChildIdentity, parse_ints, run_child
+from quintet.executor.backends.registry import run_follower
+from quintet.executor.distributed.parallel.child import ChildIdentity, run_child
 from quintet.process.trace import Span, Tracer, no_span
 from quintet.wire.config import EngineConfig
 
-FOLLOWER_MODULES = {
-    "cpu": "quintet.executor.distributed.parallel.follower_loop",
-    "cuda": "quintet.executor.backends.cuda.ranks.follower",
-}
-"""Module of the follower loop by ``ExecutorConfig.device``, imported after start-up because it imports torch."""
 
-
-def _run(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
+def _run(slot: ChildIdentity, config: EngineConfig) -> None:
     span = _span_of(slot, config)
     config = take_share(slot.me.index, config, slot.rank)
-    descriptors = (
-        parse_ints(arguments.groups),
-        parse_ints(arguments.links),
-        parse_ints(arguments.gather_fds),
-    )
-    importlib.import_module(FOLLOWER_MODULES[config.executor.device]).run_follower(
-        config, *descriptors, slot.rank, span
-    )
+    run_follower(config, span, slot.memory, slot.rank)
 
 
 def _span_of(slot: ChildIdentity, config: EngineConfig) -> Span:

@@ -8,71 +8,53 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
-from quintet.executor.backends.cpu.ops.huge_pages import HugePages
+from quintet.executor.backends.cpu.backend import open_stage
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import Step
-from quintet.executor.backends.platforms.platform import Platform, open_platform
+from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.kv_gather import PartBlocks, open_parts
 from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, StepPart
 from quintet.executor.distributed.parallel.rank_views import Links, open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
-from quintet.executor.loading import load_model
-from quintet.executor.model_config.share import Share
-from quintet.executor.worker import IDLE_TASK_S, make_stage
 from quintet.process.os_tuning import trim_memory
-from quintet.process.trace import Span, no_span
+from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
 
 PROGRESS_EVERY_S = 0.2
 """Interval between progress notes of a stage."""
 
 
-def run_follower(
-    config: EngineConfig,
-    groups: Sequence[int],
-    links: Sequence[int],
-    gather_fds: Sequence[int],
-    rank: int,
-    span: Span,
-) -> None:
-    """Run a rank with assigned processors until it is killed. groups, links, gather_fds: see `FollowerProcesses`."""
-    platform, share = open_platform(config.executor), share_of_rank(config, rank)
-    group = open_ranks(config, groups[share.stage], rank) if groups else None
-    if share.rank == 0:
-        opened = open_links(config, links, share.stage)
-        _run_orders(run_stage(config, platform, share, group, opened, gather_fds, span))
-    assert group is not None, "a rank that is not the first of its stage"
-    _run_orders(follow(config, platform, group, gather_fds, span))
-
-
-def _run_orders(orders: Iterator[OrderKind | None]) -> None:
-    for kind in orders:
+def run_follower(context: WorkerContext, rank: int) -> None:
+    """Run a rank with assigned processors until it is killed."""
+    for kind in follow(context, rank):
         if kind is None:
             gc.freeze()  # loaded objects live until the process exits
 
 
-def follow(
-    config: EngineConfig,
-    platform: Platform,
-    ranks: Ranks,
-    gather_fds: Sequence[int] = (),
-    span: Span = no_span,
-) -> Iterator[OrderKind | None]:
-    """Load the rank's share, report ready, and execute orders; yield None once, then each order's kind.
+def follow(context: WorkerContext, rank: int) -> Iterator[OrderKind | None]:
+    """Load the rank's share, report ready, and execute orders; yield None once, then each order's kind."""
+    config, memory = context.config, context.memory
+    context.share = share_of_rank(config, rank)
+    if memory.groups:
+        context.join(open_ranks(config, memory.groups[context.share.stage], rank))
+    if context.share.rank == 0:
+        return _run_stage(context)
+    return _run_rank(context)
 
-    config: with the rank's threads.
-    """
-    model = load_model(config, platform, share=ranks.share)
-    stage = make_stage(model, config, platform, ranks.share, ranks)
-    step = _step_of(stage, config)
-    pages, host_blocks = model.weights.reservation, _host_blocks(stage, config)
-    parts = _open_parts(config, stage, gather_fds)
-    _report_loaded(ranks, pages)
+
+def _run_rank(context: WorkerContext) -> Iterator[OrderKind | None]:
+    """Run a rank that is not the leader of its stage."""
+    ranks, span = context.ranks, context.span
+    assert ranks is not None, "a rank that is not the first of its stage"
+    stage = open_stage(context)
+    step = _step_of(stage, context.config)
+    host_blocks, parts = _host_blocks(stage, context.config), _open_parts(context, stage)
+    _report_loaded(ranks, context)
     yield None
     ranks.done()
     num_runs = 0
@@ -105,35 +87,28 @@ def follow(
                 pass
         ranks.done()
         if kind is OrderKind.IDLE_TASK:
-            _run_idle_task(pages)  # after `done`: the leader runs its task meanwhile
-            ranks.note(Note.IDLE_TASKS, _has_idle_tasks(pages))
+            context.gather_pages()  # after `done`: the leader runs its task meanwhile
+            ranks.note(Note.IDLE_TASKS, context.has_small_pages)
         span("layers" if kind is OrderKind.RUN else "orders")
         yield kind
 
 
-def run_stage(
-    config: EngineConfig,
-    platform: Platform,
-    share: Share,
-    group: Ranks | None,
-    links: Links,
-    gather_fds: Sequence[int] = (),
-    span: Span = no_span,
-) -> Iterator[OrderKind | None]:
-    """Run the leader of a stage that is not the first, like `follow`. group: the stage's ranks, if there are several."""
-    model = load_model(config, platform, share=share)
-    stage = make_stage(model, config, platform, share, group)
-    step, pages, num_runs = _step_of(stage, config), model.weights.reservation, 0
+def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
+    """Run the leader of a stage that is not the first."""
+    config, share, group, span = context.config, context.share, context.ranks, context.span
+    links = open_links(config, context.memory.links, share.stage)
+    stage = open_stage(context)
+    step, num_runs = _step_of(stage, config), 0
     preceding, following = links.preceding, links.following
     groups = [each for each in (group, None if share.is_last else following) if each is not None]
     moves = Moves(group, None if share.is_last else following)
     host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), moves)
-    parts = _open_parts(config, stage, gather_fds)
+    parts = _open_parts(context, stage)
     for each in groups:
         each.wait_for_all()
-    _report_loaded(preceding, pages)
+    _report_loaded(preceding, context)
     is_over = threading.Event()
-    noting = (preceding, groups, stage, pages, is_over)
+    noting = (preceding, groups, stage, context, is_over)
     threading.Thread(target=_report_progress, args=noting, name="progress", daemon=True).start()
     yield None
     preceding.done()
@@ -166,7 +141,7 @@ def run_stage(
                     raise AssertionError(f"{kind.name}: only sent within a stage")
             preceding.done()
             if kind is OrderKind.IDLE_TASK:
-                _run_idle_task(pages)
+                context.gather_pages()
             span("layers" if kind is OrderKind.RUN else "orders")
             yield kind
     finally:
@@ -212,32 +187,23 @@ def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
     return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.stripe)
 
 
-def _open_parts(config: EngineConfig, stage: Stage, gather_fds: Sequence[int]) -> PartBlocks | None:
+def _open_parts(context: WorkerContext, stage: Stage) -> PartBlocks | None:
     """Return the rank's part of blocks for KV transfer; None if there is no KV transfer."""
-    share = stage.share
+    share, gather = stage.share, context.memory.gather
     rank = share.stage * share.size + share.rank
-    return open_parts(config, gather_fds[0], rank, stage.blocks, share) if gather_fds else None
+    return open_parts(context.config, gather[0], rank, stage.blocks, share) if gather else None
 
 
-def _report_loaded(ranks: Ranks, pages: HugePages | None) -> None:
+def _report_loaded(ranks: Ranks, context: WorkerContext) -> None:
     trim_memory()
-    ranks.note(Note.IDLE_TASKS, _has_idle_tasks(pages))
-
-
-def _has_idle_tasks(pages: HugePages | None) -> bool:
-    return pages is not None and pages.is_fragmented
-
-
-def _run_idle_task(pages: HugePages | None) -> None:
-    if pages is not None and pages.is_fragmented:
-        pages.gather(IDLE_TASK_S)
+    ranks.note(Note.IDLE_TASKS, context.has_small_pages)
 
 
 def _report_progress(
-    preceding: Ranks, groups: list[Ranks], stage: Stage, pages: HugePages | None, is_over: threading.Event
+    preceding: Ranks, groups: list[Ranks], stage: Stage, context: WorkerContext, is_over: threading.Event
 ) -> None:
     """Report progress and idle tasks of this stage and of the following ones."""
     while not is_over.wait(PROGRESS_EVERY_S):
         preceding.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in groups))
-        own = _has_idle_tasks(pages) or stage.has_idle_tasks
+        own = context.has_small_pages or stage.has_idle_tasks
         preceding.note(Note.IDLE_TASKS, own + sum(each.noted(Note.IDLE_TASKS) for each in groups))

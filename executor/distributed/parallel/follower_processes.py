@@ -23,10 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-from itertools import chain
 
 import msgspec
 
+from quintet.executor.context import RankMemory
 from quintet.executor.distributed.hosts.topology import ranks_of
 from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig
@@ -49,13 +49,12 @@ class FollowerProcesses:
         self._me = me
         self._is_closing = False
         size, stages = config.executor.tensor_parallel_size, config.executor.pipeline_parallel_size
-        self.groups = tuple(os.memfd_create("quintet-ranks") for _ in range(stages if size > 1 else 0))
-        """Descriptors of the memory of each stage's ranks; see `quintet.executor.distributed.parallel.ranks`."""
-        self.links = tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0))
-        """Descriptors of the links' memory between stages; see `quintet.executor.distributed.parallel.rank_views`."""
-        self.gather_fds = tuple(os.memfd_create("quintet-gather") for _ in range(config.cache.leaves))
-        """Descriptors of the KV gather memory; see `quintet.executor.distributed.parallel.kv_gather`."""
-        self._memory = {"groups": self.groups, "links": self.links, "gather-fds": self.gather_fds}
+        self.memory = RankMemory(
+            tuple(os.memfd_create("quintet-ranks") for _ in range(stages if size > 1 else 0)),
+            tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0)),
+            tuple(os.memfd_create("quintet-gather") for _ in range(config.cache.leaves)),
+        )
+        self._descriptors = (*self.memory.groups, *self.memory.links, *self.memory.gather)
         ranks = (rank for rank in ranks_of(config.executor, host) if rank != 0)
         self._processes = {f"rank {rank}": self._start(RANK, rank) for rank in ranks}
         if host == 0 and config.executor.hosts is not None:
@@ -65,7 +64,7 @@ class FollowerProcesses:
 
     def _start(self, module: str, rank: int) -> subprocess.Popen[bytes]:
         slot = ["--index", str(self._me.index), "--epoch", str(self._me.epoch), "--rank", str(rank)]
-        memory = [f"--{name}={','.join(map(str, each))}" for name, each in self._memory.items()]
+        memory = ["--memory", msgspec.json.encode(self.memory).decode()]
         parent = ["--parent", str(os.getpid())]
         with (
             tempfile.TemporaryFile() as written
@@ -75,7 +74,7 @@ class FollowerProcesses:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *slot, *memory, *parent],
                 stdin=written,
-                pass_fds=[*chain(*self._memory.values())],
+                pass_fds=self._descriptors,
                 process_group=0,
             )
 
@@ -102,7 +101,7 @@ class FollowerProcesses:
             process.kill()
         for process in self._processes.values():
             process.wait()
-        for descriptor in chain(*self._memory.values()):
+        for descriptor in self._descriptors:
             os.close(descriptor)
 
     def _write_traces(self) -> None:

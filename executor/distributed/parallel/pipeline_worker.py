@@ -11,20 +11,19 @@ the loop sends those results first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.batch import Int, Rows
+from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.rank_views import Links
-from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
@@ -34,9 +33,7 @@ from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
-from quintet.executor.worker import IDLE_TASK_S, STEPS_PER_IDLE_TASK
-from quintet.process.trace import Span
-from quintet.wire.config import EngineConfig
+from quintet.executor.worker import STEPS_PER_IDLE_TASK
 from quintet.wire.step import StepPlan, StepResult
 
 
@@ -91,26 +88,12 @@ class PipelineWorker:
 
     num_split = 0
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        links: Links,
-        group: Ranks | None,
-        config: EngineConfig,
-        num_blocks: int,
-        facts: Mapping[str, str],
-        span: Span,
-        weights: HugePages | None,
-        gather_fds: Sequence[int] = (),
-    ) -> None:
-        """Build the worker of the first stage.
-
-        group: the ranks of the first stage, if there are several. weights: the host memory of the weights. gather_fds:
-        see `FollowerProcesses`.
-        """
-        self.num_blocks = num_blocks
-        self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
-        self._pipeline, self._group, self._weights, self._span = pipeline, group, weights, span
+    def __init__(self, context: WorkerContext, pipeline: Pipeline, links: Links) -> None:
+        """Build the worker of the first stage."""
+        self.num_blocks = context.num_blocks()
+        self.facts = context.facts(self.num_blocks)
+        self._context, self._span = context, context.span
+        self._pipeline, self._group, config = pipeline, context.ranks, context.config
         self.experts = pipeline.expert_counts
         self._num_started = 0
         self._pending: deque[PipelinedStep] = deque()
@@ -120,11 +103,12 @@ class PipelineWorker:
         ops = sampling_ops_of("cpu")
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.stripe)
-        moves = Moves(group, links.following)
+        moves = Moves(context.ranks, links.following)
         host_blocks = HostBlocksOfAllRanks(own, moves)
         self._host_blocks = host_blocks
         self.num_host_blocks = own.num_blocks
-        blocks = partial(open_whole_blocks, config, gather_fds, pipeline.blocks, pipeline.share, moves)
+        gather = context.memory.gather
+        blocks = partial(open_whole_blocks, config, gather, pipeline.blocks, pipeline.share, moves)
         self._kv_tiers = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
         self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
         self.kv_store = self._kv_tiers.store
@@ -148,7 +132,7 @@ class PipelineWorker:
     @property
     def has_idle_tasks(self) -> bool:
         """True if weights of any process remain on small pages, or experts on overloaded ranks."""
-        is_fragmented = self._weights is not None and self._weights.is_fragmented
+        is_fragmented = self._context.has_small_pages
         of_ranks = self._group is not None and self._group.noted(Note.IDLE_TASKS) > 0
         return is_fragmented or of_ranks or self._pipeline.has_idle_tasks
 
@@ -157,8 +141,7 @@ class PipelineWorker:
         self._pipeline.run_idle_task()
         if self._group is not None:
             self._group.send_idle_task()
-        if self._weights is not None and self._weights.is_fragmented:
-            self._weights.gather(IDLE_TASK_S)
+        self._context.gather_pages()
 
     def reset(self) -> None:
         """Reset every table; wait for steps in flight and discard their logits."""

@@ -20,8 +20,8 @@ from tests.processes.test_disaggregation import free_port
 from quintet.deploy import embedded
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.distributed.hosts.member import MemberSettings
-from quintet.executor.worker import make_torch_worker
 from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig, HostsConfig
 from quintet.wire.step import StepResult
@@ -82,7 +82,7 @@ def check_two_hosts(tmp_path: Path, hosts: HostsConfig, config: EngineConfig, al
 def test_stages_on_two_hosts_draw_the_tokens_of_one_process_and_end_together(
     tmp_path: Path, hosts: HostsConfig
 ) -> None:
-    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    alone = make_worker(config_of(tmp_path, 1)).begin(prompt()).result()
     check_two_hosts(tmp_path, hosts, config_of(tmp_path, 1, stages=2), alone)
 
 
@@ -102,7 +102,7 @@ def test_layout_invariant_bits_on_two_hosts_equal_one_process(tmp_path: Path, ho
         executor = msgspec.structs.replace(config.executor, sum_leaves=4)
         return msgspec.structs.replace(config, executor=executor)
 
-    alone = make_torch_worker(invariant(1)).begin(prompt()).result()
+    alone = make_worker(invariant(1)).begin(prompt()).result()
     with member(place(hosts, tmp_path / "there")), ranks_of(on(hosts, invariant(2))) as (_, together):
         assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
 
@@ -157,7 +157,7 @@ def test_more_ranks_on_more_hosts_draw_the_tokens_of_one_host(
 
 @pytest.mark.whole
 def test_messages_between_two_members_pass_through_the_hub(tmp_path: Path, hosts: HostsConfig) -> None:
-    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    alone = make_worker(config_of(tmp_path, 1)).begin(prompt()).result()
     three = msgspec.structs.replace(hosts, count=3)
     with (
         member(place(three, tmp_path / "1")),

@@ -16,7 +16,7 @@ from tests.executor.conftest import Drawer, plan_of
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.executor.worker import make_torch_worker
+from quintet.executor.backends.registry import make_worker
 from quintet.process.runtime import error_file
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
@@ -76,7 +76,7 @@ def ranks_of(config: EngineConfig) -> Iterator[tuple[subprocess.Popen[bytes], St
 
 
 def test_two_ranks_draw_the_tokens_of_one_process_and_end_together(tmp_path: Path) -> None:
-    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    alone = make_worker(config_of(tmp_path, 1)).begin(prompt()).result()
     with ranks_of(config_of(tmp_path, 2)) as (first, together):
         assert together.token_ids == alone.token_ids
         ours, theirs = (np.frombuffer(each.logprobs[0].logprobs, np.float32) for each in (alone, together))
@@ -88,7 +88,7 @@ def test_two_ranks_draw_the_tokens_of_one_process_and_end_together(tmp_path: Pat
 
 
 def test_two_stages_draw_the_tokens_of_one_process_and_end_together(tmp_path: Path) -> None:
-    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    alone = make_worker(config_of(tmp_path, 1)).begin(prompt()).result()
     with ranks_of(config_of(tmp_path, 1, stages=2)) as (first, together):
         assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
         [stage] = psutil.Process(first.pid).children()

@@ -16,11 +16,11 @@ from tests.models.conftest import SmallCore
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec
 from quintet.executor.models.layers.rope import Rope
-from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
@@ -93,7 +93,7 @@ def try_out(folder: Path, block_size: int, **options: Any) -> str | None:
                 assert all(torch.isfinite(part).all() for part in rotations), rope
             if spec.num_parameters > RUNS_UP_TO:
                 return None
-        worker = make_torch_worker(config)
+        worker = make_worker(config)
     except ConfigError as error:
         assert "\n" not in str(error) and len(str(error)) < 600, str(error)
         return str(error)

@@ -19,13 +19,13 @@ from quintet.deploy.cli.main import main
 from quintet.deploy.config.model.card import read_facts
 from quintet.deploy.config.model.weights import read_weight_facts
 from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.checkpoints.weights.load import random_tensor, random_tensor_on
 from quintet.executor.checkpoints.weights.plan import Expected
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.families.llama import llama
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.model import CausalModel, Setting
-from quintet.executor.worker import make_torch_worker
 from quintet.wire.errors import ConfigError
 
 
@@ -58,7 +58,7 @@ def test_shards_are_read_through_their_index(serve: Callable[..., Any], tmp_path
 def test_weights_use_preallocated_memory(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     ahead = HugeMemory(64 << 20)
-    served.core.worker = make_torch_worker(served.config, ahead=ahead)
+    served.core.worker = make_worker(served.config, ahead=ahead)
     assert 0 < ahead.length < 64 << 20, "unused memory is released"
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
@@ -69,7 +69,7 @@ def test_missing_shard_is_named(serve: Callable[..., Any], tmp_path: Path) -> No
     served = serve(tiny(), max_shard_size="20KB")
     next(iter(tmp_path.glob("model-*2-of-*.safetensors"))).unlink()
     with pytest.raises(ConfigError, match=r"model-00002-of-\d+\.safetensors: is missing"):
-        make_torch_worker(served.config)
+        make_worker(served.config)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_invalid_tensor_error_names_it_in_one_line(
     served = serve(tiny())
     rewrite(tmp_path, change)
     with pytest.raises(ConfigError, match=words) as caught:
-        make_torch_worker(served.config)
+        make_worker(served.config)
     assert "\n" not in str(caught.value)
     assert "model.safetensors" in str(caught.value)
 
@@ -131,7 +131,7 @@ def test_invalid_tensor_of_a_shard_error_names_it_in_one_line(
     change(tensors, name)
     save_file(tensors, shard)
     with pytest.raises(ConfigError, match=words) as caught:
-        make_torch_worker(served.config)
+        make_worker(served.config)
     assert "\n" not in str(caught.value) and name[1:] in str(caught.value)
     assert words == "is missing" or shard.name in str(caught.value)
 
@@ -142,7 +142,7 @@ def test_buffers_of_old_checkpoints_are_ignored(serve: Callable[..., Any], tmp_p
         tmp_path,
         lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
     )
-    make_torch_worker(served.config)
+    make_worker(served.config)
 
 
 @pytest.mark.parametrize("has_embedding", [True, False])
@@ -159,7 +159,7 @@ def test_tied_checkpoint_accepts_either_embedding_name(
             del tensors["model.embed_tokens.weight"]
 
     rewrite(tmp_path, change)
-    served.core.worker = make_torch_worker(served.config)
+    served.core.worker = make_worker(served.config)
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
@@ -179,7 +179,7 @@ def test_output_layer_of_a_tied_card_is_used_if_it_differs(serve: Callable[..., 
     rewrite(tmp_path, with_other_head(served))
     card = read_facts(tmp_path, with_weights=True).card
     model = msgspec.structs.replace(served.config.model, card=card)
-    served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, model=model))
+    served.core.worker = make_worker(msgspec.structs.replace(served.config, model=model))
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
@@ -194,7 +194,7 @@ def test_pickled_weights_that_contradict_a_tied_card_are_rejected(
     rewrite(tmp_path, with_other_head(served))
     pickled(tmp_path)
     with pytest.raises(ConfigError, match=r"'lm_head\.weight' is not 'model\.embed_tokens\.weight'"):
-        make_torch_worker(served.config)
+        make_worker(served.config)
 
 
 def pickled(folder: Path, num_files: int = 1, **options: Any) -> None:
@@ -234,7 +234,7 @@ def test_pickled_weights_are_read_and_converted(
             assert read_weight_facts(tmp_path).num_files == num_files
         with caplog.at_level("INFO", "quintet"):
             caplog.clear()
-            served.core.worker = make_torch_worker(served.config)
+            served.core.worker = make_worker(served.config)
         request = served.core.add([1, 2, 3], max_tokens=8)
         served.core.run()
         assert request.outputs == expected
@@ -275,7 +275,7 @@ def test_other_pickles_are_rejected(
     else:
         torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=words) as caught:
-        make_torch_worker(served.config)
+        make_worker(served.config)
     assert "\n" not in str(caught.value) and "pytorch_model.bin" in str(caught.value)
     assert "it ran" not in capsys.readouterr().out
 
@@ -284,7 +284,7 @@ def test_other_formats_are_rejected_with_advice(serve: Callable[..., Any], tmp_p
     served = serve(tiny())
     (tmp_path / "model.safetensors").rename(tmp_path / "model.pt")
     with pytest.raises(ConfigError, match="save_pretrained"):
-        make_torch_worker(served.config)
+        make_worker(served.config)
 
 
 @pytest.mark.parametrize("change", [lambda name: name.removeprefix("model."), lambda name: f"model.{name}"])
@@ -299,7 +299,7 @@ def test_tensor_prefix_is_optional(
                 tensors[change(name)] = tensors.pop(name)
 
     rewrite(tmp_path, rename)
-    served.core.worker = make_torch_worker(served.config)
+    served.core.worker = make_worker(served.config)
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
@@ -309,14 +309,14 @@ def test_no_weights_at_all(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="dummy"):
-        make_torch_worker(served.config)
+        make_worker(served.config)
 
 
 def test_broken_file_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable"):
-        make_torch_worker(served.config)
+        make_worker(served.config)
 
 
 def test_index_cannot_point_outside_the_folder(serve: Callable[..., Any], tmp_path: Path) -> None:
@@ -324,14 +324,14 @@ def test_index_cannot_point_outside_the_folder(serve: Callable[..., Any], tmp_pa
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="not a file name"):
-        make_torch_worker(served.config)
+        make_worker(served.config)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes_generate(dtype: str, serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     model = msgspec.structs.replace(served.config.model, dtype=dtype)
-    served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, model=model))
+    served.core.worker = make_worker(msgspec.structs.replace(served.config, model=model))
     requests = [served.core.add([5, 6, 7], max_tokens=6), served.core.add(list(range(20)), max_tokens=6)]
     served.core.run(chunk=9)
     assert all(0 <= token < 61 for request in requests for token in request.outputs)
@@ -342,7 +342,7 @@ def test_dummy_weights_are_seeded(serve: Callable[..., Any]) -> None:
     for seed in (1, 1, 2):
         served = serve(tiny())
         executor = msgspec.structs.replace(served.config.executor, load_format="dummy", seed=seed)
-        served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, executor=executor))
+        served.core.worker = make_worker(msgspec.structs.replace(served.config, executor=executor))
         request = served.core.add([5, 6, 7], max_tokens=12)
         served.core.run()
         outputs.append(request.outputs)
@@ -381,16 +381,14 @@ def test_unsupported_card_is_rejected(change: dict[str, Any], words: str, serve:
     config = serve(tiny()).config
     card = json.dumps(json.loads(config.model.card) | change)
     with pytest.raises(ConfigError, match=words):
-        make_torch_worker(
-            msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, card=card))
-        )
+        make_worker(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, card=card)))
 
 
 def test_restarted_executor_builds_the_original_model(serve: Callable[..., Any], tmp_path: Path) -> None:
     """After a restart the executor finds a folder with a replaced card."""
     served = serve(tiny())
     (tmp_path / "config.json").write_text("{}")
-    assert make_torch_worker(served.config)
+    assert make_worker(served.config)
 
 
 def package_model(card: ModelCard, setting: Setting) -> CausalModel:
@@ -409,7 +407,7 @@ def test_installed_packages_can_add_architectures(
 
     monkeypatch.setattr("quintet.executor.backends.platforms.platform.entry_points", installed)
     model = msgspec.structs.replace(served.config.model, architecture="OurForCausalLM")
-    served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, model=model))
+    served.core.worker = make_worker(msgspec.structs.replace(served.config, model=model))
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
@@ -435,14 +433,14 @@ def test_memory_for_no_block_is_rejected(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     cache = msgspec.structs.replace(served.config.cache, memory_bytes=100)
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
-        make_torch_worker(msgspec.structs.replace(served.config, cache=cache))
+        make_worker(msgspec.structs.replace(served.config, cache=cache))
 
 
 def test_unknown_architecture_error_names_the_nearest(serve: Callable[..., Any]) -> None:
     served = serve(tiny())
     model = msgspec.structs.replace(served.config.model, architecture="Llama5ForCausalLM")
     with pytest.raises(ConfigError, match="Llama4ForCausalLM"):
-        make_torch_worker(msgspec.structs.replace(served.config, model=model))
+        make_worker(msgspec.structs.replace(served.config, model=model))
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -477,7 +475,7 @@ def test_header_is_validated(
     encoded = json.dumps(header | {NORM: header[NORM] | change}).encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + tensors)
     with pytest.raises(ConfigError, match=words) as caught:
-        make_torch_worker(served.config)
+        make_worker(served.config)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
@@ -497,7 +495,7 @@ def test_invalid_header_bytes(raw: bytes, serve: Callable[..., Any], tmp_path: P
     served = serve(tiny())
     (tmp_path / "model.safetensors").write_bytes(raw)
     with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable safetensors file") as caught:
-        make_torch_worker(served.config)
+        make_worker(served.config)
     assert "\n" not in str(caught.value)
 
 
@@ -508,7 +506,7 @@ def test_tensors_at_odd_offsets(serve: Callable[..., Any], tmp_path: Path) -> No
     encoded = json.dumps(header).encode()
     encoded += b" " * ((1 - len(encoded)) % 8)
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + tensors)
-    served.core.worker = make_torch_worker(served.config)
+    served.core.worker = make_worker(served.config)
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]

@@ -14,13 +14,12 @@ from tests.models.equality import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, RUN_DIR
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.executor.backends.platforms.platform import open_platform
-from quintet.executor.distributed.parallel.follower_loop import follow, run_stage
-from quintet.executor.distributed.parallel.leader import make_pipeline_worker
+from quintet.executor.backends.registry import make_worker
+from quintet.executor.context import RankMemory, WorkerContext
+from quintet.executor.distributed.parallel.follower_loop import follow
 from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
-from quintet.executor.distributed.parallel.rank_views import open_links, open_ranks, share_of_rank
-from quintet.executor.worker import Worker, make_torch_worker
+from quintet.executor.worker import Worker
 from quintet.wire.config import ActivationDtype, EngineConfig, KvCacheDtype, Quantization
 
 
@@ -86,22 +85,11 @@ def in_ranks(
     requested = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
     config = change(config_of(*requested, experts=experts, **switches))
     memories = [range(stages * (size > 1)), range(stages * (stages > 1)), range(config.cache.leaves)]
-    groups, links, crossings = ([os.memfd_create("ranks") for _ in each] for each in memories)
-    platform = open_platform(config.executor)
+    memory = RankMemory(*(tuple(os.memfd_create("ranks") for _ in each) for each in memories))
     is_over = threading.Event()
 
-    def orders(rank: int) -> Iterator[OrderKind | None]:
-        share = share_of_rank(config, rank)
-        group = open_ranks(config, groups[share.stage], rank) if groups else None
-        if share.rank == 0:
-            return run_stage(
-                config, platform, share, group, open_links(config, links, share.stage), crossings
-            )
-        assert group is not None
-        return follow(config, platform, group, crossings)
-
     def run_rank(rank: int) -> None:
-        for kind in orders(rank):
+        for kind in follow(WorkerContext(config, memory=memory), rank):
             if kind is OrderKind.IDLE_TASK and is_over.is_set():  # the last rank: it has received all parts
                 return
 
@@ -109,14 +97,8 @@ def in_ranks(
     threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in others]
     for thread in threads:
         thread.start()
-    first = open_ranks(config, groups[0], 0) if groups else None
-    worker: Worker | PipelineWorker
-    if stages > 1:
-        worker = make_pipeline_worker(config, first, open_links(config, links, 0), gather_fds=crossings)
-    else:
-        worker = make_torch_worker(config, ranks=first, gather_fds=crossings)
-        assert first is not None, "no other rank"
-        first.wait_for_all()
+    worker = make_worker(config, memory=memory)
+    assert isinstance(worker, Worker | PipelineWorker)
     try:
         yield Loaded(config, worker)  # type: ignore[arg-type]
     finally:
@@ -124,5 +106,5 @@ def in_ranks(
         worker.run_idle_task()
         for thread in threads:
             thread.join()
-        for memory in (*groups, *links, *crossings):
-            os.close(memory)
+        for descriptor in (*memory.groups, *memory.links, *memory.gather):
+            os.close(descriptor)

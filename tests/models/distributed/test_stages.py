@@ -33,12 +33,12 @@ from tests.models.test_equal import ROWS, made
 
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.cpu.program.kv import allocate_kv
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.distributed.parallel.rank_views import share_of_rank
 from quintet.executor.interface import StepWorker
 from quintet.executor.sampling.sampler import Sampler
-from quintet.executor.worker import make_torch_worker
 from quintet.process.sockets import make_run_dir
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
@@ -199,7 +199,7 @@ def test_structured_outputs_with_mixed_steps_in_flight(stages: int, tmp_path: Pa
         return byte_vocabulary.with_vocabulary(config, tmp_path)
 
     config = with_vocabulary(load(tmp_path, "float32").config)
-    expected = answers(Loaded(config, make_torch_worker(config)))
+    expected = answers(Loaded(config, make_worker(config)))
     with in_ranks(tmp_path, 1, stages=stages, change=with_vocabulary) as loaded:
         together = answers(loaded)
     byte_vocabulary.check(together)

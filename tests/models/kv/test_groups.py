@@ -12,7 +12,7 @@ from tests.models.conftest import in_groups
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache
 
-from quintet.executor.worker import make_torch_worker
+from quintet.executor.backends.registry import make_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity
@@ -69,7 +69,7 @@ def test_swapped_blocks_are_restored(family: str, serve: Callable[..., Any]) -> 
     size = 200 * config.model.kv.bytes_per_block
     config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, swap_bytes=size))
     prompts = prompts_of((1, 33, 60))
-    worker = make_torch_worker(config)
+    worker = make_worker(config)
     for variant in (config, without_prefix_cache(config)):
         driver = CoreAndWorker(variant, worker)
         for i, prompt in enumerate(prompts):
@@ -86,7 +86,7 @@ def test_blocks_before_the_window_are_freed(family: str, serve: Callable[..., An
     config = in_groups(served.config)
     kv = config.model.kv
     assert {group.kind for group in kv.groups} == WINDOWED[family]
-    worker = make_torch_worker(config)
+    worker = make_worker(config)
     prompts = prompts_of((1, 17, 33, 60, 90))
     expected = served.greedy(prompts, NUM_TOKENS)
     needed = kv.most_blocks(130, 13)
@@ -114,7 +114,7 @@ def test_choices_and_a_lost_executor(family: str, serve: Callable[..., Any]) -> 
     """Parallel samples copy the block that they write into in every group; after an executor loss all is recomputed."""
     served = serve(FAMILIES[family](), max_model_len=160)
     config = changed(in_groups(served.config), max_num_batched_tokens=29)
-    driver = CoreAndWorker(config, make_torch_worker(config))
+    driver = CoreAndWorker(config, make_worker(config))
     prompts = prompts_of((39, 70))
     expected = served.greedy(prompts, NUM_TOKENS)
     for i, prompt in enumerate(prompts):

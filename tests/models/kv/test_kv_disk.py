@@ -19,9 +19,9 @@ from tests.models.test_hybrids import of_tests
 
 from quintet.core import recurrent_state
 from quintet.deploy import embedded
-from quintet.executor import worker as worker_module
+from quintet.executor.backends.cpu import backend as cpu_backend
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.kv_transfer import kv_identity as identity
-from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig, KvDiskConfig
 
 PROMPT = [(7 * position + position * position) % 90 + 5 for position in range(75)]
@@ -41,7 +41,7 @@ def whole_blocks(config: EngineConfig) -> int:
 
 def answer(config: EngineConfig) -> tuple[list[int], int]:
     """Return the tokens of a new core and worker, and the number of cached prompt tokens; then end them."""
-    worker = make_torch_worker(config)
+    worker = make_worker(config)
     engine = CoreAndWorker(config, worker)
     engine.admit(1, PROMPT, GREEDY)
     engine.run()
@@ -56,7 +56,7 @@ def test_new_worker_hits_the_stored_prefix(
 ) -> None:
     config = changed(serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config)
     if not compiled:
-        monkeypatch.setattr(worker_module, "program_library", lambda: None)
+        monkeypatch.setattr(cpu_backend, "program_library", lambda: None)
     without, _ = answer(config)
     config = with_disk(config, tmp_path)
     assert answer(config) == (without, 0)

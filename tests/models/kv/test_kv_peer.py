@@ -21,7 +21,7 @@ from tests.processes.test_disaggregation import free_port
 
 from quintet.core import recurrent_state
 from quintet.deploy import embedded
-from quintet.executor.worker import make_torch_worker
+from quintet.executor.backends.registry import make_worker
 from quintet.wire.config import EngineConfig, KvPeersConfig
 from quintet.wire.request import KvTransfer
 
@@ -39,7 +39,7 @@ def answers(config: EngineConfig) -> tuple[list[int], list[int], int]:
     with ExitStack() as closed:
         houses = []
         for one in (with_peers(config), with_peers(config)):
-            worker = make_torch_worker(one)
+            worker = make_worker(one)
             assert worker.kv_peers is not None and one.cache.peers is not None
             closed.callback(worker.kv_peers.close)
             houses.append((CoreAndWorker(one, worker), one.cache.peers.listen))

@@ -20,7 +20,7 @@ from tests.models.test_hybrids import of_tests
 from quintet.core import recurrent_state
 from quintet.core.kv import store_pool
 from quintet.deploy import embedded
-from quintet.executor.worker import make_torch_worker
+from quintet.executor.backends.registry import make_worker
 from quintet.wire.config import EngineConfig, KvStoreConfig
 
 RUN = 32
@@ -45,7 +45,7 @@ def with_store(config: EngineConfig, url: str) -> EngineConfig:
 
 def answer(config: EngineConfig) -> tuple[list[int], int]:
     """Return the tokens of a new core and worker, and the number of cached prompt tokens; then end them."""
-    worker = make_torch_worker(config)
+    worker = make_worker(config)
     engine = CoreAndWorker(config, worker)
     engine.admit(1, PROMPT, GREEDY)
     engine.run()

@@ -16,7 +16,7 @@ from tests.models.checkpoints.test_weights import tiny
 
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
-from quintet.executor.worker import make_torch_worker
+from quintet.executor.backends.registry import make_worker
 
 pytestmark = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
 
@@ -43,7 +43,7 @@ class Server:
         executor = msgspec.structs.replace(
             served.config.executor, packed_cache=str(self.folder), quantization=quantization
         )
-        served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, executor=executor))
+        served.core.worker = make_worker(msgspec.structs.replace(served.config, executor=executor))
         request = served.core.add(PROMPT, max_tokens=8)
         served.core.run()
         outputs: list[int] = request.outputs

@@ -17,9 +17,9 @@ from tests.models.test_engine import (
     without_prefix_cache,
 )
 
-from quintet.executor import worker as worker_module
+from quintet.executor.backends.cpu import backend as cpu_backend
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.backends.torch.eager import EagerRunner
-from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 
 NUM_HOST_BLOCKS = 64
@@ -43,9 +43,9 @@ def test_tokens_do_not_depend_on_swapping(
     if not caching:
         config = without_prefix_cache(config)
     if not compiled:
-        monkeypatch.setattr(worker_module, "program_library", lambda: None)
+        monkeypatch.setattr(cpu_backend, "program_library", lambda: None)
     for variant in (config, with_host_memory(config)):
-        worker = make_torch_worker(variant)
+        worker = make_worker(variant)
         assert compiled or isinstance(worker.runner, EagerRunner)
         driver = CoreAndWorker(variant, worker)
         for i, prompt in enumerate(prompts):

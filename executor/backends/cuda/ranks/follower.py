@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
@@ -22,45 +22,33 @@ from quintet.executor.backends.cuda.ranks.rank_broadcast import (
     StepOrder,
 )
 from quintet.executor.backends.cuda.steps import DeviceSteps
-from quintet.executor.backends.platforms.cuda import open_rank_device
-from quintet.executor.backends.platforms.platform import open_platform
-from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.loading import MODEL_DTYPES, load_model
+from quintet.executor.backends.platforms.cuda import open_cuda_device
+from quintet.executor.context import WorkerContext
 from quintet.executor.models.model import CausalModel
 from quintet.process.os_tuning import trim_memory
-from quintet.process.trace import Span, no_span
-from quintet.wire.config import EngineConfig
 
 
-def run_follower(
-    config: EngineConfig,
-    groups: Sequence[int],
-    links: Sequence[int],
-    crossings: Sequence[int],
-    rank: int,
-    span: Span,
-) -> None:
-    """Run a rank until its process is killed; its device is device 0 of the process. groups: see `Followers`."""
-    assert not links, "CUDA does not support pipeline stages"
-    assert not crossings, "CUDA does not support KV transfer between ranks"
-    platform = open_platform(config.executor)
-    device = open_rank_device(config.executor)
-    ranks = open_device_ranks(config, groups[0], rank)
-    model = load_model(config, platform, on_device=True, share=ranks.share)
-    for _ in follow(device, model, config, ranks, span):
+def run_follower(context: WorkerContext, rank: int) -> None:
+    """Run a rank until its process is killed; its device is device 0 of the process."""
+    assert not context.memory.links, "CUDA does not support pipeline stages"
+    assert not context.memory.gather, "CUDA does not support KV transfer between ranks"
+    config, _ = context.config, context.platform  # the platform is opened first
+    device = open_cuda_device(config.executor)
+    context.join(open_device_ranks(config, context.memory.groups[0], rank))
+    for _ in follow(device, context.load(on_device=True), context):
         pass
 
 
 @torch.inference_mode()
-def follow(
-    device: Device, model: CausalModel, config: EngineConfig, ranks: Ranks, span: Span = no_span
-) -> Iterator[Order]:
+def follow(device: Device, model: CausalModel, context: WorkerContext) -> Iterator[Order]:
     """Start up with the other ranks, then execute orders without end; yield each order after its launches.
 
     model: this rank's shard.
     """
+    config, ranks = context.config, context.ranks
+    assert ranks is not None
     group = group_of(device, ranks, config)
-    opened = open_runner(device, model, config, MODEL_DTYPES[config.model.dtype], group, ranks)
+    opened = open_runner(device, model, config, group, ranks)
     steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
     receiver = RankReceiver(ranks)
     gc.freeze()
@@ -68,7 +56,7 @@ def follow(
     ranks.done()
     for number in count(1):
         order = receiver.next()
-        span("wait", number)
+        context.span("wait", number)
         group.check()
         match order:
             case StepOrder():
@@ -78,7 +66,7 @@ def follow(
             case CaptureOrder():
                 assert steps.graphs is not None, "rank 0 captures graphs, but this rank does not"
                 steps.graphs.capture_one()
-        span("orders")
+        context.span("orders")
         yield order
 
 

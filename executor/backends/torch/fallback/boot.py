@@ -1,8 +1,7 @@
-"""Loads a model folder with transformers and returns a `quintet.executor.runner.Runner`."""
+"""Transformers back end: loads a model folder with transformers, checks it, and makes its worker."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,28 +15,27 @@ from quintet.executor.backends.torch.fallback.host_runner import HostRunner
 from quintet.executor.backends.torch.fallback.linears import keep_logit_sums, pack_linears
 from quintet.executor.backends.torch.fallback.model import TransformersModel
 from quintet.executor.backends.torch.fallback.self_check import SelfCheck
+from quintet.executor.context import WorkerContext
+from quintet.executor.interface import StepWorker
+from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.model_config.card import ModelCard, card_of
 from quintet.executor.model_config.spec import KvNeed
 from quintet.executor.model_config.unknown import unknown
 from quintet.executor.runner import Runner
 from quintet.executor.slots import SlotTables
-from quintet.process.trace import Span, no_span
+from quintet.executor.worker import Worker
 from quintet.wire.config import EngineConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A loaded model that passed the self-check."""
-
-    runner: Runner
-    num_bytes: int
-    """Size of the weights."""
+def make_worker(context: WorkerContext) -> StepWorker:
+    """See `quintet.executor.backends.registry.Backend`. Raises `ConfigError` with the reason for an unsupported model."""
+    num_blocks = context.num_blocks()
+    return Worker(context, open_runner(context, num_blocks))
 
 
-def open_transformers_model(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, num_blocks: int, span: Span = no_span
-) -> Opened:
-    """Load the configured folder and run the self-check. Raises ConfigError with the reason for an unsupported model."""
+def open_runner(context: WorkerContext, num_blocks: int) -> Runner:
+    """Load the configured folder and run the self-check. Raises `ConfigError` with the reason for an unsupported model."""
+    config, device, dtype = context.config, context.platform.device, MODEL_DTYPES[context.config.model.dtype]
     card, checkpoint = check_transformers_model(config, dtype)
     needs = _needs(card)
     attention = PagedAttention(config.model.max_model_len)
@@ -49,20 +47,20 @@ def open_transformers_model(
         model = TransformersModel(loaded, attention)
         check_calls(model.calls, needs)
         self_check = SelfCheck(model, config.model, device)
-        num_bytes = model.num_bytes
+        context.add(model.num_bytes)
         logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
         if device.type == "cpu":
             pack_linears(loaded, dtype, logits_dtype)
         if logits_dtype != dtype:
             keep_logit_sums(loaded)
-        runner = _runner(model, config, device, dtype, num_blocks, span)
+        runner = _runner(model, context, dtype, num_blocks)
         tables = SlotTables(
             config.scheduler.max_num_seqs, config.model.max_model_len, config.model.kv, device
         )
         self_check.run(runner, tables, num_blocks)
     except UnsupportedModel as why:
         raise refusal(card.path, checkpoint.config, why) from None
-    return Opened(runner, num_bytes)
+    return runner
 
 
 def check_transformers_model(
@@ -79,14 +77,8 @@ def _needs(card: ModelCard) -> list[KvNeed]:
     return [need for need in unknown(card).kv_needs if need is not None]
 
 
-def _runner(
-    model: TransformersModel,
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_blocks: int,
-    span: Span,
-) -> Runner:
+def _runner(model: TransformersModel, context: WorkerContext, dtype: torch.dtype, num_blocks: int) -> Runner:
+    config, device = context.config, context.platform.device
     library = program_library() if device.type == "cpu" else None
     block_size, first = config.model.kv.block_size, model.attentions[0]
     if library is None or block_size % 16:
@@ -94,5 +86,5 @@ def _runner(
             raise UnsupportedModel(
                 "its layers have different numbers of KV heads, which only the compiled CPU kernels support"
             )
-        return EagerRunner(model, device, dtype, config.model.kv, num_blocks, span)
-    return HostRunner(library, model, config, dtype, num_blocks, span)
+        return EagerRunner(model, device, dtype, config.model.kv, num_blocks, context.span)
+    return HostRunner(library, model, config, dtype, num_blocks, context.span)

@@ -1,0 +1,79 @@
+"""CPU back end: the compiled kernels run a recorded program of the model, on one or several ranks."""
+
+from __future__ import annotations
+
+from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, NARROW_KV
+from quintet.executor.backends.cpu.program.kv import allocate_kv, takes_layer
+from quintet.executor.backends.cpu.program.library import program_library
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.cpu.program.stage import Stage
+from quintet.executor.backends.registry import Unsupported
+from quintet.executor.context import WorkerContext
+from quintet.executor.distributed.parallel.pipeline import Pipeline
+from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.distributed.parallel.rank_views import open_links, open_ranks, share_of_rank
+from quintet.executor.interface import StepWorker
+from quintet.executor.loading import MODEL_DTYPES
+from quintet.executor.worker import Worker
+from quintet.wire.errors import ConfigError
+
+
+def make_worker(context: WorkerContext) -> StepWorker:
+    """See `quintet.executor.backends.registry.Backend`. With several ranks, return when all are ready."""
+    config, memory = context.config, context.memory
+    if memory.groups:
+        context.join(open_ranks(config, memory.groups[0], 0))
+    if memory.links:
+        return _make_pipeline_worker(context)
+    stage = open_stage(context)
+    worker = Worker(context, ProgramRunner(stage, config, context.span), stage)
+    if context.ranks is not None:
+        context.ranks.wait_for_all()
+        worker.facts["ranks"] = f"{context.share.size}{_on_hosts(context)}"
+    return worker
+
+
+def _make_pipeline_worker(context: WorkerContext) -> PipelineWorker:
+    """Load the first stage of a pipeline."""
+    context.share = share_of_rank(context.config, 0)
+    links = open_links(context.config, context.memory.links, 0)
+    pipeline = Pipeline(open_stage(context), context.config, links, context.span)
+    worker = PipelineWorker(context, pipeline, links)
+    pipeline.wait_for_stages()
+    worker.facts["ranks"] = f"{context.share.stages} stages of {context.share.size}{_on_hosts(context)}"
+    return worker
+
+
+def _on_hosts(context: WorkerContext) -> str:
+    hosts = context.config.executor.num_hosts
+    return f" on {hosts} hosts" if hosts > 1 else ""
+
+
+def open_stage(context: WorkerContext) -> Stage:
+    """Load and record this process's layers. Raises `Unsupported` if the compiled kernels do not support them."""
+    config, kv, ranks = context.config, context.config.model.kv, context.ranks
+    library = program_library()
+    if library is None:
+        raise _unsupported(context, "the compiled CPU kernels are not built")
+    num_blocks, model = context.num_blocks(), context.load()
+    dtype = MODEL_DTYPES[config.model.dtype]
+    code = DTYPE_CODES[NARROW_KV.get(config.cache.dtype, dtype)]
+    if not all(takes_layer(library, layer, code, kv.block_size) for layer in model.attentions):
+        widest = max(max(layer.head_dim, layer.value_width) for layer in model.attentions)
+        raise _unsupported(
+            context,
+            "the compiled attention supports head sizes up to 576 for keys and 512 for values, and block sizes that are"
+            f" multiples of 16 tokens; this model has head size {widest} and block size {kv.block_size}",
+        )
+    memory = allocate_kv(kv, num_blocks, code, context.share, ranks)
+    return Stage(library, model, config, dtype, memory, context.share, ranks)
+
+
+def _unsupported(context: WorkerContext, reason: str) -> ConfigError:
+    """Return the error for a model; torch replaces the kernels unless other flags need them."""
+    executor = context.config.executor
+    if executor.num_ranks > 1 or executor.sum_leaves > 1:
+        return ConfigError(
+            f"--tensor-parallel-size and --pipeline-parallel-size need the compiled CPU kernels: {reason}"
+        )
+    return Unsupported(reason)

@@ -1,0 +1,142 @@
+"""Everything that the models of one process share: device, ranks, trace; and the loaded models, by name.
+
+A back end builds its worker from a context. Imports no torch: the device and the models are opened on first use.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quintet.executor.backends.platforms.platform import Platform, open_platform
+from quintet.executor.model_config.share import WHOLE, Share, share_of
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
+    from quintet.executor.backends.cpu.ops.huge_pages import HugePages
+    from quintet.executor.distributed.parallel.ranks import Ranks
+    from quintet.executor.models.model import CausalModel
+
+TARGET = "target"
+"""Name of the model that the server serves."""
+
+IDLE_TASK_S = 0.003
+"""Target duration of an idle task in seconds: about 1/20 of a step."""
+
+DEFAULT_KV_BYTES = 4 << 30
+"""KV memory on a GPU without our kernels, a mode for trial use."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Descriptors of the memory that the ranks of a model share; empty for a single process."""
+
+    groups: tuple[int, ...] = ()
+    """Of each stage's ranks; see `quintet.executor.distributed.parallel.ranks`."""
+    links: tuple[int, ...] = ()
+    """Between each stage and the next; see `quintet.executor.distributed.parallel.rank_views`."""
+    gather: tuple[int, ...] = ()
+    """Of gathered KV blocks; see `quintet.executor.distributed.parallel.kv_gather`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights."""
+
+    num_bytes: int
+    """Size of the weights."""
+    load_s: float
+    causal: CausalModel | None = None
+    """None if transformers runs it."""
+    pages: HugePages | None = None
+    """Host memory of the weights, if part of it may be on small pages."""
+
+
+@dataclass(slots=True)
+class WorkerContext:
+    """The device, the ranks and the loaded models of a process."""
+
+    config: EngineConfig
+    span: Span = no_span
+    memory: RankMemory = RankMemory()
+    ahead: HugeMemory | None = None
+    """Reserved memory for host weights; see `quintet.executor.checkpoints.weights.store.reserve`."""
+    ranks: Ranks | None = None
+    """The ranks of this process's stage, if there are several; opened by the back end."""
+    share: Share = WHOLE
+    """The share of the model that this process computes."""
+    models: dict[str, LoadedModel] = field(default_factory=dict)
+    _platform: Platform | None = None
+    _started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.share is WHOLE:
+            self.share = share_of(self.config.executor, 0)
+
+    def join(self, ranks: Ranks | None) -> None:
+        """Take the share of a rank. ranks: of its stage; None if the stage has only one."""
+        if ranks is not None:
+            self.ranks, self.share = ranks, ranks.share
+
+    @property
+    def platform(self) -> Platform:
+        """The configured device, opened on first use."""
+        if self._platform is None:
+            self._platform = open_platform(self.config.executor)
+        return self._platform
+
+    def add(self, num_bytes: int, causal: CausalModel | None = None, pages: HugePages | None = None) -> None:
+        """Add the served model after its weights are loaded; see `LoadedModel`."""
+        self.models[TARGET] = LoadedModel(num_bytes, time.monotonic() - self._started, causal, pages)
+
+    def load(self, *, on_device: bool = False) -> CausalModel:
+        """Return the served model with its weights, loaded on first use. Raises `ConfigError`.
+
+        on_device: whether our GPU kernels multiply by the weights.
+        """
+        loaded = self.models.get(TARGET)
+        if loaded is None or loaded.causal is None:
+            from quintet.executor.loading import load_model  # imports torch
+
+            model = load_model(
+                self.config, self.platform, on_device=on_device, share=self.share, ahead=self.ahead
+            )
+            self.add(model.weights.num_bytes, model, model.weights.reservation)
+            return model
+        return loaded.causal
+
+    @property
+    def has_small_pages(self) -> bool:
+        """True while host weights remain on small pages."""
+        return any(each.pages is not None and each.pages.is_fragmented for each in self.models.values())
+
+    def gather_pages(self) -> None:
+        """Move some host weights to huge pages, an idle task; no-op if none remain on small pages."""
+        for each in self.models.values():
+            if each.pages is not None and each.pages.is_fragmented:
+                each.pages.gather(IDLE_TASK_S)
+
+    def num_blocks(self) -> int:
+        """Return the number of KV blocks that fit into the configured memory. Raises `ConfigError`."""
+        memory_bytes, kv = self.config.cache.memory_bytes or DEFAULT_KV_BYTES, self.config.model.kv
+        num_blocks = kv.num_blocks(memory_bytes)
+        if num_blocks < 1:
+            raise ConfigError(
+                f"the KV cache has {memory_bytes} bytes, but one block needs {kv.bytes_per_block};"
+                " raise --kv-cache-memory"
+            )
+        return num_blocks
+
+    def facts(self, num_blocks: int) -> dict[str, str]:
+        """Return the facts for the start-up log."""
+        model, loaded = self.config.model, self.models[TARGET]
+        suffix = " by transformers" if model.implementation == "transformers" else ""
+        return {
+            "worker": f"{model.architecture}{suffix} in {model.dtype} on {self.platform.description}",
+            "weights": f"{loaded.num_bytes / 1e6:.1f} MB in {loaded.load_s:.1f} s",
+            "blocks": str(num_blocks),
+        }
