@@ -290,8 +290,8 @@ def loaded(config: EngineConfig) -> Iterator[tuple[Worker, EngineConfig]]:
 
 def write_kv(worker: Worker) -> None:
     """Write every block of KV memory, in all ranks: what was never written is read from one page of zeros, out of a cache."""
-    blocks = torch.arange(worker.num_blocks)
-    worker.runner.copy_blocks(blocks, blocks)
+    blocks = torch.arange(worker.num_blocks, dtype=torch.int32)
+    worker.copy_blocks(torch.stack((blocks, blocks), 1).numpy().tobytes())
 
 
 def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Everything that the models of one process share: device, ranks, trace; and the loaded models, by name.
+"""Everything that the models of one process share: device, ranks, KV memory; and the loaded models, by name.
 
 A back end builds its worker from a context. Imports no torch: the device and the models are opened on first use.
 """
@@ -16,9 +16,12 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
     from quintet.executor.backends.cpu.ops.huge_pages import HugePages
     from quintet.executor.distributed.parallel.ranks import Ranks
+    from quintet.executor.kv_memory import KvMemory
     from quintet.executor.models.model import CausalModel
 
 TARGET = "target"
@@ -58,7 +61,7 @@ class LoadedModel:
 
 @dataclass(slots=True)
 class WorkerContext:
-    """The device, the ranks and the loaded models of a process."""
+    """The device, the ranks, the KV memory and the loaded models of a process."""
 
     config: EngineConfig
     span: Span = no_span
@@ -70,6 +73,8 @@ class WorkerContext:
     share: Share = WHOLE
     """The share of the model that this process computes."""
     models: dict[str, LoadedModel] = field(default_factory=dict)
+    kv: KvMemory | None = None
+    """KV memory of all models, after the back end has reserved it."""
     _platform: Platform | None = None
     _started: float = field(default_factory=time.monotonic)
 
@@ -130,6 +135,14 @@ class WorkerContext:
                 " raise --kv-cache-memory"
             )
         return num_blocks
+
+    def reserve_kv(self, dtype: torch.dtype) -> KvMemory:
+        """Reserve the KV memory of this process's layers. dtype: of keys and values. Raises `ConfigError`."""
+        from quintet.executor.kv_memory import KvMemory  # imports torch
+
+        kv, device = self.config.model.kv, self.platform.device
+        self.kv = KvMemory.reserve(kv, self.num_blocks(), dtype, device, self.share)
+        return self.kv
 
     def facts(self, num_blocks: int) -> dict[str, str]:
         """Return the facts for the start-up log."""

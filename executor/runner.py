@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -28,15 +27,15 @@ class LogitsSource(Protocol):
 
 
 class Runner(LogitsSource, Protocol):
-    """A model with its KV memory: `quintet.executor.backends.torch.eager` or `quintet.executor.backends.cpu.program.runner`."""
+    """Forward passes of one model over the worker's KV memory.
+
+    Implemented by `quintet.executor.backends.cpu.program.runner`, and for models of transformers too by
+    `quintet.executor.backends.torch`.
+    """
 
     @property
     def work_done(self) -> int:
         """See `quintet.executor.interface.StepWorker`."""
-
-    @property
-    def blocks(self) -> Sequence[torch.Tensor]:
-        """KV memory of each layer: ``[num_blocks, ...]``, in a runner-specific format."""
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """Compute the rows of a plan and store their keys and values. ``tables`` already hold its deltas."""
@@ -49,6 +48,3 @@ class Runner(LogitsSource, Protocol):
         settings: settings of every slot (`quintet.executor.sampling.settings`). masks: allowed tokens of some rows,
         awaited between logits and draw. Returns the tokens as int32; the token table holds them too.
         """
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy whole blocks of KV memory in every layer. int64 ids; no block is both source and target."""

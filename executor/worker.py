@@ -14,13 +14,12 @@ import torch
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.batch import Rows
 from quintet.executor.context import WorkerContext
-from quintet.executor.distributed.parallel.library import Note
+from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
 from quintet.executor.interface import Finished
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
 from quintet.executor.kv_transfer.kv_tiers import KvTiers
-from quintet.executor.memory import to_device
 from quintet.executor.oom_split import OomSplit
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
@@ -53,13 +52,15 @@ class Worker:
         ops = sampling_ops_of(context.platform.name)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         share, moves = context.share, Moves(ranks)
-        own = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes), share.stripe)
+        assert context.kv is not None, "the back end has reserved KV memory"
+        self._kv, self._moves, layers = context.kv, moves, context.kv.blocks
+        own = HostBlocks(layers, model.kv.num_blocks(config.cache.swap_bytes), share.stripe)
         self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, moves)
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
-        blocks: Callable[[], WholeBlocks] = partial(BlockBytes, runner.blocks)
+        blocks: Callable[[], WholeBlocks] = partial(BlockBytes, layers)
         if ranks is not None:
-            blocks = partial(open_whole_blocks, config, context.memory.gather, runner.blocks, share, moves)
+            blocks = partial(open_whole_blocks, config, context.memory.gather, layers, share, moves)
         self._kv_tiers = KvTiers(blocks, config, type(runner).__name__, self._host_blocks)
         self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
         self.kv_store = self._kv_tiers.store
@@ -138,7 +139,7 @@ class Worker:
         if plan.swaps_in:
             self._kv_tiers.copy_in(plan.swaps_in)
         if plan.copies:
-            self._copy_blocks(plan.copies)
+            self.copy_blocks(plan.copies)
         self._span("tables", plan.step)
         if not plan.slots:
             return StepResult(plan.step, 0, b"")
@@ -176,8 +177,6 @@ class Worker:
             self._span("sampling")
         return result
 
-    def _copy_blocks(self, copies: bytes) -> None:
-        pairs = np.frombuffer(copies, np.int32).reshape(-1, 2).astype(np.int64)
-        sources = to_device(pairs[:, 0].copy(), self.tables.device)
-        targets = to_device(pairs[:, 1].copy(), self.tables.device)
-        self.runner.copy_blocks(sources, targets)
+    def copy_blocks(self, pairs: bytes) -> None:
+        """Copy whole blocks on all ranks; see `StepPlan.copies`."""
+        self._moves.move(OrderKind.COPY_BLOCKS, pairs, self._kv.copy)

@@ -11,7 +11,6 @@ import torch
 from quintet.executor.backends.cpu.ops.activation import activate
 from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_library
 from quintet.executor.backends.cpu.program.graph_builder import GraphBuilder
-from quintet.executor.backends.cpu.program.kv import KvMemory
 from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, MemoryPlanner
 from quintet.executor.backends.cpu.program.step import CStep
@@ -23,6 +22,7 @@ from quintet.executor.checkpoints.quant.registry import open_quantization
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackPiece, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.experts import Routing, Scoring
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.experts import Experts, Gate
@@ -42,7 +42,7 @@ def recorder() -> GraphBuilder:
     library = program_library()
     assert library is not None
     return GraphBuilder(
-        library, DTYPE, KvMemory(full_layers(1, 1, 8, 2, 16), (), 0), max_tokens=ROWS, max_outputs=4
+        library, DTYPE, KvMemory(full_layers(1, 1, 8, 2, 16), (), DTYPE), max_tokens=ROWS, max_outputs=4
     )
 
 
@@ -262,7 +262,7 @@ def test_values_equal_those_without_fusion(
 
     library = program_library()
     assert library is not None
-    careful = GraphBuilder(library, DTYPE, KvMemory((), 16, 0), ROWS, 4)
+    careful = GraphBuilder(library, DTYPE, KvMemory(full_layers(1, 1, 8, 2, 16), (), DTYPE), ROWS, 4)
     last = model(careful, Value(32, Extent.TOKENS, before.clone()), layers)
     for operation in careful._operations:
         careful.keep(operation.writes)

@@ -90,9 +90,6 @@ class LogitRecorder:
             )
         return logits
 
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        self._runner.copy_blocks(sources, targets)
-
     def release(self) -> dict[tuple[int, int], bytes]:
         self.inner.runner = self._runner
         return self.seen

@@ -22,17 +22,16 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.program.graph_builder import GraphBuilder
-from quintet.executor.backends.cpu.program.kv import KvMemory
 from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.backends.cpu.program.values import Extent, Value
-from quintet.executor.backends.torch.eager import EagerKv, EagerPass
+from quintet.executor.backends.torch.eager import EagerPass
 from quintet.executor.batch import Batch, Rows, state_rows
 from quintet.executor.checkpoints.quant.registry import open_quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import NormKind, NormSpec, StateSpec
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
@@ -210,7 +209,7 @@ class Served:
         if recorded:
             library = program_library()
             assert library is not None
-            memory = KvMemory(self._spec, tuple(self.places), FLOAT_CODES[dtype])
+            memory = KvMemory(self._spec, self.places, dtype)
             recorder = GraphBuilder(library, dtype, memory, 2 * NUM_TOKENS, 4)
             self._x = torch.zeros((2 * NUM_TOKENS, HIDDEN), dtype=dtype)
             y = block(recorder, Value(HIDDEN, Extent.TOKENS, self._x))
@@ -243,8 +242,7 @@ class Served:
         self._tables.apply(plan)
         rows = Rows(plan)
         if not self._recorded:
-            kv = EagerKv(self._spec, 1, self._dtype, CPU)
-            kv.places = self.places
+            kv = KvMemory(self._spec, self.places, self._dtype)
             empty = torch.empty(0)
             batch = Batch(
                 *(len(x), empty, empty, None, (), empty, {}),

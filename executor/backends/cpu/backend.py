@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, NARROW_KV
-from quintet.executor.backends.cpu.program.kv import allocate_kv, takes_layer
+from quintet.executor.backends.cpu.program.kv import share_kv, takes_layer
 from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.cpu.program.stage import Stage
@@ -57,7 +57,8 @@ def open_stage(context: WorkerContext) -> Stage:
         raise _unsupported(context, "the compiled CPU kernels are not built")
     num_blocks, model = context.num_blocks(), context.load()
     dtype = MODEL_DTYPES[config.model.dtype]
-    code = DTYPE_CODES[NARROW_KV.get(config.cache.dtype, dtype)]
+    kv_dtype = NARROW_KV.get(config.cache.dtype, dtype)
+    code = DTYPE_CODES[kv_dtype]
     if not all(takes_layer(library, layer, code, kv.block_size) for layer in model.attentions):
         widest = max(max(layer.head_dim, layer.value_width) for layer in model.attentions)
         raise _unsupported(
@@ -65,7 +66,10 @@ def open_stage(context: WorkerContext) -> Stage:
             "the compiled attention supports head sizes up to 576 for keys and 512 for values, and block sizes that are"
             f" multiples of 16 tokens; this model has head size {widest} and block size {kv.block_size}",
         )
-    memory = allocate_kv(kv, num_blocks, code, context.share, ranks)
+    if ranks is not None and not ranks.share.stripe.is_alone:
+        context.kv = memory = share_kv(kv, num_blocks, kv_dtype, ranks)
+    else:
+        memory = context.reserve_kv(kv_dtype)
     return Stage(library, model, config, dtype, memory, context.share, ranks)
 
 

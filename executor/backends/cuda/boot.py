@@ -14,7 +14,7 @@ from quintet.executor.backends.cuda.attention.choice import BackendChoice, choos
 from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
-from quintet.executor.backends.cuda.kv_memory import DeviceKv, graph_bytes, num_kv_blocks
+from quintet.executor.backends.cuda.kv_memory import graph_bytes, num_kv_blocks
 from quintet.executor.backends.cuda.ranks.group import DeviceGroup, group_of, open_device_ranks
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DeviceRunner
@@ -24,6 +24,7 @@ from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.executor.backends.platforms.cuda import open_cuda_device
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.model import CausalModel
@@ -101,7 +102,7 @@ def open_runner(
         attention,
         memory,
         staging,
-        DeviceKv(spec, 1, kv_dtype, torch_device),
+        KvMemory.reserve(spec, 1, kv_dtype, torch_device),
         dtype,
         group,
     )
@@ -125,7 +126,7 @@ def open_runner(
         num_blocks = min(int.from_bytes(count, "little") for count in counts)
     if group is not None:
         group.limit_waits()
-    runner.use_kv(DeviceKv(spec, num_blocks, kv_dtype, torch_device))
+    runner.use_kv(KvMemory.reserve(spec, num_blocks, kv_dtype, torch_device))
     log.info(
         "largest step (%d tokens) and kernel selection took %.1f s; KV cache: %d blocks of %d tokens, %.1f GiB",
         max_tokens,

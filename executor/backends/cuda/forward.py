@@ -20,7 +20,6 @@ from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.experts import GATES, experts
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
-from quintet.executor.backends.cuda.kv_memory import DeviceKv, DeviceStates
 from quintet.executor.backends.cuda.ops.activation import gated
 from quintet.executor.backends.cuda.ops.attention import paged_attention
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES
@@ -30,13 +29,14 @@ from quintet.executor.backends.cuda.ops.states import causal_conv, delta_rule, h
 from quintet.executor.backends.cuda.ranks.group import DeviceGroup
 from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.embeds import StepEmbeds
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
 from quintet.executor.models.layers.linear import Embedding, HeadLinear, Linear
 from quintet.executor.models.layers.norm import Norm
-from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
+from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class DevicePass:
         linears: DeviceLinears,
         attention: AttentionPlans,
         rows: StepRows,
-        kv: DeviceKv,
+        kv: KvMemory,
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         backend: AttentionBackend | None = None,
         embeds: StepEmbeds | None = None,
@@ -94,7 +94,6 @@ class DevicePass:
         self._backend = backend
         self._embeds = embeds
         self._group = group
-        self._states = DeviceStates(self._rows_of, kv)
         self.linears: dict[Linear, None] = {}
         """Linear layers of the pass, in order."""
         self.attentions: list[AttentionLayer] = []
@@ -306,14 +305,14 @@ class DevicePass:
     def causal_conv(self, layer: CausalConv, x: Value) -> Value:
         """See `ForwardPass`."""
         values = x.materialized
-        rows, states = self._states.of(layer.state, values.dtype)
+        rows, states = self._states(layer.state, values.dtype)
         return Value(causal_conv(self._device, rows, states, values, layer.weight, layer.bias, layer.silu))
 
     def selective_scan(
         self, layer: SelectiveScan, x: Value, dt: Value, b: Value, c: Value, gate: Value
     ) -> Value:
         """See `ForwardPass`."""
-        rows, states = self._states.of(layer.state)
+        rows, states = self._states(layer.state)
         values = (x.materialized, dt.materialized, b.materialized, c.materialized, gate.materialized)
         return Value(selective_scan(self._device, rows, states, *values, layer.a, layer.dt_bias, layer.skip))
 
@@ -321,7 +320,7 @@ class DevicePass:
         self, layer: HeadScan, x: Value, dt: Value, b: Value, c: Value, gate: Value | None
     ) -> Value:
         """See `ForwardPass`."""
-        rows, states = self._states.of(layer.state)
+        rows, states = self._states(layer.state)
         values = (
             x.materialized,
             dt.materialized,
@@ -334,9 +333,14 @@ class DevicePass:
 
     def delta_rule(self, layer: DeltaRule, q: Value, k: Value, v: Value, alpha: Value, beta: Value) -> Value:
         """See `ForwardPass`."""
-        rows, states = self._states.of(layer.state)
+        rows, states = self._states(layer.state)
         values = (q.materialized, k.materialized, v.materialized, alpha.materialized, beta.materialized)
         return Value(delta_rule(self._device, rows, states, *values, layer.a, layer.dt_bias))
+
+    def _states(self, part: StatePart, dtype: torch.dtype = torch.float32) -> tuple[StepRows, torch.Tensor]:
+        """Return the step's rows in a layer's state group, and the states ``[num_blocks, ...]``."""
+        group, states = self._kv.of_state(part, dtype)
+        return self._rows_of[group], states
 
     def _note_width(self, width: int) -> None:
         self.widest = max(self.widest, width)

@@ -1,4 +1,4 @@
-"""Size and tensors of the KV cache on a device, recurrent states of a step, and offload to pinned host memory.
+"""Size of the KV cache on a device, and offload to pinned host memory.
 
 The size is measured rather than estimated: the model is loaded and its largest step runs first. The memory free after
 that is available, except for an upper bound of the memory of graphs.
@@ -9,20 +9,14 @@ layers, without a host sync.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
-from quintet.executor.backends.cuda.ops.formats import Planes
-from quintet.executor.backends.cuda.rows import StepRows
-from quintet.executor.models.layers.attention import AttentionLayer
-from quintet.executor.models.layers.states import StatePart
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_spec import KvSpec
 
 GRAPH_BYTES = 256 << 20
 """Memory of captured graphs besides tensors: nodes, and cuBLAS's workspace."""
@@ -80,56 +74,8 @@ def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int) -> 
     return num_blocks
 
 
-class DeviceKv:
-    """KV memory: one uint8 tensor per place of a block, see `quintet.wire.kv_spec`. Initialised to zeros."""
-
-    def __init__(self, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec = spec
-        self.dtype = dtype
-        shape = (num_blocks, spec.layer_bytes)
-        self.places = [
-            torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(spec.layers_per_block)
-        ]
-        self._of_layer: dict[int, tuple[int, Planes]] = {}
-
-    def of_layer(self, layer: AttentionLayer) -> tuple[int, Planes]:
-        """Return the layer's group, and its keys and values, each ``[num_blocks, num_kv_heads, block_size, width]``."""
-        planes = self._of_layer.get(layer.index)
-        if planes is None:
-            planes = self._of_layer[layer.index] = self._planes(layer)
-        return planes
-
-    def _planes(self, layer: AttentionLayer) -> tuple[int, Planes]:
-        group, place = self.spec.place(layer.index)
-        keys, end = self._plane(place, 0, layer.num_kv_heads, layer.head_dim)
-        if layer.values_in_keys:
-            return group, (keys, keys[..., : layer.value_width])
-        values, _ = self._plane(place, end, layer.num_kv_heads, layer.value_width)
-        return group, (keys, values)
-
-    def _plane(self, place: int, begin: int, num_heads: int, width: int) -> tuple[torch.Tensor, int]:
-        """Return the keys or values at this byte offset of a block, and their end offset."""
-        shape = (num_heads, self.spec.block_size, width)
-        end = begin + math.prod(shape) * self.dtype.itemsize
-        return self.places[place][:, begin:end].view(self.dtype).unflatten(1, shape), end
-
-
 def _gib(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.1f} GiB"
-
-
-class DeviceStates:
-    """States of one step."""
-
-    def __init__(self, rows_of: list[StepRows], kv: DeviceKv) -> None:
-        """rows_of: the step's rows, per KV group."""
-        self._rows_of = rows_of
-        self._kv = kv
-
-    def of(self, part: StatePart, dtype: torch.dtype = torch.float32) -> tuple[StepRows, torch.Tensor]:
-        """Return the step's rows in the layer's state group, and the state tensor ``[num_blocks, ...]``."""
-        group, place = self._kv.spec.place(part.index, state=True)
-        return self._rows_of[group], part.of(self._kv.places[place], dtype)
 
 
 TRIAL_BYTES = 64 << 20

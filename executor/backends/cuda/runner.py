@@ -17,7 +17,6 @@ from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.forward import DevicePass, Value
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
-from quintet.executor.backends.cuda.kv_memory import DeviceKv
 from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.backends.cuda.ops.draw import draw
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
@@ -27,6 +26,7 @@ from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.batch import Int
 from quintet.executor.embeds import StepEmbeds
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.memory import to_device
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import Linear
@@ -75,7 +75,7 @@ class DeviceRunner:
         attention: AttentionPlans,
         memory: StepMemory,
         staging: torch.Tensor,
-        kv: DeviceKv,
+        kv: KvMemory,
         dtype: torch.dtype,
         group: DeviceGroup | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class DeviceRunner:
         self._hidden = Value(torch.empty(0))
         self._last_output: Drawn | None = None
 
-    def use_kv(self, kv: DeviceKv) -> None:
+    def use_kv(self, kv: KvMemory) -> None:
         """Replace the KV memory. Not allowed after a graph was captured."""
         self.kv = kv
         self.pool = BlockPool.of(self._device, kv.places)

@@ -19,10 +19,5 @@ def make_worker(context: WorkerContext) -> StepWorker:
             f"--kv-cache-dtype {config.cache.dtype} needs the compiled kernels, which are not built or do not support the"
             f" model with block size {config.model.kv.block_size}: use --kv-cache-dtype model"
         )
-    num_blocks, dtype, device = (
-        context.num_blocks(),
-        MODEL_DTYPES[config.model.dtype],
-        context.platform.device,
-    )
-    runner = EagerRunner(context.load(), device, dtype, config.model.kv, num_blocks, context.span)
-    return Worker(context, runner)
+    model, kv = context.load(), context.reserve_kv(MODEL_DTYPES[config.model.dtype])
+    return Worker(context, EagerRunner(model, context.platform.device, kv, context.span))

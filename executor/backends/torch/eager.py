@@ -5,7 +5,6 @@ Implements `quintet.executor.runner.Runner`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,7 +17,8 @@ from quintet.executor.backends.cpu.ops.state_rows import StateRows
 from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.batch import Batch, BatchBuilder, Int, Rows
 from quintet.executor.embeds import StepEmbeds, embeds_of
-from quintet.executor.memory import lazy_zeros, to_device
+from quintet.executor.kv_memory import KvMemory
+from quintet.executor.memory import to_device
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.models.layers.attention import AttentionLayer
@@ -31,36 +31,8 @@ from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.process.trace import Span, no_span
-from quintet.wire.kv_spec import KvSpec
 
 MAX_OUTPUTS = 256
-
-
-class EagerKv:
-    """KV memory: one uint8 tensor per place of a block, see `quintet.wire.kv_spec`."""
-
-    def __init__(self, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec = spec
-        self.dtype = dtype
-        shape = (num_blocks, spec.layer_bytes)
-        self.places = [lazy_zeros(shape, torch.uint8, device) for _ in range(spec.layers_per_block)]
-
-    def of_layer(self, layer: AttentionLayer) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Return the layer's group, keys and values; see `quintet.executor.backends.cpu.ops.paged_attention`."""
-        group, place = self.spec.place(layer.index)
-        numbers = self.places[place].view(self.dtype)
-        shape = (layer.num_kv_heads, self.spec.block_size)
-        end = math.prod(shape) * layer.head_dim
-        keys = numbers[:, :end].unflatten(1, (*shape, layer.head_dim))
-        if layer.values_in_keys:
-            return group, keys, keys[..., : layer.value_width]
-        values = numbers[:, end : end + math.prod(shape) * layer.value_width]
-        return group, keys, values.unflatten(1, (*shape, layer.value_width))
-
-    def of_state(self, layer: int) -> tuple[int, torch.Tensor]:
-        """Return the group of a layer's states and their memory, uint8 ``[num_blocks, layer_bytes]``."""
-        group, place = self.spec.place(layer, state=True)
-        return group, self.places[place]
 
 
 class EagerModel(Protocol):
@@ -87,7 +59,7 @@ class EagerPass:
     def __init__(
         self,
         batch: Batch,
-        kv: EagerKv,
+        kv: KvMemory,
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         embeds: StepEmbeds | None = None,
     ) -> None:
@@ -202,7 +174,7 @@ class EagerPass:
     ) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_started += 1
-        batch, (group, keys, values) = self._batch, self._kv.of_layer(layer)
+        batch, (group, (keys, values)) = self._batch, self._kv.of_layer(layer)
         if not layer.norms_after_rope:
             q = q if layer.q_norm is None else layer.q_norm(q)
             k = k if layer.k_norm is None else layer.k_norm(k)
@@ -261,8 +233,8 @@ class EagerPass:
 
     def _states(self, part: StatePart, dtype: torch.dtype = torch.float32) -> tuple[StateRows, torch.Tensor]:
         self.num_started += 1
-        group, blocks = self._kv.of_state(part.index)
-        return self._batch.states[group], part.of(blocks, dtype)
+        group, states = self._kv.of_state(part, dtype)
+        return self._batch.states[group], states
 
 
 class EagerRunner:
@@ -274,19 +246,18 @@ class EagerRunner:
         self,
         model: EagerModel,
         device: torch.device,
-        dtype: torch.dtype,
-        kv: KvSpec,
-        num_blocks: int,
+        kv: KvMemory,
         span: Span = no_span,
     ) -> None:
+        """kv: keys and values in the model's dtype."""
         self._span = span
         self._model = model
         self._device = device
-        self._dtype = dtype
-        self._kv = EagerKv(kv, num_blocks, dtype, device)
+        self._dtype = dtype = kv.dtype
+        self._kv, spec = kv, kv.spec
         self._builder = BatchBuilder(
-            kv.block_size,
-            ((kv.place(layer.index)[0], layer.sight, layer.heads) for layer in model.attentions),
+            spec.block_size,
+            ((spec.place(layer.index)[0], layer.sight, layer.heads) for layer in model.attentions),
             any(rope.spec.depends_on_length for rope in model.ropes),
             dtype,
         )
@@ -299,11 +270,6 @@ class EagerRunner:
         """Total number of computed operations."""
         current = self._pass
         return self._num_done_before + (0 if current is None else current.num_started)
-
-    @property
-    def blocks(self) -> Sequence[torch.Tensor]:
-        """See `Runner.blocks`."""
-        return self._kv.places
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
@@ -327,8 +293,3 @@ class EagerRunner:
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
     ) -> None:
         """See `Runner.forward_and_draw`; not supported."""
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `Runner.copy_blocks`."""
-        for place in self._kv.places:
-            place[targets] = place[sources]

@@ -21,6 +21,7 @@ from quintet.executor.checkpoints.quantize_tool.rounders import Rounder
 from quintet.executor.checkpoints.weights.load import load_checkpoint, open_files
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.card import card_of
 from quintet.executor.models.model import Setting, build_model
 from quintet.executor.sequences import place, plan_of_pieces
@@ -118,6 +119,7 @@ def calibrated(
     tables = SlotTables(len(windows), longest, config.kv, _CPU)
     for slot, tokens in enumerate(windows):
         place(tables, slot, torch.tensor(tokens, dtype=torch.int32), width)
-    runner = EagerRunner(model, _CPU, dtype, config.kv, len(windows) * num_groups * width)
+    kv = KvMemory.reserve(config.kv, len(windows) * num_groups * width, dtype, _CPU)
+    runner = EagerRunner(model, _CPU, kv)
     pieces = [(slot, 0, len(tokens)) for slot, tokens in enumerate(windows)]
     runner.forward(Rows(plan_of_pieces(pieces, draws=False)), tables)

@@ -16,7 +16,7 @@ from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.kv_gather import PartBlocks, open_parts
-from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, StepPart
+from quintet.executor.distributed.parallel.library import Note, OrderKind, StepPart
 from quintet.executor.distributed.parallel.rank_views import Links, open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves
@@ -67,7 +67,8 @@ def _run_rank(context: WorkerContext) -> Iterator[OrderKind | None]:
             case OrderKind.RUN:
                 stage.run_ordered(step.address, order.begin, order.end, order.length)
             case OrderKind.COPY_BLOCKS:
-                stage.copy_ordered(ranks.mail(order))
+                stage.kv.copy(ranks.mail(order))
+                ranks.wait_for_moved()
             case OrderKind.SWAP_OUT:
                 host_blocks.copy_out(ranks.mail(order))
                 ranks.wait_for_moved()
@@ -122,9 +123,7 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
                 case OrderKind.RUN:
                     _run(stage, step, links, order.begin, order.end, order.length, span)
                 case OrderKind.COPY_BLOCKS:
-                    if not share.is_last:
-                        following.send_mail(kind, preceding.mail(order), PAIR_BYTES)
-                    stage.copy_ordered(preceding.mail(order))
+                    moves.move(kind, preceding.mail(order), stage.kv.copy)
                 case OrderKind.SWAP_OUT:
                     host_blocks.copy_out(preceding.mail(order))
                 case OrderKind.SWAP_IN:
@@ -184,14 +183,16 @@ def _step_of(stage: Stage, config: EngineConfig) -> Step:
 
 
 def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
-    return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.stripe)
+    return HostBlocks(
+        stage.kv.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.stripe
+    )
 
 
 def _open_parts(context: WorkerContext, stage: Stage) -> PartBlocks | None:
     """Return the rank's part of blocks for KV transfer; None if there is no KV transfer."""
     share, gather = stage.share, context.memory.gather
     rank = share.stage * share.size + share.rank
-    return open_parts(context.config, gather[0], rank, stage.blocks, share) if gather else None
+    return open_parts(context.config, gather[0], rank, stage.kv.blocks, share) if gather else None
 
 
 def _report_loaded(ranks: Ranks, context: WorkerContext) -> None:

@@ -7,7 +7,6 @@ or a plan's deltas.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from quintet.executor.backends.cpu.program.runner import append_draw
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import CStep, Step
 from quintet.executor.batch import Int, Rows
-from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, StepPart
+from quintet.executor.distributed.parallel.library import Note, StepPart
 from quintet.executor.distributed.parallel.rank_views import Links
 from quintet.executor.embeds import embeds_of
 from quintet.executor.model_config.share import Share
@@ -86,11 +85,6 @@ class Pipeline:
     def share(self) -> Share:
         """The share of the first stage's leader."""
         return self._stage.share
-
-    @property
-    def blocks(self) -> Sequence[torch.Tensor]:
-        """KV memory of the first stage's layers."""
-        return self._stage.blocks
 
     def begin(self, rows: Rows, tables: SlotTables, settings: Settings) -> InFlightStep:
         """Compute the first stage of a step, and send it to the following stages."""
@@ -165,11 +159,6 @@ class Pipeline:
         finally:
             step.c.masks = None
         return step.columns["drawn"][: step.c.num_outputs].tobytes()
-
-    def copy_blocks(self, mail: bytes) -> None:
-        """Copy whole blocks of KV memory in every layer; see `quintet.wire.step.StepPlan.copies`."""
-        self._links.following.send_mail(OrderKind.COPY_BLOCKS, mail, PAIR_BYTES)
-        self._stage.copy_ordered(mail)
 
     def run_idle_task(self) -> None:
         """Run one idle task on the first stage, and send one to the other stages."""

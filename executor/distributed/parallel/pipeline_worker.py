@@ -21,7 +21,7 @@ import torch
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.batch import Int, Rows
 from quintet.executor.context import WorkerContext
-from quintet.executor.distributed.parallel.library import Note
+from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.rank_views import Links
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
@@ -102,13 +102,15 @@ class PipelineWorker:
         grammars = Grammars(max_num_seqs, model)
         ops = sampling_ops_of("cpu")
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
-        own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.stripe)
-        moves = Moves(context.ranks, links.following)
+        assert context.kv is not None, "the back end has reserved KV memory"
+        self._kv, layers = context.kv, context.kv.blocks
+        own = HostBlocks(layers, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.stripe)
+        self._moves = moves = Moves(context.ranks, links.following)
         host_blocks = HostBlocksOfAllRanks(own, moves)
         self._host_blocks = host_blocks
         self.num_host_blocks = own.num_blocks
         gather = context.memory.gather
-        blocks = partial(open_whole_blocks, config, gather, pipeline.blocks, pipeline.share, moves)
+        blocks = partial(open_whole_blocks, config, gather, layers, pipeline.share, moves)
         self._kv_tiers = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
         self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
         self.kv_store = self._kv_tiers.store
@@ -181,7 +183,7 @@ class PipelineWorker:
         if plan.swaps_in:
             self._kv_tiers.copy_in(plan.swaps_in)
         if plan.copies:
-            self._pipeline.copy_blocks(plan.copies)
+            self._moves.move(OrderKind.COPY_BLOCKS, plan.copies, self._kv.copy)
         self._span("tables", plan.step)
         if not plan.slots:
             return Finished(StepResult(plan.step, 0, b""))

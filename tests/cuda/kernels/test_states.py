@@ -19,9 +19,9 @@ from tests.executor.kernels.state_problems import SHAPES, Problem, rows_of
 
 from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.kv_memory import DeviceKv, DeviceStates
 from quintet.executor.backends.cuda.ops import states as operations
 from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.models.layers.states import StatePart
 from quintet.wire.kv_spec import LayerKv, group_layers
 
@@ -51,7 +51,7 @@ class Blocks:
         }
         size = OFFSET + problem.state_dtype.itemsize * torch.Size(problem.state_shape).numel()
         layers = [LayerKv(layer, "state", state_bytes=size) for layer in range(LAYER + 1)]
-        self.kv = DeviceKv(group_layers(layers, 16), NUM_BLOCKS, torch.float32, device.torch_device)
+        self.kv = KvMemory.reserve(group_layers(layers, 16), NUM_BLOCKS, torch.float32, device.torch_device)
         for place in self.kv.places:
             numbers = torch.randn(NUM_BLOCKS, place.shape[1] // problem.state_dtype.itemsize)
             place.copy_(numbers.to(problem.state_dtype).view(torch.uint8))
@@ -95,9 +95,9 @@ class Blocks:
             block_table=table.to(self.device.torch_device),
             block_size=16,
         )
-        of_group, states = DeviceStates([rows.of_group(0)], self.kv).of(self.part, self.problem.state_dtype)
+        group, states = self.kv.of_state(self.part, self.problem.state_dtype)
         tokens = slice(first, first + sum(counts) + padding)
-        return self.problem.run(self.module, of_group, states, tokens)  # type: ignore[arg-type]
+        return self.problem.run(self.module, rows.of_group(group), states, tokens)  # type: ignore[arg-type]
 
 
 def close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

@@ -32,8 +32,8 @@ from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, made
 
 from quintet.core.token_messages import StepMessages
-from quintet.executor.backends.cpu.program.kv import allocate_kv
 from quintet.executor.backends.registry import make_worker
+from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.distributed.parallel.rank_views import share_of_rank
@@ -177,7 +177,12 @@ def test_stages_reserve_the_configured_memory(name: str, tmp_path: Path) -> None
     kv = config.model.kv
     assert len(kv.groups) > 1
     reserved = sum(
-        sum(place.numel() for place in allocate_kv(kv, NUM_BLOCKS, 0, share_of_rank(config, rank)).places)
+        sum(
+            place.numel()
+            for place in WorkerContext(config, share=share_of_rank(config, rank))
+            .reserve_kv(torch.float32)
+            .places
+        )
         for rank in range(2)
     )
     assert reserved == config.cache.memory_bytes == NUM_BLOCKS * kv.bytes_per_block

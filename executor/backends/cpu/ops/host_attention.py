@@ -24,6 +24,7 @@ import torch
 from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.backends.cpu.ops.host_library import check_layout, declare, open_library
 from quintet.executor.backends.cpu.program.step import CStep, KvPlace
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.wire.errors import ConfigError
@@ -115,11 +116,20 @@ class PagedKv:
     memory: torch.Tensor
     """uint8 ``[num_blocks, bytes]``, inner layout private to the kernels."""
     values_in_keys: bool = False
+    group: int = 0
 
     @property
     def place(self) -> KvPlace:
-        """Descriptor for the kernels: a single group."""
-        return KvPlace(self.memory.data_ptr(), self.memory.stride(0), 0, 1, 0)
+        """Descriptor for the kernels."""
+        return KvPlace(self.memory.data_ptr(), self.memory.stride(0), self.group, 1, 0)
+
+    @staticmethod
+    def of_layer(kv: KvMemory, layer: AttentionLayer) -> PagedKv:
+        """Return a layer's part of KV memory. Raises ConfigError, see `kv_block_bytes`."""
+        group, place = kv.spec.place(layer.index)
+        heads = (layer.num_kv_heads, layer.head_dim, layer.value_width, kv.spec.block_size)
+        assert kv_block_bytes(kv.dtype, *heads) <= kv.spec.layer_bytes, heads
+        return PagedKv(kv.dtype, *heads, kv.places[place], group=group)
 
     @staticmethod
     def of_blocks(

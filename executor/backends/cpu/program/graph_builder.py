@@ -16,15 +16,16 @@ import torch
 
 from quintet.executor.backends.cpu.ops.activation import ACTIVATION_CODES
 from quintet.executor.backends.cpu.ops.host_attention import c_attention, query_width
-from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_experts import HostExperts
-from quintet.executor.backends.cpu.program.kv import KvMemory
+from quintet.executor.backends.cpu.program.kv import kv_place
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, MemoryPlanner, fuse
 from quintet.executor.backends.cpu.program.states import StateOperations
 from quintet.executor.backends.cpu.program.values import EmitWith, Extent, Operation, Value
 from quintet.executor.distributed.parallel.operations import RankOperations, SharedRows
 from quintet.executor.distributed.parallel.ranks import Ranks, input_place
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.attention import AttentionLayer
@@ -85,7 +86,7 @@ class GraphBuilder:
         self.handle = library.new()
         self._input = partial(input_place, max_tokens, dtype=dtype, ranks=ranks)
         self._ranks = None if ranks is None else RankOperations(ranks, self.handle, dtype, max_tokens)
-        self._states = StateOperations(library, self.handle, partial(kv.place, state=True), self._code)
+        self._states = StateOperations(library, self.handle, partial(kv_place, kv, state=True), self._code)
 
     def embedding(self, layer: Embedding) -> Value:
         """See `ForwardPass`."""
@@ -346,8 +347,8 @@ class GraphBuilder:
         if context_ranks is not None:
             queries.place = context_ranks.queries(queries.width)
             self.keep(queries)
-        place = kv.place(layer.index)
-        c_layer = c_attention(layer, self._dtype, kv.dtype, kv.spec.block_size)
+        place = kv_place(kv, layer.index)
+        c_layer = c_attention(layer, self._dtype, DTYPE_CODES[kv.dtype], kv.spec.block_size)
 
         def emit_write() -> None:
             library.rope_kv_write(

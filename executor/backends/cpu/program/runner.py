@@ -70,11 +70,6 @@ class ProgramRunner:
         """Total time spent in the program."""
         return self._stage.seconds
 
-    @property
-    def blocks(self) -> Sequence[torch.Tensor]:
-        """See `Runner.blocks`."""
-        return self._stage.blocks
-
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         self._fill(rows, tables, None)
@@ -150,10 +145,6 @@ class ProgramRunner:
 
     def _run(self, begin: int, end: int) -> float:
         return self._stage.run(self._step.address, begin, end, self._length)
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `Runner.copy_blocks`."""
-        self._stage.copy_blocks(sources, targets)
 
 
 def append_draw(library: ProgramLibrary, program: int, logits: torch.Tensor, stage: Stage) -> None:

@@ -7,13 +7,11 @@ stage knows no plan and no slot table; its input is a `quintet.executor.backends
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from quintet.executor.backends.cpu.program.graph_builder import GraphBuilder
-from quintet.executor.backends.cpu.program.kv import KvMemory
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.rotations import Rotations
 from quintet.executor.distributed.parallel.balancer import Balancer
@@ -22,6 +20,7 @@ from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks, vector_records
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.expert_metrics import ExpertCounts
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.share import Share, most_outputs
 from quintet.executor.models.model import CausalModel
 from quintet.wire.config import EngineConfig
@@ -95,11 +94,6 @@ class Stage:
     def work_done(self) -> int:
         """Number of work pieces that the compute threads have finished."""
         return int(self.library.pieces_done())
-
-    @property
-    def blocks(self) -> Sequence[torch.Tensor]:
-        """See `quintet.executor.runner.Runner.blocks`; only layers of this stage."""
-        return [place for place in self.kv.places if place.shape[1]]
 
     def run(self, step: object, begin: int, end: int, length: int) -> float:
         """Run operations ``[begin, end)`` of a step on all ranks; return the elapsed seconds.
@@ -180,28 +174,3 @@ class Stage:
         records = np.frombuffer(mail, vector_records(self._embedded.shape[1], self.dtype))
         vectors = torch.from_numpy(records["vector"].copy()).view(self.dtype)
         StepEmbeds(torch.from_numpy(records["token"].astype(np.int64)), vectors).put(self._embedded)
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `quintet.executor.runner.Runner.copy_blocks`."""
-        pairs = torch.stack((sources, targets), 1).to(torch.int32).numpy().tobytes()
-        if self._ranks is None:
-            self._copy(pairs)
-        else:
-            self._ranks.move_blocks(OrderKind.COPY_BLOCKS, pairs, self._copy)
-
-    def copy_ordered(self, mail: bytes) -> None:
-        """Copy the blocks of an order; rank 0 forwards the order to the other ranks."""
-        if self._ranks is None:
-            self._copy(mail)
-        elif self._ranks.share.rank == 0:
-            self._ranks.move_blocks(OrderKind.COPY_BLOCKS, mail, self._copy)
-        else:
-            self._copy(mail)
-            self._ranks.wait_for_moved()
-
-    def _copy(self, mail: bytes) -> None:
-        """Copy the blocks that this process writes."""
-        stripe, pairs = self.share.stripe, np.frombuffer(mail, np.int32).reshape(-1, 2).astype(np.int64)
-        sources, targets = torch.from_numpy(pairs[pairs[:, 1] % stripe.size == stripe.index].T.copy())
-        for place in self.kv.places:
-            place[targets] = place[sources]

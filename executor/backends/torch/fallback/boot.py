@@ -17,6 +17,7 @@ from quintet.executor.backends.torch.fallback.model import TransformersModel
 from quintet.executor.backends.torch.fallback.self_check import SelfCheck
 from quintet.executor.context import WorkerContext
 from quintet.executor.interface import StepWorker
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.model_config.card import ModelCard, card_of
 from quintet.executor.model_config.spec import KvNeed
@@ -29,12 +30,11 @@ from quintet.wire.config import EngineConfig
 
 def make_worker(context: WorkerContext) -> StepWorker:
     """See `quintet.executor.backends.registry.Backend`. Raises `ConfigError` with the reason for an unsupported model."""
-    num_blocks = context.num_blocks()
-    return Worker(context, open_runner(context, num_blocks))
+    return Worker(context, _open_runner(context))
 
 
-def open_runner(context: WorkerContext, num_blocks: int) -> Runner:
-    """Load the configured folder and run the self-check. Raises `ConfigError` with the reason for an unsupported model."""
+def _open_runner(context: WorkerContext) -> Runner:
+    """Load the configured folder and run the self-check."""
     config, device, dtype = context.config, context.platform.device, MODEL_DTYPES[context.config.model.dtype]
     card, checkpoint = check_transformers_model(config, dtype)
     needs = _needs(card)
@@ -53,11 +53,11 @@ def open_runner(context: WorkerContext, num_blocks: int) -> Runner:
             pack_linears(loaded, dtype, logits_dtype)
         if logits_dtype != dtype:
             keep_logit_sums(loaded)
-        runner = _runner(model, context, dtype, num_blocks)
+        runner = _runner(model, context, context.reserve_kv(dtype))
         tables = SlotTables(
             config.scheduler.max_num_seqs, config.model.max_model_len, config.model.kv, device
         )
-        self_check.run(runner, tables, num_blocks)
+        self_check.run(runner, tables, context.num_blocks())
     except UnsupportedModel as why:
         raise refusal(card.path, checkpoint.config, why) from None
     return runner
@@ -77,7 +77,7 @@ def _needs(card: ModelCard) -> list[KvNeed]:
     return [need for need in unknown(card).kv_needs if need is not None]
 
 
-def _runner(model: TransformersModel, context: WorkerContext, dtype: torch.dtype, num_blocks: int) -> Runner:
+def _runner(model: TransformersModel, context: WorkerContext, kv: KvMemory) -> Runner:
     config, device = context.config, context.platform.device
     library = program_library() if device.type == "cpu" else None
     block_size, first = config.model.kv.block_size, model.attentions[0]
@@ -86,5 +86,5 @@ def _runner(model: TransformersModel, context: WorkerContext, dtype: torch.dtype
             raise UnsupportedModel(
                 "its layers have different numbers of KV heads, which only the compiled CPU kernels support"
             )
-        return EagerRunner(model, device, dtype, config.model.kv, num_blocks, context.span)
-    return HostRunner(library, model, config, dtype, num_blocks, context.span)
+        return EagerRunner(model, device, kv, context.span)
+    return HostRunner(library, model, kv, config.scheduler, context.span)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from quintet.executor.backends.cpu.ops.host_attention import PagedKv, attend, write_kv
@@ -11,12 +9,13 @@ from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.backends.torch.fallback.model import TransformersModel
 from quintet.executor.batch import Int, Rows
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
 from quintet.process.trace import Span, no_span
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import SchedulerConfig
 
 MAX_OUTPUTS = 256
 
@@ -30,35 +29,22 @@ class HostRunner:
         self,
         library: ProgramLibrary,
         model: TransformersModel,
-        config: EngineConfig,
-        dtype: torch.dtype,
-        num_blocks: int,
+        kv: KvMemory,
+        limits: SchedulerConfig,
         span: Span = no_span,
     ) -> None:
         """Raises ConfigError if the kernels do not support the layers' heads or the block size."""
-        limits = config.scheduler
         self._span = span
         self._model = model
         self._step = Step(
             library, max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
         )
-        block_size = config.model.kv.block_size
-        self._kv = [
-            PagedKv.of_blocks(
-                *(num_blocks, dtype, layer.num_kv_heads, layer.head_dim, block_size, layer.value_width)
-            )
-            for layer in model.attentions
-        ]
+        self._kv = [PagedKv.of_layer(kv, layer) for layer in model.attentions]
         self._hidden = torch.empty(0)
         self.token_ids = torch.from_numpy(self._step.columns["token_ids"])
         self.positions = torch.from_numpy(self._step.columns["positions"])
         self.work_done = 0
         """Total number of attention calls."""
-
-    @property
-    def blocks(self) -> Sequence[torch.Tensor]:
-        """See `Runner.blocks`."""
-        return [kv.memory for kv in self._kv]
 
     @property
     def weight_bytes(self) -> int:
@@ -95,8 +81,3 @@ class HostRunner:
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
     ) -> None:
         """See `Runner.forward_and_draw`; not supported."""
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `Runner.copy_blocks`."""
-        for kv in self._kv:
-            kv.memory[targets] = kv.memory[sources]
