@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tests.cuda.kernels.references import rope_kv_reference
 
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.activation import Gate, gated
@@ -20,7 +21,7 @@ from quintet.executor.backends.cuda.ops.linear_coded import coded_matmul
 from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_matmul, fp8_quantize, fp8_quantize_reference
 from quintet.executor.backends.cuda.ops.linear_groups import head_matmul
 from quintet.executor.backends.cuda.ops.norm import add_rms_norm, layer_norm, rms_norm
-from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv, rope_kv_reference
+from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
 
 BF16 = torch.bfloat16
 UNIT = 2.0**-8

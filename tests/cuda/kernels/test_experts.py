@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cuda.kernels.formats import FORMATS, STEP, noise
+from tests.cuda.kernels.references import grouped_matmul_reference
 from tests.executor.kernels.test_experts_kernels import (
     CLAMPED,
     HIDDEN,
@@ -28,12 +29,7 @@ from quintet.executor.backends.cpu.ops.experts import ExpertTables, Gate
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.experts import experts
 from quintet.executor.backends.cuda.ops.linear import OperandError, matmul, tiles_of
-from quintet.executor.backends.cuda.ops.linear_groups import (
-    grouped_matmul,
-    grouped_matmul_reference,
-    head_matmul,
-    tiles_of_groups,
-)
+from quintet.executor.backends.cuda.ops.linear_groups import grouped_matmul, head_matmul, tiles_of_groups
 
 COUNTS = {
     "one": [5],

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.kernels.references import coded_grouped_matmul_reference
 from tests.cuda.kernels.test_linear import HALF_UNIT, GridRecorder, noise, same
 
 from quintet.executor.backends.cuda.device import Device
@@ -19,7 +20,6 @@ from quintet.executor.backends.cuda.ops.linear import OperandError, SplitMemory
 from quintet.executor.backends.cuda.ops.linear_coded import (
     TILES,
     coded_grouped_matmul,
-    coded_grouped_matmul_reference,
     coded_matmul,
     coded_matmul_reference,
 )

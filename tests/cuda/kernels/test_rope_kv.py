@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from tests.cuda.kernels.formats import FORMATS, assert_within_steps, noise, small_integers
+from tests.cuda.kernels.references import rope_kv_reference
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv, rope_kv_reference
+from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
 from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.model_config.spec import Temperature
 

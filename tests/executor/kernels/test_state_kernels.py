@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.executor.kernels import host_states
 from tests.executor.kernels.state_problems import SHAPES, rows_of
 
-from quintet.executor.backends.cpu.ops import host_states
 from quintet.executor.backends.cpu.ops.host_library import open_library
 from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 

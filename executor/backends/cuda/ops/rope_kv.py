@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from quintet.executor.backends.cpu.ops.rms_norm import rms_norm
-from quintet.executor.backends.cpu.ops.rope_kv_write import rope, temperatures
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import (
     PACK_BYTES,
@@ -25,7 +23,6 @@ from quintet.executor.model_config.spec import Temperature
 THREADS = 128
 MAX_SINGLE_LANES, MAX_SINGLE_ITEMS = 32, 8
 MAX_HEAD_DIM = 576
-FP8_MAX = 448.0
 
 _KERNELS = {
     (in_packs, dtype, is_fp8): Kernel(
@@ -74,39 +71,6 @@ class HeadTransform:
 
 
 DEFAULT = HeadTransform()
-
-
-def rope_kv_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    kv: Planes,
-    rows: StepRows,
-    transform: HeadTransform = DEFAULT,
-) -> torch.Tensor:
-    """Return the queries and write ``kv`` as `rope_kv` does, with torch."""
-    assert rows.kv_rows is not None
-    if transform.q_norm is not None and transform.k_norm is not None:
-        q = rms_norm(q, transform.q_norm, transform.eps, transform.norm_offset)
-        k = rms_norm(k, transform.k_norm, transform.eps, transform.norm_offset)
-    if cos is not None and sin is not None:
-        angles = (part.view(len(q), 1, cos.shape[-1]) for part in (cos, sin))
-        cos, sin = angles
-        q, k = (rope(heads, cos, sin, transform.rotary_first, transform.interleaved) for heads in (q, k))
-    if transform.temperature is not None:
-        q = (q * temperatures(transform.temperature, rows.positions.clamp(min=0))[:, None, None]).to(q.dtype)
-    block_size = kv[0].shape[2]
-    real = (rows.kv_rows >= 0).nonzero().squeeze(1)
-    at = rows.kv_rows[real].long()
-    for plane, heads, scale in zip(kv, (k, v), transform.kv_scales, strict=True):
-        is_fp8 = plane.dtype == torch.float8_e4m3fn
-        bits = torch.uint8 if is_fp8 else plane.dtype  # torch does not index fp8
-        # torch converts out-of-range values to NaN
-        written = (heads[real].float() / scale).clamp(-FP8_MAX, FP8_MAX) if is_fp8 else heads[real]
-        plane.view(bits)[at // block_size, :, at % block_size] = written.to(plane.dtype).view(bits)
-    return torch.where((rows.kv_rows >= 0)[:, None, None], q, torch.zeros_like(q))
 
 
 def rope_kv(
