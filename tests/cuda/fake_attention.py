@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from tests.cuda.kernels.references import paged_attention_reference
 
 from quintet.executor.backends.cuda.attention.backend import AttentionNeeds, HostRows, require
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.attention import paged_attention_reference
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
 from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.rows import StepRows

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from tests.cuda.kernels.references import paged_attention_reference
 
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention import (
     AttentionPlan,
     paged_attention,
-    paged_attention_reference,
 )
 from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.rows import StepRows

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.cuda.kernels.formats import FORMATS, assert_within_steps, noise
+from tests.cuda.kernels.references import gated_reference
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.activation import Gate, gated, gated_reference
+from quintet.executor.backends.cuda.ops.activation import Gate, gated
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

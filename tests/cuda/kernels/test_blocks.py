@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.cuda.kernels.formats import noise
+from tests.cuda.kernels.references import copy_blocks_reference
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks, copy_blocks_reference
+from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
 
 
 def layers(where: torch.device, num_layers: int, num_blocks: int, head_dim: int = 8) -> list[torch.Tensor]:

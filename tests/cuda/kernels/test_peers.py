@@ -10,9 +10,10 @@ import torch
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.kernels.formats import FORMATS
 from tests.cuda.kernels.formats import noise as noise_on
+from tests.cuda.kernels.references import all_reduce_reference
 from tests.cuda.rank_devices import devices_of, peers_of, run_concurrently
 
-from quintet.executor.backends.cuda.ops.all_reduce import all_reduce, all_reduce_reference
+from quintet.executor.backends.cuda.ops.all_reduce import all_reduce
 from quintet.executor.backends.cuda.ops.gather import Columns, gather
 from quintet.executor.backends.cuda.ops.peers import (
     CHANNELS,

@@ -25,8 +25,6 @@ SOURCES = Path(__file__).resolve().parents[4] / "csrc" / "cpu"
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
-Kernel = Callable[..., int | None]
-
 
 @cache
 def open_library() -> ctypes.CDLL | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
-import torch.nn.functional as F
 
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, SUFFIXES, check_rows
@@ -31,16 +30,10 @@ _KERNELS = {
 }
 
 
-def gated_reference(x: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """Return ``gate(first half) * second half`` of each row; the gate is rounded to the dtype."""
-    gates, ups = x.chunk(2, dim=-1)
-    if gate is Gate.SILU:
-        return F.silu(gates).mul_(ups)
-    return F.gelu(gates, approximate="tanh" if gate is Gate.GELU_TANH else "none").mul_(ups)
-
-
 def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `gated_reference`; the last bit of the gate may differ, because the exponential rounds differently.
+    """Return ``gate(first half) * second half`` of each row; the gate is rounded to the dtype.
+
+    The last bit of the gate may differ from torch's, because the exponential rounds differently.
 
     x: ``[num_rows, 2 * width]`` in bf16, fp16 or fp32, rows contiguous; out: contiguous ``[num_rows, width]``. A row's bits
     depend only on that row.

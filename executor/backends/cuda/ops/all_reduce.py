@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, check_vector, describe, number_format
 from quintet.executor.backends.cuda.ops.peers import EXCHANGE, THREADS, Peers, pieces_of
-
-
-def all_reduce_reference(parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the result of every rank: a tree sum in fp32, adjacent ranks first, plus the bias; rounded once."""
-    sums = [part.float() for part in parts]
-    while len(sums) > 1:
-        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
-    total = sums[0] if bias is None else sums[0] + bias.float()
-    return total.to(parts[0].dtype)
 
 
 def all_reduce(

@@ -47,15 +47,6 @@ class BlockPool:
         return cls(tuple(places), addresses.to(device.torch_device), num_blocks, block_bytes)
 
 
-def copy_blocks_reference(
-    source: Sequence[torch.Tensor], target: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
-) -> None:
-    """Copy block by block, in order."""
-    for old, new in pairs:
-        for from_place, to_place in zip(source, target, strict=True):
-            to_place[new] = from_place[old]
-
-
 def copy_blocks(device: Device, source: BlockPool, target: BlockPool, pairs: torch.Tensor) -> None:
     """Copy blocks from ``source`` to ``target``, which may be the same pool, as if pair by pair in order.
 

@@ -66,18 +66,6 @@ def coded_matmul_reference(
     return (y if bias is None else y + bias.float()).to(result_dtype or x.dtype)
 
 
-def coded_grouped_matmul_reference(
-    x: torch.Tensor, ends: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return `coded_grouped_matmul`, group by group."""
-    begin, parts = 0, []
-    for group, end in enumerate(ends.tolist()):
-        y = x[begin:end].float() @ weight.floats(group).t()
-        parts.append((y if bias is None else y + bias[group].float()).to(x.dtype))
-        begin = end
-    return torch.cat(parts)
-
-
 def tile_for(num_rows: int) -> CodedTile:
     """Return the smallest tile that holds the rows, or the largest. All give the same bits."""
     return next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])

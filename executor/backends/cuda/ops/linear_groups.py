@@ -19,18 +19,6 @@ from quintet.executor.backends.cuda.ops.linear import (
 )
 
 
-def grouped_matmul_reference(
-    x: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return `grouped_matmul`, group by group."""
-    begin, parts = 0, []
-    for group, end in enumerate(ends.tolist()):
-        y = x[begin:end].float() @ weight[group].float().t()
-        parts.append((y if bias is None else y + bias[group].float()).to(x.dtype))
-        begin = end
-    return torch.cat(parts)
-
-
 def tile_of(num_rows: int, num_groups: int, dtype: torch.dtype, max_shared_bytes: int) -> Tile:
     """Return the tile for the average number of rows per group. All tiles give the same bits."""
     return choose_tile(-(-num_rows // num_groups), tiles_of(dtype), max_shared_bytes)

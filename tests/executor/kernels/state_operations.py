@@ -1,8 +1,8 @@
 """CPU operations with recurrent state: bindings of ``csrc/cpu/ops/states.cpp`` for bf16, fp16 and fp32 rows.
 
 Each function has the signature of its reference (`quintet.executor.backends.cpu.ops.states`, ``selective_scan``,
-``head_scan``, ``delta_rule``). `quintet.executor.backends.cpu.program.library` has the same kernels as operations of
-a compiled step. Rows and blocks may be strided; their elements are contiguous.
+``head_scan``, ``delta_rule``). Rows and blocks may be strided; their elements are contiguous. A compiled step records the same
+kernels as operations (`quintet.executor.backends.cpu.program.library`).
 """
 
 from __future__ import annotations
@@ -17,31 +17,10 @@ import torch
 from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.backends.cpu.ops.state_rows import StateRows
+from quintet.executor.backends.cpu.program.library import STATE_ARGUMENTS
+from quintet.executor.backends.cpu.program.states import columns_of
 
-_ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_Y = (_ADDRESS, _SIZE, _INT)  # address, stride and format
-
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "causal_conv": (_ADDRESS, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT, *_Y),
-    "selective_scan": (_ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, *_Y),
-    "head_scan": (
-        *(_ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _FLOAT, _FLOAT),
-        *_Y,
-    ),
-    "delta_rule": (_ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, *_Y),
-}
-"""Arguments of each operation after the rows (or a layer's memory) and the offset of its states."""
-
-
-class CColumns(ctypes.Structure):
-    """``qt::Columns``: address of a value and its row stride in elements."""
-
-    _fields_ = (("numbers", _ADDRESS), ("stride", _SIZE))
-
-
-def columns_of(*values: tuple[int | None, int]) -> ctypes.Array[CColumns]:
-    """Pack addresses and strides for the C functions."""
-    return (CColumns * len(values))(*(CColumns(*value) for value in values))
+_ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
 @cache
@@ -51,7 +30,7 @@ def _functions() -> dict[str, Callable[..., Any]] | None:
         return None
     return {
         name: declare(library, f"qt_op_{name}", _ADDRESS, _SIZE, _SIZE, *arguments)
-        for name, arguments in ARGUMENTS.items()
+        for name, arguments in STATE_ARGUMENTS.items()
     }
 
 

@@ -1,0 +1,102 @@
+"""Torch references of CUDA operations. They read values on the host, which synchronizes the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from quintet.executor.backends.cuda.ops.activation import Gate
+from quintet.executor.backends.cuda.ops.formats import Planes
+from quintet.executor.backends.cuda.rows import StepRows
+
+
+def gated_reference(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """Return ``gate(first half) * second half`` of each row; the gate is rounded to the dtype."""
+    gates, ups = x.chunk(2, dim=-1)
+    if gate is Gate.SILU:
+        return F.silu(gates).mul_(ups)
+    return F.gelu(gates, approximate="tanh" if gate is Gate.GELU_TANH else "none").mul_(ups)
+
+
+def all_reduce_reference(parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the result of every rank: a tree sum in fp32, adjacent ranks first, plus the bias; rounded once."""
+    sums = [part.float() for part in parts]
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    total = sums[0] if bias is None else sums[0] + bias.float()
+    return total.to(parts[0].dtype)
+
+
+def copy_blocks_reference(
+    source: Sequence[torch.Tensor], target: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
+) -> None:
+    """Copy block by block, in order."""
+    for old, new in pairs:
+        for from_place, to_place in zip(source, target, strict=True):
+            to_place[new] = from_place[old]
+
+
+def grouped_matmul_reference(
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    weight_of: Callable[[int], torch.Tensor],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return `grouped_matmul` or `coded_grouped_matmul`, group by group.
+
+    weight_of: returns a group's weight ``[columns, depth]`` in fp32.
+    """
+    begin, parts = 0, []
+    for group, end in enumerate(ends.tolist()):
+        y = x[begin:end].float() @ weight_of(group).t()
+        parts.append((y if bias is None else y + bias[group].float()).to(x.dtype))
+        begin = end
+    return torch.cat(parts)
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    kv: Planes,
+    rows: StepRows,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float = 0.0,
+    alibi: torch.Tensor | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    value_scale: float = 1.0,
+) -> torch.Tensor:
+    """Return `quintet.executor.backends.cuda.ops.attention.paged_attention` in fp32, with zeros for padding tokens."""
+    num_heads, (_, kv_heads, _, value_dim) = q.shape[1], kv[1].shape
+    out = torch.zeros((*q.shape[:2], value_dim), dtype=torch.float32, device=q.device)
+    for row, slot in enumerate(rows.slots.tolist()):
+        start, count, first = (int(column[row]) for column in (rows.starts, rows.counts, rows.offsets))
+        length = start + count
+        if slot < 0 or count == 0:
+            continue
+        blocks = rows.block_table[slot, : -(-length // rows.block_size)].long()
+        keys, values = (
+            plane[blocks].float().transpose(1, 2).flatten(0, 1)[:length]
+            .repeat_interleave(num_heads // kv_heads, dim=1)
+            for plane in kv
+        )  # [length, num_heads, head_dim]  # fmt: skip
+        queries = q[first : first + count].float()
+        logits = torch.einsum("thd,phd->htp", queries, keys) * scale
+        if soft_cap:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        own = torch.arange(start, length, device=q.device)[:, None]
+        distance = torch.arange(length, device=q.device)[None, :] - own  # [count, length]
+        if alibi is not None:
+            logits = logits + alibi[:, None, None] * distance
+        visible = distance <= 0 if window is None else (distance <= 0) & (distance > -window)
+        if chunk is not None:
+            keys_of, own_chunk = torch.arange(length, device=q.device) // chunk, own // chunk
+            visible = visible & (keys_of >= own_chunk)
+        logits = logits.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            logits = torch.cat((logits, sinks[:, None, None].expand(-1, count, 1)), -1)
+        weights = logits.softmax(-1)[..., :length]
+        out[first : first + count] = torch.einsum("htp,phd->thd", weights, values) * value_scale
+    return out
