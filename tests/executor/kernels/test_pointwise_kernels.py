@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.executor.kernels import pointwise_operations as pointwise
 from tests.executor.kernels.instruction_sets import REPEATING, isa
-from tests.executor.kernels.pointwise_operations import pointwise_functions
+from tests.executor.kernels.operations import pointwise
+from tests.executor.kernels.operations.pointwise import pointwise_functions
 
 from quintet.executor.backends.cpu.ops.activation import ACTIVATION_CODES, activate, xielu
 from quintet.executor.backends.cpu.ops.host_library import open_library

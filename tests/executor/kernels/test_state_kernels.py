@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.executor.kernels import state_operations
+from tests.executor.kernels.operations import states as state_operations
 from tests.executor.kernels.state_problems import SHAPES, rows_of
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
