@@ -11,6 +11,7 @@ COMPILERS ?=
 TOOLCHAIN := $(CUDA)/installed$(addprefix -,$(COMPILERS))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 UV := $(BIN)/uv pip install --python $(BIN)/python
+NOX := $(BIN)/nox
 # Let uv use pip's configured find-links.
 export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 # One more than the cores: tests of servers wait half of their time.
@@ -18,9 +19,6 @@ WORKERS ?= 3
 # Tests start hundreds of processes, which share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-
-CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
-NPM_CLIENTS := $(patsubst tests/clients/requirements/%.json,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.json))
 
 .PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients real-models chart dist-check docs fuzz gpu-check clean
 
@@ -86,12 +84,15 @@ model: install  ## train the embedded model (about an hour)
 cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; wheels built later contain them
 	$(BIN)/python -m quintet.executor.backends.cuda.kernels.compile $(ARGS)
 
-clients: $(CLIENTS) $(NPM_CLIENTS)  ## create the environments of third-party clients for the whole suite
+clients: $(PACKAGES)  ## create the environments of third-party clients for the whole suite (noxfile.py)
+	$(NOX) --tags clients
 
-real-models: .venv/clients/real/installed  ## download real weights for the whole suite (0.34 GB) into the cache folder
+real-models: $(PACKAGES)  ## download real weights for the whole suite (0.34 GB) into the cache folder
+	$(NOX) --session real
 	$(BIN)/python -m tests.real.models $(ARGS)
 
-docs: .venv/clients/docs/installed $(PACKAGES)  ## check generated pages, and build the site into build/site
+docs: $(PACKAGES)  ## check generated pages, and build the site into build/site
+	$(NOX) --session docs
 	$(BIN)/python -m bench.docs.reference --check
 	$(BIN)/python -m bench.docs.plots --check
 	NO_MKDOCS_2_WARNING=1 .venv/clients/docs/bin/mkdocs build --strict --quiet
@@ -99,58 +100,9 @@ docs: .venv/clients/docs/installed $(PACKAGES)  ## check generated pages, and bu
 dist-check: $(PACKAGES)  ## install sdist and wheel outside the checkout, and test a completion with each
 	$(BIN)/python tests/clients/platforms/installed_packages.py
 
-chart: .venv/clients/kubernetes/installed  ## validate the rendered chart with the schemas of the newest Kubernetes
+chart: $(PACKAGES)  ## validate the rendered chart with the schemas of the newest Kubernetes
+	$(NOX) --session kubernetes
 	.venv/clients/kubernetes/bin/python tests/clients/platforms/kubernetes_chart.py --newest
-
-.venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
-	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
-	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
-	@touch $@
-
-# npm packages are installed without install scripts; their binaries are in separate packages.
-$(NPM_CLIENTS): .venv/clients/%/installed: tests/clients/requirements/%.json | $(PACKAGES)
-	@rm -rf $(@D) && mkdir -p $(@D)
-	@cp $< $(@D)/package.json
-	@if command -v npm > /dev/null; \
-	then npm install --prefix $(@D) --silent --ignore-scripts --no-audit --no-fund && touch $@; \
-	else echo "npm is not installed: the tests of $* will be skipped"; fi
-
-# Quintet runs inside these environments; a .pth file adds its packages.
-HOSTS := $(patsubst %,.venv/clients/%/installed,fastchat gateway kserve ray)
-$(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
-	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
-	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
-	@{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; echo $(CURDIR)/src; } \
-	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
-	@touch $@
-
-# Quintet runs inside these environments too; NIXL and LMCache are installed without another torch.
-STORES := .venv/clients/store/installed .venv/clients/lmcache/installed
-.venv/clients/store/installed: ALONE := nixl==1.5.1 nixl-cu12==1.5.1
-.venv/clients/lmcache/installed: ALONE := lmcache==0.5.6
-$(STORES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
-	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
-	$(BIN)/uv pip install --quiet --python $(@D) --no-deps $(ALONE)
-	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
-	@{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; echo $(CURDIR)/src; } \
-	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
-	@touch $@
-
-# Open WebUI's slim requirements: no torch.
-.venv/clients/open_webui/installed: tests/clients/requirements/open_webui.txt | $(PACKAGES)
-	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
-	$(BIN)/uv pip install --quiet --python $(@D) --no-deps --requirement $<
-	$(BIN)/uv pip install --quiet --python $(@D) --requirement $$(echo $(@D)/lib/*/site-packages/requirements-slim.txt)
-	@touch $@
-
-# These compare with transformers from this project's environment.
-REFERENCES := .venv/clients/lm_eval/installed .venv/clients/real/installed
-$(REFERENCES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
-	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
-	$(BIN)/uv pip install --quiet --python $(@D) --no-deps accelerate==1.15.0
-	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
-	@touch $@
 
 $(TOOLCHAIN): csrc/cuda/toolchain.txt | $(PACKAGES)
 	rm -rf $(CUDA)
@@ -158,9 +110,7 @@ $(TOOLCHAIN): csrc/cuda/toolchain.txt | $(PACKAGES)
 	@touch $@
 
 fuzz: install  ## fuzz a server with schemathesis, from /openapi.json
-	@[ -x .venv/fuzz/bin/schemathesis ] || \
-	  { $(PYTHON) -m venv .venv/fuzz && .venv/fuzz/bin/pip install -q 'schemathesis>=4.32,<5'; }
-	$(BIN)/python -m tests.processes.fuzz .venv/fuzz/bin/schemathesis $(ARGS)
+	$(NOX) --session fuzz -- $(ARGS)
 
 gpu-check: install  ## run the GPU checklist of docs/gpu.md
 	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(PIP) \

@@ -143,11 +143,6 @@ class Inbox(Generic[MessageT]):
         self.address = address
         self.rejected = dict.fromkeys(Rejection, 0)
 
-    @property
-    def num_rejected(self) -> int:
-        """Number of frames dropped, for any reason."""
-        return sum(self.rejected.values())
-
     def hang(self, wakeup: Wakeup) -> None:
         """Make `wait` also return on ``wakeup``; its messages precede those of frames."""
         if not self._wakeups:

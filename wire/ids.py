@@ -1,4 +1,4 @@
-"""Types of the integers that cross process boundaries, and the layout of request ids."""
+"""Roles and ids of processes, and the layout of request ids."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ import msgspec
 
 RequestId = NewType("RequestId", int)
 """63 bits: ``frontend index | frontend epoch | counter``; unique for the life of a deployment."""
-
-Slot = NewType("Slot", int)
-"""A row of the executor's tables. A request keeps its slot while it runs; the row never moves."""
-
-BlockId = NewType("BlockId", int)
-"""A page of KV memory: ``block_size`` consecutive tokens of one sequence, in every layer."""
-
-StepId = NewType("StepId", int)
-"""Number of a core's plan, from 1; restarts with the core's epoch."""
 
 _INDEX_BITS, _EPOCH_BITS, _COUNTER_BITS = 10, 13, 40
 

@@ -11,61 +11,35 @@ request's. Heartbeats and figures are in both. Medians of the rounds. What msgsp
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-import psutil
-
+from bench.counting.control import ROLES, TracedServer, serve_traced
 from bench.null_model import make_null_model
-from bench.overhead.counting import sitecustomize
 from bench.overhead.pairs import THIS, commit_of
 from bench.overhead.run import INPUT_LEN
-from bench.overhead.server import Server, serve
 from quintet.deploy.cli.bench import measured, words_per_token
 from quintet.deploy.tools.load_client.load import Load
 from quintet.deploy.tools.load_client.workload import PromptSpec, RequestShape, random_prompts
 
-ROLES = ("frontend", "tokenizer", "core", "executor", "detokenizer")
 FLAGS = ("--served-model-name", "null", "--executor", "mock", "--step-ms", "10")
 SHORT, LONG = 2, 34
-WRITE_TIMEOUT_S = 60.0
 
 Counts = Mapping[str, int]
 
 
-def count(server: Server, folder: Path, output_len: int, num_requests: int) -> Counts:
+def count(server: TracedServer, output_len: int, num_requests: int) -> Counts:
     """Return what each role runs while so many requests come one after the other."""
     spec = PromptSpec(num_requests, INPUT_LEN, words_per_token=words_per_token(server.target, "null"), seed=1)
     shape = RequestShape("/v1/completions", "null", output_len, ignore_eos=True)
     bodies = [shape.body(item) for item in random_prompts(spec)]
-    processes = {}
-    for child in psutil.Process(server.process.pid).children(recursive=True):
-        role = (child.cmdline() or [""])[0].removeprefix("quintet-").partition("-")[0]
-        if role in ROLES:
-            processes[role] = child
-    for process in processes.values():
-        process.send_signal(sitecustomize.TOGGLE)
-    summary = measured(Load(server.target, shape.endpoint, bodies, 1), progress=False)
-    for process in processes.values():
-        process.send_signal(sitecustomize.TOGGLE)
+    with server.trace() as results:
+        summary = measured(Load(server.target, shape.endpoint, bodies, 1), progress=False)
     if summary.num_completed != num_requests:
         raise RuntimeError(f"only {summary.num_completed} of {num_requests} completed: {summary.failures}")
-    return {role: _read_count(folder / str(process.pid)) for role, process in processes.items()}
-
-
-def _read_count(path: Path) -> int:
-    deadline_s = time.monotonic() + WRITE_TIMEOUT_S
-    while not path.exists():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{path} was not written within {WRITE_TIMEOUT_S:g} s")
-        time.sleep(0.01)
-    number = int(path.read_text())
-    path.unlink()
-    return number
+    return {role: int(number) for role, number in results.items()}
 
 
 def parts(short: Counts, long: Counts, num_requests: int) -> dict[str, tuple[float, float]]:
@@ -80,19 +54,12 @@ def of_checkout(
     checkout: Path, model: Path, rounds: int, num_requests: int
 ) -> dict[str, tuple[float, float]]:
     """Return `parts` of a checkout's server, medians of the rounds."""
-    with tempfile.TemporaryDirectory(prefix="counts-") as folder:
-        os.environ[sitecustomize.FOLDER] = folder
-        with serve(model, FLAGS, checkout, [Path(sitecustomize.__file__).parent]) as server:
-            count(server, Path(folder), LONG, num_requests)  # what is only done once
-            found = [
-                parts(
-                    count(server, Path(folder), SHORT, num_requests),
-                    count(server, Path(folder), LONG, num_requests),
-                    num_requests,
-                )
-                for _ in range(rounds)
-            ]
-        del os.environ[sitecustomize.FOLDER]
+    with serve_traced("opcodes", model, FLAGS, checkout) as server:
+        count(server, LONG, num_requests)  # what is only done once
+        found = [
+            parts(count(server, SHORT, num_requests), count(server, LONG, num_requests), num_requests)
+            for _ in range(rounds)
+        ]
     return {
         role: (median(each[role][0] for each in found), median(each[role][1] for each in found))
         for role in ROLES

@@ -54,12 +54,10 @@ class Server:
     index: int
     url: str
     pool: ConnectionPool
-    trouble: str = "not summary yet"
+    trouble: str = "not polled yet"
     """Reason that the server gets no requests; "" if it is usable."""
     is_leaving: bool = False
     """Removed from the list; it finishes its open requests."""
-    is_stalled: bool = False
-    """It has work and makes no progress."""
     num_queued: int = 0
     """Queued prompt tokens of this router's requests."""
     num_open: int = 0

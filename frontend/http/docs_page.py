@@ -1,4 +1,4 @@
-"""GET /docs: interactive API documentation (Swagger UI). All its files are served here, without a key."""
+"""GET /docs: interactive API documentation (RapiDoc). All its files are served here, without a key."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
-FILES = {
-    "swagger-ui-bundle.js": b"text/javascript; charset=utf-8",
-    "start.js": b"text/javascript; charset=utf-8",
-    "swagger-ui.css": b"text/css; charset=utf-8",
-}
+SCRIPT = "rapidoc-min.js"
 POLICY = (
     b"default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -22,7 +18,7 @@ CACHE_CONTROL = b"public, max-age=3600"
 
 
 def _file(name: str) -> bytes:
-    return files("quintet.frontend").joinpath("swagger", name).read_bytes()
+    return files("quintet.frontend").joinpath("rapidoc", name).read_bytes()
 
 
 async def docs(_service: Service, http_request: HttpRequest) -> None:
@@ -32,8 +28,10 @@ async def docs(_service: Service, http_request: HttpRequest) -> None:
 
 
 async def docs_part(_service: Service, http_request: HttpRequest) -> None:
-    """Serve a file of the page."""
+    """Serve the page's script."""
     name = http_request.path_params["name"]
-    if name not in FILES:
+    if name != SCRIPT:
         raise RequestError(ErrorCode.NOT_FOUND, f"/docs has no file {shown(name)}; open /docs.")
-    await http_request.respond(200, _file(name), FILES[name], [(b"cache-control", CACHE_CONTROL)])
+    await http_request.respond(
+        200, _file(name), b"text/javascript; charset=utf-8", [(b"cache-control", CACHE_CONTROL)]
+    )

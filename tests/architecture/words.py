@@ -103,7 +103,7 @@ def files(*folders: str) -> list[Path]:
         ROOT / name
         for name in dict.fromkeys(listed.stdout.splitlines())
         if Path(name).suffix in SUFFIXES
-        and not name.startswith(("bench/results/", "frontend/swagger/", "tests/architecture/words.py"))
+        and not name.startswith(("bench/results/", "frontend/rapidoc/", "tests/architecture/words.py"))
         and not (ROOT / name).is_symlink()
     ]
 

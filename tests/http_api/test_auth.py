@@ -14,7 +14,7 @@ import pytest
 
 from quintet.frontend.app import ROUTES
 
-OPEN = {"/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs", "/docs/start.js"} | {
+OPEN = {"/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs", "/docs/rapidoc-min.js"} | {
     "/v2/health/live",
     "/v2/health/ready",
 }

@@ -24,7 +24,6 @@ class WeightFacts:
     num_parameters: int | None
     """None for pickled files, which have no header."""
     size_bytes: int
-    num_files: int
     contents: Mapping[str, Entry] = field(default_factory=dict, compare=False, repr=False)
     """Tensor name -> header entry; empty for pickled files."""
 
@@ -40,7 +39,7 @@ def read_weight_facts(folder: Path) -> WeightFacts:
         return _of_parts(read_parts(folder))
     paths = checkpoint_files(folder)
     if paths[0].suffix in PICKLED:
-        return WeightFacts(None, sum(path.stat().st_size for path in paths), len(paths))
+        return WeightFacts(None, sum(path.stat().st_size for path in paths))
     contents: dict[str, Entry] = {}
     for path in paths:
         try:
@@ -50,7 +49,7 @@ def read_weight_facts(folder: Path) -> WeightFacts:
             raise ConfigError(f"{path}: {error.strerror or error}") from None
     num_parameters = sum(math.prod(entry.shape) for entry in contents.values())
     size_bytes = sum(entry.num_bytes for entry in contents.values())
-    return WeightFacts(num_parameters, size_bytes, len(paths), contents)
+    return WeightFacts(num_parameters, size_bytes, contents)
 
 
 def _of_parts(parts: Parts) -> WeightFacts:
@@ -60,4 +59,4 @@ def _of_parts(parts: Parts) -> WeightFacts:
     }
     num_parameters = sum(math.prod(entry.shape) for entry in contents.values())
     size_bytes = sum(entry.num_bytes for entry in contents.values())
-    return WeightFacts(num_parameters, size_bytes, len(parts.headers), contents)
+    return WeightFacts(num_parameters, size_bytes, contents)

@@ -10,7 +10,10 @@ import torch
 from tests.cuda.kernels.references import paged_attention_reference
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_attention
+from quintet.executor.backends.cuda.ops.attention import (
+    AttentionPlan,
+    paged_attention,
+)
 from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.models.layers.attention import AttentionWindow

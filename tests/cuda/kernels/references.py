@@ -1,8 +1,8 @@
-"""References of the CUDA kernels, in torch. They read values on the host, which a step must not."""
+"""Torch references of CUDA operations. They read values on the host, which synchronizes the stream."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from quintet.executor.backends.cpu.ops.rms_norm import rms_norm
 from quintet.executor.backends.cpu.ops.rope_kv_write import rope, temperatures
 from quintet.executor.backends.cuda.ops.activation import Gate
-from quintet.executor.backends.cuda.ops.coded_weight import CodedWeight
 from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.ops.linear_fp8 import FP8_MAX
 from quintet.executor.backends.cuda.ops.rope_kv import DEFAULT, HeadTransform
@@ -32,6 +31,33 @@ def all_reduce_reference(parts: Sequence[torch.Tensor], bias: torch.Tensor | Non
         sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
     total = sums[0] if bias is None else sums[0] + bias.float()
     return total.to(parts[0].dtype)
+
+
+def copy_blocks_reference(
+    source: Sequence[torch.Tensor], target: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
+) -> None:
+    """Copy block by block, in order."""
+    for old, new in pairs:
+        for from_place, to_place in zip(source, target, strict=True):
+            to_place[new] = from_place[old]
+
+
+def grouped_matmul_reference(
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    weight_of: Callable[[int], torch.Tensor],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return `grouped_matmul` or `coded_grouped_matmul`, group by group.
+
+    weight_of: returns a group's weight ``[columns, depth]`` in fp32.
+    """
+    begin, parts = 0, []
+    for group, end in enumerate(ends.tolist()):
+        y = x[begin:end].float() @ weight_of(group).t()
+        parts.append((y if bias is None else y + bias[group].float()).to(x.dtype))
+        begin = end
+    return torch.cat(parts)
 
 
 def paged_attention_reference(
@@ -78,39 +104,6 @@ def paged_attention_reference(
         weights = logits.softmax(-1)[..., :length]
         out[first : first + count] = torch.einsum("htp,phd->thd", weights, values) * value_scale
     return out
-
-
-def copy_blocks_reference(
-    source: Sequence[torch.Tensor], target: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
-) -> None:
-    """Copy block by block, in order."""
-    for old, new in pairs:
-        for from_place, to_place in zip(source, target, strict=True):
-            to_place[new] = from_place[old]
-
-
-def coded_grouped_matmul_reference(
-    x: torch.Tensor, ends: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return `coded_grouped_matmul`, group by group."""
-    begin, parts = 0, []
-    for group, end in enumerate(ends.tolist()):
-        y = x[begin:end].float() @ weight.floats(group).t()
-        parts.append((y if bias is None else y + bias[group].float()).to(x.dtype))
-        begin = end
-    return torch.cat(parts)
-
-
-def grouped_matmul_reference(
-    x: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return `grouped_matmul`, group by group."""
-    begin, parts = 0, []
-    for group, end in enumerate(ends.tolist()):
-        y = x[begin:end].float() @ weight[group].float().t()
-        parts.append((y if bias is None else y + bias[group].float()).to(x.dtype))
-        begin = end
-    return torch.cat(parts)
 
 
 def rope_kv_reference(

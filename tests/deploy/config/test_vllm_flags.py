@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.deploy.config.documented_flags import PAGE, page, rows
+from tests.deploy.config.documented_flags import PAGE, TAKEN, page, rows
 from tests.deploy.config.model_folder import write_model
 
 from quintet.deploy.cli import serve
@@ -40,7 +40,7 @@ def test_documented_flags_are_current() -> None:
 
 def test_shared_flags_are_native_flags() -> None:
     native = {spec.key for spec in flag_table()}
-    assert set(flags.TAKEN) <= native
+    assert set(TAKEN) <= native
     assert {new.ours for new in flags.RENAMED.values()} <= native
     assert not flags.keys() & native
 

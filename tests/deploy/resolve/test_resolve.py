@@ -523,10 +523,10 @@ def test_broken_json_is_named(tmp_path: Path, text: str) -> None:
 def test_weights_are_measured_by_their_headers(tmp_path: Path) -> None:
     write_weights(tmp_path / "a.safetensors", {"x": [10, 3], "y": [5]})
     write_weights(tmp_path / "b.safetensors", {"z": [7]})
-    assert read_weight_facts(tmp_path) == WeightFacts(num_parameters=42, size_bytes=84, num_files=2)
+    assert read_weight_facts(tmp_path) == WeightFacts(num_parameters=42, size_bytes=84)
     index = {"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert read_weight_facts(tmp_path) == WeightFacts(num_parameters=35, size_bytes=70, num_files=1)
+    assert read_weight_facts(tmp_path) == WeightFacts(num_parameters=35, size_bytes=70)
 
 
 def test_a_missing_shard_or_a_broken_file_is_named(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.executor.kernels.instruction_sets import REPEATING, isa
+from tests.executor.kernels.operations import pointwise
+from tests.executor.kernels.operations.pointwise import pointwise_functions
 
-from quintet.executor.backends.cpu.ops import host_pointwise as pointwise
 from quintet.executor.backends.cpu.ops.activation import ACTIVATION_CODES, activate, xielu
 from quintet.executor.backends.cpu.ops.host_library import open_library
-from quintet.executor.backends.cpu.ops.host_pointwise import pointwise_functions
 from quintet.executor.backends.cpu.program.step import CStep
 from quintet.executor.model_config.spec import Activation
 

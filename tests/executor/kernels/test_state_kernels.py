@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.executor.kernels import host_states
+from tests.executor.kernels.operations import states as state_operations
 from tests.executor.kernels.state_problems import SHAPES, rows_of
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
@@ -53,7 +53,7 @@ def test_state_kernels_equal_the_reference(shape: str, dtype: torch.dtype) -> No
     problem = SHAPES[shape](sum(counts), dtype)
     rows = rows_of(counts, [5, 0, 2, 1])
     states, expected_states = problem.states(6), problem.states(6)
-    close(problem.run(host_states, rows, states), problem.run(REFERENCES, rows, expected_states), dtype)
+    close(problem.run(state_operations, rows, states), problem.run(REFERENCES, rows, expected_states), dtype)
     for block in (5, 0, 2, 1):
         close(states[block], expected_states[block], problem.state_dtype)
     assert states[3].isnan().all() and states[4].isnan().all(), "an unused block was written"
@@ -71,7 +71,7 @@ def test_a_state_continues_in_another_block(shape: str, dtype: torch.dtype) -> N
     before = states.clone()
     rows = rows_of(counts, [0, 1, 2], [3, 1, 7], [False, False, True])
     expected_states = states.clone()
-    close(problem.run(host_states, rows, states), problem.run(REFERENCES, rows, expected_states), dtype)
+    close(problem.run(state_operations, rows, states), problem.run(REFERENCES, rows, expected_states), dtype)
     for block in (3, 1, 7):
         close(states[block], expected_states[block], problem.state_dtype)
     assert torch.equal(states[[0, 2]], before[[0, 2]]), "a row wrote its source block"
@@ -84,13 +84,13 @@ def test_a_request_has_the_same_bits_in_any_chunks(shape: str, dtype: torch.dtyp
     num_tokens = 26
     problem = SHAPES[shape](num_tokens, dtype)
     whole = problem.states(1)
-    expected = problem.run(host_states, rows_of([num_tokens], [0]), whole)
+    expected = problem.run(state_operations, rows_of([num_tokens], [0]), whole)
     for cuts in ([*range(num_tokens)], [0, 1, 8, 17], [0, 9], [0, 16, 24, 25]):
         states = problem.states(3)
         pieces = []
         for number, (begin, end) in enumerate(zip(cuts, [*cuts[1:], num_tokens], strict=True)):
             rows = rows_of([end - begin], [number % 2], [(number + 1) % 2], [begin == 0])
-            pieces.append(problem.run(host_states, rows, states, slice(begin, end)))
+            pieces.append(problem.run(state_operations, rows, states, slice(begin, end)))
         assert torch.equal(torch.cat(pieces), expected), cuts
         assert torch.equal(states[len(cuts) % 2], whole[0]), cuts
 
@@ -100,13 +100,13 @@ def test_a_request_has_the_same_bits_in_every_batch(shape: str) -> None:
     counts = [1, 17, 1, 8, 30, 2]
     problem = SHAPES[shape](sum(counts), torch.bfloat16)
     states = problem.states(len(counts))
-    together = problem.run(host_states, rows_of(counts, range(len(counts))), states)
+    together = problem.run(state_operations, rows_of(counts, range(len(counts))), states)
     begin = 0
     for number, count in enumerate(counts):
         alone = problem.states(1)
         tokens = slice(begin, begin + count)
         assert torch.equal(
-            problem.run(host_states, rows_of([count], [0]), alone, tokens), together[tokens]
+            problem.run(state_operations, rows_of([count], [0]), alone, tokens), together[tokens]
         ), number
         assert torch.equal(alone[0], states[number]), number
         begin += count

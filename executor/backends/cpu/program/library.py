@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
+from typing import Any
 
-from quintet.executor.backends.cpu.ops import host_states
 from quintet.executor.backends.cpu.ops.host_library import check_layout, declare, open_library
 from quintet.executor.sampling.settings import RECORD
 
 _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_Y = (_ADDRESS, _SIZE, _INT)  # address, stride and format
+
+STATE_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "causal_conv": (_ADDRESS, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _INT, *_Y),
+    "selective_scan": (_ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, *_Y),
+    "head_scan": (
+        *(_ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _FLOAT, _FLOAT),
+        *_Y,
+    ),
+    "delta_rule": (_ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, *_Y),
+}
+"""Arguments of each operation with a recurrent state, after the rows (or a layer's memory) and the offset of its states."""
 
 
 class ProgramLibrary:
@@ -55,8 +67,8 @@ class ProgramLibrary:
         self.attention = declare(library, "qt_program_attention", a, a, a, n, a, a, n, n)
 
         self.causal_conv, self.selective_scan, self.head_scan, self.delta_rule = (
-            declare(library, f"qt_program_{name}", a, a, n, *host_states.ARGUMENTS[name])
-            for name in ("causal_conv", "selective_scan", "head_scan", "delta_rule")
+            declare(library, f"qt_program_{name}", a, a, n, *arguments)
+            for name, arguments in STATE_ARGUMENTS.items()
         )
 
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from quintet.executor.backends.cpu.ops.host_states import columns_of
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import KvPlace
 from quintet.executor.backends.cpu.program.values import Value
 from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
+
+
+class CColumns(ctypes.Structure):
+    """``qt::Columns``: address of a value and its row stride in elements."""
+
+    _fields_ = (("numbers", ctypes.c_void_p), ("stride", ctypes.c_int64))
+
+
+def columns_of(*values: tuple[int | None, int]) -> ctypes.Array[CColumns]:
+    """Pack addresses and strides for the C functions."""
+    return (CColumns * len(values))(*(CColumns(*value) for value in values))
 
 
 class StateOperations:

@@ -31,7 +31,9 @@ _KERNELS = {
 
 
 def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the gated products; the last bit of a gate may differ from torch's, because the exponential rounds differently.
+    """Return ``gate(first half) * second half`` of each row; the gate is rounded to the dtype.
+
+    The last bit of the gate may differ from torch's, because the exponential rounds differently.
 
     x: ``[num_rows, 2 * width]`` in bf16, fp16 or fp32, rows contiguous; out: contiguous ``[num_rows, width]``. A row's bits
     depend only on that row.

@@ -63,7 +63,7 @@ class BitNet:
             group=0,
             row_group=0,
             divides=self.divides,
-            decoder="quintet.executor.checkpoints.quant.decode_bitnet:decode",
+            decoder="quintet.executor.checkpoints.quant.decode_formats:bitnet",
         )
 
 

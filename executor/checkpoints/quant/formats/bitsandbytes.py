@@ -95,7 +95,7 @@ class BitsAndBytes:
             scale_kind="F32",
             group=count // blocks,
             table=self.kind,
-            decoder="quintet.executor.checkpoints.quant.decode_bitsandbytes:decode",
+            decoder="quintet.executor.checkpoints.quant.decode_formats:bitsandbytes",
         )
 
 

@@ -3,7 +3,7 @@
 Tensors of its package and of transformers. A weight ``[rows, depth]`` is reshaped: one group in each row (axis 1), or
 one value of every group (axis 0).
 
-    W_q    uint8 or int32 [lines, width]         codes of distant lines in one word: see `decode_hqq`
+    W_q    uint8 or int32 [lines, width]         codes of distant lines in one word: see `decode_formats`
     scale                 [groups, 1] or [1, groups]
     zero                  same shape, fractional; a value is (code - zero) * scale
 """
@@ -140,7 +140,7 @@ class Hqq:
             scale_kind=layer.kind("scale"),
             group=_adjacent_inputs(layer.depth, group, numbers.axis),
             real_zeros=True,
-            decoder="quintet.executor.checkpoints.quant.decode_hqq:decode",
+            decoder="quintet.executor.checkpoints.quant.decode_formats:hqq",
         )
 
 

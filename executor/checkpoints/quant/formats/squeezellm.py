@@ -100,7 +100,7 @@ class SqueezeLlm:
             group=0,
             row_tables=True,
             outliers=outliers,
-            decoder="quintet.executor.checkpoints.quant.decode_squeezellm:decode",
+            decoder="quintet.executor.checkpoints.quant.decode_formats:squeezellm",
         )
 
 

@@ -214,7 +214,7 @@ def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
         scale_kind=layer.kind(f"{start}scale"),
         group=group,
         real_zeros=True,
-        decoder="quintet.executor.checkpoints.quant.decode_torchao:decode_int4",
+        decoder="quintet.executor.checkpoints.quant.decode_formats:torchao_int4",
     )
 
 

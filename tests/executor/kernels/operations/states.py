@@ -1,7 +1,8 @@
-"""The state operations of ``csrc/cpu/ops/states.cpp`` as functions, for bf16, fp16 and fp32 rows.
+"""CPU operations with recurrent state: bindings of ``csrc/cpu/ops/states.cpp`` for bf16, fp16 and fp32 rows.
 
-Each has the signature of its reference (`quintet.executor.backends.cpu.ops.states`). The product uses the same kernels as
-operations of a compiled step. Rows and blocks may be strided; their elements are contiguous.
+Each function has the signature of its reference (`quintet.executor.backends.cpu.ops.states`, ``selective_scan``,
+``head_scan``, ``delta_rule``). Rows and blocks may be strided; their elements are contiguous. A compiled step records the same
+kernels as operations (`quintet.executor.backends.cpu.program.library`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 
 from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
-from quintet.executor.backends.cpu.ops.host_states import ARGUMENTS, columns_of
 from quintet.executor.backends.cpu.ops.state_rows import StateRows
+from quintet.executor.backends.cpu.program.library import STATE_ARGUMENTS
+from quintet.executor.backends.cpu.program.states import columns_of
+
+_ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
 @cache
@@ -25,8 +29,8 @@ def _functions() -> dict[str, Callable[..., Any]] | None:
     if library is None:
         return None
     return {
-        name: declare(library, f"qt_op_{name}", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, *arguments)
-        for name, arguments in ARGUMENTS.items()
+        name: declare(library, f"qt_op_{name}", _ADDRESS, _SIZE, _SIZE, *arguments)
+        for name, arguments in STATE_ARGUMENTS.items()
     }
 
 

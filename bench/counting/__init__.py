@@ -1,0 +1,1 @@
+"""Trace of the Python code that the processes of a server run."""

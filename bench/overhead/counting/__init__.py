@@ -1,1 +1,0 @@
-"""Start-up import of the processes that `bench.overhead.opcodes` counts."""

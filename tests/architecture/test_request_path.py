@@ -1,0 +1,19 @@
+"""Bounds on the files and lines that a streamed chat request crosses: limits that only go down.
+
+`python -m bench.request_path --list` prints the files. The aim is 75 files and 12,000 lines.
+"""
+
+from __future__ import annotations
+
+from bench.request_path import file_lines, measure
+
+MAX_FILES = 121
+MAX_LINES = 22_010
+
+
+def test_a_streamed_chat_request_crosses_few_files() -> None:
+    files = measure().files()
+    num_lines = sum(map(file_lines, files))
+    assert len(files) <= MAX_FILES and num_lines <= MAX_LINES, (
+        f"{len(files)} files with {num_lines} lines, of {MAX_FILES} and {MAX_LINES}: python -m bench.request_path --list"
+    )
