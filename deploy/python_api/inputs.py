@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
 
+from quintet.wire.chat import encode_messages
 from quintet.wire.codec import pack_i32
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
@@ -85,10 +86,10 @@ def read_priority(given: int) -> int:
     return given
 
 
-def _json(given: object, name: str) -> bytes:
-    """Encode chat template input as JSON. Raises `RequestError` for values that JSON cannot represent."""
+def _encoded(given: object, name: str, encode: Callable[[Any], bytes] = msgspec.json.encode) -> bytes:
+    """Encode chat template input. Raises `RequestError` for values that JSON cannot represent."""
     try:
-        return msgspec.json.encode(given)
+        return encode(msgspec.to_builtins(given, str_keys=True))
     except UnicodeEncodeError as error:
         raise _lone_surrogate(name, error) from None
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -188,9 +189,9 @@ class ChatOptions:
                 )
         return ReadPrompt(
             ChatPrompt(
-                messages=_json(messages, "messages"),
-                tools=_json(self.tools, "tools") if self.tools else b"",
-                template_kwargs=_json(self.template_kwargs, "chat_template_kwargs")
+                messages=_encoded(messages, "messages", encode_messages),
+                tools=_encoded(self.tools, "tools") if self.tools else b"",
+                template_kwargs=_encoded(self.template_kwargs, "chat_template_kwargs")
                 if self.template_kwargs
                 else b"",
                 chat_template=None

@@ -18,6 +18,7 @@ from quintet.frontend.http.openapi_responses import responses
 from quintet.frontend.kv import ExportBody, ImportBody, PrefixBody
 from quintet.frontend.resume.continue_stream import ContinueStreamBody
 from quintet.frontend.service import Service
+from quintet.wire.chat import ChatMessage
 from quintet.wire.params import (
     MAX_CHOICES,
     MAX_COUNT,
@@ -52,10 +53,10 @@ RANGES: dict[str, Schema] = {
 """Ranges enforced by `SamplingParams.checked` and `quintet.frontend.api.openai.parse`."""
 
 _SCHEMA_OF_PARTS = {
-    ("ChatBody", "messages"): types.ChatMessage,
+    ("ChatBody", "messages"): ChatMessage,
     ("ChatBody", "tools"): SentTool,
     ("ResponsesBody", "tools"): SentTool,
-    ("TokenizeBody", "messages"): types.ChatMessage,
+    ("TokenizeBody", "messages"): ChatMessage,
     ("TokenizeBody", "tools"): SentTool,
 }
 
@@ -333,7 +334,7 @@ def _schemas() -> dict[str, Schema]:
         types.ChatBody,
         types.TokenizeBody,
         types.DetokenizeBody,
-        types.ChatMessage,
+        ChatMessage,
         SentTool,
         types.ErrorBody,
         ContinueStreamBody,

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from tokenizers import Tokenizer, normalizers
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.encode import Encoder, load_encoder
+from quintet.wire.chat import encode_messages
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
@@ -90,7 +90,7 @@ def test_a_prompt_that_fills_the_context_is_too_long(encoder: Encoder) -> None:
 
 
 def test_prompt_and_output_together_must_fit(encoder: Encoder) -> None:
-    chat = ChatPrompt(msgspec.json.encode([{"role": "user", "content": "he"}]))
+    chat = ChatPrompt(encode_messages([{"role": "user", "content": "he"}]))
     assert encoder.prompt_ids(chat, params(max_tokens=99))
     error = refused(encoder, chat, max_tokens=100)
     assert (error.code, error.param) == (ErrorCode.TOO_LONG, "max_tokens")
@@ -164,7 +164,7 @@ def encoder_of_larger_tokenizer(
 
 def test_the_error_names_a_token_outside_the_models_vocabulary(encoder_of_larger_tokenizer: Encoder) -> None:
     size = encoder_of_larger_tokenizer._vocab_size
-    chat = ChatPrompt(msgspec.json.encode([{"role": "user", "content": "a [PAD] b"}]))
+    chat = ChatPrompt(encode_messages([{"role": "user", "content": "a [PAD] b"}]))
     kept = {"truncate_prompt_tokens": 50}
     for prompt, changes in ((TextPrompt("a [PAD] b"), {}), (chat, {}), (TextPrompt("[PAD]"), kept)):
         error = refused(encoder_of_larger_tokenizer, prompt, **changes)

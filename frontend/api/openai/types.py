@@ -6,7 +6,7 @@ rejected by `quintet.frontend.api.openai.parse`, never dropped.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
 import msgspec
 
@@ -15,10 +15,6 @@ from quintet.wire.params import SamplingParams
 RawField = msgspec.Raw | msgspec.UnsetType
 """Raw JSON, or absent."""
 ExtraArgument = str | int | float | bool | list[str | int | float]
-
-
-MAX_ROLE = 256
-"""Characters."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -156,22 +152,6 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class TextPart(msgspec.Struct, kw_only=True):
-    """One part of a message's content."""
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message. Other fields (``name``, ``tool_calls``, …) are passed to the chat template."""
-
-    role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)]
-    """Bounded because every choice may repeat the last message's role."""
-    content: str | list[TextPart | str] | None = None
-    tool_calls: list[msgspec.Raw] | None = None
-
-
 class FunctionTool(msgspec.Struct, kw_only=True):
     """A function that the model may call."""
 
@@ -191,7 +171,7 @@ class Tool(msgspec.Struct, kw_only=True):
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: msgspec.Raw
+    messages: list[Any]
     """A list of `ChatMessage`, passed to the chat template unchanged."""
     prompt_token_ids: list[int] | None = None
     """The conversation as token ids, for clients that rendered it. ``messages`` still determines the rest."""
@@ -222,7 +202,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: RawField = msgspec.UNSET
+    messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None

@@ -12,7 +12,6 @@ import msgspec
 
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
-from quintet.frontend.api.openai.chat import decode_part
 from quintet.frontend.api.openai.offered_tools import (
     SERVER_TOOLS,
     OfferedTool,
@@ -104,7 +103,7 @@ _mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
     """Return the items of the request's input; text is one user message."""
-    given = decode_part(body.input, _items_decoder, "input")
+    given = parse.decode_part(body.input, _items_decoder, "input")
     if isinstance(given, str):
         return [InputItem(type="message", role="user", content=given)]
     if not given:
@@ -122,7 +121,7 @@ def chat_body(
     _reject_unsupported(body)
     _check_values(body)
     messages, places = messages_of(body.instructions, items)
-    chat = ChatBody(messages=msgspec.Raw(encode_json(messages)))
+    chat = ChatBody(messages=messages)
     for name in SHARED_FIELDS:
         setattr(chat, name, getattr(body, name))
     chat.max_completion_tokens = body.max_output_tokens
@@ -211,7 +210,7 @@ def _format(sent_format: TextFormat | None) -> ResponseFormat | None:
             f"text.format.type is {shown(sent_format.type)}; it must be one of text, json_object, json_schema.",
             "text.format",
         )
-    schema = decode_part(sent_format.schema, _mapping, "text.format.schema")
+    schema = parse.decode_part(sent_format.schema, _mapping, "text.format.schema")
     named = {"name": sent_format.name or "output", "schema": schema, "strict": sent_format.strict}
     return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
 
@@ -261,7 +260,7 @@ def conversation_of(body: ResponsesBody) -> str:
         raise parse.invalid(
             "conversation and previous_response_id were both sent; send one of them.", "conversation"
         )
-    given = decode_part(body.conversation, _conversation_decoder, "conversation")
+    given = parse.decode_part(body.conversation, _conversation_decoder, "conversation")
     return given if isinstance(given, str) else given.id
 
 
