@@ -14,7 +14,7 @@ from quintet.wire.codec import pack_i32
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from quintet.wire.params import OutputKind, SamplingParams, check_token_ids, shown
+from quintet.wire.params import RANGES, OutputKind, SamplingParams, check_token_ids, out_of_range, shown
 
 
 class PromptDict(TypedDict, total=False):
@@ -224,7 +224,7 @@ def read_params(given: SamplingParams) -> SamplingParams:
     try:
         return msgspec.convert(list(values.values()), SamplingParams)
     except msgspec.ValidationError as error:
-        raise RequestError(ErrorCode.INVALID, _reworded(str(error), values), "sampling_params") from None
+        raise _invalid_value(str(error), values) from None
 
 
 _SHAPE = frozenset({"n", "output_kind", "detokenize", "logprobs", "prompt_logprobs", "logprob_token_ids"})
@@ -274,14 +274,16 @@ def _check_sendable(name: str, value: object) -> None:
         return
 
 
-def _reworded(message: str, values: Mapping[str, object]) -> str:
-    """Replace msgspec's ``… - at `$[3]` `` by the field's name and value."""
+def _invalid_value(message: str, values: Mapping[str, object]) -> RequestError:
+    """Translate msgspec's ``… - at `$[3]` `` to an error with the field's name and value."""
     problem, _, path = message.partition(" - at `$[")
     index = path.split("]")[0]
-    if not index.isdigit():
-        return message
-    name = list(values)[int(index)]
-    return f"{name} is {values[name]!r}: {problem[:1].lower()}{problem[1:]}."
+    if index.isdigit():
+        name = list(values)[int(index)]
+        if name in RANGES and isinstance(values[name], int | float):
+            return out_of_range(name, values[name])
+        message = f"{name} is {values[name]!r}: {problem[:1].lower()}{problem[1:]}."
+    return RequestError(ErrorCode.INVALID, message, "sampling_params")
 
 
 def default_params(generation_defaults: Mapping[str, float | int]) -> SamplingParams:
