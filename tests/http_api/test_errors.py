@@ -122,7 +122,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": "x", "logit_bias": {"1_0": 1}}, 400, "logit_bias", ["token ids"]),
     (C, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", ["..."]),
     (C, {"prompt": "x", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", ["at least 1"]),
-    (C, {"prompt": [1] * 257}, 400, "prompt", ["257 token ids", "this model's maximum context length is 256"]),
+    (C, {"prompt": [1] * 257}, 400, "prompt", ["257 in the prompt", "This model's maximum context length is 256"]),
     (C, {"prompt": "x", "suffix": "y", "use_beam_search": True}, 400, "use_beam_search", ["cannot be combined with"]),
     (C, {"prompt": "x", "model": "g" * 1000}, 404, "model", ["does not exist"]),
     (C, b'{"prompt":"\\ud800"}', 400, None, ["not valid JSON", "pairs"]),
@@ -385,7 +385,7 @@ def test_invocations_accepts_chat_and_completion_bodies(shared: Any) -> None:
     [
         ("/inference/v1/generate", {"token_ids": []}, "token_ids holds an empty list"),
         ("/inference/v1/generate", {"token_ids": [1000]}, "token_ids holds the token id 1000"),
-        ("/inference/v1/generate", {"token_ids": [1] * 300}, "token_ids holds 300 token ids"),
+        ("/inference/v1/generate", {"token_ids": [1] * 300}, "300 in the token_ids"),
         (
             "/inference/v1/generate",
             {"token_ids": [1], "sampling_params": 5},
