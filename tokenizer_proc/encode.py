@@ -76,7 +76,9 @@ class Encoder:
                 ids = self._infill_ids(text, prompt)
             elif keep is None:
                 self._check_characters(text, field)
-                ids = self.encode_long(text, prompt.add_special_tokens)
+                ids = self.encode_long(text, prompt.add_special_tokens, self._max_model_len)
+                if len(ids) > self._max_model_len:
+                    check_length(len(ids), self._max_model_len, field, is_least=True)
             else:
                 ids = self._encode_truncated(text, prompt.add_special_tokens, keep, params.truncation_side)
         if not ids:
@@ -116,13 +118,13 @@ class Encoder:
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
-    def encode_long(self, text: str, add_special_tokens: bool) -> Sequence[int]:
-        """Return the ids of a text of any length. Long texts are encoded in pieces, to bound the memory."""
+    def encode_long(self, text: str, add_special_tokens: bool, most: int | None = None) -> Sequence[int]:
+        """Return the ids of a text, or more than ``most`` leading ones. Long texts are encoded in pieces, to bound the memory."""
         if len(text) <= PIECE_CHARS or self._cutter is None:
             return self.encode(text, add_special_tokens)
         before, after = self._special_tokens_around() if add_special_tokens else ([], [])
         try:
-            return array("i", before) + self._cutter.ids_of(text) + array("i", after)
+            return array("i", before) + self._cutter.ids_of(text, most) + array("i", after)
         except (UnicodeEncodeError, TypeError) as error:
             raise _not_unicode(error) from error
 
@@ -186,7 +188,7 @@ class Encoder:
     def _encode_truncated(self, text: str, add_special_tokens: bool, keep: int, side: str) -> list[int]:
         """Encode and truncate the text, but keep the special tokens around it."""
         before, after = self._special_tokens_around() if add_special_tokens else ([], [])
-        ids = self.encode_long(text, False)
+        ids = self.encode_long(text, False, None if side == "left" else keep)
         num_kept = min(len(ids), max(0, keep - len(before) - len(after)))
         kept = ids[len(ids) - num_kept :] if side == "left" else ids[:num_kept]
         return [*before, *kept, *after]
