@@ -74,6 +74,8 @@ MAX_LOGPROB_IDS = 128
 MAX_PATTERN = 128
 """Maximum pattern size of repetition detection: each size is checked with every token."""
 GREEDY_BELOW = 1e-5
+GREEDY_VALUES: Mapping[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Temperature and filters where the most likely token is taken."""
 MIN_TEMPERATURE = 0.01
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -183,7 +185,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         if self.greedy:
             if self.n > 1:
                 raise _bad("n", self.n, "1 when temperature is 0: greedy choices would all be the same")
-            changes = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+            changes = dict(GREEDY_VALUES)
         elif self.temperature < MIN_TEMPERATURE:
             changes["temperature"] = MIN_TEMPERATURE
         if self.top_k == -1:

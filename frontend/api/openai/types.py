@@ -80,10 +80,9 @@ class FormFields(msgspec.Struct, kw_only=True):
     """Not implemented: a grammar that starts at a trigger."""
 
 
-class GenerationBody(FormFields, kw_only=True):
-    """Fields shared by completions and chat completions."""
+class SamplingFields(FormFields, kw_only=True):
+    """Sampling parameters of every OpenAI API, under the names of `SamplingParams`, which has their ranges."""
 
-    model: str | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -91,21 +90,29 @@ class GenerationBody(FormFields, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: int | None = None
+
+
+class GenerationBody(SamplingFields, kw_only=True):
+    """Fields shared by completions and chat completions."""
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     echo: bool | None = None
@@ -129,9 +136,7 @@ class GenerationBody(FormFields, kw_only=True):
     ec_transfer_params: RawField = msgspec.UNSET
     vllm_xargs: dict[str, ExtraArgument] | None = None
     """Arguments of plugins; no plugin takes any."""
-    repetition_detection: RepetitionDetection | None = None
     watermarking: RawField = msgspec.UNSET
-    thinking_token_budget: int | None = None
     stream_interval: int | None = None
     timeout: float | None = None
     """Deadline in seconds; more than 0."""

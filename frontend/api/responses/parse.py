@@ -19,7 +19,7 @@ from quintet.frontend.api.openai.offered_tools import (
     offered_tools,
     sent_tools,
 )
-from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, ResponseFormat
+from quintet.frontend.api.openai.types import ChatBody, ResponseFormat, SamplingFields
 from quintet.frontend.api.responses.items import found_tools, leading_tools, messages_of
 from quintet.frontend.api.responses.output import CallForm
 from quintet.frontend.api.responses.types import (
@@ -62,21 +62,7 @@ CLIENT_NAMES = {
 SHARED_FIELDS = (
     "model",
     "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "logit_bias",
-    *FORM_FIELDS,
+    *(name for name in SamplingFields.__struct_fields__ if name != "response_format"),
     "parallel_tool_calls",
     "include_reasoning",
     "cache_salt",
