@@ -1,4 +1,4 @@
-"""Measure what texts that are hard to cut take of a tokenizer's memory: four `/tokenize` at once.
+"""Measure the tokenizer's memory during four concurrent `/tokenize` requests with long texts.
 
     python -m bench.tokenize_memory [--mib 20]
 
@@ -38,12 +38,11 @@ KINDS: dict[str, Callable[[int], str]] = {
     "words": lambda num_bytes: ("the quick brown fox jumps over the lazy dog and " * (num_bytes // 48 + 1))[
         :num_bytes
     ],
-    "digits": _drawn("0123456789"),
+    "digits": _drawn("0123456789 "),
+    "letters": _drawn("abcdefghijklmnopqrstuvwxyz "),
     "one_word": _drawn("abcdefghijklmnopqrstuvwxyz"),
-    "one_letter": _drawn("a"),
-    "spaces": _drawn(" "),
-    "chinese": _drawn("".join(map(chr, range(0x4E00, 0x9FA5)))),
-    "emoji": _drawn("".join(map(chr, range(0x1F600, 0x1F640)))),
+    "chinese": _drawn("".join(map(chr, range(0x4E00, 0x9FA5))) + 400 * "\u3002"),
+    "emoji": _drawn("".join(map(chr, range(0x1F600, 0x1F640))) + " "),
 }
 
 

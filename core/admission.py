@@ -14,6 +14,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams, seed_of_choice
+from quintet.wire.request import check_length
 
 
 def _stops_of(params: SamplingParams, eos_token_ids: list[int]) -> dict[int, bool]:
@@ -101,34 +102,12 @@ def check_fits(num_prompt: int, limits: Limits) -> None:
             "The prompt has 0 tokens; it must have at least 1. Send a non-empty prompt.",
             "prompt",
         )
-    if num_prompt >= limits.max_model_len:
-        raise RequestError(
-            ErrorCode.TOO_LONG,
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, the prompt has {num_prompt}, and "
-            "the context must also hold one output token. Please reduce the length of the prompt, or set truncate_prompt_tokens.",
-            "prompt",
-        )
-    if num_prompt >= limits.max_request_len:
-        raise RequestError(
-            ErrorCode.TOO_LONG,
-            f"The prompt has {num_prompt} tokens and needs {_blocks_of(num_prompt + 1, limits)} KV blocks of "
-            f"{limits.block_size} tokens; the server has {limits.num_blocks}, with which this model's maximum context length "
-            f"is {limits.max_request_len} tokens. Shorten the prompt, or start the server with a larger --kv-cache-memory.",
-            "prompt",
-        )
-    if limits.max_prompt is not None and num_prompt > limits.max_prompt:
-        raise RequestError(
-            ErrorCode.TOO_LONG,
-            f"The prompt has {num_prompt} tokens; without chunked prefill a prompt is computed in one step, and a step "
-            f"has at most {limits.max_prompt}. Shorten it, or start the server with chunked prefill or a larger "
-            "--max-num-batched-tokens.",
-            "prompt",
-        )
-
-
-def _blocks_of(num_tokens: int, limits: Limits) -> int:
-    groups = limits.groups
-    return groups.spec.most_blocks(num_tokens, groups.step_tokens)
+    check_length(num_prompt, limits.max_model_len)
+    cause = f" with the server's {limits.num_blocks} KV blocks of {limits.block_size} tokens (raise --kv-cache-memory)"
+    check_length(num_prompt, limits.max_request_len, cause=cause)
+    if limits.max_prompt is not None:
+        cause = " without chunked prefill (enable it, or raise --max-num-batched-tokens)"
+        check_length(num_prompt, limits.max_prompt + 1, cause=cause)
 
 
 def resolve_limits(

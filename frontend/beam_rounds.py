@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from quintet.frontend.beam_search import Beam, BeamOptions, BeamSearch
 from quintet.wire.codec import pack_i32
-from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import PositionLogprobs, TokenPrompt
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import check_length
 
 Ask = Callable[[Sequence[TokenPrompt], SamplingParams], Awaitable[Sequence[PositionLogprobs]]]
 """Samples one token after each prompt, and returns its log-probabilities with the most likely alternatives."""
@@ -20,16 +20,8 @@ Ask = Callable[[Sequence[TokenPrompt], SamplingParams], Awaitable[Sequence[Posit
 
 def output_limit(num_prompt: int, max_tokens: int | None, max_model_len: int, field: str) -> int:
     """Return the output limit: ``max_tokens``, or the rest of the context. Raises `RequestError` if it does not fit."""
-    num_left = max_model_len - num_prompt
-    if num_left < (1 if max_tokens is None else max_tokens):
-        raise RequestError(
-            ErrorCode.TOO_LONG,
-            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-            f"{num_prompt + (max_tokens or 1)} tokens ({num_prompt} in the {field}, {max_tokens or 1} in the completion). "
-            f"Please reduce the length of the {field} or completion.",
-            field if num_left < 1 else "max_tokens",
-        )
-    return num_left if max_tokens is None else max_tokens
+    check_length(num_prompt, max_model_len, field, max_tokens)
+    return max_model_len - num_prompt if max_tokens is None else max_tokens
 
 
 async def search(

@@ -19,6 +19,7 @@ from quintet.tokenizer_proc.template_values import (
     text_part,
 )
 from quintet.wire.billing_header import without_billing_header
+from quintet.wire.chat import Message
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
@@ -38,11 +39,9 @@ ROLE_ALIASES = {"developer": "system", "function": "tool"}
 """Roles of OpenAI's API that few templates support, and their replacement."""
 ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
-Message = dict[str, Any]
-
 
 def normal_messages(
-    messages: Any,
+    messages: Sequence[Message],
     traits: TemplateTraits,
     content_format: ContentFormat | None = None,
     names: Sequence[str] = (),
@@ -52,7 +51,6 @@ def normal_messages(
     ``content_format`` overrides the traits. ``names`` are the messages' names in the client's request, for errors. Raises
     `RequestError` that names the invalid part.
     """
-    messages = objects(messages, "messages")
     if not messages:
         raise invalid("messages is an empty list; send at least one message.", "messages")
     normal = [
@@ -71,13 +69,6 @@ def name_of(index: int, names: Sequence[str]) -> str:
     return names[index] if index < len(names) else f"messages[{index}]"
 
 
-def objects(value: Any, field: str) -> list[Message]:
-    """Return ``value`` if it is a list of JSON objects; raise `RequestError` otherwise."""
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise invalid(f"{field} must be a list of JSON objects.", field)
-    return value
-
-
 def invalid(message: str, param: str) -> RequestError:
     """Build the error for an invalid request (status 400)."""
     return RequestError(ErrorCode.INVALID, message, param)
@@ -86,9 +77,7 @@ def invalid(message: str, param: str) -> RequestError:
 def _normal_message(
     message: Message, where: str, traits: TemplateTraits, content_format: ContentFormat | None
 ) -> Message:
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise invalid(f"{where}.role must be a string such as 'user'.", f"{where}.role")
+    role = message["role"]
     normal = {name: value for name, value in message.items() if value is not None}
     if role in ROLE_ALIASES and role not in traits.words:
         normal["role"] = ROLE_ALIASES[role]
@@ -100,16 +89,14 @@ def _normal_message(
     _copy_reasoning(normal)
     calls = normal.pop("tool_calls", None) or _legacy_calls(normal)
     if calls:
-        normal["tool_calls"] = [_normal_call(call) for call in objects(calls, f"{where}.tool_calls")]
+        normal["tool_calls"] = [_normal_call(call) for call in calls]
     return normal
 
 
-def _parts_of(content: Any, where: str) -> list[Part] | None:
+def _parts_of(content: str | list[Any] | None, where: str) -> list[Part] | None:
     """Return a content's parts as text and thinking; None for a content that is not a list."""
     if content is None or isinstance(content, str):
         return None
-    if not isinstance(content, list):
-        raise invalid(f"{where} must be a string or a list of content parts.", where)
     return [_normal_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
 

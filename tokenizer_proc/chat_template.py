@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import msgspec
@@ -21,10 +21,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from quintet.tokenizer_proc import template_values
-from quintet.tokenizer_proc.chat_messages import Message, invalid, name_of, normal_messages, objects
+from quintet.tokenizer_proc.chat_messages import invalid, name_of, normal_messages
 from quintet.tokenizer_proc.system_messages import arrangements, hides_system
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
 from quintet.tokenizer_proc.template_values import Parts, PartsText, text_part
+from quintet.wire.chat import Message, decode_messages
+from quintet.wire.codec import UNREADABLE
 from quintet.wire.config import ChatContentFormat, ModelConfig
 from quintet.wire.errors import ConfigError, RequestError
 from quintet.wire.messages import ChatPrompt
@@ -35,6 +37,7 @@ SPECIAL_TOKEN_NAMES = (
 )  # fmt: skip
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_COMPILED = 64
+Decoded = TypeVar("Decoded")
 JINJA_MARKS = ("{{", "{%", "{#")
 """Text without any of these marks is constant, not a template."""
 
@@ -164,11 +167,9 @@ class ChatTemplates:
                 "continue_final_message and add_generation_prompt are both true; set one of them to false.",
                 "continue_final_message",
             )
-        sent = _decode(prompt.messages, "messages")
-        tools = objects(_decode(prompt.tools, "tools"), "tools") if prompt.tools else None
-        variables = _decode(prompt.template_kwargs, "chat_template_kwargs") if prompt.template_kwargs else {}
-        if not isinstance(variables, dict):
-            raise invalid("chat_template_kwargs must be a JSON object.", "chat_template_kwargs")
+        sent = _decode(prompt.messages, decode_messages, "messages")
+        tools = _decode(prompt.tools or b"[]", _decode_tools, "tools")
+        variables = _decode(prompt.template_kwargs or b"{}", _decode_variables, "chat_template_kwargs")
         compiled = self._compile(self._choose(prompt.chat_template, bool(tools)))
         messages = normal_messages(sent, compiled.traits, self._content_format, prompt.message_names)
         variables = {
@@ -319,13 +320,16 @@ def _cut_at_tag(text: str, final: str) -> str:
     return kept if text.startswith(CONTINUE_TAG, at) else kept.rstrip()
 
 
-def _decode(encoded: bytes | str, field: str) -> Any:
+_decode_tools = msgspec.json.Decoder(list[dict[str, Any]]).decode
+_decode_variables = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def _decode(encoded: bytes, decode: Callable[[bytes], Decoded], field: str) -> Decoded:
+    """Decode a part of a prompt. Raises `RequestError`; the frontend has reported most errors before."""
     try:
-        return msgspec.json.decode(encoded)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"{field} is not valid JSON: {error}.", field) from error
-    except RecursionError as error:
-        raise invalid(f"{field} is nested too deeply; flatten it.", field) from error
+        return decode(encoded)
+    except UNREADABLE as error:
+        raise invalid(f"{field} cannot be decoded: {error}.", field) from error
 
 
 def load_templates(model: ModelConfig) -> ChatTemplates:

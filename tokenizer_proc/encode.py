@@ -22,7 +22,7 @@ from quintet.wire.embeds import EmbedsPrompt, first_not_finite
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.messages import PROMPT_TAIL, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, first_unknown
-from quintet.wire.request import reserved_output_tokens
+from quintet.wire.request import check_length, reserved_output_tokens
 
 LENGTH_KEEPING = frozenset({"NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
 """Normalizers that never shorten a text."""
@@ -44,7 +44,7 @@ class Encoder:
         self._max_model_len = model.max_model_len
         self._vocab_size = model.vocab_size
         self._infill = open_infill(tokenizer, model.vocab_size, model.eos_token_ids)
-        self._max_characters = _max_characters_of(tokenizer, model.max_model_len)
+        self._most_chars = most_chars_per_token(tokenizer)
         self._cutter = cutter_of(tokenizer)
 
     @property
@@ -76,7 +76,9 @@ class Encoder:
                 ids = self._infill_ids(text, prompt)
             elif keep is None:
                 self._check_characters(text, field)
-                ids = self.encode_long(text, prompt.add_special_tokens)
+                ids = self.encode_long(text, prompt.add_special_tokens, self._max_model_len)
+                if len(ids) > self._max_model_len:
+                    check_length(len(ids), self._max_model_len, field, is_least=True)
             else:
                 ids = self._encode_truncated(text, prompt.add_special_tokens, keep, params.truncation_side)
         if not ids:
@@ -84,7 +86,7 @@ class Encoder:
                 ErrorCode.INVALID, f"{field} is empty: it has no tokens; send at least one token.", field
             )
         self._check_known(ids, field)
-        self._check_length(len(ids), None if clamp_max_tokens else params.max_tokens, field)
+        check_length(len(ids), self._max_model_len, field, None if clamp_max_tokens else params.max_tokens)
         return ids
 
     def _placeholder_ids(self, prompt: EmbedsPrompt, max_tokens: int | None) -> Sequence[int]:
@@ -97,7 +99,7 @@ class Encoder:
                 f"prompt_embeds has a number that is not finite at [{row}, {column}]; all numbers must be finite.",
                 "prompt_embeds",
             )
-        self._check_length(prompt.num_tokens, max_tokens, "prompt_embeds")
+        check_length(prompt.num_tokens, self._max_model_len, "prompt_embeds", max_tokens)
         return [0] * prompt.num_tokens
 
     def text_of(self, prompt: TextPrompt | ChatPrompt) -> str:
@@ -116,13 +118,13 @@ class Encoder:
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
-    def encode_long(self, text: str, add_special_tokens: bool) -> Sequence[int]:
-        """Return the ids of a text of any length. Long texts are encoded in pieces, to bound the memory."""
+    def encode_long(self, text: str, add_special_tokens: bool, most: int | None = None) -> Sequence[int]:
+        """Return the ids of a text, or more than ``most`` leading ones. Long texts are encoded in pieces, to bound the memory."""
         if len(text) <= PIECE_CHARS or self._cutter is None:
             return self.encode(text, add_special_tokens)
         before, after = self._special_tokens_around() if add_special_tokens else ([], [])
         try:
-            return array("i", before) + self._cutter.ids_of(text) + array("i", after)
+            return array("i", before) + self._cutter.ids_of(text, most) + array("i", after)
         except (UnicodeEncodeError, TypeError) as error:
             raise _not_unicode(error) from error
 
@@ -186,7 +188,7 @@ class Encoder:
     def _encode_truncated(self, text: str, add_special_tokens: bool, keep: int, side: str) -> list[int]:
         """Encode and truncate the text, but keep the special tokens around it."""
         before, after = self._special_tokens_around() if add_special_tokens else ([], [])
-        ids = self.encode_long(text, False)
+        ids = self.encode_long(text, False, None if side == "left" else keep)
         num_kept = min(len(ids), max(0, keep - len(before) - len(after)))
         kept = ids[len(ids) - num_kept :] if side == "left" else ids[:num_kept]
         return [*before, *kept, *after]
@@ -223,32 +225,8 @@ class Encoder:
 
     def _check_characters(self, text: str, field: str) -> None:
         """Reject a text that is too long for any tokenization, before seconds are spent on encoding it."""
-        if self._max_characters is not None and len(text) > self._max_characters:
-            raise RequestError(
-                ErrorCode.TOO_LONG,
-                f"This model's maximum context length is {self._max_model_len} tokens. However, your {field} has "
-                f"{len(text)} characters, which cannot be fewer tokens than that. Please reduce the length of the "
-                f"{field}.",
-                field,
-            )
-
-    def _check_length(self, num_prompt: int, max_tokens: int | None, field: str) -> None:
-        limit = self._max_model_len
-        if max_tokens is not None and num_prompt + max_tokens > limit:
-            raise RequestError(
-                ErrorCode.TOO_LONG,
-                f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion). "
-                f"Please reduce the length of the {field} or completion.",
-                field if num_prompt >= limit else "max_tokens",
-            )
-        if num_prompt >= limit:
-            raise RequestError(
-                ErrorCode.TOO_LONG,
-                f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
-                f"{num_prompt} tokens. Please reduce the length of the {field}.",
-                field,
-            )
+        if self._most_chars is not None:
+            check_length(-(-len(text) // self._most_chars), self._max_model_len, field, is_least=True)
 
 
 def _not_unicode(error: Exception) -> RequestError:
@@ -261,8 +239,8 @@ def _ids_of(prompt: TokenPrompt) -> Sequence[int]:
     return unpack_i32(prompt.token_ids)
 
 
-def _max_characters_of(tokenizer: Tokenizer, max_tokens: int) -> int | None:
-    """Return an upper bound on the characters of ``max_tokens`` tokens, or None if unbounded.
+def most_chars_per_token(tokenizer: Tokenizer) -> int | None:
+    """Return an upper bound on the characters of a text per token, or None if unbounded.
 
     It is unbounded if a normalizer drops characters, or if unknown characters are dropped or share one token.
     """
@@ -274,7 +252,7 @@ def _max_characters_of(tokenizer: Tokenizer, max_tokens: int) -> int | None:
     if not every_byte or shrink is None:
         return None
     longest = max((len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0)
-    return max_tokens * max(1, longest) * shrink
+    return max(1, longest) * shrink
 
 
 def _max_composed(normalizer: dict[str, object]) -> int | None:

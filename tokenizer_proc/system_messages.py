@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quintet.tokenizer_proc.chat_messages import REASONING, Message
+from quintet.tokenizer_proc.chat_messages import REASONING
 from quintet.tokenizer_proc.template_values import NoContent, Parts, PartsText, text_part
+from quintet.wire.chat import Message
 
 SEPARATOR = "\n\n"
 SHOWN_CHARS = 80

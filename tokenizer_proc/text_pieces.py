@@ -1,21 +1,25 @@
-"""Encoding of long texts in pieces, cut where the ids of the pieces are equal to the ids of the whole text.
+"""Encoding of long texts in pieces with the ids of the whole text, to bound memory.
 
 The tokenizers library uses about 150 bytes of memory per byte of text, so a large text takes gigabytes.
 
-* Byte-level tokenizers first split a text by a regular expression, and no token crosses such a border
-  (`expressions.py`). Cuts within long words are checked by the ids on both sides (`word_cuts.py`).
+* Byte-level tokenizers first split a text into words by a regular expression. It matches a word from the end of the last
+  one and never looks back. `BORDER` matches where all `EXPRESSIONS` end a word, by the characters on both sides:
+  between a non-space character and a space; between a letter and an ASCII non-letter, except an apostrophe; between a
+  digit and an ASCII non-digit; between a sign and a digit. Letters are Latin, Chinese, Japanese and Korean ones, which
+  are equal in all Unicode versions. Composition (NFC) never joins the right character with the left one.
 * SentencePiece writes a space as U+2581. Its models treat a text as one word, or split before each U+2581. Without the
   split, a cut between a letter and U+2581 is safe for BPE if no token has a letter followed by U+2581. Then the merges
   on the two sides are independent. The vocabulary is checked once.
 * Unigram models without the split are not cut: they compare sums of scores, which round differently in a piece.
 
-Other tokenizers, and texts without such positions, encode the whole text at once.
+Other tokenizers encode the whole text at once.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from string import ascii_letters
 
@@ -23,24 +27,63 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from quintet.tokenizer_proc.expressions import (
-    APART,
-    BORDER,
-    DEEPSEEK,
-    EXPRESSIONS,
-    GPT2,
-    Expression,
-)
-from quintet.tokenizer_proc.word_cuts import Cut, WordRuns, encoded, runs_of
+from quintet.wire.errors import ErrorCode, RequestError
 
 PIECE_CHARS = 1 << 17
+MAX_PIECE_CHARS = 1 << 19
+"""A byte-level tokenizer rejects a text with fewer borders: no person writes words of this length."""
 
-_DIGITS = re.compile("[0-9]+")
+_CJK = "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+_CJK_SIGNS = "\u3001\u3002"
+_SIGN = r"!-/:-@\[-`{-~"
+_NOT_WHITE = r"!-~\u00a1-\u167f\u3001-\ud7a3\U0001f000-\U0001faff"
+BORDER = re.compile(
+    "|".join(
+        [
+            f"(?<=[{_NOT_WHITE}])(?= )",
+            rf"(?<=[A-Za-z{_CJK}])(?=[\t\r\n!-&(-@\[-`{{-~{_CJK_SIGNS}])",
+            r"(?<=[0-9])(?=[\t\r\n!-/:-~])",
+            f"(?<=[{_SIGN}])(?=[0-9])",
+        ]
+    )
+)
 _SPACED = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
-
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's character for a space."""
 _ACROSS = re.compile(f"[A-Za-z]{SPACE}")
+
+_CONTRACTED = r"'s|'t|'re|'ve|'m|'ll|'d"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased(suffix: str, digits: str) -> str:
+    words = (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+    prefixed = [*(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{suffix}" for word in words), digits]
+    return "|".join(prefixed) + rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+
+
+def _gpt4(digits: str) -> str:
+    return (
+        rf"(?i:{_CONTRACTED})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    )
+
+
+DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    + _SPACES
+)
+APART = (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+")
+"""Expressions that DeepSeek's tokenizer applies first: digits, then Chinese and Japanese."""
+EXPRESSIONS = (
+    rf"{_CONTRACTED}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",  # GPT-2
+    _gpt4(r"\p{N}{1,3}"),  # cl100k: GPT-4, Llama 3
+    _gpt4(r"\p{N}"),  # Qwen 2 and 3
+    _cased(f"(?i:{_CONTRACTED})?", r"\p{N}{1,3}"),  # o200k: GPT-4o, gpt-oss
+    _cased("", r"\p{N}"),  # Mistral's Tekken
+    DEEPSEEK,  # after `APART`
+)
+"""Pre-tokenization expressions that end a word at each `BORDER`."""
 
 
 class _Pattern(msgspec.Struct, frozen=True):
@@ -70,61 +113,43 @@ class Cutter:
     tokenizer: Tokenizer
     border: re.Pattern[str]
     """Zero-width match at positions where a text may be cut."""
-    digits: int | None = None
-    """Digits per word; None if unknown or unlimited."""
-    runs: WordRuns | None = None
+    max_chars: int | None = None
+    """Maximum length of a piece; longer texts without a border are rejected. None: they are encoded whole."""
     drops_space: bool = False
     """The tokenizer prepends a space to every text, so the leading space of a piece is removed."""
     added: tuple[str, ...] = ()
     """Added tokens, which are matched before the split and must not be cut."""
 
-    def ids_of(self, text: str, num_chars: int = PIECE_CHARS) -> array[int]:
-        """Return a text's ids, encoded in pieces of about ``num_chars``, or longer if no cut is possible."""
-        ids, begin, expected_ids = array("i"), 0, list[int]()
-        while begin < len(text):
-            end, cut = len(text), None
-            if end - begin > num_chars:
-                near = begin + num_chars
-                border = self._border_in(text, near, near + num_chars // 4) or self._between_digits(
-                    text, begin, near
-                )
-                cut = self._cut_of_a_run(text, begin, near) if border is None else None
-                if cut is None:
-                    end = border or self._border_in(text, near, end) or end
-            if cut is None:
-                piece = encoded(self.tokenizer, text[begin + (self.drops_space and begin > 0) : end])
-            else:
-                piece, end = cut.ids, cut.at
-            if piece[: len(expected_ids)] != expected_ids:
-                return array("i", encoded(self.tokenizer, text))
-            ids.extend(piece)
-            begin, expected_ids = end, cut.next_ids if cut else []
+    def ids_of(self, text: str, most: int | None = None, num_chars: int = PIECE_CHARS) -> array[int]:
+        """Return a text's ids, or more than ``most`` leading ones. Pieces have ``num_chars`` characters or more.
+
+        Raises `RequestError` for a text that cannot be cut.
+        """
+        ids, begin = array("i"), 0
+        while begin < len(text) and (most is None or len(ids) <= most):
+            end = self._end_of_piece(text, begin, num_chars)
+            ids.extend(encoded(self.tokenizer, text[begin + (self.drops_space and begin > 0) : end]))
+            begin = end
         return ids
 
-    def _border_in(self, text: str, begin: int, end: int) -> int | None:
+    def _end_of_piece(self, text: str, begin: int, num_chars: int) -> int:
+        most = len(text) if self.max_chars is None else min(len(text), begin + self.max_chars)
+        if len(text) - begin <= num_chars:
+            return len(text)
+        border = next(self._borders_in(text, begin + num_chars, most), None)
+        if border is None and most < len(text):  # the next piece begins with the run of one kind
+            border = max(self._borders_in(text, begin + 1, begin + num_chars), default=None)
+            if border is None:
+                raise RequestError(
+                    ErrorCode.INVALID,
+                    f"The prompt has a word, or a run of characters of one kind, of more than {self.max_chars} characters; "
+                    "insert spaces or line breaks.",
+                )
+        return len(text) if border is None else border
+
+    def _borders_in(self, text: str, begin: int, end: int) -> Iterator[int]:
         borders = (match.start() for match in self.border.finditer(text, begin, end))
-        return next((at for at in borders if self._is_clear(text, at)), None)
-
-    def _between_digits(self, text: str, begin: int, at: int) -> int | None:
-        """Return the last border between two words of digits at or before ``at``; None without one."""
-        if self.digits is None or not _DIGITS.fullmatch(text, at - 1, at + 1):
-            return None
-        digits = _DIGITS.match(text[begin:at][::-1])
-        first = at - len(digits[0]) if digits else at
-        if first > begin and text[first - 1].isnumeric():
-            return None  # also a digit for the expression, so words may begin at other positions
-        at -= (at - first) % self.digits
-        return at if at > first and self._is_clear(text, at) else None
-
-    def _cut_of_a_run(self, text: str, begin: int, near: int) -> Cut | None:
-        if self.runs is None:
-            return None
-        for end in range(near, begin + (near - begin) // 2, -self.runs.reach):
-            if self.runs.is_around(text, begin, end):
-                cut = self.runs.cut(text, begin, end)
-                if cut is not None and self._is_clear(text, cut.at):
-                    return cut
-        return None
+        return (at for at in borders if self._is_clear(text, at))
 
     def _is_clear(self, text: str, at: int) -> bool:
         """Return whether no added token is near a position."""
@@ -137,31 +162,20 @@ class Cutter:
 
 def cutter_of(tokenizer: Tokenizer) -> Cutter | None:
     """Return the cutter of a tokenizer; None if its texts must be encoded whole."""
-    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
     try:
-        steps = [
+        normalizer, splitter = (
             None if part is None else msgspec.json.decode(part.__getstate__(), type=_Step)
-            for part in (normalizer, splitter)
-        ]
+            for part in (tokenizer.normalizer, tokenizer.pre_tokenizer)
+        )
     except (msgspec.ValidationError, TypeError):
         return None  # unsupported tokenizer
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None
     contents = tuple(token.content for token in added)
-    normalizer_step, splitter_step = steps
-    if _keeps_borders(normalizer_step) and splitter_step is not None:
-        known = _expression_of(splitter_step)
-        if known is not None:
-            expression, is_alone = known
-            return Cutter(
-                tokenizer,
-                BORDER,
-                expression.digits if is_alone else None,
-                runs_of(tokenizer, expression) if is_alone else None,
-                added=contents,
-            )
-    writing = _spaces_written_by(normalizer_step, splitter_step)
+    if _keeps_borders(normalizer) and splitter is not None and _splits_words(splitter):
+        return Cutter(tokenizer, BORDER, MAX_PIECE_CHARS, added=contents)
+    writing = _spaces_written_by(normalizer, splitter)
     if writing is None or not (writing.splits or _merges_within_borders(tokenizer)):
         return None
     return Cutter(tokenizer, _SPACED, drops_space=writing.prepends, added=contents)
@@ -219,37 +233,31 @@ def _keeps_borders(normalizer: _Step | None) -> bool:
     return normalizer.type in {"NFC", "NFKC"}
 
 
-def _expression_of(step: _Step) -> tuple[Expression, bool] | None:
-    """Return the expression that splits a text, and whether it is the only split; None if unknown."""
+def _splits_words(step: _Step) -> bool:
+    """Return whether a pre-tokenizer first splits by one of `EXPRESSIONS`. Later steps split within its words."""
     match step:
-        case _Step(type="Sequence", pretokenizers=[digits, cjk, words, *others]) if _are_deepseek(
-            digits, cjk, words
-        ):
-            return _expression_of(_Step("Sequence", pretokenizers=[words, *others]))
+        case _Step(type="Sequence", pretokenizers=[digits, cjk, *steps]) if _are_apart(digits, cjk):
+            return _splits_words(_Step("Sequence", pretokenizers=steps))
         case _Step(type="Sequence", pretokenizers=[first, *others]):
-            # Later steps split within the words of the first step.
-            known = _expression_of(first)
-            if any(
-                other.type not in {"Split", "ByteLevel", "Digits"} or other.add_prefix_space
+            return _splits_words(first) and all(
+                other.type in {"Split", "ByteLevel", "Digits"} and not other.add_prefix_space
                 for other in others
-            ):
-                return None
-            return (
-                (
-                    known[0],
-                    known[1] and all(other.type == "ByteLevel" and not other.use_regex for other in others),
-                )
-                if known
-                else None
             )
         case _Step(type="ByteLevel", use_regex=True, add_prefix_space=False):
-            return GPT2, True
-        case _Step(type="Split", pattern=_Pattern(regex=str(words)), behavior="Isolated", invert=False):
-            expression = EXPRESSIONS.get(words)
-            return None if expression is None else (expression, True)
-    return None
+            return True
+        case _Step(type="Split", behavior="Isolated", invert=False):
+            return step.pattern.regex in EXPRESSIONS
+    return False
 
 
-def _are_deepseek(*steps: _Step) -> bool:
-    regexes = tuple(step.pattern.regex for step in steps)
-    return regexes == (*APART, DEEPSEEK) and all(step.behavior == "Isolated" for step in steps)
+def _are_apart(*steps: _Step) -> bool:
+    return tuple(step.pattern.regex for step in steps) == APART and all(
+        step.behavior == "Isolated" for step in steps
+    )
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return a text's ids without special tokens."""
+    # encode_batch_fast releases the GIL; encode does not.
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids

@@ -50,7 +50,7 @@ class TokenPrompt(msgspec.Struct, array_like=True, tag="ids"):
 class ChatPrompt(msgspec.Struct, array_like=True, tag="chat"):
     """A conversation, rendered by the model's chat template.
 
-    ``messages``, ``tools`` and ``template_kwargs`` are JSON, parsed only by the tokenizer process.
+    ``messages`` is encoded by `wire.chat`. ``tools`` and ``template_kwargs`` are JSON.
     """
 
     messages: bytes

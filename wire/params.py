@@ -1,7 +1,8 @@
 """Sampling parameters: the one struct that clients, the core, the sampler and the detokenizer share.
 
 Names and defaults are those of vLLM's ``SamplingParams``, so that existing scripts work unchanged. Ranges are vLLM's where it
-has one.
+has one. A range is part of a field's type: msgspec enforces it when a process decodes a message, `SamplingParams.checked`
+reports it to clients, and the OpenAPI document shows it.
 
 The tokenizer process derives `ThinkingBound`, the reasoning budget in token ids, from ``thinking_token_budget``.
 """
@@ -9,11 +10,13 @@ The tokenizer process derives `ThinkingBound`, the reasoning budget in token ids
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from operator import attrgetter
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.structured import StructuredOutputsParams
@@ -71,9 +74,22 @@ MAX_LOGPROB_IDS = 128
 MAX_PATTERN = 128
 """Maximum pattern size of repetition detection: each size is checked with every token."""
 GREEDY_BELOW = 1e-5
+GREEDY_VALUES: Mapping[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Temperature and filters where the most likely token is taken."""
 MIN_TEMPERATURE = 0.01
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[
+    float,
+    Meta(ge=1e-3, le=1e3, extra={"allowed": "a finite number greater than 0: between 0.001 and 1000"}),
+]
 """Logits are multiplied by it in float32, which must not overflow."""
+
+
+def _count(least: int, allowed: str = "") -> Meta:
+    """Return the range of a token count from ``least`` on. ``allowed`` describes it, if ``least`` has a meaning of its own."""
+    text = f"{allowed or f'at least {least}'} and at most {MAX_COUNT}"
+    return Meta(ge=least, le=MAX_COUNT, extra={"allowed": text})
 
 
 class OutputKind(IntEnum):
@@ -109,21 +125,23 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     spelled one way, -1 turned into None, and so on).
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: list[str] = msgspec.field(default_factory=list)
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, _count(-1, "a positive integer, or 0 or -1 to consider every token,")] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: (
+        Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1, extra={"allowed": "a 64-bit integer"})] | None
+    ) = None
+    stop: list[Annotated[str, Meta(min_length=1)]] = msgspec.field(default_factory=list)
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = 16
+    min_tokens: Annotated[int, _count(0)] = 0
+    max_tokens: Annotated[int, _count(1)] | None = 16
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     detokenize: bool = True
@@ -135,11 +153,13 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     bad_words: list[str] = msgspec.field(default_factory=list)
     logprob_token_ids: list[int] | None = None
     skip_reading_prefix_cache: bool = False
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int, _count(-1, "-1 for the model's limit, or at least 1")] | None = (
+        None
+    )
     truncation_side: str = "left"
     structured_outputs: StructuredOutputsParams | None = None
     repetition_detection: RepetitionDetectionParams | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Annotated[int, _count(-1, "-1 for no limit, or at least 0")] | None = None
     """Maximum reasoning tokens; None or -1 for no limit."""
     thinking_bound: ThinkingBound | None = None
     """The same for the executor. Set by the tokenizer process."""
@@ -165,7 +185,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         if self.greedy:
             if self.n > 1:
                 raise _bad("n", self.n, "1 when temperature is 0: greedy choices would all be the same")
-            changes = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+            changes = dict(GREEDY_VALUES)
         elif self.temperature < MIN_TEMPERATURE:
             changes["temperature"] = MIN_TEMPERATURE
         if self.top_k == -1:
@@ -195,6 +215,31 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.checked()
         return msgspec.structs.replace(self, **changes) if changes else self
+
+
+def _ranges() -> Iterator[tuple[str, Meta]]:
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
+        for part in (hint, *get_args(hint)):
+            for bounds in getattr(part, "__metadata__", ()):
+                if bounds.min_length is None:
+                    yield name, bounds
+
+
+RANGES: Mapping[str, Meta] = dict(_ranges())
+"""Ranges of the numeric parameters, by name."""
+
+_LIMITS = [
+    (name, bounds.ge if bounds.gt is None else math.nextafter(bounds.gt, math.inf), bounds.le)
+    for name, bounds in RANGES.items()
+]
+_limited_of = attrgetter(*RANGES)
+
+
+def out_of_range(name: str, value: object) -> RequestError:
+    """Build the error for a parameter that is not in its range."""
+    bounds = RANGES[name]
+    lower = f"between {bounds.ge} and" if bounds.ge is not None else f"greater than {bounds.gt} and at most"
+    return _bad(name, value, (bounds.extra or {}).get("allowed") or f"{lower} {bounds.le}")
 
 
 def first_unknown(ids: Collection[int], vocab_size: int) -> int | None:
@@ -229,44 +274,14 @@ def _bad(field: str, value: object, allowed: str) -> RequestError:
     return RequestError(ErrorCode.INVALID, f"{field} is {shown(value)}; it must be {allowed}.", field)
 
 
-def _unless_between(field: str, value: int | None, low: int, what: str) -> None:
-    """Raise unless a count is absent or from ``low`` to `MAX_COUNT`; ``what`` describes the range."""
-    if value is not None and not low <= value <= MAX_COUNT:
-        raise _bad(field, value, f"{what} and at most {MAX_COUNT}")
-
-
 def _check_ranges(p: SamplingParams) -> None:
-    if not 1 <= p.n <= MAX_CHOICES:
-        raise _bad("n", p.n, f"between 1 and {MAX_CHOICES}")
-    if not 0.0 <= p.temperature <= 2.0:
-        raise _bad("temperature", p.temperature, "between 0 and 2")
-    if not 0.0 <= p.min_p <= 1.0:
-        raise _bad("min_p", p.min_p, "between 0 and 1")
-    if not -2.0 <= p.presence_penalty <= 2.0:
-        raise _bad("presence_penalty", p.presence_penalty, "between -2 and 2")
-    if not -2.0 <= p.frequency_penalty <= 2.0:
-        raise _bad("frequency_penalty", p.frequency_penalty, "between -2 and 2")
-    if not 0.0 < p.top_p <= 1.0:
-        raise _bad("top_p", p.top_p, "greater than 0 and at most 1")
-    _unless_between("top_k", p.top_k, -1, "a positive integer, or 0 or -1 to consider every token,")
-    if not MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_REPETITION_PENALTY:
-        raise _bad(
-            "repetition_penalty",
-            p.repetition_penalty,
-            f"a finite number greater than 0: between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}",
-        )
-    if p.seed is not None and not -(1 << 63) <= p.seed < 1 << 63:
-        raise _bad("seed", p.seed, "a 64-bit integer")
-    _unless_between("max_tokens", p.max_tokens, 1, "at least 1")
-    _unless_between("min_tokens", p.min_tokens, 0, "at least 0")
+    for (name, least, most), value in zip(_LIMITS, _limited_of(p), strict=True):
+        if value is not None and not least <= value <= most:
+            raise out_of_range(name, value)
+    if p.truncate_prompt_tokens == 0:
+        raise out_of_range("truncate_prompt_tokens", 0)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise _bad("min_tokens", p.min_tokens, f"at most max_tokens, which is {p.max_tokens}")
-    if p.truncate_prompt_tokens not in (None, -1):
-        what = "-1 for the model's limit, or at least 1"
-        _unless_between("truncate_prompt_tokens", p.truncate_prompt_tokens, 1, what)
-    if p.thinking_token_budget not in (None, -1):
-        what = "-1 for no limit, or at least 0"
-        _unless_between("thinking_token_budget", p.thinking_token_budget, 0, what)
     if p.thinking_bound is not None:
         raise _bad("thinking_bound", "set", "absent: the server sets it")
     if p.truncation_side not in ("left", "right"):

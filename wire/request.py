@@ -6,6 +6,7 @@ from enum import IntEnum
 
 import msgspec
 
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import SamplingParams
 
 MAX_NAME_CHARS = 64
@@ -103,6 +104,33 @@ class RequestSpec(msgspec.Struct, array_like=True):
     def num_seen(self) -> int:
         """Number of outputs that need not be sent again."""
         return 0 if self.replays else len(self.output_ids) // 4
+
+
+def check_length(
+    num_prompt: int,
+    limit: int,
+    field: str = "prompt",
+    max_tokens: int | None = None,
+    *,
+    is_least: bool = False,
+    cause: str = "",
+) -> None:
+    """Raise `RequestError` unless a prompt and its output fit a context of ``limit`` tokens.
+
+    field: name of the prompt in the client's request. max_tokens: requested output tokens; None: one must fit. is_least:
+    the prompt is not tokenized yet and has ``num_prompt`` tokens or more. cause: reason of a limit below the model's.
+    """
+    num_new = 1 if max_tokens is None else max_tokens
+    if num_prompt + num_new <= limit:
+        return
+    at_least = "at least " if is_least else ""
+    raise RequestError(
+        ErrorCode.TOO_LONG,
+        f"This model's maximum context length is {limit} tokens{cause}. However, you requested {at_least}{num_prompt + num_new} "
+        f"tokens ({at_least}{num_prompt} in the {field}, {num_new} in the completion). Please reduce the length of the {field} "
+        "or completion.",
+        field if num_prompt >= limit else "max_tokens",
+    )
 
 
 def reserved_output_tokens(max_tokens: int | None, clamp_max_tokens: bool, max_model_len: int) -> int:

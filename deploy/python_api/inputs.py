@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
 
+from quintet.wire.chat import encode_messages
 from quintet.wire.codec import pack_i32
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from quintet.wire.params import OutputKind, SamplingParams, check_token_ids, shown
+from quintet.wire.params import RANGES, OutputKind, SamplingParams, check_token_ids, out_of_range, shown
 
 
 class PromptDict(TypedDict, total=False):
@@ -85,10 +86,10 @@ def read_priority(given: int) -> int:
     return given
 
 
-def _json(given: object, name: str) -> bytes:
-    """Encode chat template input as JSON. Raises `RequestError` for values that JSON cannot represent."""
+def _encoded(given: object, name: str, encode: Callable[[Any], bytes] = msgspec.json.encode) -> bytes:
+    """Encode chat template input. Raises `RequestError` for values that JSON cannot represent."""
     try:
-        return msgspec.json.encode(given)
+        return encode(msgspec.to_builtins(given, str_keys=True))
     except UnicodeEncodeError as error:
         raise _lone_surrogate(name, error) from None
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -188,9 +189,9 @@ class ChatOptions:
                 )
         return ReadPrompt(
             ChatPrompt(
-                messages=_json(messages, "messages"),
-                tools=_json(self.tools, "tools") if self.tools else b"",
-                template_kwargs=_json(self.template_kwargs, "chat_template_kwargs")
+                messages=_encoded(messages, "messages", encode_messages),
+                tools=_encoded(self.tools, "tools") if self.tools else b"",
+                template_kwargs=_encoded(self.template_kwargs, "chat_template_kwargs")
                 if self.template_kwargs
                 else b"",
                 chat_template=None
@@ -223,7 +224,7 @@ def read_params(given: SamplingParams) -> SamplingParams:
     try:
         return msgspec.convert(list(values.values()), SamplingParams)
     except msgspec.ValidationError as error:
-        raise RequestError(ErrorCode.INVALID, _reworded(str(error), values), "sampling_params") from None
+        raise _invalid_value(str(error), values) from None
 
 
 _SHAPE = frozenset({"n", "output_kind", "detokenize", "logprobs", "prompt_logprobs", "logprob_token_ids"})
@@ -273,14 +274,16 @@ def _check_sendable(name: str, value: object) -> None:
         return
 
 
-def _reworded(message: str, values: Mapping[str, object]) -> str:
-    """Replace msgspec's ``… - at `$[3]` `` by the field's name and value."""
+def _invalid_value(message: str, values: Mapping[str, object]) -> RequestError:
+    """Translate msgspec's ``… - at `$[3]` `` to an error with the field's name and value."""
     problem, _, path = message.partition(" - at `$[")
     index = path.split("]")[0]
-    if not index.isdigit():
-        return message
-    name = list(values)[int(index)]
-    return f"{name} is {values[name]!r}: {problem[:1].lower()}{problem[1:]}."
+    if index.isdigit():
+        name = list(values)[int(index)]
+        if name in RANGES and isinstance(values[name], int | float):
+            return out_of_range(name, values[name])
+        message = f"{name} is {values[name]!r}: {problem[:1].lower()}{problem[1:]}."
+    return RequestError(ErrorCode.INVALID, message, "sampling_params")
 
 
 def default_params(generation_defaults: Mapping[str, float | int]) -> SamplingParams:

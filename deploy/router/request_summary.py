@@ -10,7 +10,7 @@ from quintet.frontend.load_balancing.prefix_affinity import hash_prefixes
 from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.billing_header import without_billing_header_in_json
 from quintet.wire.codec import pack_i32
-from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from quintet.wire.messages import Prompt, TextPrompt, TokenPrompt
 
 
 class _Body(msgspec.Struct):
@@ -75,13 +75,18 @@ def _prompt_of(body: _Body) -> Prompt:
     """Return the prompt like a server's frontend, as far as the body determines it."""
     if bytes(body.messages):
         system = without_billing_header_in_json(bytes(body.system))
-        return ChatPrompt(bytes(body.messages), tools=bytes(body.tools) + system)
+        return _json_prompt(bytes(body.tools) + system + bytes(body.messages))
     raw = bytes(body.prompt) or bytes(body.token_ids)
     if raw.startswith(b'"'):
         return TextPrompt(msgspec.json.decode(raw, type=str))
     if raw.startswith(b"[") and raw[1:].lstrip()[:1].isdigit():
         return TokenPrompt(pack_i32(msgspec.json.decode(raw, type=list[int])))
-    return ChatPrompt(raw or bytes(body.input), tools=bytes(body.tools))
+    return _json_prompt(bytes(body.tools) + (raw or bytes(body.input)))
+
+
+def _json_prompt(encoded: bytes) -> TextPrompt:
+    """Return a conversation as its JSON text: the router does not decode it."""
+    return TextPrompt(encoded.decode(errors="replace"))
 
 
 def _count(raw: msgspec.Raw) -> int:

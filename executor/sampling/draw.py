@@ -6,8 +6,6 @@ tokens of one block, make the expensive pass a plain sum. The order of a row's r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -15,16 +13,7 @@ from quintet.executor.memory import to_device
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.philox import uniform
-from quintet.executor.sampling.settings import Settings
-from quintet.executor.sampling.truncation import cut_min_p, cut_top_k, cut_top_p
-
-
-def divide_by_temperature(logits: torch.Tensor, settings: Settings) -> None:
-    """Divide each row of ``logits [n, vocab]`` fp32 in place. Greedy rows are never passed."""
-    temperatures = settings["temperature"]
-    if (temperatures != 1.0).any():
-        logits.div_(to_device(temperatures.copy(), logits.device).unsqueeze(1))
-
+from quintet.executor.sampling.settings import FILTERS, Settings
 
 BLOCK = 128
 
@@ -70,15 +59,6 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     A NaN counts as the largest.
     """
     return logits.argmax(dim=-1)
-
-
-FILTERS: tuple[Callable[[torch.Tensor, Settings], None], ...] = (
-    divide_by_temperature,
-    cut_min_p,
-    cut_top_k,
-    cut_top_p,
-)
-"""Filters of the logits of randomly sampled rows, in this order."""
 
 
 def draw(

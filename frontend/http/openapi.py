@@ -18,44 +18,38 @@ from quintet.frontend.http.openapi_responses import responses
 from quintet.frontend.kv import ExportBody, ImportBody, PrefixBody
 from quintet.frontend.resume.continue_stream import ContinueStreamBody
 from quintet.frontend.service import Service
-from quintet.wire.params import (
-    MAX_CHOICES,
-    MAX_COUNT,
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
-    SamplingParams,
-)
+from quintet.wire.chat import ChatMessage
+from quintet.wire.params import RANGES, SamplingParams
 
 Schema = dict[str, Any]
 
 REF = "#/components/schemas/{name}"
 
-RANGES: dict[str, Schema] = {
-    "temperature": {"minimum": 0, "maximum": 2},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": MAX_COUNT},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
-    "n": {"minimum": 1, "maximum": MAX_CHOICES},
-    "max_tokens": {"minimum": 1, "maximum": MAX_COUNT},
-    "max_completion_tokens": {"minimum": 1, "maximum": MAX_COUNT},
-    "max_output_tokens": {"minimum": 1, "maximum": MAX_COUNT},
-    "min_tokens": {"minimum": 0, "maximum": MAX_COUNT},
-    "truncate_prompt_tokens": {"minimum": -1, "maximum": MAX_COUNT, "not": {"const": 0}},
+
+def _limits(name: str) -> Schema:
+    """Return the range of a sampling parameter."""
+    bounds = RANGES[name]
+    limits = {"minimum": bounds.ge, "exclusiveMinimum": bounds.gt, "maximum": bounds.le}
+    return {keyword: limit for keyword, limit in limits.items() if limit is not None}
+
+
+LIMITS: dict[str, Schema] = {
+    **{name: _limits(name) for name in RANGES},
+    "max_completion_tokens": _limits("max_tokens"),
+    "max_output_tokens": _limits("max_tokens"),
+    "truncate_prompt_tokens": {**_limits("truncate_prompt_tokens"), "not": {"const": 0}},
     "truncation_side": {"enum": ["left", "right", None]},
     "request_id": {"pattern": "^[!-~]*$", "maxLength": MAX_REQUEST_ID},
     "stream_interval": {"minimum": 1},
     "detokenize": {"const": True},
 }
-"""Ranges enforced by `SamplingParams.checked` and `quintet.frontend.api.openai.parse`."""
+"""Limits enforced by `SamplingParams.checked` and `quintet.frontend.api.openai.parse`."""
 
 _SCHEMA_OF_PARTS = {
-    ("ChatBody", "messages"): types.ChatMessage,
+    ("ChatBody", "messages"): ChatMessage,
     ("ChatBody", "tools"): SentTool,
     ("ResponsesBody", "tools"): SentTool,
-    ("TokenizeBody", "messages"): types.ChatMessage,
+    ("TokenizeBody", "messages"): ChatMessage,
     ("TokenizeBody", "tools"): SentTool,
 }
 
@@ -333,7 +327,7 @@ def _schemas() -> dict[str, Schema]:
         types.ChatBody,
         types.TokenizeBody,
         types.DetokenizeBody,
-        types.ChatMessage,
+        ChatMessage,
         SentTool,
         types.ErrorBody,
         ContinueStreamBody,
@@ -361,7 +355,7 @@ def _schemas() -> dict[str, Schema]:
     defaults = SamplingParams()
     for owner in ("CompletionBody", "ChatBody", "MessagesBody", "ResponsesBody"):
         properties = schemas[owner]["properties"]
-        for name, limits in RANGES.items():
+        for name, limits in LIMITS.items():
             if name in properties:
                 properties[name].update(limits)
         if owner in ("MessagesBody", "ResponsesBody"):

@@ -1,6 +1,6 @@
 """Prefix affinity: approximate index of the prompt prefixes in each engine's KV cache, from this frontend's own dispatches.
 
-A prompt is bytes here, about four per token: text, JSON conversation, token ids, or the last bytes of each embedding. It is
+A prompt is bytes here, about four per token: text, texts of messages, token ids, or the last bytes of each embedding. It is
 cut into pieces, and each piece is named by the CRC-32 of all bytes up to its end. Equal prefixes thus have equal names,
 and a prefix tree is a flat table. A hash collision only sends one request to an engine without the prefix.
 """
@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from zlib import crc32
 
 from quintet.frontend.prompt_size import BYTES_PER_TOKEN
+from quintet.wire.chat import checked_fields
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
@@ -42,9 +43,20 @@ def _bytes_of(prompt: Prompt) -> bytes:
         case TextPrompt():
             return prompt.text[: MAX_PIECES * PIECE_BYTES].encode(errors="surrogatepass")
         case ChatPrompt():  # templates put tools before messages
-            return prompt.tools + prompt.template_kwargs + prompt.messages
+            return prompt.tools + prompt.template_kwargs + _texts_of(prompt.messages)
         case EmbedsPrompt():
             return _last_words_of(prompt)
+
+
+def _texts_of(messages: bytes) -> bytes:
+    """Return roles and texts of a conversation, as far as they are compared."""
+    found, num_left = [], MAX_PIECES * PIECE_BYTES
+    for message in checked_fields(messages):
+        found.append(f"{message.role}\n{message.text[:num_left]}\n")
+        num_left -= len(found[-1])
+        if num_left <= 0:
+            break
+    return "".join(found).encode()
 
 
 def _last_words_of(prompt: EmbedsPrompt) -> bytes:

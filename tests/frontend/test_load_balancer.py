@@ -17,6 +17,7 @@ from quintet.frontend.load_balancing.prefix_affinity import (
     PrefixAffinity,
     hash_prefixes,
 )
+from quintet.wire.chat import encode_messages
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import Routing
 from quintet.wire.embeds import EmbedsPrompt
@@ -196,12 +197,10 @@ def test_shared_prefixes_have_equal_hashes() -> None:
     assert not set(names) & set(hash_prefixes(TextPrompt(a.decode()), "salt"))
     assert hash_prefixes(TextPrompt("short")) == []
     assert len(hash_prefixes(TokenPrompt(pack_i32([1] * 200_000)))) == MAX_PIECES
-    chats = [
-        b'[{"role":"user","content":"' + b"q" * 600,
-        b'[{"role":"user","content":"' + b"q" * 600 + b'"},{"role"',
-    ]
-    first, second = (hash_prefixes(ChatPrompt(chat, tools=b"[]")) for chat in chats)
-    assert first and second[: len(first)] == first
+    question = {"role": "user", "content": "q" * 600}
+    chats = [[question], [question, {"role": "assistant"}], [{"role": "user", "content": "q" * 900}]]
+    first, *others = (hash_prefixes(ChatPrompt(encode_messages(chat), tools=b"[]")) for chat in chats)
+    assert first and all(hashes[: len(first)] == first for hashes in others)
 
 
 def test_lru_eviction_of_prefixes() -> None:

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from quintet.deploy.router import request_summary
 from quintet.wire.channels import Channel
+from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
 from quintet.wire.messages import ChatPrompt, Submit
 
@@ -188,7 +189,7 @@ def assert_results_follow(parsing: Any, whole: Json, calls: list[tuple[str, str]
         for item in whole["output"]
         if item["type"] != "tool_search_call"
     ]
-    messages = json.loads(prompt_of(parsing, R, {**follow, "input": results}).messages)
+    messages = decode_messages(prompt_of(parsing, R, {**follow, "input": results}).messages)
     past_calls = [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in messages[1]["tool_calls"]
@@ -223,7 +224,7 @@ def test_shell_and_apply_patch_have_item_types(parsing: Any) -> None:
         {"type": "apply_patch_call_output", "call_id": patch["call_id"], "status": "failed"},
     ]
     follow = {"previous_response_id": whole["id"], "tools": tools, "input": results}
-    messages = json.loads(prompt_of(parsing, R, follow).messages)
+    messages = decode_messages(prompt_of(parsing, R, follow).messages)
     past_calls = [call["function"] for call in messages[1]["tool_calls"]]
     assert [(call["name"], json.loads(call["arguments"])) for call in past_calls] == calls
     assert [message["content"] for message in messages[2:]] == ["a.py\n[exit code 1]\n/x\nslow", "failed"]
@@ -254,7 +255,7 @@ def test_items_of_hosted_tools_are_dropped(shared: Any, caplog: pytest.LogCaptur
     ]
     with caplog.at_level(logging.INFO, "quintet"):
         prompt = prompt_of(shared, R, {"input": items, "store": False})
-    assert json.loads(prompt.messages) == [{"role": "user", "content": "hello\ncontinue"}]
+    assert decode_messages(prompt.messages) == [{"role": "user", "content": "hello\ncontinue"}]
     assert "input[1], an item of type web_search_call, was skipped" in caplog.text
 
 
@@ -267,7 +268,7 @@ def test_hosted_calls_become_calls_with_results(shared: Any) -> None:
         "arguments": "{}",
         "output": "4",
     }
-    messages = json.loads(prompt_of(shared, R, {"input": [*HELLO, call]}).messages)
+    messages = decode_messages(prompt_of(shared, R, {"input": [*HELLO, call]}).messages)
     assert messages[1]["tool_calls"][0]["function"]["name"] == "f"
     assert messages[2] == {"role": "tool", "tool_call_id": "mcp_1", "name": "f", "content": "4"}
 
@@ -286,7 +287,7 @@ def test_tools_found_by_a_search_are_in_its_result_and_callable(parsing: Any) ->
     ]
     prompt = prompt_of(parsing, R, {"input": items, "tools": tools})
     assert list(functions(prompt)) == ["read"]
-    result = json.loads(prompt.messages)[-1]
+    result = decode_messages(prompt.messages)[-1]
     assert result["role"] == "tool" and json.loads(result["content"])["function"]["name"] == "found"
 
 
@@ -300,7 +301,7 @@ def test_tools_of_the_first_items_are_added_to_the_request_tools(shared: Any) ->
     items = [first, added("more"), {"role": "developer", "content": "Help."}, *HELLO]
     prompt = prompt_of(shared, R, {"input": items, "tools": [FLAT]})
     assert list(functions(prompt)) == ["read", "functions__apply_patch", "more"]
-    assert [message["role"] for message in json.loads(prompt.messages)] == ["developer", "user"]
+    assert [message["role"] for message in decode_messages(prompt.messages)] == ["developer", "user"]
     named = {"type": "function", "name": "more"}
     assert functions(prompt_of(shared, R, {"input": items, "tool_choice": named})).keys() >= {"more"}
 
@@ -308,7 +309,7 @@ def test_tools_of_the_first_items_are_added_to_the_request_tools(shared: Any) ->
 def test_tools_added_later_are_system_messages(shared: Any) -> None:
     prompt = prompt_of(shared, R, {"input": [*HELLO, added("later"), *HELLO], "tools": [FLAT]})
     assert list(functions(prompt)) == ["read"], "the first part of the prompt does not change"
-    _, message, _ = json.loads(prompt.messages)
+    _, message, _ = decode_messages(prompt.messages)
     assert message["role"] == "system"
     assert json.loads(message["content"].split("\n", 1)[1])["function"]["name"] == "later"
 
@@ -334,7 +335,7 @@ def test_deferred_tools_are_shown_at_their_references(shared: Any) -> None:
     ]
     prompt = prompt_of(shared, M, {"messages": turns, "tools": tools})
     assert list(functions(prompt)) == ["read"]
-    *_, message, system = json.loads(prompt.messages)
+    *_, message, system = decode_messages(prompt.messages)
     definition, *others = message["content"].split("\n")
     assert others == ["Tool available: read", "Tool available: unknown"]
     function = {"name": "later", "description": "Read a file.", "parameters": SCHEMA}
@@ -369,10 +370,12 @@ def test_blocks_of_hosted_tools_are_dropped(shared: Any) -> None:
         {"type": "text", "text": "Found."},
     ]
     turns = [*HELLO, {"role": "assistant", "content": blocks}, *HELLO]
-    messages = json.loads(prompt_of(shared, M, {"messages": turns}).messages)
+    messages = decode_messages(prompt_of(shared, M, {"messages": turns}).messages)
     assert messages[1] == {"role": "assistant", "content": "I search.\nFound."}
     found = {"type": "search_result", "title": "T", "source": "u", "content": [{"type": "text", "text": "c"}]}
-    messages = json.loads(prompt_of(shared, M, {"messages": [{"role": "user", "content": [found]}]}).messages)
+    messages = decode_messages(
+        prompt_of(shared, M, {"messages": [{"role": "user", "content": [found]}]}).messages
+    )
     assert messages[0]["content"] == "T\nu\nc"
 
 
@@ -381,7 +384,7 @@ def test_invalid_input_of_a_past_call_is_accepted(shared: Any, given: Any, argum
     call = {"type": "tool_use", "id": "a", "name": "f", "input": given}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
     turns = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-    messages = json.loads(prompt_of(shared, M, {"messages": turns}).messages)
+    messages = decode_messages(prompt_of(shared, M, {"messages": turns}).messages)
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
@@ -395,7 +398,7 @@ def test_the_billing_header_is_removed_from_the_prompt(shared: Any, as_text: boo
 
     first, second = (prompt_of(shared, M, body(each)) for each in ("01c", "ff2"))
     assert first == second
-    assert json.loads(first.messages)[0]["content"].startswith("You help.")
+    assert decode_messages(first.messages)[0]["content"].startswith("You help.")
     names = [request_summary.read(json.dumps(body(each)).encode(), "").names for each in ("01c", "ff2")]
     assert names[0] == names[1] != []
 
@@ -408,7 +411,11 @@ def test_system_messages_are_the_same_in_all_dialects(shared: Any) -> None:
     chat = prompt_of(shared, H, {"messages": [{"role": "system", "content": "first"}, *turns]})
     anthropic = prompt_of(shared, M, {"system": "first", "messages": turns})
     responses = prompt_of(shared, R, {"instructions": "first", "input": turns})
-    assert json.loads(chat.messages) == json.loads(anthropic.messages) == json.loads(responses.messages)
+    assert (
+        decode_messages(chat.messages)
+        == decode_messages(anthropic.messages)
+        == decode_messages(responses.messages)
+    )
     assert anthropic.message_names == ["system", "messages[0]", "messages[1]", "messages[2]"]
     assert responses.message_names == ["instructions", "input[0]", "input[1]", "input[2]"]
 

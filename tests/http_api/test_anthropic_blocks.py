@@ -16,6 +16,7 @@ from quintet.frontend.api.channels import Channels
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel
+from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig, ThinkMarks
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, Started, Submit
@@ -137,7 +138,7 @@ def test_an_agent_loop_completes(client: anthropic.Anthropic, server: Any) -> No
     server.engine.script = [[(CONTENT, 0, "Yes.")]]
     last = client.messages.create(**{**ASK, "messages": turns})
     assert blocks_of(last) == [{"type": "text", "text": "Yes."}] and last.stop_reason == "end_turn"
-    sent = json.loads(server.engine.wait_for(Submit)[-1].prompt.messages)
+    sent = decode_messages(server.engine.wait_for(Submit)[-1].prompt.messages)
     assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
     assert sent[1]["reasoning_content"] == "Rain?" and len(sent[1]["tool_calls"]) == 2
     assert [call["id"] for call in sent[1]["tool_calls"]] == [message["tool_call_id"] for message in sent[2:]]

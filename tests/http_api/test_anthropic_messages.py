@@ -11,6 +11,7 @@ import pytest
 
 from quintet.frontend.api.anthropic.parse import messages_of
 from quintet.frontend.api.anthropic.types import Block, Turn
+from quintet.wire.chat import decode_messages
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt, Submit
 
@@ -164,7 +165,7 @@ def test_a_conversation_with_tools_is_converted_for_the_chat_template(shared: An
     assert shared.ask("POST", M, sent).status == 200
     prompt = last_prompt(shared)
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    assert json.loads(prompt.messages) == [
+    assert decode_messages(prompt.messages) == [
         {"role": "system", "content": "Be\nbrief."},
         {"role": "user", "content": "Is it\ncold?"},
         {"role": "assistant", "content": "Wait.", "reasoning_content": "Ask.", "tool_calls": [call]},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from quintet.wire.chat import decode_messages
 from quintet.wire.messages import Submit
 
 ASK: Any = {"model": "toy", "max_output_tokens": 3}
@@ -31,7 +31,7 @@ def client(server: Any) -> Iterator[OpenAI]:
 
 
 def prompted(server: Any) -> list[tuple[str, str]]:
-    messages = json.loads(server.engine.wait_for(Submit)[-1].prompt.messages)
+    messages = decode_messages(server.engine.wait_for(Submit)[-1].prompt.messages)
     return [(message["role"], message["content"]) for message in messages]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from openai import OpenAI
 
 from quintet.frontend.response_store import FILE
 from quintet.wire.channels import Channel
+from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
 from quintet.wire.messages import Cancel, Reclaim, Submit
 
@@ -38,7 +38,7 @@ def client(server: Any) -> Iterator[OpenAI]:
 
 
 def prompted(server: Any) -> Any:
-    return json.loads(server.engine.wait_for(Submit)[-1].prompt.messages)
+    return decode_messages(server.engine.wait_for(Submit)[-1].prompt.messages)
 
 
 def text_of(events: list[Any]) -> str:

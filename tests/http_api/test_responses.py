@@ -24,6 +24,7 @@ from quintet.frontend.api.responses.types import ResponsesBody
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel
+from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Cancel, ChatPrompt, Finish, FinishReason, Started, Submit
@@ -71,7 +72,7 @@ def sent(server: Any) -> Any:
 def messages(server: Any) -> Any:
     prompt = sent(server).prompt
     assert isinstance(prompt, ChatPrompt)
-    return json.loads(prompt.messages)
+    return decode_messages(prompt.messages)
 
 
 def test_a_whole_answer(shared: Any) -> None:

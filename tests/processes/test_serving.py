@@ -216,7 +216,12 @@ def test_tokenizing_huge_texts_frees_memory(server: Server) -> None:
     before, frontend_before = tokenizer.memory_info().rss, frontend.memory_info().rss
     Path(f"/proc/{tokenizer.pid}/clear_refs").write_text("5")  # resets the peak
     words = "the quick brown fox jumps over the lazy dog and " * 100_000
-    texts = [words, "0123456789" * 800_000, "\U0001f642\U0001f680" * 600_000, "\u4e2d\u6587\u5b57" * 500_000]
+    texts = [
+        words,
+        "0123456789 " * 700_000,
+        "\U0001f642\U0001f680 " * 400_000,
+        "\u4e2d\u6587\u5b57\u3002" * 400_000,
+    ]
     with ThreadPoolExecutor(4) as clients:
         answers = list(clients.map(lambda text: server.post("/tokenize", {"prompt": text}), texts))
     assert all(status == 200 and answer["count"] > 1 << 20 for status, answer in answers)
@@ -225,6 +230,8 @@ def test_tokenizing_huge_texts_frees_memory(server: Server) -> None:
     assert peak_kib << 10 < before + (400 << 20), "a text encoded in one call takes 700 MiB"
     wait_until(lambda: tokenizer.memory_info().rss < before + (200 << 20), "a lower RSS")
     assert frontend.memory_info().rss < frontend_before + (200 << 20)
+    status, answer = server.post("/tokenize", {"prompt": "0123456789" * 800_000})
+    assert status == 400 and "of one kind" in answer["error"]["message"]
 
 
 def test_echo_of_special_tokens(client: openai.OpenAI, model: str) -> None:

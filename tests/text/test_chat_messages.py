@@ -10,6 +10,7 @@ from tests.text.template_shapes import SHAPES
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates, make_environment
 from quintet.tokenizer_proc.template_syntax import traits_of
+from quintet.wire.chat import encode_messages
 from quintet.wire.config import ChatContentFormat
 from quintet.wire.messages import ChatPrompt
 
@@ -21,7 +22,7 @@ def render(
     template: str, message: dict[str, Any], content_format: ChatContentFormat = "auto", **fields: Any
 ) -> str:
     templates = ChatTemplates({"default": template}, {}, content_format)
-    return templates.render(ChatPrompt(json.dumps([message]).encode(), **fields))
+    return templates.render(ChatPrompt(encode_messages([message]), **fields))
 
 
 @pytest.mark.parametrize("name", SHAPES)

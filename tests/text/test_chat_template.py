@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
+from quintet.wire.chat import encode_messages
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt
@@ -172,6 +174,8 @@ TOOLS = [
         },
     }
 ]
+EXTENSIONS = ((2, b"1"), (1, b"one"), (1, b""), (1, b"9" * 5000))
+"""Unknown type, and texts that are no integer."""
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"ort": "Köln & <b>"}}}
 CHATS: dict[str, list[dict[str, Any]]] = {
     "one": [{"role": "user", "content": "Hi <there> & you 😀 "}],
@@ -203,7 +207,7 @@ def prompt(
     messages: Any, tools: Any = None, kwargs: Mapping[str, Any] | None = None, **changes: Any
 ) -> ChatPrompt:
     return ChatPrompt(
-        json.dumps(messages).encode(),
+        encode_messages(messages),
         json.dumps(tools).encode() if tools else b"",
         json.dumps(kwargs).encode() if kwargs else b"",
         **changes,
@@ -265,13 +269,13 @@ def test_continuing_the_final_message_equals_transformers(
     ("messages", "param", "words"),
     [
         ([], "messages", "empty"),
-        ({"role": "user"}, "messages", "list"),
-        ([1], "messages", "list of JSON objects"),
-        ([{"content": "x"}], "messages[0].role", "string"),
-        ([{"role": "user", "content": 5}], "messages[0].content", "string or a list"),
+        ({"role": "user"}, "messages", "array"),
+        ([1], "messages", "$[0]"),
+        ([{"content": "x"}], "messages", "role"),
+        ([{"role": "user", "content": 5}], "messages", "$[0].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]", "'image_url'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "string"),
-        ([{"role": "assistant", "tool_calls": {"id": 1}}], "messages[0].tool_calls", "list of JSON objects"),
+        ([{"role": "assistant", "tool_calls": {"id": 1}}], "messages", "$[0].tool_calls"),
     ],
 )
 def test_errors_name_malformed_messages(messages: Any, param: str, words: str) -> None:
@@ -280,16 +284,26 @@ def test_errors_name_malformed_messages(messages: Any, param: str, words: str) -
     assert words in error.message
 
 
-def test_unreadable_json_is_refused() -> None:
+def test_undecodable_prompts_are_refused() -> None:
     templates = ChatTemplates({"default": CHATML}, SPECIAL)
-    for encoded in (b"[" * 100_000, b"[{", b"\xff", b'[{"role": "\\ud800"}]', b"9" * 5000):
+    extensions = [
+        msgspec.msgpack.encode([{"role": "u", "a": msgspec.msgpack.Ext(*each)}]) for each in EXTENSIONS
+    ]
+    for encoded in (b"", b"\x91" * 100_000, b"\x91\x81", b"\xff", b"[{}]", *extensions):
         with pytest.raises(RequestError) as caught:
             templates.render(ChatPrompt(encoded))
         assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID, "messages")
-    with pytest.raises(RequestError, match="chat_template_kwargs must be a JSON object"):
-        templates.render(ChatPrompt(b'[{"role": "user"}]', template_kwargs=b"[]"))
-    with pytest.raises(RequestError, match="tools must be a list"):
-        templates.render(ChatPrompt(b'[{"role": "user"}]', tools=b"{}"))
+    messages = encode_messages([{"role": "user"}])
+    with pytest.raises(RequestError, match="chat_template_kwargs cannot be decoded"):
+        templates.render(ChatPrompt(messages, template_kwargs=b"[]"))
+    with pytest.raises(RequestError, match="tools cannot be decoded"):
+        templates.render(ChatPrompt(messages, tools=b"{}"))
+
+
+def test_templates_get_every_field_in_its_order_and_integers_of_any_size() -> None:
+    message = {"b": [1 << 64, {"a": -(1 << 63) - 1}], "role": "user", "x": None, "content": "é", "a": 1.5}
+    rendered = ours("{{ messages[0] | tojson }}", [message])
+    assert rendered == json.dumps({k: v for k, v in message.items() if v is not None}, ensure_ascii=False)
 
 
 def test_errors_raised_by_the_template_are_returned() -> None:

@@ -11,13 +11,12 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from quintet.deploy.embedded import default_model_path
-from quintet.tokenizer_proc import encode, text_pieces, word_cuts
+from quintet.tokenizer_proc import encode, text_pieces
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.encode import Encoder
-from quintet.tokenizer_proc.expressions import APART, DEEPSEEK, EXPRESSIONS
-from quintet.tokenizer_proc.text_pieces import SPACE, Cutter, cutter_of
-from quintet.tokenizer_proc.word_cuts import Cut, WordRuns, encoded
+from quintet.tokenizer_proc.text_pieces import APART, EXPRESSIONS, SPACE, Cutter, cutter_of, encoded
 from quintet.wire.config import ModelConfig
+from quintet.wire.errors import RequestError
 
 ODDS = [
     "the",
@@ -87,7 +86,7 @@ def of_sentencepiece(
 
 
 SPACES = normalizers.Replace(" ", SPACE)
-LLAMA3, QWEN, GPT_OSS, TEKKEN = list(EXPRESSIONS)[1:5]
+GPT2, LLAMA3, QWEN, GPT_OSS, TEKKEN, DEEPSEEK = EXPRESSIONS
 KINDS = {
     "ours": lambda: Tokenizer.from_file(f"{default_model_path()}/tokenizer.json"),
     "gpt2": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False)),
@@ -103,7 +102,7 @@ KINDS = {
     ),
     "words": lambda: of_sentencepiece(None, pre_tokenizers.Metaspace()),
 }
-WITH_RUNS = [kind for kind in KINDS if kind not in {"llama2", "gemma", "metaspace", "words"}]
+WITH_WORDS = [kind for kind in KINDS if kind not in {"llama2", "gemma", "metaspace", "words"}]
 ALPHABETS = [
     "ab",
     "abcdefgh",
@@ -150,73 +149,60 @@ def test_pieces_have_the_ids_of_the_whole_text(
     assert cutter is not None
     ids_of = Cutter.ids_of
     encoder = Encoder(tokenizer, ChatTemplates({}, {}), model_of(tokenizer))
-    texts = [written(seed) for seed in range(100, 130)]
+    texts = [written(seed) for seed in range(100, 108)]
     for special in (False, True):
         whole = [list(encoder.encode_long(text, special)) for text in texts]
-        for size in (1, 7, 50):
+        for size in (7, 50):
             monkeypatch.setattr(encode, "PIECE_CHARS", size)
-            monkeypatch.setattr(Cutter, "ids_of", lambda self, text, size=size: ids_of(self, text, size))
+            monkeypatch.setattr(
+                Cutter, "ids_of", lambda self, text, most, size=size: ids_of(self, text, most, size)
+            )
             assert [list(encoder.encode_long(text, special)) for text in texts] == whole
             monkeypatch.undo()
 
 
-@pytest.mark.parametrize("kind", WITH_RUNS)
-def test_a_text_of_long_runs_has_the_ids_of_the_whole_text(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Long runs without word borders are cut within words, at positions verified by their ids."""
-    tokenizer = KINDS[kind]()
-    cutter = cutter_of(tokenizer)
-    assert cutter is not None and cutter.runs is not None
-    num_cuts = 0
-    cut = WordRuns.cut
-
-    def counted(self: WordRuns, text: str, begin: int, end: int) -> Cut | None:
-        nonlocal num_cuts
-        found = cut(self, text, begin, end)
-        num_cuts += found is not None
-        return found
-
-    monkeypatch.setattr(WordRuns, "cut", counted)
-    for seed in range(2000 if request.config.getoption("--whole") else 150):
-        text = text_of_runs(seed)
-        for reach, size in ((3, 12), (8, 40)):
-            near = replace(cutter, runs=replace(cutter.runs, reach=reach))
-            assert list(near.ids_of(text, size)) == encoded(tokenizer, text), (seed, text)
-    assert num_cuts > 50
-
-
-@pytest.mark.parametrize("kind", WITH_RUNS)
-@pytest.mark.parametrize(
-    "unit", ["a", "0123456789", ".", " ", "\u4e2d\u6587\u5b57", "\U0001f642\U0001f680", "x"]
-)
-def test_pieces_are_bounded_in_size(kind: str, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", WITH_WORDS)
+def test_a_text_of_runs_has_the_ids_of_the_whole_text(kind: str, request: pytest.FixtureRequest) -> None:
     tokenizer = KINDS[kind]()
     cutter = cutter_of(tokenizer)
     assert cutter is not None
-    draw = random.Random(0)
-    text = "".join(draw.choices(unit, k=20_000))
-    whole = encoded(tokenizer, text)
-    sizes = []
+    for seed in range(2000 if request.config.getoption("--whole") else 150):
+        text = text_of_runs(seed)
+        assert list(cutter.ids_of(text, None, 12)) == encoded(tokenizer, text), (seed, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_bounded_in_size(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cutter = cutter_of(KINDS[kind]())
+    assert cutter is not None
+    text, sizes = "some words of a text " * 1000, []
 
     def measured(tokenizer: Tokenizer, text: str) -> list[int]:
         sizes.append(len(text))
         return encoded(tokenizer, text)
 
     monkeypatch.setattr(text_pieces, "encoded", measured)
-    monkeypatch.setattr(word_cuts, "encoded", measured)
-    assert list(cutter.ids_of(text, 1000)) == whole
-    assert max(sizes) < 2000
+    assert list(cutter.ids_of(text, None, 1000)) == encoded(cutter.tokenizer, text)
+    assert len(sizes) > 20 and max(sizes) < 1100
 
 
-def test_a_piece_with_unexpected_first_ids_is_encoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = KINDS["gpt2"]()
-    cutter = cutter_of(tokenizer)
+@pytest.mark.parametrize("unit", ["a", ".", " ", "\u4e2d\u6587", "\U0001f642"])
+def test_a_run_that_cannot_be_cut_is_rejected(unit: str) -> None:
+    cutter = cutter_of(KINDS["llama3"]())
     assert cutter is not None
-    text = "ab" * 5000
-    whole = encoded(tokenizer, text)
-    monkeypatch.setattr(WordRuns, "cut", lambda self, text, begin, end: Cut(end, [1], [2]))
-    assert list(cutter.ids_of(text, 1000)) == whole
+    cutter = replace(cutter, max_chars=5000)
+    with pytest.raises(RequestError, match="more than 5000 characters"):
+        cutter.ids_of("word " * 1000 + unit * 40_000, None, 1000)
+    text = "a " * 2000 + unit * 2000 + " a" * 2000
+    assert list(cutter.ids_of(text, None, 1000)) == encoded(cutter.tokenizer, text)
+
+
+def test_encoding_ends_after_the_requested_number_of_ids() -> None:
+    cutter = cutter_of(KINDS["llama3"]())
+    assert cutter is not None
+    text = "some words of a text " * 5000
+    ids, whole = cutter.ids_of(text, 100, 1000), encoded(cutter.tokenizer, text)
+    assert 100 < len(ids) < 1000 and list(ids) == whole[: len(ids)]
 
 
 def test_tokenizers_without_cutter() -> None:
@@ -239,14 +225,13 @@ def test_added_tokens_are_not_cut(added: str) -> None:
     tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
     tokenizer.add_tokens([AddedToken(added, special=True), AddedToken("of", single_word=True)])
     cutter = cutter_of(tokenizer)
-    assert cutter is not None and cutter.runs is not None
-    cutter = replace(cutter, runs=replace(cutter.runs, reach=8))
+    assert cutter is not None
     draw = random.Random(1)
     for _ in range(30):
         text = "".join(
             draw.choice([added, added[:2], "words", " of ", "aaaaaaaaaaaaaaaaaaaa"]) for _ in range(60)
         )
-        assert list(cutter.ids_of(text, 20)) == encoded(tokenizer, text)
+        assert list(cutter.ids_of(text, None, 60)) == encoded(tokenizer, text)
 
 
 def test_the_ids_of_a_long_text_take_four_bytes_each(model_of: Callable[..., ModelConfig]) -> None:

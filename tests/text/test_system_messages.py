@@ -9,6 +9,7 @@ import pytest
 from tests.text.template_shapes import GENERATE, SHAPES, SYSTEM_FIRST, TOOL, USER, turns
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates
+from quintet.wire.chat import encode_messages
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt
 
@@ -28,7 +29,7 @@ def chat(*turns: str) -> list[Message]:
 
 def render(template: str, messages: list[Message], **fields: Any) -> str:
     templates = ChatTemplates({"default": template}, {})
-    return templates.render(ChatPrompt(json.dumps(messages).encode(), **fields))
+    return templates.render(ChatPrompt(encode_messages(messages), **fields))
 
 
 def test_developer_becomes_system_unless_the_template_supports_it() -> None:

@@ -13,6 +13,7 @@ from tests.text.template_shapes import SHAPES, Shape
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates
+from quintet.wire.chat import encode_messages
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt
 
@@ -78,9 +79,7 @@ CHATS: dict[str, list[Message]] = {
 
 
 def ours(source: str, messages: list[Message], **fields: Any) -> str:
-    return ChatTemplates({"default": source}, SPECIAL).render(
-        ChatPrompt(json.dumps(messages).encode(), **fields)
-    )
+    return ChatTemplates({"default": source}, SPECIAL).render(ChatPrompt(encode_messages(messages), **fields))
 
 
 def prepared(messages: list[Message], shape: Shape) -> list[Message]:

@@ -23,6 +23,7 @@ from quintet.process.runtime import CONFIG_FILE
 from quintet.tokenizer_proc import main
 from quintet.wire import messages as m
 from quintet.wire import supervision
+from quintet.wire.chat import encode_messages
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ErrorCode
@@ -306,12 +307,12 @@ def test_queries_are_answered(harness: Any, tokenizers_by_style: dict[str, Token
     expected = tokenizers_by_style["byte_level"].encode("Hello world")
     assert list(unpack_i32(answer.token_ids)) == expected.ids
     assert answer.token_strs == expected.tokens
-    chat = m.ChatPrompt(msgspec.json.encode([{"role": "user", "content": "hi"}]))
+    chat = m.ChatPrompt(encode_messages([{"role": "user", "content": "hi"}]))
     harness.send(m.TokenizeQuery(2, 0, chat))
     ids = unpack_i32(harness.wait(harness.frontend, m.Tokenized).token_ids)
     decoded = tokenizers_by_style["byte_level"].decode(list(ids), skip_special_tokens=False)
     assert decoded == "<|im_start|>user\nhi<|im_end|>\n"
-    harness.send(m.TokenizeQuery(3, 0, m.ChatPrompt(b"[]")))
+    harness.send(m.TokenizeQuery(3, 0, m.ChatPrompt(encode_messages([]))))
     error = harness.wait(harness.frontend, m.Tokenized).error
     assert error is not None and error.code is ErrorCode.INVALID
 

@@ -340,18 +340,19 @@ _ENDINGS = frozenset(
     }
 )
 """Tokens that llama.cpp treats as end of generation: files name one of them, chat templates may use others."""
-_SAMPLING = {
+SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_p": "top_p",
     "general.sampling.top_k": "top_k",
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+"""GGUF keys of sampling defaults, and the parameters."""
 
 
 def generation_of_gguf(parts: Parts) -> dict[str, object]:
     """Return the equivalent of ``generation_config.json``. Raises `ConfigError`."""
-    sampling = {ours: parts.metadata.get(theirs) for theirs, ours in _SAMPLING.items()}
+    sampling = {ours: parts.metadata.get(theirs) for theirs, ours in SAMPLING.items()}
     found = {key: value for key, value in sampling.items() if isinstance(value, int | float)}
     return {**found, "eos_token_id": _ending_ids(parts.metadata, tokens_of(parts))}
 

@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as Cuts
 
 from quintet.deploy.config.gguf.pre_tokenizers import PRE_TOKENIZERS
+from quintet.deploy.config.gguf.tokenizer import SAMPLING
 from quintet.deploy.config.model.chat_templates import DEFAULT, read_chat_templates
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import read_json
@@ -23,13 +24,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Token types: ``tokenizer.ggml.token_type``."""
 _KEY = "tokenizer.ggml."
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_SAMPLING = {
-    "temperature": "temp",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 _PROBES = (
     "I'm sure THEY'LL say it's Fine, we've 12345 reasons; he'D",
     "  two  spaces\t\ttabs \n\nlines\r\n  \n end  ",
@@ -189,9 +183,9 @@ def _first(value: object) -> int | None:
 def _sampling(folder: Path) -> dict[str, Any]:
     """Return the sampling defaults."""
     found = _read(folder / "generation_config.json")
-    values = {theirs: found.get(ours) for ours, theirs in _SAMPLING.items()}
+    values = {theirs: found.get(ours) for theirs, ours in SAMPLING.items()}
     return {
-        f"general.sampling.{key}": value if key == "top_k" else float(value)
+        key: value if SAMPLING[key] == "top_k" else float(value)
         for key, value in values.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

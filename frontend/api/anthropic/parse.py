@@ -23,7 +23,6 @@ from quintet.frontend.api.anthropic.types import (
 )
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
-from quintet.frontend.api.openai.chat import decode_part
 from quintet.frontend.api.openai.offered_tools import OfferedTool, SentTool, Translation, offered_tools
 from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, RawField, ResponseFormat
 from quintet.wire.billing_header import without_billing_header
@@ -46,6 +45,7 @@ SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "_tool_result", "container_u
 
 Message = dict[str, Any]
 FieldT = TypeVar("FieldT")
+_any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
 _mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _log = logging.getLogger("quintet")
 
@@ -80,7 +80,7 @@ def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
     shown_tools = [tool for tool in tools if not tool.is_deferred]
     messages, places = messages_of(body.system, body.messages, tools)
     chat = ChatBody(
-        messages=msgspec.Raw(encode_json(messages)),
+        messages=messages,
         model=body.model,
         chat_template_kwargs=_template_kwargs(body),
     )
@@ -192,7 +192,8 @@ def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
             case "tool_use":
                 call = _given(block.id, f"{at}.id")
                 name = reader.names[call] = _given(block.name, f"{at}.name")
-                arguments = msgspec.Raw(parse.json_of(block.input) or b"{}")
+                sent = parse.json_of(block.input)
+                arguments = parse.decode_part(block.input, _any_decoder, f"{at}.input") if sent else {}
                 function = {"name": name, "arguments": arguments}
                 calls.append({"id": call, "type": "function", "function": function})
             case _:
@@ -263,7 +264,7 @@ def _reference(name: str, reader: _Reader) -> str:
 
 def _document(block: Block, where: str) -> str:
     """Return a plain-text document with its title."""
-    source = decode_part(block.source, _source, f"{where}.source")
+    source = parse.decode_part(block.source, _source, f"{where}.source")
     if source.type != "text" or source.data is None:
         raise parse.not_implemented(
             f"{where}: a document with a source of type {shown(source.type)}",
@@ -308,10 +309,10 @@ def _format(raw: RawField, name: str) -> ResponseFormat | None:
     """Translate the output format."""
     if not parse.json_of(raw):
         return None
-    sent_format = decode_part(raw, _output_format, name)
+    sent_format = parse.decode_part(raw, _output_format, name)
     if sent_format.type != "json_schema":
         raise parse.invalid(f"{name}.type is {shown(sent_format.type)}; it must be 'json_schema'.", name)
-    schema: dict[str, msgspec.Raw] = decode_part(sent_format.schema, _mapping, f"{name}.schema")
+    schema: dict[str, msgspec.Raw] = parse.decode_part(sent_format.schema, _mapping, f"{name}.schema")
     named = {"name": "output", "schema": schema, "strict": True}
     return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
 
@@ -337,7 +338,7 @@ def _template_kwargs(body: ConversationBody) -> msgspec.Raw:
             )
         kwargs = dict.fromkeys(THINKING_KWARGS, THINKING[body.thinking.type])
     if parse.json_of(body.chat_template_kwargs):
-        own: dict[str, msgspec.Raw] = decode_part(body.chat_template_kwargs, _mapping, "chat_template_kwargs")
+        own = parse.decode_part(body.chat_template_kwargs, _mapping, "chat_template_kwargs")
         kwargs.update(own)
     return msgspec.Raw(encode_json(kwargs))
 

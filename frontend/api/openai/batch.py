@@ -13,7 +13,6 @@ from quintet.frontend.api.openai.chat import (
     channels_of,
     check_chat,
     choice_of,
-    decode_part,
     parse_conversation,
     reject_unsupported,
 )
@@ -27,7 +26,6 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 
 _decoder = msgspec.json.Decoder(ChatBody)
-_conversations_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 async def batch(service: Service, http_request: HttpRequest) -> None:
@@ -88,10 +86,11 @@ def _conversations(body: ChatBody, config: EngineConfig) -> list[Conversation]:
             "stream is true, but a batch cannot be streamed; send each conversation to /v1/chat/completions.",
             "stream",
         )
-    given = decode_part(body.messages, _conversations_decoder, "messages")
-    if not given:
+    if not body.messages:
         raise parse.invalid("messages is []; it must hold at least one conversation.", "messages")
-    return [parse_conversation(msgspec.structs.replace(body, messages=each), config) for each in given]
+    return [
+        parse_conversation(msgspec.structs.replace(body, messages=each), config) for each in body.messages
+    ]
 
 
 def _choice(output: Output, how: ChatAnswer) -> dict[str, object]:

@@ -16,7 +16,7 @@ from quintet.frontend.api.answer import Output, Submissions, collect_outputs, st
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, ChunkWriter
 from quintet.frontend.api.openai.structured import form_field
-from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
+from quintet.frontend.api.openai.types import SHARED_SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody
 from quintet.frontend.beam_rounds import output_limit, replay_params, search
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
 from quintet.frontend.http.http_request import HttpRequest
@@ -26,23 +26,21 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
-from quintet.wire.params import SamplingParams, shown
+from quintet.wire.params import GREEDY_VALUES, SamplingParams, shown
 from quintet.wire.request import OutputParsing
 
+WITH_BEAMS = frozenset(
+    {
+        "n", "seed", "max_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "detokenize",
+        "skip_special_tokens", "spaces_between_special_tokens", "truncation_side", *GREEDY_VALUES,
+    }
+)  # fmt: skip
+"""Sampling parameters allowed with beam search: those with an effect, and random draws, which it replaces."""
 NEUTRAL_VALUES: Mapping[str, object] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "allowed_token_ids": None,
-    "bad_words": [],
-    "min_tokens": 0,
-    "stop": [],
-    "prompt_logprobs": None,
-    "logprob_token_ids": None,
-    "truncate_prompt_tokens": None,
-    "thinking_token_budget": -1,
-}
+    name: default
+    for name, default in msgspec.structs.asdict(SamplingParams()).items()
+    if name in SHARED_SAMPLING_FIELDS and name not in WITH_BEAMS
+} | {"thinking_token_budget": -1}
 """Fields without effect in beam search, and their neutral values."""
 
 _early_stopping: msgspec.json.Decoder[EarlyStopping] = msgspec.json.Decoder(bool | Literal["never"])
@@ -252,7 +250,7 @@ def _check_beams(body: GenerationBody) -> None:
     """Reject fields that have no effect in beam search."""
     for name, nothing in NEUTRAL_VALUES.items():
         value = getattr(body, name)
-        if value is not None and value != nothing:
+        if value is not None and value not in (nothing, {}):
             raise _no_effect_with_beams(name)
     if isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto"):
         raise _no_effect_with_beams("tool_choice")

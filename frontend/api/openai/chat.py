@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -31,9 +32,6 @@ from quintet.frontend.api.openai.redetokenize import replay_usage
 from quintet.frontend.api.openai.tools import check_tool_choice, params_and_reading
 from quintet.frontend.api.openai.types import (
     ChatBody,
-    ChatMessage,
-    RawField,
-    TextPart,
     TokenizeBody,
 )
 from quintet.frontend.api.routing import session_of
@@ -43,6 +41,7 @@ from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Delta
 from quintet.wire.channels import Span
+from quintet.wire.chat import ChatMessage, check_messages, encode_messages
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import ChatPrompt, Started, TokenPrompt
@@ -50,7 +49,6 @@ from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import OutputParsing
 
 _decoder = msgspec.json.Decoder(ChatBody)
-_messages_decoder = msgspec.json.Decoder(list[ChatMessage])
 _mapping_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
 
@@ -162,9 +160,7 @@ def parse_conversation(
 ) -> Conversation:
     """Check messages, tools and template arguments; return the prompt."""
     _check_template(body.chat_template, config)
-    messages = decode_part(body.messages, _messages_decoder, "messages")
-    if not messages:
-        raise parse.invalid("messages is []; it must hold at least one message.", "messages")
+    messages, encoded = _read_messages(body.messages or [])
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and generates:
@@ -176,7 +172,7 @@ def parse_conversation(
     role = "assistant" if generates else messages[-1].role
     return Conversation(
         ChatPrompt(
-            messages=parse.json_of(body.messages),
+            messages=encoded,
             tools=tools,
             template_kwargs=_template_kwargs(body, config.frontend.chat_template_kwargs),
             chat_template=body.chat_template,
@@ -186,7 +182,7 @@ def parse_conversation(
             message_names=list(translation.message_names),
         ),
         role,
-        _text_of(messages[-1]) if messages[-1].role == role else "",
+        messages[-1].text if messages[-1].role == role else "",
         sum(len(message.tool_calls or ()) for message in messages),
         with_deferred(tools, translation.deferred),
     )
@@ -218,41 +214,29 @@ def _check_template(template: str | None, config: EngineConfig) -> None:
     )
 
 
-def decode_part(raw: RawField, decoder: msgspec.json.Decoder[parse.PartT], name: str) -> parse.PartT:
-    """Decode a raw field. Raises `RequestError` with the field's name.
-
-    Also decodes members that the struct skips: the chat template reads them.
-    """
-    encoded = parse.json_of(raw)
-    if not encoded:
-        raise parse.invalid(f"{name} is missing; it is required.", name)
+def _read_messages(sent: list[Any]) -> tuple[list[ChatMessage], bytes]:
+    """Check a conversation's messages; return them, and their encoding for the tokenizer. Raises `RequestError`."""
     try:
-        part = decoder.decode(encoded)
-        msgspec.json.decode(encoded)
+        messages, encoded = check_messages(sent), encode_messages(sent)
     except msgspec.ValidationError as error:
-        raise parse.explain(error, encoded, name) from None
-    except parse.INVALID_JSON as error:
-        raise parse.not_json(error, encoded, name) from None
-    return part
-
-
-def _text_of(message: ChatMessage) -> str:
-    content = message.content
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.text or "" if isinstance(part, TextPart) else part for part in content)
+        raise parse.explain(error, sent, "messages") from None
+    except RecursionError:
+        raise parse.invalid("messages is nested too deeply; flatten it.", "messages") from None
+    if not messages:
+        raise parse.invalid("messages is []; it must hold at least one message.", "messages")
+    return messages, encoded
 
 
 def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, object]) -> bytes:
     """Return the chat template arguments as JSON object; empty if there are none. ``defaults`` fill absent ones."""
     kwargs: dict[str, msgspec.Raw] = {}
     if parse.json_of(body.chat_template_kwargs):
-        kwargs = decode_part(body.chat_template_kwargs, _mapping_decoder, "chat_template_kwargs")
+        kwargs = parse.decode_part(body.chat_template_kwargs, _mapping_decoder, "chat_template_kwargs")
     if isinstance(body, ChatBody):
         if body.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", msgspec.Raw(encode_json(body.reasoning_effort)))
         if parse.json_of(body.documents):
-            decode_part(body.documents, _any_decoder, "documents")
+            parse.decode_part(body.documents, _any_decoder, "documents")
             kwargs.setdefault("documents", msgspec.Raw(parse.json_of(body.documents)))
     for name, value in defaults.items():
         kwargs.setdefault(name, msgspec.Raw(encode_json(value)))

@@ -38,9 +38,9 @@ from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
-from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Prompt, Started, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, check_token_ids
+from quintet.wire.request import check_length
 
 DEFAULT_MAX_TOKENS = 16
 _decoder = msgspec.json.Decoder(CompletionBody)
@@ -165,13 +165,8 @@ def token_prompt(
     ids: Sequence[int], truncate_prompt_tokens: int | None, model: ModelConfig, field: str = "prompt"
 ) -> TokenPrompt:
     """Return checked ids as a prompt. Raises `RequestError` for ``field``."""
-    if len(ids) > model.max_model_len and truncate_prompt_tokens is None:
-        raise RequestError(
-            ErrorCode.TOO_LONG,
-            f"{field} holds {len(ids)} token ids, and this model's maximum context length is {model.max_model_len} tokens. "
-            "Please reduce the length of the prompt, or set truncate_prompt_tokens.",
-            field,
-        )
+    if truncate_prompt_tokens is None:
+        check_length(len(ids), model.max_model_len, field)
     if not ids:
         raise parse.invalid(f"{field} holds an empty list of token ids; send at least one token.", field)
     check_token_ids(ids, model.vocab_size, field)

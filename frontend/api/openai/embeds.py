@@ -15,8 +15,9 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.types import CompletionBody
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.embeds import FLOAT_BYTES, WIDEST_BYTES, EmbedsPrompt
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError
 from quintet.wire.params import shown
+from quintet.wire.request import check_length
 
 FIELD = "prompt_embeds"
 EXAMPLE = "base64.b64encode(safetensors.torch.save({'prompt_embeds': tensor}))"
@@ -62,15 +63,8 @@ async def embeds_prompts(body: CompletionBody, config: EngineConfig) -> list[Emb
 
 
 async def _decoded(text: str, model: ModelConfig) -> EmbedsPrompt:
-    most = model.max_model_len * model.embedding_width * WIDEST_BYTES + MAX_HEADER_BYTES
-    if 3 * (len(text) // 4) > most:
-        raise RequestError(
-            ErrorCode.TOO_LONG,
-            f"This model's maximum context length is {model.max_model_len} tokens. However, {FIELD} holds {len(text)} "
-            f"characters of base64, and the limit for vectors of {model.embedding_width} numbers is {most} bytes. Send "
-            "fewer vectors.",
-            FIELD,
-        )
+    num_least = (3 * (len(text) // 4) - MAX_HEADER_BYTES - 8) // (model.embedding_width * WIDEST_BYTES)
+    check_length(num_least, model.max_model_len, FIELD, is_least=True)
     head = _base64(text[: 4 * (8 // 3 + 1)])
     if head.startswith(_PICKLES):
         raise _bad("is a torch.save file, which may run code when it is loaded; only safetensors is allowed")
@@ -117,13 +111,7 @@ def _check_shape(tensor: TensorHeader, model: ModelConfig) -> None:
             f"has the shape {shown(tensor.shape)}; it must be [tokens, {model.embedding_width}], one embedding of the model "
             "per token"
         )
-    if shape[0] >= model.max_model_len:
-        raise RequestError(
-            ErrorCode.TOO_LONG,
-            f"This model's maximum context length is {model.max_model_len} tokens. However, {FIELD} holds {shape[0]} vectors, "
-            "and at least one output token must fit too. Send fewer.",
-            FIELD,
-        )
+    check_length(shape[0], model.max_model_len, FIELD)
 
 
 def _base64(text: str) -> bytes:

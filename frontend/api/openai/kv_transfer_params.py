@@ -48,12 +48,7 @@ def take_kv_transfer(body: GenerationBody, num_prompts: int, config: EngineConfi
     encoded = parse.json_of(body.kv_transfer_params)
     if encoded in {b"", b"{}"}:
         return None
-    try:
-        params = _decoder.decode(encoded)
-    except msgspec.ValidationError as error:
-        raise parse.explain(error, encoded, FIELD) from None
-    except parse.INVALID_JSON as error:
-        raise parse.not_json(error, encoded, FIELD) from None
+    params = parse.decode_part(body.kv_transfer_params, _decoder, FIELD)
     if params.do_remote_prefill is None and params.do_remote_decode is None:
         raise _wrong("has neither do_remote_prefill nor do_remote_decode; send one of them, or leave it out")
     body.kv_transfer_params = msgspec.UNSET

@@ -203,22 +203,11 @@ class OfferedTool(msgspec.Struct, kw_only=True):
 
 _decoder = msgspec.json.Decoder(list[SentTool])
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
-_any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
 
 
 def sent_tools(raw: RawField, where: str) -> list[SentTool]:
     """Decode a list of tools. Raises `RequestError`."""
-    encoded = parse.json_of(raw)
-    if not encoded:
-        return []
-    try:
-        tools = _decoder.decode(encoded)
-        _any_decoder.decode(encoded)
-    except msgspec.ValidationError as error:
-        raise parse.explain(error, encoded, where) from None
-    except parse.INVALID_JSON as error:
-        raise parse.not_json(error, encoded, where) from None
-    return tools
+    return parse.decode_part(raw, _decoder, where) if parse.json_of(raw) else []
 
 
 def offered_tools(tools: Sequence[SentTool], where: str = "tools") -> list[OfferedTool]:

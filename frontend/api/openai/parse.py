@@ -72,7 +72,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     try:
         return msgspec.json.decode(body, type=decoder.type, strict=False)
     except msgspec.ValidationError as error:
-        raise explain(error, body) from None
+        raise explain(error, _value_of(body, None)) from None
 
 
 def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestError:
@@ -84,8 +84,8 @@ def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestE
     return invalid(f"{what} is not valid JSON: {error}.{hint}", name)
 
 
-def explain(error: msgspec.ValidationError, body: bytes, prefix: str = "") -> RequestError:
-    """Translate a validation error of msgspec into one with the field and its value."""
+def explain(error: msgspec.ValidationError, value: Json, prefix: str = "") -> RequestError:
+    """Translate a validation error of msgspec on a value into one with the field and its value."""
     match = _PATH.match(str(error))
     assert match is not None, str(error)
     what, path = match["what"], match["path"] or ""
@@ -94,11 +94,7 @@ def explain(error: msgspec.ValidationError, body: bytes, prefix: str = "") -> Re
     if missing:
         name = f"{field}.{missing['field']}" if field else missing["field"]
         return invalid(f"{name} is missing; it is required.", name)
-    try:
-        value = _value_at(msgspec.json.decode(body), path)
-    except INVALID_JSON as deeper:
-        return not_json(deeper, body, prefix or None)
-    sent = msgspec.json.encode(value).decode()
+    sent = msgspec.json.encode(_value_at(value, path)).decode()
     if len(sent) > 80:
         sent = sent[:77] + "..."
     if not field:
@@ -108,6 +104,33 @@ def explain(error: msgspec.ValidationError, body: bytes, prefix: str = "") -> Re
     return invalid(
         f"{field} is {sent}; it must be {expected}{f', not {got}' if got else ''}.", field.split("[")[0]
     )
+
+
+def _value_of(body: bytes, name: str | None) -> Json:
+    """Decode JSON that failed a validation. Raises `RequestError` if it is also invalid."""
+    try:
+        value: Json = msgspec.json.decode(body)
+    except INVALID_JSON as error:
+        raise not_json(error, body, name) from None
+    return value
+
+
+def decode_part(raw: RawField, decoder: msgspec.json.Decoder[PartT], name: str) -> PartT:
+    """Decode a raw field. Raises `RequestError` with the field's name.
+
+    Also decodes members that the struct skips: the chat template reads them.
+    """
+    encoded = json_of(raw)
+    if not encoded:
+        raise invalid(f"{name} is missing; it is required.", name)
+    try:
+        part = decoder.decode(encoded)
+        msgspec.json.decode(encoded)
+    except msgspec.ValidationError as error:
+        raise explain(error, _value_of(encoded, name), name) from None
+    except INVALID_JSON as error:
+        raise not_json(error, encoded, name) from None
+    return part
 
 
 def _value_at(value: Json, path: str) -> Json:

@@ -16,9 +16,9 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
-from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import check_length
 from quintet.wire.structured import StructuredOutputsParams
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -86,16 +86,9 @@ async def _ids_of(
         ids: Sequence[int] = unpack_i32(prompt.token_ids)
     else:
         ids = unpack_i32((await service.queries.tokenize(prompt)).token_ids)
-    limit, num_new = service.config.model.max_model_len, max_tokens or 1
     if not ids:
         raise parse.invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
-    if len(ids) + num_new > limit:
-        raise RequestError(
-            ErrorCode.TOO_LONG,
-            f"This model's maximum context length is {limit} tokens. However, you requested {len(ids) + num_new} tokens "
-            f"({len(ids)} in the {field}, {num_new} in the completion). Please reduce the length of the {field} or completion.",
-            field,
-        )
+    check_length(len(ids), service.config.model.max_model_len, field, max_tokens)
     return ids
 
 

@@ -32,7 +32,7 @@ async def tokenize(service: Service, http_request: HttpRequest) -> None:
     prompt: TextPrompt | ChatPrompt
     if body.prompt is not None:
         prompt = TextPrompt(body.prompt, body.add_special_tokens is not False)
-    elif parse.json_of(body.messages):
+    elif body.messages is not None:
         prompt = parse_conversation(body, config).prompt
     else:
         raise parse.invalid("prompt and messages are both missing; send one of them.", "prompt")

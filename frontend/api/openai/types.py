@@ -6,7 +6,7 @@ rejected by `quintet.frontend.api.openai.parse`, never dropped.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
 import msgspec
 
@@ -15,10 +15,6 @@ from quintet.wire.params import SamplingParams
 RawField = msgspec.Raw | msgspec.UnsetType
 """Raw JSON, or absent."""
 ExtraArgument = str | int | float | bool | list[str | int | float]
-
-
-MAX_ROLE = 256
-"""Characters."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -84,10 +80,9 @@ class FormFields(msgspec.Struct, kw_only=True):
     """Not implemented: a grammar that starts at a trigger."""
 
 
-class GenerationBody(FormFields, kw_only=True):
-    """Fields shared by completions and chat completions."""
+class SamplingFields(FormFields, kw_only=True):
+    """Sampling parameters of every OpenAI API, under the names of `SamplingParams`, which has their ranges."""
 
-    model: str | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -95,21 +90,29 @@ class GenerationBody(FormFields, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: int | None = None
+
+
+class GenerationBody(SamplingFields, kw_only=True):
+    """Fields shared by completions and chat completions."""
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     echo: bool | None = None
@@ -133,9 +136,7 @@ class GenerationBody(FormFields, kw_only=True):
     ec_transfer_params: RawField = msgspec.UNSET
     vllm_xargs: dict[str, ExtraArgument] | None = None
     """Arguments of plugins; no plugin takes any."""
-    repetition_detection: RepetitionDetection | None = None
     watermarking: RawField = msgspec.UNSET
-    thinking_token_budget: int | None = None
     stream_interval: int | None = None
     timeout: float | None = None
     """Deadline in seconds; more than 0."""
@@ -154,22 +155,6 @@ class CompletionBody(GenerationBody, kw_only=True):
     suffix: str | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
-
-
-class TextPart(msgspec.Struct, kw_only=True):
-    """One part of a message's content."""
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message. Other fields (``name``, ``tool_calls``, …) are passed to the chat template."""
-
-    role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)]
-    """Bounded because every choice may repeat the last message's role."""
-    content: str | list[TextPart | str] | None = None
-    tool_calls: list[msgspec.Raw] | None = None
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
@@ -191,7 +176,7 @@ class Tool(msgspec.Struct, kw_only=True):
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: msgspec.Raw
+    messages: list[Any]
     """A list of `ChatMessage`, passed to the chat template unchanged."""
     prompt_token_ids: list[int] | None = None
     """The conversation as token ids, for clients that rendered it. ``messages`` still determines the rest."""
@@ -222,7 +207,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: RawField = msgspec.UNSET
+    messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None

@@ -12,7 +12,6 @@ import msgspec
 
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
-from quintet.frontend.api.openai.chat import decode_part
 from quintet.frontend.api.openai.offered_tools import (
     SERVER_TOOLS,
     OfferedTool,
@@ -20,7 +19,7 @@ from quintet.frontend.api.openai.offered_tools import (
     offered_tools,
     sent_tools,
 )
-from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, ResponseFormat
+from quintet.frontend.api.openai.types import ChatBody, ResponseFormat, SamplingFields
 from quintet.frontend.api.responses.items import found_tools, leading_tools, messages_of
 from quintet.frontend.api.responses.output import CallForm
 from quintet.frontend.api.responses.types import (
@@ -63,21 +62,7 @@ CLIENT_NAMES = {
 SHARED_FIELDS = (
     "model",
     "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "logit_bias",
-    *FORM_FIELDS,
+    *(name for name in SamplingFields.__struct_fields__ if name != "response_format"),
     "parallel_tool_calls",
     "include_reasoning",
     "cache_salt",
@@ -104,7 +89,7 @@ _mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
     """Return the items of the request's input; text is one user message."""
-    given = decode_part(body.input, _items_decoder, "input")
+    given = parse.decode_part(body.input, _items_decoder, "input")
     if isinstance(given, str):
         return [InputItem(type="message", role="user", content=given)]
     if not given:
@@ -122,7 +107,7 @@ def chat_body(
     _reject_unsupported(body)
     _check_values(body)
     messages, places = messages_of(body.instructions, items)
-    chat = ChatBody(messages=msgspec.Raw(encode_json(messages)))
+    chat = ChatBody(messages=messages)
     for name in SHARED_FIELDS:
         setattr(chat, name, getattr(body, name))
     chat.max_completion_tokens = body.max_output_tokens
@@ -211,7 +196,7 @@ def _format(sent_format: TextFormat | None) -> ResponseFormat | None:
             f"text.format.type is {shown(sent_format.type)}; it must be one of text, json_object, json_schema.",
             "text.format",
         )
-    schema = decode_part(sent_format.schema, _mapping, "text.format.schema")
+    schema = parse.decode_part(sent_format.schema, _mapping, "text.format.schema")
     named = {"name": sent_format.name or "output", "schema": schema, "strict": sent_format.strict}
     return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
 
@@ -261,7 +246,7 @@ def conversation_of(body: ResponsesBody) -> str:
         raise parse.invalid(
             "conversation and previous_response_id were both sent; send one of them.", "conversation"
         )
-    given = decode_part(body.conversation, _conversation_decoder, "conversation")
+    given = parse.decode_part(body.conversation, _conversation_decoder, "conversation")
     return given if isinstance(given, str) else given.id
 
 

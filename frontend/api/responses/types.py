@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.openai.types import ExtraArgument, FormFields, RawField
+from quintet.frontend.api.openai.types import ExtraArgument, RawField, SamplingFields
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -135,7 +135,7 @@ class EventOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(FormFields, kw_only=True):
+class ResponsesBody(SamplingFields, kw_only=True):
     """POST /v1/responses."""
 
     model: str | None = None
@@ -156,20 +156,6 @@ class ResponsesBody(FormFields, kw_only=True):
     stream: bool | None = None
     stream_options: EventOptions | None = None
     service_tier: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
     text: TextOptions | None = None
     tools: RawField = msgspec.UNSET
     """A list of `quintet.frontend.api.openai.offered_tools.SentTool`."""

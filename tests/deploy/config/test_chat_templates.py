@@ -17,6 +17,7 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.chat_templates import read_chat_templates
 from quintet.deploy.config.model.source import locate_model
 from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
+from quintet.wire.chat import encode_messages
 from quintet.wire.errors import ConfigError, RequestError
 from quintet.wire.messages import ChatPrompt
 
@@ -53,9 +54,7 @@ def templates_of(folder: Path, **options: Any) -> ChatTemplates:
 
 def render(templates: ChatTemplates, tools: Any = None, name: str | None = None) -> str:
     return templates.render(
-        ChatPrompt(
-            json.dumps(CHAT).encode(), json.dumps(tools).encode() if tools else b"", chat_template=name
-        )
+        ChatPrompt(encode_messages(CHAT), json.dumps(tools).encode() if tools else b"", chat_template=name)
     )
 
 

@@ -16,14 +16,22 @@ from tests.executor.conftest import Drawer, SamplerBench, new_row
 from quintet.executor.batch import Rows
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
-from quintet.executor.sampling.draw import choose, divide_by_temperature
+from quintet.executor.sampling.draw import choose
 from quintet.executor.sampling.logit_bias import LogitBias
 from quintet.executor.sampling.logits_processor import LogitsProcessor
 from quintet.executor.sampling.min_tokens import MinTokens
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.philox import philox4x32, uniform
-from quintet.executor.sampling.settings import RECORD, Settings, settings_of
-from quintet.executor.sampling.truncation import NUM_CANDIDATES, cut_min_p, cut_top_k, cut_top_p
+from quintet.executor.sampling.settings import (
+    NUM_CANDIDATES,
+    RECORD,
+    Settings,
+    cut_min_p,
+    cut_top_k,
+    cut_top_p,
+    divide_by_temperature,
+    settings_of,
+)
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.params import SamplingParams
 
