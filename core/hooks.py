@@ -98,10 +98,7 @@ FEATURES: dict[str, str] = {
     "chunked_prefill": "quintet.core.features.chunked_prefill",
     "fork": "quintet.core.features.fork",
     "prefix_cache": "quintet.core.features.prefix_cache",
-    "kv_offload": "quintet.core.features.kv_offload",
-    "kv_peer": "quintet.core.features.kv_peer",
-    "kv_disk": "quintet.core.features.kv_disk",
-    "kv_store": "quintet.core.features.kv_store",
+    "kv_connector": "quintet.core.features.kv_connector",
     "prefill_pacing": "quintet.core.features.prefill_pacing",
     "latency_target": "quintet.core.features.latency_target",
 }
