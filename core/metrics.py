@@ -5,51 +5,66 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintet.core.scheduler_state import Limits, RequestEnd, SchedulerState
+from quintet.wire.kv_tiers import TierName
 from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metrics
 
 S = 1e-9
 
 
-def _disk_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
-    """Yield the disk tier's counters, by attribute of `quintet.core.counters`."""
-    for name, what in (
-        ("stored", "written"),
-        ("unstored", "not written because the disk is slow or full"),
-        ("fetched", "read"),
-        ("missed", "requested, but absent or damaged"),
-    ):
-        help = f"KV blocks on disk, by event; {name}: {what}."
-        yield f"disk_{name}_blocks", metrics.counter("kv_disk_blocks", help, event=name)
-    for name in ("stored", "fetched"):
-        yield f"disk_{name}_bytes", metrics.counter("kv_disk_bytes", "Bytes of these blocks.", event=name)
-
-
-def _peer_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
-    """Yield the counters of KV exchange with peers."""
-    for name, what in (
-        ("offered", "copied for other servers to fetch"),
-        ("fetched", "received from another server"),
-        ("missed", "requested from another server, but not received or damaged"),
-    ):
-        help = f"KV blocks between servers, by event; {name}: {what}."
-        yield f"peer_{name}_blocks", metrics.counter("kv_peer_blocks", help, event=name)
-    bytes_fetched = metrics.counter("kv_peer_bytes", "Bytes of these blocks.", event="fetched")
-    yield "peer_fetched_bytes", bytes_fetched
-
-
-def _store_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
-    """Yield the shared store's counters."""
-    for name, what in (
-        ("kept", "stored"),
-        ("unkept", "not stored: the store is full, slow or unreachable"),
-    ):
-        help = f"Chunks of KV blocks for the shared store, by event; {name}: {what}."
-        yield f"store_{name}_runs", metrics.counter("kv_store_runs", help, event=name)
-    for name, what in (("fetched", "received"), ("missed", "requested, and not received or incomplete")):
-        help = f"KV blocks of the shared store, by event; {name}: {what}."
-        yield f"store_{name}_blocks", metrics.counter("kv_store_blocks", help, event=name)
-    bytes_fetched = metrics.counter("kv_store_bytes", "Bytes of these blocks.", event="fetched")
-    yield "store_fetched_bytes", bytes_fetched
+_DISK, _PEERS = "KV blocks on disk, by event", "KV blocks between servers, by event"
+_CHUNKS, _STORE = (
+    "Chunks of KV blocks for the shared store, by event",
+    "KV blocks of the shared store, by event",
+)
+_BYTES = "Bytes of these blocks."
+TRANSFERS: tuple[tuple[TierName, str, str, str, str], ...] = (
+    ("disk", "stored_objects", "kv_disk_blocks", "stored", f"{_DISK}; stored: written."),
+    (
+        *("disk", "unstored_objects", "kv_disk_blocks", "unstored"),
+        f"{_DISK}; unstored: not written because the disk is slow or full.",
+    ),
+    ("disk", "fetched_blocks", "kv_disk_blocks", "fetched", f"{_DISK}; fetched: read."),
+    (
+        "disk",
+        "missed_blocks",
+        "kv_disk_blocks",
+        "missed",
+        f"{_DISK}; missed: requested, but absent or damaged.",
+    ),
+    ("disk", "stored_bytes", "kv_disk_bytes", "stored", _BYTES),
+    ("disk", "fetched_bytes", "kv_disk_bytes", "fetched", _BYTES),
+    (
+        "peer",
+        "offered_blocks",
+        "kv_peer_blocks",
+        "offered",
+        f"{_PEERS}; offered: copied for other servers to fetch.",
+    ),
+    (
+        "peer",
+        "fetched_blocks",
+        "kv_peer_blocks",
+        "fetched",
+        f"{_PEERS}; fetched: received from another server.",
+    ),
+    (
+        *("peer", "missed_blocks", "kv_peer_blocks", "missed"),
+        f"{_PEERS}; missed: requested from another server, but not received or damaged.",
+    ),
+    ("peer", "fetched_bytes", "kv_peer_bytes", "fetched", _BYTES),
+    ("store", "stored_objects", "kv_store_runs", "kept", f"{_CHUNKS}; kept: stored."),
+    (
+        *("store", "unstored_objects", "kv_store_runs", "unkept"),
+        f"{_CHUNKS}; unkept: not stored: the store is full, slow or unreachable.",
+    ),
+    ("store", "fetched_blocks", "kv_store_blocks", "fetched", f"{_STORE}; fetched: received."),
+    (
+        *("store", "missed_blocks", "kv_store_blocks", "missed"),
+        f"{_STORE}; missed: requested, and not received or incomplete.",
+    ),
+    ("store", "fetched_bytes", "kv_store_bytes", "fetched", _BYTES),
+)
+"""Counters of KV back ends: back end, name in `Counters.transfers`, metric, event, help."""
 
 
 def _swap_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
@@ -85,10 +100,10 @@ class CoreMetrics:
         self.waiting_for_capacity = gauge("num_requests_waiting_by_reason", help, reason="capacity")
         self.deferred = gauge("num_requests_waiting_by_reason", help, reason="deferred")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
+        self._transfers = [
+            (tier, name, counter(metric, help, event=event)) for tier, name, metric, event, help in TRANSFERS
+        ]
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
-            *_disk_counters(metrics),
-            *_peer_counters(metrics),
-            *_store_counters(metrics),
             *_swap_counters(metrics),
             *_draft_counters(metrics),
             ("preemptions", counter("num_preemptions", "Requests that lost their blocks to another.")),
@@ -181,6 +196,8 @@ class CoreMetrics:
         self.kv_usage.set(pool.num_used / pool.num_blocks if pool.num_blocks else 0.0)
         for name, series in self._counters:
             series.value = getattr(state.counters, name)
+        for tier, name, series in self._transfers:
+            series.value = state.counters.transfers[tier, name]
 
     def note_endings(self, state: SchedulerState, now_ns: int) -> None:
         """Observe queue times and ended choices since the last call."""

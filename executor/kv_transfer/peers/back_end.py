@@ -1,0 +1,203 @@
+"""Peer back end, device half: offers copies of blocks to other servers, and fetches their blocks.
+
+One thread serves the offers, several fetch. The core and the sender of a request decide which peer to fetch from
+(`quintet.core.kv.peer_pool`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import zmq
+
+from quintet.executor.kv_transfer.back_end import BackEnd, Task
+from quintet.executor.kv_transfer.block_bytes import WholeBlocks
+from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
+from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, PeerKey, read_key
+from quintet.executor.kv_transfer.peers.kv_server import KvServer
+from quintet.executor.kv_transfer.peers.link import Link, PeerLost
+from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_tiers import Fetch, KvTierRequests
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 200
+"""Interval between attempts to open an occupied listen address."""
+MAX_IDLE_LINKS = 64
+
+
+class PeerBackEnd(BackEnd):
+    """See `quintet.executor.kv_transfer.back_end`."""
+
+    tier = "peer"
+    num_threads = 8
+    close_timeout_s = 1.0
+
+    def __init__(
+        self,
+        blocks: WholeBlocks,
+        parts: Mapping[str, str],
+        identity: bytes,
+        listen: str,
+        key: PeerKey | None,
+        num_offered: int,
+        num_staging_blocks: int,
+        first_host_block: int,
+    ) -> None:
+        """parts, identity: see `quintet.executor.kv_transfer.kv_identity`.
+
+        listen: ``host:port``, "" for none. num_offered: capacity for offered blocks. Raises `ConfigError`.
+        """
+        super().__init__(blocks, num_staging_blocks, first_host_block)
+        self._offered = OfferedBlocks(blocks, num_offered)
+        self._parts, self._identity, self._key = parts, identity, key
+        self._context: Context = zmq.Context()
+        self._idle: list[tuple[str, Link]] = []
+        """Idle links by peer, least recently used first."""
+        self._backoff_until: dict[str, float] = {}
+        """Lost peer -> time until which it is not used."""
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._server: KvServer | None = None
+        self._authenticator: PeerAuthenticator | None = None
+        if listen:
+            self._authenticator = None if key is None else PeerAuthenticator(self._context, key)
+            try:
+                self._server = KvServer(self._context, listen, key, self._offered, identity, parts)
+            except ConfigError:
+                self.close_storage()
+                raise
+            self.add_thread(self._serve, "kv-peers")
+
+    def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
+        """See `BackEnd.store_tasks`: offers are copies in memory, without a task."""
+        for store in requests.stores:
+            self._offered.put(store.keys, np.frombuffer(store.blocks, np.int32))
+        return iter(())
+
+    def run_fetch(self, fetch: Fetch, task: Task) -> None:
+        """See `BackEnd.run_fetch`. Each block is reported as it arrives."""
+        peer, left = fetch.source.decode(errors="replace"), dict(enumerate(unpack_i32(fetch.host_blocks)))
+        link = self._take_link(peer)
+        is_whole = False
+        try:
+            for index, block in link.fetch(fetch.keys, lambda: self.is_void(task)) if link else ():
+                host_block = left.pop(index)
+                if block is None:
+                    self.report_fetch(task, [], [host_block])
+                else:
+                    self.write_staging(task, host_block, block)
+                    self.report_fetch(task, [host_block], [])
+            is_whole = not left
+        except PeerLost as lost:
+            log.warning("KV peer %s %s: %d blocks will be computed instead", peer, lost, len(left))
+            with self.changed:
+                self._backoff_until[peer] = time.monotonic() + lost.backoff_s
+        finally:
+            if link is not None:
+                self._put_link(peer, link, is_usable=is_whole)
+        self.report_fetch(task, [], [*left.values()])
+
+    def _take_link(self, peer: str) -> Link | None:
+        """Return an idle or new link to a peer; None during its backoff, or for an invalid address."""
+        now_s = time.monotonic()
+        with self.changed:
+            self._backoff_until = {
+                each: until_s for each, until_s in self._backoff_until.items() if until_s > now_s
+            }
+            if peer in self._backoff_until:
+                return None
+            own = [idle for idle in self._idle if idle[0] == peer]
+            self._idle = [idle for idle in self._idle if idle[0] != peer]
+            alive = [idle for idle in own if idle[1].is_alive]
+            self._idle += alive[1:]
+        for idle in own:
+            if idle not in alive:
+                idle[1].close()
+        if alive:
+            return alive[0][1]
+        try:
+            return Link(self._context, peer, self._key, self._identity, self._parts, self.blocks.block_bytes)
+        except zmq.ZMQError as error:
+            log.warning("invalid KV peer address %s: %s", peer, error.strerror)
+            return None
+
+    def _put_link(self, peer: str, link: Link, *, is_usable: bool) -> None:
+        """Keep a link without outstanding requests for the next fetch, or close it."""
+        with self.changed:
+            unused = [link]
+            if is_usable:
+                self._idle.append((peer, link))
+                unused = [self._idle.pop(0)[1]] if len(self._idle) > MAX_IDLE_LINKS else []
+        for each in unused:
+            each.close()
+
+    def wake(self) -> None:
+        """See `BackEnd.wake`."""
+        super().wake()
+        os.eventfd_write(self._wakeup_fd, 1)
+
+    def close_storage(self) -> None:
+        """See `BackEnd.close_storage`."""
+        for _, link in self._idle:
+            link.close()
+        for each in (self._server, self._authenticator):
+            if each is not None:
+                each.socket.close(linger=0)
+        self._context.term()
+        os.close(self._wakeup_fd)
+
+    def _serve(self) -> None:
+        """Answer peers' requests until closed."""
+        server, authenticator = self._server, self._authenticator
+        assert server is not None
+        if not server.is_open:
+            log.warning(
+                "%s is in use: KV will be offered there once it is free; until then peers compute",
+                server.address,
+            )
+        poller = zmq.Poller()
+        poller.register(self._wakeup_fd, zmq.POLLIN)
+        poller.register(server.socket, zmq.POLLIN)
+        if authenticator is not None:
+            poller.register(authenticator.socket, zmq.POLLIN)
+        while not self.is_closing:
+            if not server.is_open:
+                server.open()
+            ready = {source for source, _ in poller.poll(None if server.is_open else POLL_MS)}
+            if authenticator is not None and authenticator.socket in ready:
+                authenticator.answer()
+            if server.socket in ready:
+                server.answer()
+            if self._wakeup_fd in ready:
+                os.eventfd_read(self._wakeup_fd)
+
+
+def open_peers(
+    blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
+) -> PeerBackEnd | None:
+    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.tiers.BACK_ENDS`."""
+    peers = config.cache.peers
+    if peers is None:
+        return None
+    num_blocks = config.model.kv.num_blocks
+    parts = parts_of(config, runner)
+    opened = PeerBackEnd(
+        blocks,
+        parts,
+        whole_of(parts),
+        peers.listen,
+        read_key(peers.key_file, "--kv-peer-key", b"quintet peers") if peers.key_file else None,
+        num_blocks(peers.offered_bytes),
+        num_blocks(peers.staging_bytes),
+        first_host_block,
+    )
+    if peers.listen:
+        log.info("KV for other servers: %d blocks at %s", num_blocks(peers.offered_bytes), peers.listen)
+    return opened
