@@ -158,6 +158,7 @@ def _rows(plan: StepPlan, rows: slice, *, is_first: bool) -> StepPlan:
         starts=column(plan.starts),
         counts=column(plan.counts),
         samples=plan.samples[rows],
+        drafts=plan.drafts[rows],
         checksum=0,
     )
     if is_first:
@@ -180,6 +181,8 @@ def joined(step: int, parts: Iterable[tuple[StepPlan, StepResult]]) -> StepResul
         if slots[0] == last_slot:
             num_rows -= 1  # continues the last row of the previous part
         whole.token_ids += result.token_ids
+        whole.num_tokens += result.num_tokens
+        whole.num_drafts += result.num_drafts
         for drawn in result.logprobs:
             whole.logprobs.append(msgspec.structs.replace(drawn, row=drawn.row + num_rows))
         for entry in result.prompt_logprobs:

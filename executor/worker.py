@@ -20,12 +20,14 @@ from quintet.executor.interface import Finished
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.executor.kv_transfer.tiers import KvTiers
+from quintet.executor.model_config.share import most_outputs
 from quintet.executor.oom_split import OomSplit
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
+from quintet.executor.speculation import Speculation
 from quintet.wire.step import StepPlan, StepResult
 
 STEPS_PER_IDLE_TASK = 4
@@ -65,6 +67,12 @@ class Worker:
         self.kv_back_ends = self._kv_tiers.back_ends
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
+        speculative, limits = config.scheduler.speculative, config.scheduler
+        self._speculation = (
+            None
+            if speculative is None
+            else Speculation(speculative, self.tables, most_outputs(limits), limits.max_num_batched_tokens)
+        )
         self._oom_split = OomSplit(
             torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
             self.tables.continue_states if model.kv.has_states else None,
@@ -145,7 +153,13 @@ class Worker:
         return self._oom_split.compute(plan, self._compute)
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        """Compute the rows of a plan, or of a part of one. The tables already hold its deltas."""
+        """Compute a plan, or a part of one, with drafts where it allows them. The tables already hold its deltas."""
+        if self._speculation is not None and plan.drafts:
+            return self._speculation.compute(plan, self._compute_rows)
+        return self._compute_rows(plan)
+
+    def _compute_rows(self, plan: StepPlan) -> StepResult:
+        """Compute the rows of a plan and draw their tokens."""
         rows = Rows(plan)
         masks = self._sampler.begin_masks(rows)
         result: StepResult | None = None

@@ -14,6 +14,7 @@ from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.batch import Int, Rows
 from quintet.executor.embeds import embeds_of
+from quintet.executor.model_config.share import most_outputs
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
@@ -53,7 +54,7 @@ class ProgramRunner:
         library.mark(stage.program)
         append_draw(library, stage.program, self._logits, stage)
         self._size = library.size(stage.program)
-        self._step = Step(library, stage.max_tokens, config.scheduler.max_num_seqs)
+        self._step = Step(library, stage.max_tokens, most_outputs(config.scheduler))
         self._step.c.rotations = stage.rotations.address
         if span is no_span:
             self._step.c.marks = None

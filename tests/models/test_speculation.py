@@ -1,0 +1,135 @@
+"""Speculative decoding with real models: tokens and log-probabilities are those without it, bit for bit.
+
+An oracle proposes the tokens that follow, some of them wrong, so that all numbers of accepted drafts occur.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.models.small_models import FAMILIES, prompts_of
+from tests.models.test_engine import CoreAndWorker, changed, small_kv
+
+from quintet.core.token_messages import StepMessages
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.registry import make_worker
+from quintet.executor.speculation import NgramDrafter, Tokens
+from quintet.executor.worker import Worker
+from quintet.wire.codec import unpack_i64
+from quintet.wire.config import EngineConfig, SpeculativeConfig
+from quintet.wire.params import SamplingParams
+
+DRAFTS = SpeculativeConfig(num_speculative_tokens=6)
+NUM_TOKENS = 40
+PARAMS: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=1.0, top_p=0.95, top_k=50, min_p=0.01),
+    "penalties": SamplingParams(
+        temperature=0.7, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.3
+    ),
+    "biased": SamplingParams(temperature=1.0, logit_bias={5: 4.0, 9: -100.0}, min_tokens=20),
+    "logprobs": SamplingParams(temperature=1.0, logprobs=3, prompt_logprobs=2),
+    "stops": SamplingParams(temperature=1.0, stop_token_ids=list(range(0, 200, 9)), logprobs=0),
+    "choices": SamplingParams(temperature=1.0, n=3),
+}
+
+
+class Recorder(CoreAndWorker):
+    """Also records log-probabilities."""
+
+    def __init__(self, config: EngineConfig, worker: Worker) -> None:
+        self.logprobs: dict[int, list[tuple[int, bytes, bytes]]] = {}
+        super().__init__(config, worker)
+
+    def _apply(self, effects: StepMessages) -> None:
+        super()._apply(effects)
+        for _, tokens in effects.tokens:
+            request_ids = unpack_i64(tokens.request_ids)
+            for entry in tokens.logprobs:
+                known = self.logprobs.setdefault(request_ids[entry.row], [])
+                known.append((entry.rank, entry.token_ids, entry.logprobs))
+
+
+class Oracle:
+    """Proposes the tokens of known sequences; one draft in four is wrong."""
+
+    def __init__(self, sequences: list[list[int]]) -> None:
+        self._sequences = sequences
+        self._rng = random.Random(0)
+
+    def propose(self, tokens: Tokens, most: int) -> Tokens:
+        known = tokens.tolist()
+        drafts = next((s[len(known) :] for s in self._sequences if s[: len(known)] == known), [])
+        drafts = [token if self._rng.random() < 0.75 else (token + 1) % 200 for token in drafts[:most]]
+        return np.array(drafts, np.int32)
+
+
+def run(config: EngineConfig, worker: Worker, params: SamplingParams) -> Recorder:
+    driver = Recorder(config, worker)
+    for index, prompt in enumerate(prompts_of((1, 8, 29, 50))):
+        seeded = msgspec.structs.replace(params, seed=index, max_tokens=NUM_TOKENS)
+        driver.admit(10 * index + 10, prompt, seeded)
+    driver.run()
+    return driver
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "llama-gqa-biases"])
+def test_outputs_are_those_without_drafts(family: str, name: str, serve: Callable[..., Any]) -> None:
+    served = serve(FAMILIES[family](), max_model_len=96)
+    plain = run(changed(served.config), served.core.worker, PARAMS[name])
+    sequences = [
+        prompt + plain.outputs[10 * index + 10 + choice]
+        for index, prompt in enumerate(prompts_of((1, 8, 29, 50)))
+        for choice in range(PARAMS[name].n)
+    ]
+    config = changed(served.config, speculative=DRAFTS)
+    worker = make_worker(config)
+    assert isinstance(worker, Worker) and worker._speculation is not None
+    worker._speculation._drafter = Oracle(sequences)
+    variants = {
+        "together": config,
+        "synchronous": changed(config, max_steps_in_flight=1),
+        "three in flight": changed(config, max_steps_in_flight=3),
+        "preemption": small_kv(config),
+        "two at a time": changed(config, max_num_seqs=2),
+    }
+    for variant, each in variants.items():
+        driver = run(each, worker, PARAMS[name])
+        assert driver.outputs == plain.outputs, variant
+        assert driver.endings == plain.endings, variant
+        if isinstance(worker.runner, ProgramRunner):  # torch's bits depend on the batch
+            assert driver.logprobs == plain.logprobs, variant
+        assert driver.engine.state is not None
+        assert driver.engine.state.counters.num_accepted_tokens > 5, variant
+
+
+def test_ngram_drafts_of_a_repetitive_text_are_accepted(serve: Callable[..., Any]) -> None:
+    served = serve(FAMILIES["qwen3"](), max_model_len=256)
+    config = changed(
+        served.config, speculative=SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1)
+    )
+    params = SamplingParams(temperature=0.0, logit_bias={7: 30.0}, max_tokens=60, seed=0)
+    driver = CoreAndWorker(config, make_worker(config))
+    driver.admit(1, prompts_of((20,))[0], params)
+    driver.run()
+    assert driver.engine.state is not None
+    counters = driver.engine.state.counters
+    assert driver.outputs[1] == [7] * 60
+    assert counters.steps < 20 and counters.num_accepted_tokens > 40
+
+
+def test_ngram_drafter_prefers_the_longest_then_the_last_occurrence() -> None:
+    def proposed(tokens: list[int], most: int = 3, shortest: int = 1, longest: int = 3) -> list[int]:
+        return NgramDrafter(shortest, longest).propose(np.array(tokens, np.int32), most).tolist()
+
+    assert proposed([1, 2, 3, 9, 8, 7, 4, 3, 5, 1, 2, 3]) == [9, 8, 7]
+    assert proposed([3, 6, 3, 5, 1, 3]) == [5, 1, 3]
+    assert proposed([3, 6, 3, 5, 1, 3], shortest=2) == []
+    assert proposed([5, 5, 5]) == [5, 5, 5] and proposed([5]) == [] and proposed([1, 2]) == []
