@@ -26,9 +26,8 @@ def build(setup: Setup) -> Feature | None:
 
     def claim(state: SchedulerState, request: Request) -> bool:
         """Return True unless the draws of a step depend on a state that advances by one token at a time."""
-        params = request.spec.params
-        has_host_state = params.structured_outputs is not None or params.thinking_token_budget is not None
-        request.max_drafts = 0 if has_host_state or state.limits.groups.states else most
+        is_stepwise = request.spec.params.is_drawn_stepwise or bool(state.limits.groups.states)
+        request.max_drafts = 0 if is_stepwise else most
         return request.max_drafts > 0
 
     return Feature("drafts", claim=claim, attach=attach)

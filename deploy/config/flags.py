@@ -474,6 +474,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "executes",
         ),
     ] = 2
+    speculative_config: Annotated[
+        str | None,
+        Flag(
+            SCHEDULING,
+            'CPU only: speculative decoding, which changes no output: {"method": "ngram", "num_speculative_tokens": 4, '
+            '"prompt_lookup_min": 2, "prompt_lookup_max": 5}',
+            "JSON",
+        ),
+    ] = None
     deadline_admission: Annotated[
         bool,
         Flag(

@@ -11,6 +11,7 @@ from quintet.deploy.config.eplb import eplb_config
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import hosts_config
 from quintet.deploy.config.memory import parse_size
+from quintet.deploy.config.speculation import speculative_config
 from quintet.wire.config import (
     ExecutorConfig,
     FrontendConfig,
@@ -46,6 +47,7 @@ def scheduler_config(
         max_steps_in_flight=depth,
         stages=stages,
         deadline_admission=options.deadline_admission,
+        speculative=speculative_config(options, kind, device),
         audit=options.audit,
     )
 

@@ -213,7 +213,7 @@ ACCEPTED_VALUES: dict[str, str] = {
 
 _LORA = "LoRA adapters are not supported; merge them into the weights"
 _DBO = "dual-batch overlap is not supported"
-_SPECULATION = "speculative decoding is not supported"
+_SPECULATION = "use --speculative-config"
 _POOLING = "embedding, scoring and reranking are not supported"
 _ON_HOSTS = "use --nnodes, --node-rank and --master-addr, or run several servers with `quintet route`"
 _PLUGIN = "vLLM plugins are not supported"
@@ -237,7 +237,7 @@ REFUSED_SWITCHES: dict[str, str] = {
     "return_sampling_mask": "sampling masks are not returned",
     "enable_trace_replay": "use --record and `quintet replay`",
     "enable_per_request_metrics": "use GET /metrics, aggregated over requests",
-    "per_request_spec_decode_metrics": _SPECULATION,
+    "per_request_spec_decode_metrics": "use GET /metrics, aggregated over requests",
     "enable_log_outputs": "outputs are not logged",
     "disable_fastapi_docs": "/docs and /openapi.json are always served; block them in a reverse proxy",
     "enable_ssl_refresh": "restart the server to change the certificate",
@@ -258,7 +258,7 @@ REFUSED_VALUES: dict[str, str] = {
     "lora_dtype": _LORA, "lora_target_modules": _LORA, "default_mm_loras": _LORA,
     "lora_extra_vocab_size": _LORA, "long_lora_scaling_factors": _LORA, "prompt_adapters": _LORA,
     "max_prompt_adapters": _LORA, "max_prompt_adapter_token": _LORA, "qlora_adapter_name_or_path": _LORA,
-    "speculative_config": _SPECULATION, "speculative_model": _SPECULATION, "num_speculative_tokens": _SPECULATION,
+    "speculative_model": _SPECULATION, "num_speculative_tokens": _SPECULATION,
     "ngram_prompt_lookup_max": _SPECULATION, "ngram_prompt_lookup_min": _SPECULATION,
     "spec_method": _SPECULATION, "spec_model": _SPECULATION,
     "spec_tokens": _SPECULATION, "diffusion_config": "diffusion models are not supported",

@@ -51,7 +51,7 @@ def test_row_never_verifies_drafts_beyond_its_limit() -> None:
 
 
 @pytest.mark.parametrize("form", ["state", "grammar"])
-def test_request_whose_draws_need_host_state_gets_no_drafts(form: str) -> None:
+def test_no_drafts_where_draws_need_a_state(form: str) -> None:
     groups = [KvGroup("full", [0]), KvGroup("state", [1])] if form == "state" else [KvGroup("full", [0])]
     world = World(groups=groups, speculative=SpeculativeConfig())
     options = {} if form == "state" else {"thinking_token_budget": 5}

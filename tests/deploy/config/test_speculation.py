@@ -1,0 +1,61 @@
+"""``--speculative-config``: vLLM's JSON, and errors that name the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.speculation import speculative_config
+from quintet.wire.config import SpeculativeConfig
+from quintet.wire.errors import ConfigError
+
+
+def config_of(text: str | None, **options: Any) -> SpeculativeConfig | None:
+    given = msgspec.structs.replace(Options(), speculative_config=text, **options)
+    return speculative_config(given, "torch", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, None),
+        ('{"num_speculative_tokens": 3}', (3, 2, 5)),
+        ('{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}', (8, 4, 4)),
+        ('{"num_speculative_tokens": 1, "prompt_lookup_min": 1, "prompt_lookup_max": 3}', (1, 1, 3)),
+    ],
+)
+def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) -> None:
+    config = config_of(text)
+    found = config and (config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "write JSON such as"),
+        ('{"method": "ngram"}', "num_speculative_tokens"),
+        ('{"method": "eagle3", "num_speculative_tokens": 4}', 'the method is "eagle3"; only "ngram"'),
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0; it must be 1 to 32"),
+        (
+            '{"num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 2}',
+            "prompt_lookup_min is 5",
+        ),
+        ('{"num_speculative_tokens": 4, "model": "x"}', "model"),
+    ],
+)
+def test_error_names_the_key(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="--speculative-config") as error:
+        config_of(text)
+    assert message in str(error.value)
+
+
+def test_ranks_and_devices_without_support_are_refused() -> None:
+    text = '{"num_speculative_tokens": 4}'
+    with pytest.raises(ConfigError, match="tensor-parallel-size"):
+        config_of(text, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="not on CUDA"):
+        speculative_config(Options(speculative_config=text), "torch", "cuda")
