@@ -16,7 +16,7 @@ ENGINE = ("wire", "frontend", "tokenizer_proc", "core", "executor", "detokenizer
 MOST_FILES = 6
 PARAMETERS = (
     "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
-    "include_stop_str_in_output", "repetition_detection", "thinking_token_budget",
+    "include_stop_str_in_output", "repetition_detection",
 )  # fmt: skip
 
 
