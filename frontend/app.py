@@ -1,4 +1,4 @@
-"""ASGI application: route table, authentication, error responses and request metrics.
+"""ASGI application: routing, authentication, error responses and request metrics.
 
 uvicorn ─▶ CORS (http/auth.py) ─▶ App: request id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
 
@@ -11,40 +11,20 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 from urllib.parse import quote
 
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from quintet.frontend import health, kv
-from quintet.frontend.api.anthropic import errors as anthropic_errors
-from quintet.frontend.api.anthropic.messages import count_tokens, messages, render_messages
-from quintet.frontend.api.inference.generate import generate
 from quintet.frontend.api.openai import errors as openai_errors
-from quintet.frontend.api.openai.batch import batch
-from quintet.frontend.api.openai.chat import chat_completions
-from quintet.frontend.api.openai.completions import completions
-from quintet.frontend.api.openai.derender import derender_chat, derender_completions
-from quintet.frontend.api.openai.invocations import invocations
-from quintet.frontend.api.openai.render import render_chat, render_completions
-from quintet.frontend.api.openai.tokenize import detokenize, tokenize, tokenizer_info
 from quintet.frontend.api.responses.background import take_over_lost
-from quintet.frontend.api.responses.conversations import conversation, conversations
-from quintet.frontend.api.responses.conversations import item as conversation_item
-from quintet.frontend.api.responses.conversations import items as conversation_items
-from quintet.frontend.api.responses.create import render_responses, responses
-from quintet.frontend.api.responses.stored import cancel_response, input_items, response
 from quintet.frontend.http.auth import Keys, operator_keys
-from quintet.frontend.http.docs_page import docs, docs_part
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
-from quintet.frontend.http.openapi import openapi
+from quintet.frontend.http.openapi import RouteSpec
 from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
-from quintet.frontend.metrics import metrics
-from quintet.frontend.resume.continue_stream import continue_stream
-from quintet.frontend.resume.resume_stream import resumable, streams
-from quintet.frontend.service import Handler, Service
+from quintet.frontend.routes import ROUTES
+from quintet.frontend.service import Service
 from quintet.process.os_tuning import TRIM_MIN_BYTES, trim_memory
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
@@ -60,68 +40,8 @@ def schedule_trim(num_bytes: int) -> None:
         loop.call_later(TRIM_DELAY_S, loop.run_in_executor, None, trim_memory)
 
 
-class RouteSpec(NamedTuple):
-    """One row of the route table."""
-
-    path: str
-    methods: tuple[str, ...]
-    handler: Handler
-    errors: ErrorShape = openai_errors.ERRORS
-    """Error format of the path's API."""
-
-
 ALIAS, ALIASED = "/openai", "/openai/v1/"
 """Azure's path prefix, and the paths on which it is removed."""
-
-ROUTES = (
-    RouteSpec("/v1/completions", ("POST",), resumable(completions)),
-    RouteSpec("/v1/chat/completions", ("POST",), resumable(chat_completions)),
-    RouteSpec("/v1/chat/completions/batch", ("POST",), batch),
-    RouteSpec("/v1/chat/completions/render", ("POST",), render_chat),
-    RouteSpec("/v1/completions/render", ("POST",), render_completions),
-    RouteSpec("/v1/chat/completions/derender", ("POST",), derender_chat),
-    RouteSpec("/v1/completions/derender", ("POST",), derender_completions),
-    RouteSpec("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
-    RouteSpec("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
-    RouteSpec("/v1/messages/render", ("POST",), render_messages, anthropic_errors.ERRORS),
-    RouteSpec("/v1/responses", ("POST",), resumable(responses)),
-    RouteSpec("/v1/responses/render", ("POST",), render_responses),
-    RouteSpec("/v1/responses/{id}", ("GET", "DELETE"), response),
-    RouteSpec("/v1/responses/{id}/cancel", ("POST",), cancel_response),
-    RouteSpec("/v1/responses/{id}/input_items", ("GET",), input_items),
-    RouteSpec("/v1/conversations", ("POST",), conversations),
-    RouteSpec("/v1/conversations/{id}", ("GET", "POST", "DELETE"), conversation),
-    RouteSpec("/v1/conversations/{id}/items", ("GET", "POST"), conversation_items),
-    RouteSpec("/v1/conversations/{id}/items/{item_id}", ("GET", "DELETE"), conversation_item),
-    RouteSpec("/inference/v1/generate", ("POST",), resumable(generate)),
-    RouteSpec("/v1/streams", ("POST",), continue_stream),
-    RouteSpec("/v1/streams/{id}", ("GET",), streams),
-    RouteSpec("/v1/models", ("GET",), health.models),
-    RouteSpec("/v1/models/{id:path}", ("GET",), health.model),
-    RouteSpec("/tokenize", ("POST",), tokenize),
-    RouteSpec("/detokenize", ("POST",), detokenize),
-    RouteSpec("/tokenizer_info", ("GET",), tokenizer_info),
-    RouteSpec("/health", ("GET",), health.health),
-    RouteSpec("/livez", ("GET",), health.livez),
-    RouteSpec("/readyz", ("GET",), health.readyz),
-    RouteSpec("/ping", ("GET", "POST"), health.livez),
-    RouteSpec("/v2/health/live", ("GET",), health.v2_live),
-    RouteSpec("/v2/health/ready", ("GET",), health.readyz),
-    RouteSpec("/v2/models/{id:path}/ready", ("GET",), health.v2_model_ready),
-    RouteSpec("/invocations", ("POST",), resumable(invocations)),
-    RouteSpec("/version", ("GET",), health.show_version),
-    RouteSpec("/load", ("GET",), health.load),
-    RouteSpec("/metrics", ("GET",), metrics),
-    RouteSpec("/kv", ("GET",), kv.listing),
-    RouteSpec("/kv/pin", ("POST",), kv.pin),
-    RouteSpec("/kv/unpin", ("POST",), kv.unpin),
-    RouteSpec("/kv/evict", ("POST",), kv.evict),
-    RouteSpec("/kv/export", ("POST",), kv.export_prefix),
-    RouteSpec("/kv/import", ("POST",), kv.import_prefix),
-    RouteSpec("/openapi.json", ("GET",), openapi),
-    RouteSpec("/docs", ("GET",), docs),
-    RouteSpec("/docs/{name}", ("GET",), docs_part),
-)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from quintet.deploy.config.flag_table import FlagSpec, flag_table
 from quintet.deploy.config.flags import GROUP_TITLES
 from quintet.frontend.http.error_shape import STATUS
 from quintet.frontend.http.openapi import openapi_document
+from quintet.frontend.routes import ROUTES
 from quintet.wire.errors import ErrorCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +114,7 @@ def default_of(spec: FlagSpec) -> str:
 
 def path_lines() -> Iterator[str]:
     """Yield the page of HTTP paths, with the fields of each body."""
-    document = openapi_document(has_keys=False)
+    document = openapi_document(ROUTES, has_keys=False)
     yield "# HTTP\n"
     yield "The server describes itself at `/openapi.json`, and at `/docs` for a browser.\n"
     yield "| Method | Path | Answer | Body |\n|---|---|---|---|"

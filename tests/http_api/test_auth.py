@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.app import ROUTES
+from quintet.frontend.routes import ROUTES
 
 OPEN = {"/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs", "/docs/rapidoc-min.js"} | {
     "/v2/health/live",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quintet.frontend.app import ROUTES
 from quintet.frontend.http.http_request import HttpRequest
+from quintet.frontend.routes import ROUTES
 from quintet.wire.supervision import SlotState
 
 
@@ -99,9 +99,9 @@ def test_the_openapi_document_has_every_route(shared: Any) -> None:
     document = shared.ask("GET", "/openapi.json").json
     assert document["openapi"].startswith("3.1")
     described = {(path, method) for path, methods in document["paths"].items() for method in methods}
-    for path, methods, *_ in ROUTES:
-        for method in methods:
-            assert (path.replace(":path", ""), method.lower()) in described
+    for row in ROUTES:
+        for method in row.methods:
+            assert (row.path.replace(":path", ""), method.lower()) in described
     schemas = document["components"]["schemas"]
     used = set(
         re.findall(r'"#/components/schemas/([^"]+)"', shared.ask("GET", "/openapi.json").body.decode())

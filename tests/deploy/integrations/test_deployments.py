@@ -19,8 +19,8 @@ from quintet.deploy.cli.main import CommandParser
 from quintet.deploy.cli.serve import add_option_arguments, options_of
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import hosts_config
-from quintet.frontend.app import ROUTES
 from quintet.frontend.http.auth import is_open
+from quintet.frontend.routes import ROUTES
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "integrations"
