@@ -14,7 +14,6 @@ import os
 import resource
 import socket
 import ssl
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
@@ -29,7 +28,7 @@ from quintet.frontend.http.auth import with_cors
 from quintet.frontend.http.connection import IDLE_S, Protocol, bound_send_buffer
 from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox, Inbound
 from quintet.frontend.service import Service
-from quintet.process.runtime import Process, Stopping, child_main
+from quintet.process.runtime import HandlerError, Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
@@ -120,7 +119,7 @@ class Frontend:
         )
         self._me = me
         self._is_acknowledged = asyncio.Event()
-        self._crash: BaseException | None = None
+        self._crash: HandlerError | None = None
         self._retirement: asyncio.Task[None] | None = None
 
     def _handle(self, message: Inbound | Drain) -> None:
@@ -132,11 +131,11 @@ class Frontend:
         self._process.progress = self._service.sessions.num_tokens
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """Stop on `Stopping`, crash on an error of a message handler, and log any other error."""
+        """Stop on `Stopping`, crash on `HandlerError`, and log an error of a connection or timer."""
         error = context.get("exception")
         if isinstance(error, Stopping):
             self._stop()
-        elif isinstance(error, BaseException) and _raised_by_handler(error):
+        elif isinstance(error, HandlerError):
             self._crash = error
             self._stop()
         else:
@@ -202,14 +201,6 @@ class Frontend:
 
 def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
     return any(slot.worker == worker and slot.state is SlotState.READY for slot in topology.slots)
-
-
-def _raised_by_handler(error: BaseException) -> bool:
-    """Test whether a message handler raised the error. Errors of a connection or timer do not end the process."""
-    return any(
-        frame.f_globals.get("__name__") == Process.__module__
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
 
 
 def inherited_listener() -> socket.socket:
