@@ -17,6 +17,7 @@ import ssl
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
+import msgspec
 import uvicorn
 import uvloop
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -26,13 +27,13 @@ from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.app import App
 from quintet.frontend.http.auth import with_cors
 from quintet.frontend.http.connection import IDLE_S, Protocol, bound_send_buffer
-from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox, Inbound
+from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox
 from quintet.frontend.service import Service
 from quintet.process.runtime import HandlerError, Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import Drain, SlotState, Topology
+from quintet.wire.supervision import SlotState, Topology
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
@@ -109,7 +110,7 @@ class Frontend:
     """The frontend process: HTTP connections and process messages share one event loop."""
 
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
-        self._process: Process[Inbound | Drain] = Process(me, config, FrontendInbox)
+        self._process: Process[msgspec.Struct] = Process(me, config, FrontendInbox)
         self._service = Service(
             me, self._process.peers.send, config, self._process.metrics, self._process.span
         )
@@ -122,7 +123,7 @@ class Frontend:
         self._crash: HandlerError | None = None
         self._retirement: asyncio.Task[None] | None = None
 
-    def _handle(self, message: Inbound | Drain) -> None:
+    def _handle(self, message: msgspec.Struct) -> None:
         self._service.handle(message)
         if isinstance(message, Topology) and _shows_ready(message, self._me):
             self._is_acknowledged.set()
