@@ -78,7 +78,7 @@ class App:
         self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
         self._load = LoadReport(service)
-        service.when_topology(lambda: take_over_lost(service))
+        service.on_topology = partial(take_over_lost, service)
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
             routes=[Route(row.path, Endpoint(row, service)) for row in ROUTES],

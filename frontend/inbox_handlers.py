@@ -6,10 +6,15 @@ HTTP, sockets or clocks: the owner of the event loop passes messages and calls `
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
 from quintet.frontend.load_balancing.dispatcher import Send
 from quintet.frontend.rpc import Rpc
 from quintet.frontend.sessions import Sessions
-from quintet.wire.codec import unpack_i64
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
@@ -21,8 +26,6 @@ from quintet.wire.supervision import MetricsReport, Topology
 FrontendInbox = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | KvReport
 """Inbox messages of a frontend, in addition to those of every process."""
 
-Inbound = FrontendInbox | Topology | MetricsReport | Dropped
-
 REPORT_INTERVAL_S = 5.0
 """Seconds between two reconciliation reports."""
 
@@ -31,29 +34,45 @@ class InboxHandlers:
     """Sessions and RPC calls of one frontend."""
 
     def __init__(
-        self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics | None = None
+        self,
+        me: WorkerId,
+        send: Send,
+        config: EngineConfig,
+        metrics: Metrics | None = None,
+        span: Span = no_span,
     ) -> None:
         self._send = send
-        self.sessions = Sessions(me, send, config, metrics)
+        self.sessions = Sessions(me, send, config, metrics, span)
         self.queries = Rpc(me, send, self.sessions.slots)
+        answer = self.queries.handle
+        self.by_type: dict[type[msgspec.Struct], Callable[[Any], None]] = {
+            Text: self.sessions.apply_text,
+            Failed: self.sessions.apply_failed,
+            Unknown: self.sessions.resend,
+            Topology: self.follow,
+            Dropped: self._fail_dropped,
+            Tokenized: answer,
+            Detokenized: answer,
+            Reclaimed: answer,
+            KvReport: answer,
+            MetricsReport: answer,
+        }
+        """The handler of each message type. The owner adds those of messages for itself."""
 
-    def handle(self, message: Inbound) -> None:
+    def handle(self, message: msgspec.Struct) -> None:
         """Apply one message from another process. The runtime has connected the addresses of a `Topology` before."""
-        match message:
-            case Text() | Failed():
-                self.sessions.handle(message)
-            case Topology():
-                self.sessions.follow(message)
-                self.queries.follow()
-            case Unknown():
-                self.sessions.resend(unpack_i64(message.request_ids))
-            case Dropped():
-                error = message.error(Role.FRONTEND)
-                self.sessions.give_up(message.request_ids, error)
-                if message.query_id is not None:
-                    self.queries.fail(message.query_id, error)
-            case _:
-                self.queries.handle(message)
+        self.by_type[type(message)](message)
+
+    def follow(self, topology: Topology) -> None:
+        """Apply a topology: requests and queries of lost workers are sent again."""
+        self.sessions.follow(topology)
+        self.queries.follow()
+
+    def _fail_dropped(self, dropped: Dropped) -> None:
+        error = dropped.error(Role.FRONTEND)
+        self.sessions.give_up(dropped.request_ids, error)
+        if dropped.query_id is not None:
+            self.queries.fail(dropped.query_id, error)
 
     def send_reports(self) -> None:
         """Send the reconciliation reports. Call every `REPORT_INTERVAL_S`."""

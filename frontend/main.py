@@ -14,10 +14,10 @@ import os
 import resource
 import socket
 import ssl
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
+import msgspec
 import uvicorn
 import uvloop
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -27,13 +27,13 @@ from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.app import App
 from quintet.frontend.http.auth import with_cors
 from quintet.frontend.http.connection import IDLE_S, Protocol, bound_send_buffer
-from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox, Inbound
+from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox
 from quintet.frontend.service import Service
-from quintet.process.runtime import Process, Stopping, child_main
+from quintet.process.runtime import HandlerError, Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import Drain, SlotState, Topology
+from quintet.wire.supervision import SlotState, Topology
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
@@ -110,7 +110,7 @@ class Frontend:
     """The frontend process: HTTP connections and process messages share one event loop."""
 
     def __init__(self, me: WorkerId, config: EngineConfig) -> None:
-        self._process: Process[Inbound | Drain] = Process(me, config, FrontendInbox)
+        self._process: Process[msgspec.Struct] = Process(me, config, FrontendInbox)
         self._service = Service(
             me, self._process.peers.send, config, self._process.metrics, self._process.span
         )
@@ -120,10 +120,10 @@ class Frontend:
         )
         self._me = me
         self._is_acknowledged = asyncio.Event()
-        self._crash: BaseException | None = None
+        self._crash: HandlerError | None = None
         self._retirement: asyncio.Task[None] | None = None
 
-    def _handle(self, message: Inbound | Drain) -> None:
+    def _handle(self, message: msgspec.Struct) -> None:
         self._service.handle(message)
         if isinstance(message, Topology) and _shows_ready(message, self._me):
             self._is_acknowledged.set()
@@ -132,11 +132,11 @@ class Frontend:
         self._process.progress = self._service.sessions.num_tokens
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """Stop on `Stopping`, crash on an error of a message handler, and log any other error."""
+        """Stop on `Stopping`, crash on `HandlerError`, and log an error of a connection or timer."""
         error = context.get("exception")
         if isinstance(error, Stopping):
             self._stop()
-        elif isinstance(error, BaseException) and _raised_by_handler(error):
+        elif isinstance(error, HandlerError):
             self._crash = error
             self._stop()
         else:
@@ -202,14 +202,6 @@ class Frontend:
 
 def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
     return any(slot.worker == worker and slot.state is SlotState.READY for slot in topology.slots)
-
-
-def _raised_by_handler(error: BaseException) -> bool:
-    """Test whether a message handler raised the error. Errors of a connection or timer do not end the process."""
-    return any(
-        frame.f_globals.get("__name__") == Process.__module__
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
 
 
 def inherited_listener() -> socket.socket:

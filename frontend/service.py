@@ -7,17 +7,18 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quintet.frontend.admission import Admission
 from quintet.frontend.http.bodies import MAX_OPEN_BYTES, BodyBuffers
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.http.write_timeout import WriteTimeout
-from quintet.frontend.inbox_handlers import Inbound, InboxHandlers
+from quintet.frontend.inbox_handlers import InboxHandlers
 from quintet.frontend.load_balancing.dispatcher import Send
 from quintet.frontend.response_store import ResponseStore
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Text
 from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
 from quintet.wire.supervision import Drain, Drained, Topology
 
@@ -59,7 +60,8 @@ class Service:
         self.config = config
         self.metrics = metrics
         self.span = span
-        self.inbox = InboxHandlers(me, send, config, metrics)
+        self.inbox = InboxHandlers(me, send, config, metrics, span)
+        self.inbox.by_type |= {Topology: self._follow, Drain: self._drain}
         self.sessions, self.queries = self.inbox.sessions, self.inbox.queries
         self.admission = Admission(self.sessions, config.frontend, metrics)
         self.write_timeout = WriteTimeout(config.frontend.write_timeout_s, lambda: self.draining)
@@ -72,7 +74,8 @@ class Service:
         self.responses = ResponseStore(config)
         self.background: dict[str, asyncio.Task[None]] = {}
         """Background tasks by id: responses without a waiting client, and the search for lost ones."""
-        self._on_topology: Callable[[], None] | None = None
+        self.on_topology: Callable[[], None] = lambda: None
+        """Called after every new topology."""
         self.is_retiring = False
         """True if this frontend is being replaced: it accepts no connection and serves open ones until they close."""
         self.is_cut_off = False
@@ -85,26 +88,20 @@ class Service:
         """True if new requests are rejected."""
         return self.admission.draining
 
-    def when_topology(self, callback: Callable[[], None]) -> None:
-        """Set the callback for every new topology."""
-        self._on_topology = callback
-
-    def handle(self, message: Inbound | Drain) -> None:
+    def handle(self, message: msgspec.Struct) -> None:
         """Apply one message from another process."""
-        match message:
-            case Text():
-                started_ns = time.monotonic_ns()
-                self.inbox.handle(message)
-                self.span("text", message.step, started_ns)
-            case Drain() if self.sessions.slots.topology.draining:
-                self.admission.draining = True
-            case Drain():
-                self.is_retiring = True
-            case _:
-                self.inbox.handle(message)
-                if isinstance(message, Topology) and self._on_topology is not None:
-                    self._on_topology()
+        self.inbox.handle(message)
         self.check_drained()
+
+    def _follow(self, topology: Topology) -> None:
+        self.inbox.follow(topology)
+        self.on_topology()
+
+    def _drain(self, _: Drain) -> None:
+        if self.sessions.slots.topology.draining:
+            self.admission.draining = True
+        else:
+            self.is_retiring = True
 
     def check_drained(self) -> None:
         """Report `Drained` to the supervisor, once, after the last request when no other can arrive."""

@@ -21,7 +21,8 @@ from quintet.frontend.reconcile import Report, reports_of
 from quintet.frontend.resume import reattachment
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Delta, Mailbox, Stream, StreamChoice
-from quintet.wire.codec import unpack_i32
+from quintet.process.trace import Span, no_span
+from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
@@ -37,6 +38,7 @@ from quintet.wire.messages import (
     Submit,
     Text,
     TokenPrompt,
+    Unknown,
 )
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
@@ -52,13 +54,19 @@ UNENCODABLE = (OverflowError, UnicodeEncodeError)
 class Sessions:
     """The live requests of one frontend.
 
-    Pass every `Text` and `Failed` to `handle`, and every `Topology` to `follow`. ``send`` sends a message to a process.
+    `quintet.frontend.inbox_handlers` names the method for each message. ``send`` sends a message to a process.
     """
 
     def __init__(
-        self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics | None = None
+        self,
+        me: WorkerId,
+        send: Send,
+        config: EngineConfig,
+        metrics: Metrics | None = None,
+        span: Span = no_span,
     ) -> None:
         self.me = me
+        self._span = span
         metrics = metrics if metrics is not None else Metrics()
         self.metrics = SessionMetrics(metrics)
         self.num_tokens = 0
@@ -226,14 +234,8 @@ class Sessions:
 
     # --- out --------------------------------------------------------------------------------------------------
 
-    def handle(self, message: Text | Failed) -> None:
-        """Apply output or a failure from the engine and wake the readers."""
-        if isinstance(message, Failed):
-            self._apply_failed(message)
-        else:
-            self._apply_text(message)
-
-    def _apply_failed(self, failed: Failed) -> None:
+    def apply_failed(self, failed: Failed) -> None:
+        """Apply a failure of a request and wake its reader."""
         choice = self._live.get(failed.request_id)
         if choice is None:
             self.metrics.duplicate_endings.inc()
@@ -243,7 +245,8 @@ class Sessions:
         else:
             self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param, failed.retry_s))
 
-    def _apply_text(self, text: Text) -> None:
+    def apply_text(self, text: Text) -> None:
+        """Apply the output of one step and wake the readers."""
         if self._dispatcher.is_stale(text.sender):
             self.metrics.stale_deltas.inc(len(text.request_ids))
             return
@@ -272,6 +275,7 @@ class Sessions:
             touched.append(choice.stream)
         for stream in touched:
             self._post(stream)
+        self._span("text", text.step, now)
 
     def _apply_rows(self, text: Text, now: int, touched: list[Stream]) -> None:
         live, itl = self._live, self.metrics.inter_token_latency
@@ -371,8 +375,9 @@ class Sessions:
         """Return reports of the live requests, for reconciliation in other processes."""
         return reports_of(self.me, self.slots.cores(), self._live.values())
 
-    def resend(self, request_ids: Sequence[int]) -> None:
+    def resend(self, unknown: Unknown) -> None:
         """Start a new attempt of choices that the engine does not know; cancelled ones end."""
+        request_ids = unpack_i64(unknown.request_ids)
         choices = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         for stream in dict.fromkeys(choice.stream for choice in choices):
             stream.num_resends += 1

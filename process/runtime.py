@@ -65,6 +65,10 @@ class Stopping(BaseException):
     """The supervisor asked this process to exit; unwinds the loop."""
 
 
+class HandlerError(Exception):
+    """The cause is an error of this process's message loop, which ends the process; other callbacks raise their own errors."""
+
+
 class Receives(Protocol):
     """Source of a process's messages: its `Inbox`, or a recording of one."""
 
@@ -237,7 +241,10 @@ class Process(Generic[MessageT]):
         return messages
 
     def attach(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
-        """Call ``handle`` for every message, in order, from ``loop``, and send heartbeats from it."""
+        """Call ``handle`` for every message, in order, from ``loop``, and send heartbeats from it.
+
+        An error of either reaches the exception handler of ``loop`` as `HandlerError`.
+        """
 
         def on_readable() -> None:
             messages = self.inbox.drain()
@@ -254,11 +261,17 @@ class Process(Generic[MessageT]):
             if self._recorder is not None:
                 self._recorder.flush()
             on_readable()  # a frame that raced the descriptor's edge waits at most until now
-            loop.call_later(self._beat_s, on_beat)
+            loop.call_later(self._beat_s, call, on_beat)
 
-        loop.add_reader(self.inbox.fileno(), on_readable)
-        loop.call_later(self._beat_s, on_beat)
-        loop.call_soon(on_readable)
+        def call(callback: Callable[[], None]) -> None:
+            try:
+                callback()
+            except Exception as error:
+                raise HandlerError(f"{type(error).__name__}: {error}") from error
+
+        loop.add_reader(self.inbox.fileno(), call, on_readable)
+        loop.call_later(self._beat_s, call, on_beat)
+        loop.call_soon(call, on_readable)
 
     def _begin_turn(self) -> None:
         self.now_ns = now_ns = self._wires.clock()
@@ -379,8 +392,9 @@ def child_main(
         _write_error(arguments.run_dir, me or f"{role}-spare", str(error))
         sys.exit(EXIT_CONFIG)
     except Exception as error:  # noqa: BLE001 - outermost handler: report the error, then exit
-        _write_error(arguments.run_dir, me or f"{role}-spare", f"{type(error).__name__}: {error}")
-        log.critical("died of %s\n%s", type(error).__name__, traceback.format_exc())
+        what = str(error) if isinstance(error, HandlerError) else f"{type(error).__name__}: {error}"
+        _write_error(arguments.run_dir, me or f"{role}-spare", what)
+        log.critical("died of %s\n%s", what.partition(":")[0], traceback.format_exc())
         sys.exit(1)
 
 

@@ -143,6 +143,11 @@ class LocalServer:
             raise
         self._peers.connect(SUPERVISOR, address_of(run_dir, SUPERVISOR))
         self._dispatch = InboxHandlers(me, self._peers.send, self.config)
+        self._dispatch.by_type |= {
+            Topology: self._follow,
+            Stop: lambda _: self.abandon("The engine is stopping."),
+            Drain: lambda _: None,  # the program decides whether to send more requests
+        }
         self.sessions, self.queries = self._dispatch.sessions, self._dispatch.queries
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -225,16 +230,11 @@ class LocalServer:
 
     def _receive(self) -> None:
         for message in self._inbox.drain():
-            match message:
-                case Stop():
-                    self.abandon("The engine is stopping.")
-                case Drain():
-                    pass  # the program decides whether to send more requests
-                case Topology():
-                    self._peers.follow(message.slots)
-                    self._dispatch.handle(message)
-                case _:
-                    self._dispatch.handle(message)
+            self._dispatch.handle(message)
+
+    def _follow(self, topology: Topology) -> None:
+        self._peers.follow(topology.slots)
+        self._dispatch.follow(topology)
 
     def _supervisor_ended(self) -> None:
         assert self._loop is not None

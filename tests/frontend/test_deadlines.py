@@ -177,7 +177,7 @@ def test_a_cancelled_request_ends_as_cancelled() -> None:
     async def scenario() -> None:
         world, stream = expired_world(1 << 62)
         stream.cancel()
-        world.sessions.handle(
+        world.sessions.apply_text(
             Text(
                 1, 0, 0, [], [], [], [], [], [], b"", [Finish(stream.request_id, FinishReason.ABORT, None, 0)]
             )

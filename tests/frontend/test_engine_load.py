@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintet.frontend.load_balancing.prefix_affinity import hash_prefixes
-from quintet.wire.codec import pack_i32, unpack_i64
+from quintet.wire.codec import pack_i32, pack_i64, unpack_i64
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import (
     Admit,
@@ -16,6 +16,7 @@ from quintet.wire.messages import (
     Reclaimed,
     Submit,
     TokenPrompt,
+    Unknown,
 )
 from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import SlotState
@@ -190,7 +191,7 @@ def test_lost_detokenizer_keeps_the_engine_of_a_request() -> None:
         world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
         assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
-        world.sessions.resend(list(before))
+        world.sessions.resend(Unknown(pack_i64(list(before))))
         assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
 
     run(scenario())

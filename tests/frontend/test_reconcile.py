@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quintet.frontend.resume.reattachment import MAX_RESENDS
-from quintet.wire.codec import unpack_i32, unpack_i64
+from quintet.wire.codec import pack_i64, unpack_i32, unpack_i64
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
-from quintet.wire.messages import Cancel, FinishReason, InFlightReport, Live, Submit
+from quintet.wire.messages import Cancel, FinishReason, InFlightReport, Live, Submit, Unknown
 from quintet.wire.supervision import SlotState
 
 from .test_sessions import PROMPT, World, params, run
@@ -18,7 +18,7 @@ def test_unknown_request_is_resent() -> None:
     async def scenario() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params(n=2))
-        world.sessions.resend([stream.request_id, stream.request_id + 1, 77])
+        world.sessions.resend(Unknown(pack_i64([stream.request_id, stream.request_id + 1, 77])))
         first, second = world.of(Submit)
         assert (second.request_id, second.spec.attempt, second.spec.params.n) == (first.request_id, 1, 2)
 
@@ -30,9 +30,9 @@ def test_repeatedly_lost_request_ends_with_an_error() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         for _ in range(MAX_RESENDS):
-            world.sessions.resend([stream.request_id])
+            world.sessions.resend(Unknown(pack_i64([stream.request_id])))
         assert len(world.of(Submit)) == 1 + MAX_RESENDS
-        world.sessions.resend([stream.request_id])
+        world.sessions.resend(Unknown(pack_i64([stream.request_id])))
         with pytest.raises(RequestError, match="was lost inside the server 4 times") as caught:
             await stream.next_batch()
         assert caught.value.code is ErrorCode.INTERNAL
@@ -49,7 +49,7 @@ def test_repeatedly_lost_choice_ends_the_request() -> None:
         first, second = stream.request_id, stream.request_id + 1
         world.text([], started=[first], finished=[(first, FinishReason.STOP)])
         for _ in range(MAX_RESENDS + 1):
-            world.sessions.resend([second])
+            world.sessions.resend(Unknown(pack_i64([second])))
         assert stream.ended and world.sessions.num_live == 0
         with pytest.raises(RequestError, match="was lost inside the server"):
             [batch async for batch in stream]
@@ -66,7 +66,7 @@ def test_reports_name_live_requests_and_their_route() -> None:
         started = first.request_id
         world.text([(started, "a", 0, 0, [1])], started=[started])
         world.text([], finished=[(started + 1, FinishReason.STOP)])
-        world.sessions.resend([second.request_id])
+        world.sessions.resend(Unknown(pack_i64([second.request_id])))
         world.unreachable = True
         world.sessions.submit(PROMPT, params())  # no worker has it yet
         accounts = {(role, index): account for role, index, account in world.sessions.in_flight_reports()}

@@ -12,7 +12,7 @@ import pytest
 
 from quintet.frontend.sessions import Batch, Sessions, Stream
 from quintet.wire import codec
-from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.codec import pack_i32, pack_i64, unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import (
@@ -27,6 +27,7 @@ from quintet.wire.messages import (
     Submit,
     Text,
     TextPrompt,
+    Unknown,
 )
 from quintet.wire.params import SamplingParams
 from quintet.wire.supervision import ProcessSlot, SlotState, Topology
@@ -79,7 +80,7 @@ class World:
         sender: tuple[int, int] = (0, 9),
     ) -> None:
         """Deliver one `Text`; a row is ``(id, delta, offset, first index, token ids)``."""
-        self.sessions.handle(
+        self.sessions.apply_text(
             Text(
                 step=1,
                 sent_ns=0,
@@ -223,8 +224,8 @@ def test_a_failure_ends_every_choice_once() -> None:
         stream = world.sessions.submit(PROMPT, params(n=3))
         world.text([(stream.request_id, "a", 0, 0, [1])])
         failed = Failed(stream.request_id, ErrorCode.TOO_LONG, "too long", "prompt")
-        world.sessions.handle(failed)
-        world.sessions.handle(failed)
+        world.sessions.apply_failed(failed)
+        world.sessions.apply_failed(failed)
         batch = await stream.next_batch()
         assert batch is not None
         assert batch.deltas[0].text == "a"
@@ -269,9 +270,9 @@ def test_cancelled_request_ends_as_aborted_for_any_answer(answer: str) -> None:
         first = stream.request_id
         stream.cancel()
         if answer == "failed":
-            world.sessions.handle(Failed(first, ErrorCode.TOO_LONG, "too long", "prompt"))
+            world.sessions.apply_failed(Failed(first, ErrorCode.TOO_LONG, "too long", "prompt"))
         else:
-            world.sessions.resend([first, first + 1])
+            world.sessions.resend(Unknown(pack_i64([first, first + 1])))
         (batch,) = await rest(stream)
         assert [d.finish.reason for d in batch.deltas if d.finish is not None] == [FinishReason.ABORT] * 2
         assert world.sessions.num_live == 0

@@ -41,7 +41,7 @@ def test_estimate_covers_allocated_memory_closely(num_top: int) -> None:
     received = frames(stream.request_id, num_top)
     tracemalloc.start()
     for frame in received:
-        sessions.handle(decoder.decode(frame))
+        sessions.apply_text(decoder.decode(frame))
     allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # Lists grow by an eighth ahead of need, and objects are rounded up to 16 bytes.

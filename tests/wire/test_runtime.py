@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from quintet.process.runtime import SUPERVISOR, Process
-from quintet.process.sockets import Bus, Inbox, address_of
+from quintet.process.runtime import SUPERVISOR, HandlerError, Process
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.supervision import Drain, Heartbeat
@@ -82,3 +83,28 @@ def test_final_metrics_are_sent_at_exit(supervisor: Inbox[Heartbeat], tmp_path: 
         series for series in decode_snapshot(beats[-1].metrics).counters if series.name == "steps"
     ]
     assert [series.value for series in step_counters] == [3]
+
+
+def test_loop_tells_errors_of_message_handlers_from_others(tmp_path: Path) -> None:
+    """Only the former end a process."""
+
+    async def scenario() -> list[Exception]:
+        loop, bus = asyncio.get_running_loop(), Bus(tmp_path)
+        process: Process[Any] = Process(ME, make_config(tmp_path, heartbeat_s=1000.0), Drain)
+        peers, errors = Peers(bus), asyncio.Queue[Exception]()
+        loop.set_exception_handler(lambda _, context: errors.put_nowait(context["exception"]))
+        loop.call_soon(lambda: 1 // 0)
+        process.attach(loop, lambda message: message.missing)
+        peers.connect(ME, address_of(tmp_path, ME))
+        peers.send(ME.role, ME.index, Drain())
+        try:
+            return [await asyncio.wait_for(errors.get(), DEADLINE_S) for _ in range(2)]
+        finally:
+            loop.remove_reader(process.inbox.fileno())
+            peers.close()
+            process.close()
+            bus.close()
+
+    other, own = asyncio.run(scenario())
+    assert type(other) is ZeroDivisionError
+    assert isinstance(own, HandlerError) and isinstance(own.__cause__, AttributeError)
