@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
 from quintet.executor.checkpoints.quantize_tool.makers import Maker, makers_of
@@ -35,7 +35,7 @@ class Layers:
     """Producers of layer inputs, by the name of the first weight that reads them; names are the checkpoint's."""
 
 
-class _RecordingQuantization:
+class _RecordingQuantization(Quantization):
     """A `Quantization` that only records shapes."""
 
     def __init__(self) -> None:
@@ -46,14 +46,6 @@ class _RecordingQuantization:
         """See `Quantization.linear`."""
         self.linears.append(shape)
         return RowMajorLinear(shape, plan)
-
-    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
-        """See `Quantization.embedding`."""
-        return None
-
-    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
-        """See `Quantization.pairs`."""
-        return True
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
