@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,9 +22,6 @@ from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.errors import ConfigError
 from quintet.wire.supervision import Command, CommandAnswer
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 ANSWERS_S = 5.0
 """Timeout of the supervisor's first reply."""
@@ -65,11 +61,10 @@ Exit status: 0 on success; 1 on failure, with the reason; 78 if there is no such
 )
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "admin",
-        help="show and change the processes of a running server",
         description=_DESCRIPTION + admin_kv.DESCRIPTION,
         usage=_USAGE,
         epilog=_EXAMPLES,

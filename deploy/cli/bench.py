@@ -64,7 +64,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``bench serve`` and ``bench offline``."""
     parser = subparsers.add_parser(
         "bench",
-        help="benchmark a server, or the engine without HTTP",
         description="Benchmark a server over HTTP (`bench serve`), or the engine without HTTP (`bench offline`).",
     )
     kinds = parser.add_subparsers(dest="bench_kind", required=True, metavar="serve|offline")

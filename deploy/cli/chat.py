@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
 from quintet.deploy.tools.load_client.talk import Client, ListedModel, ServerError, Speed
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _EXAMPLES = """\
 examples:
@@ -31,11 +27,10 @@ MAX_ANSWER_TOKENS = 1024
 _HELP = "/system TEXT  /reset  /quit; Ctrl-C stops a response"
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "chat",
-        help="chat with a running server in the terminal",
         description="Chat with a running server with an OpenAI-compatible API.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,15 +11,11 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from quintet.deploy.config.memory import available_ram_bytes, format_size
 from quintet.wire.errors import ConfigError
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _PACKAGES = (
     "quintet", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "msgspec", "pyzmq",
@@ -43,11 +39,10 @@ _CPU_FLAGS = (
 _ENVIRONMENT = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TMPDIR")
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "collect-env",
-        help="describe this machine and installation, for bug reports",
         description="Describe this machine and installation. Paste the output into a bug report; it contains no secrets.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
 from quintet.deploy.cli.chat import add_client_arguments, sampling_of
 from quintet.deploy.tools.load_client.talk import Client, ServerError
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DEFAULT_MAX_TOKENS = 128
 _EXAMPLES = """\
@@ -23,11 +19,10 @@ examples:
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "complete",
-        help="complete a text with a running server",
         description="Stream a completion from a running server with an OpenAI-compatible API.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from tqdm import tqdm
 
@@ -23,9 +23,6 @@ from quintet.wire.config import Dtype, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import GGUF, is_gguf
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
 _DESCRIPTION = """\
 MODEL with pytorch_model*.bin: write safetensors into the same folder. Quintet prefers them: their headers are validated, and
 the weights are memory-mapped instead of unpickled. The pickled files are read with torch's weights-only reader and are kept.
@@ -36,11 +33,10 @@ use the same tensor names for the model family.
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "convert",
-        help="convert pytorch_model.bin or a GGUF file to safetensors",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="quintet convert MODEL | quintet convert MODEL.gguf OUT [--dtype DTYPE] [--overwrite]",

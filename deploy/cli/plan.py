@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,9 +20,6 @@ from quintet.executor.model_config.share import share_of, stage_layers
 from quintet.executor.model_config.spec import DecoderSpec
 from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig, ModelConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _EXAMPLES = """\
 examples:
@@ -112,11 +108,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "plan",
-        help="show the resolved configuration and memory of `serve`, without starting it",
         description="Show the configuration and memory of `quintet serve` with the same flags. Reads only headers of weights.",
         usage="quintet plan [MODEL] [--json] [--config FILE] [FLAG ...]",
         epilog=_EXAMPLES,

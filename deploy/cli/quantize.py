@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -28,9 +28,6 @@ from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 from quintet.executor.model_config.card import ModelCard
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import GGUF, card_path, is_gguf
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _SPARE_BYTES = 64 << 20
 """Allowance for metadata, mostly the vocabulary."""
@@ -61,11 +58,10 @@ docs/quantization.md lists the loss of each format. OUT is created only when it 
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "quantize",
-        help="quantize a model to GGUF or compressed-tensors",
         description=_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="quintet quantize MODEL OUT --format FORMAT [--calibration FILE] [--text FILE] [--overwrite]",

@@ -6,21 +6,16 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quintet.deploy.tools.replay.roles import replay
 from quintet.process.log import configure_logging
 from quintet.process.record import RecordingError, open_recording
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "replay",
-        help="replay a recording on one process, and compare its output",
         description="Replay a recording of `quintet serve --record FOLDER` on one process. Batches and clock values are "
         "those of the recording, and output is compared with it. Exit status: 0 if all output is equal, 1 at a "
         "difference, 2 if there is no recording.",

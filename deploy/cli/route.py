@@ -42,7 +42,6 @@ from quintet.wire.errors import ConfigError
 if TYPE_CHECKING:
     import grpc
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
 Load balancer for several servers. Each request goes to the server with the shortest expected time to first token, by load
@@ -70,11 +69,10 @@ LOOK_S = 0.1
 _log = logging.getLogger("quintet")
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "route",
-        help="load balancer for several servers",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

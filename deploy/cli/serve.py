@@ -35,7 +35,6 @@ from quintet.wire.config import EngineConfig
 if TYPE_CHECKING:
     from quintet.deploy.supervisor.startup_log import Failure
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _EXAMPLES = """\
 examples:
@@ -58,11 +57,10 @@ Exit status: 0 after a drain; 1 if startup failed; 78 for an invalid configurati
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "serve",
-        help="serve a model over HTTP",
         description="Serve a model over HTTP with an OpenAI-compatible API.",
         usage="quintet serve [MODEL] [--config FILE] [FLAG ...]",
         epilog=_EXAMPLES,

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from quintet.deploy.tools.step_account import account, bars_of, read_folder, steps_of
 from quintet.process.trace import merge
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def add_parser(subparsers: Subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "trace",
-        help="analyze a trace: time per step in every process",
         description="Merge the traces of `quintet serve --trace FOLDER` into one file for https://ui.perfetto.dev or "
         "chrome://tracing, and print the spans of the median step.",
     )

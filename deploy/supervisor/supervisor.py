@@ -24,7 +24,6 @@ from typing import Any
 
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.admin_server import AdminServer
-from quintet.deploy.supervisor.boot import Boot
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.event_loop import EventLoop
 from quintet.deploy.supervisor.metrics_refresh import MetricsRefresh
@@ -32,9 +31,8 @@ from quintet.deploy.supervisor.prefork import Prefork
 from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.service_manager import ServiceManager
-from quintet.deploy.supervisor.spawn import MODULES, Spawner
-from quintet.deploy.supervisor.standby import STANDBY_ROLES, StandbyProcesses
-from quintet.deploy.supervisor.startup_log import Failure, StartupLog, base_url, child_failure
+from quintet.deploy.supervisor.spawn import MODULES, STANDBY_ROLES, Spawner, StandbyProcesses
+from quintet.deploy.supervisor.startup_log import Boot, Failure, StartupLog, base_url, child_failure
 from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR, error_file
 from quintet.process.sockets import Bus, Inbox, Peers, address_of

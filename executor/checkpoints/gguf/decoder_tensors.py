@@ -3,21 +3,34 @@
 A file's names are the same for all architectures (``blk.0.attn_q.weight``). The spec has the names and layouts of the
 family's checkpoints, so one walk over it serves all families.
 
-`add_latent` maps the tensors of latent attention (DeepSeek V2 and V3, MiniCPM 3).
+`add_latent` maps the tensors of latent attention (DeepSeek V2 and V3, MiniCPM 3). `add_experts` maps one three-dimensional
+tensor for all gates, one for all ups, one for all downs. `add_state` maps recurrent mixers: Mamba 1 and 2, short
+convolutions, the gated delta rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quintet.executor.checkpoints.gguf.architectures import Architecture
-from quintet.executor.checkpoints.gguf.expert_tensors import add_experts
 from quintet.executor.checkpoints.gguf.header import Tensor
-from quintet.executor.checkpoints.gguf.state_tensors import add_state
 from quintet.executor.checkpoints.gguf.tensor_map import TensorMap
-from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height, scaled, unpaired
+from quintet.executor.checkpoints.gguf.tensor_recipes import (
+    Finish,
+    Recipe,
+    TensorRows,
+    height,
+    log_of_negative,
+    permuted,
+    scaled,
+    side_by_side,
+    unpaired,
+)
+from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -26,7 +39,9 @@ from quintet.executor.model_config.spec import (
     MlpSpec,
     ParallelMixerSpec,
     QkNormOver,
+    StateSpec,
 )
+from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 
 
 def add_latent(found: TensorMap, spec: LatentSpec) -> None:
@@ -161,3 +176,167 @@ def _add_feed_forward(found: TensorMap, spec: MlpSpec) -> None:
             found.module(names.gate, "ffn_gate")
     found.module(names.down, "ffn_down")
     found.norm(names.down_norm, "ffn_sub_norm", spec.down_norm)
+
+
+def add_experts(found: TensorMap, spec: ExpertsSpec) -> None:
+    """Add the recipes of one layer's experts."""
+    names, count = found.names, spec.routing.experts
+    found.module(names.router, "ffn_gate_inp")
+    row = (1, count) if spec.correction_in_row else (count,)
+    found.whole(names.correction, "exp_probs_b.bias", shape=row)
+    _add_gates_and_ups(found, spec)
+    _add_downs(found, spec)
+    _add_shared(found)
+
+
+def _add_gates_and_ups(found: TensorMap, spec: ExpertsSpec) -> None:
+    names, count, wide = found.names, spec.routing.experts, spec.width
+    rows = _gates_and_ups(found, count, wide)
+    if rows is None:
+        return
+    for expert, (gate, up) in enumerate(zip(*rows, strict=True)):
+        found.stacked(f"{names.expert_gate.format(expert=expert)}.weight", (gate,))
+        found.stacked(f"{names.expert_up.format(expert=expert)}.weight", (up,))
+    gate_bias, up_bias = found.rows("ffn_gate_exps.bias"), found.rows("ffn_up_exps.bias")
+    if gate_bias is not None and up_bias is not None:
+        found.add(names.experts_gate_up_bias, (gate_bias, up_bias), (count, 2 * wide), side_by_side)
+
+
+def _gates_and_ups(
+    found: TensorMap, count: int, wide: int
+) -> tuple[list[TensorRows], list[TensorRows]] | None:
+    """Return the gate and up rows of each expert. Files have a fused tensor, one for each kind, or (old) one for each
+    expert."""
+    both = found.rows("ffn_gate_up_exps.weight")
+    if both is not None:
+        pairs = [both.between(2 * wide * expert, 2 * wide * (expert + 1)) for expert in range(count)]
+        return [pair.between(0, wide) for pair in pairs], [pair.between(wide, 2 * wide) for pair in pairs]
+    gates, ups = (_by_expert(found, which, count, wide) for which in ("gate", "up"))
+    return None if gates is None or ups is None else (gates, ups)
+
+
+def _by_expert(found: TensorMap, which: str, count: int, height: int) -> list[TensorRows] | None:
+    whole = found.rows(f"ffn_{which}_exps.weight")
+    if whole is not None:
+        return [whole.between(height * expert, height * (expert + 1)) for expert in range(count)]
+    separate = [found.rows(f"ffn_{which}.{expert}.weight") for expert in range(count)]
+    present = [rows for rows in separate if rows is not None]
+    return present if len(present) == count else None
+
+
+def _add_downs(found: TensorMap, spec: ExpertsSpec) -> None:
+    names, count = found.names, spec.routing.experts
+    tensor = found.tensor("ffn_down_exps.weight") or found.tensor("ffn_down.0.weight")
+    downs = None if tensor is None else _by_expert(found, "down", count, tensor.shape[-2])
+    for expert, rows in enumerate(downs or ()):
+        found.stacked(f"{names.expert_down.format(expert=expert)}.weight", (rows,))
+    found.whole(names.experts_down_bias, "ffn_down_exps.bias")
+
+
+def _add_shared(found: TensorMap) -> None:
+    names = found.names
+    found.module(names.shared_gate, "ffn_gate_shexp")
+    found.module(names.shared_up, "ffn_up_shexp")
+    found.module(names.shared_down, "ffn_down_shexp")
+    router = found.tensor("ffn_gate_inp_shexp.weight")
+    if router is not None:
+        found.whole(f"{names.shared_router}.weight", "ffn_gate_inp_shexp.weight", shape=(1, router.shape[-1]))
+
+
+def add_state(found: TensorMap, spec: StateSpec, tiled: bool) -> None:
+    """Add the recipes of one layer's mixer; ``tiled``: see `Architecture`."""
+    match spec:
+        case DeltaSpec():
+            _add_delta(found, spec, tiled)
+        case MambaSpec():
+            _add_mamba(found, spec)
+        case Mamba2Spec():
+            _add_mamba2(found, spec)
+        case ShortConvSpec():
+            _add_convolution(found, "conv", "shortconv.conv", spec.channels, spec.taps)
+            found.module(_ours(found, "in_proj"), "shortconv.in_proj")
+            found.module(_ours(found, "out_proj"), "shortconv.out_proj")
+
+
+def _add_mamba(found: TensorMap, spec: MambaSpec) -> None:
+    for ours, theirs in (
+        ("in_proj", "ssm_in"),
+        ("x_proj", "ssm_x"),
+        ("dt_proj", "ssm_dt"),
+        ("out_proj", "ssm_out"),
+    ):
+        found.module(_ours(found, ours), theirs)
+    _add_convolution(found, "conv1d", "ssm_conv1d", spec.channels, spec.taps)
+    found.whole(_ours(found, "A_log"), "ssm_a", log_of_negative)
+    found.whole(_ours(found, "D"), "ssm_d")
+    for part in ("dt", "b", "c"):
+        found.norm(_ours(found, f"{part}_layernorm"), f"ssm_{part}_norm", spec.inner_norm)
+
+
+def _add_mamba2(found: TensorMap, spec: Mamba2Spec) -> None:
+    found.module(_ours(found, "in_proj"), "ssm_in")
+    found.module(_ours(found, "out_proj"), "ssm_out")
+    _add_convolution(found, "conv1d", "ssm_conv1d", spec.conv_channels, spec.taps)
+    found.whole(_ours(found, "dt_bias"), "ssm_dt.bias")
+    found.whole(_ours(found, "A_log"), "ssm_a", log_of_negative, (spec.num_heads,))
+    found.whole(_ours(found, "D"), "ssm_d", shape=(spec.num_heads,))
+    if spec.norm is not None:
+        found.whole(_ours(found, "norm.weight"), "ssm_norm.weight", shape=(spec.channels,))
+
+
+def _add_delta(found: TensorMap, spec: DeltaSpec, tiled: bool) -> None:
+    """Add a gated delta rule. Older Qwen3-Next files group queries, keys, values and gates by key head, like
+    checkpoints."""
+    keys, values, heads = spec.keys, spec.channels, spec.num_heads
+    both, qkv, gates = (found.rows(f"{name}.weight") for name in ("ssm_in", "attn_qkv", "attn_gate"))
+    wide, narrow = _grouped(spec, spec.head_dim, tiled), _grouped(spec, 1, tiled)
+    if qkv is not None and gates is not None:
+        of_values = qkv.between(2 * keys, 2 * keys + values).reordered(wide)
+        found.stacked(_ours(found, "in_proj_qkv.weight"), (qkv.between(0, 2 * keys), of_values))
+        found.stacked(_ours(found, "in_proj_z.weight"), (gates.reordered(wide),))
+    elif both is not None:
+        sizes = (spec.key_dim, spec.key_dim, values // spec.key_heads, values // spec.key_heads)
+        q, k, v, z = _by_kind(both, spec.key_heads, sizes)
+        found.stacked(_ours(found, "in_proj_qkv.weight"), (q, k, v))
+        found.stacked(_ours(found, "in_proj_z.weight"), (z,))
+    pairs = found.rows("ssm_ba.weight")
+    if pairs is not None:
+        each = heads // spec.key_heads
+        betas, alphas = _by_kind(pairs, spec.key_heads, (each, each))
+        found.stacked(_ours(found, "in_proj_b.weight"), (betas,))
+        found.stacked(_ours(found, "in_proj_a.weight"), (alphas,))
+    found.whole(_ours(found, "in_proj_b.weight"), "ssm_beta.weight", order=narrow)
+    found.whole(_ours(found, "in_proj_a.weight"), "ssm_alpha.weight", order=narrow)
+    channels = None if wide is None else np.concatenate([np.arange(2 * keys), 2 * keys + wide])
+    _add_convolution(found, "conv1d", "ssm_conv1d", 2 * keys + values, spec.taps, channels)
+    found.whole(_ours(found, "dt_bias"), "ssm_dt.bias", order=narrow)
+    found.whole(_ours(found, "A_log"), "ssm_a", log_of_negative, (heads,), narrow)
+    found.norm(_ours(found, "norm"), "ssm_norm", spec.norm)
+    moved: Finish | None = None if wide is None else permuted(wide)
+    found.whole(_ours(found, "out_proj.weight"), "ssm_out.weight", moved)
+
+
+def _grouped(spec: DeltaSpec, width: int, tiled: bool) -> NDArray[np.int64] | None:
+    """Return the rows of value heads grouped by key head; None: no reordering."""
+    if not tiled or spec.num_heads == spec.key_heads:
+        return None
+    order = np.arange(spec.num_heads * width)
+    return order.reshape(-1, spec.key_heads, width).swapaxes(0, 1).reshape(-1)
+
+
+def _by_kind(rows: TensorRows, groups: int, sizes: tuple[int, ...]) -> list[TensorRows]:
+    """Return the rows of each kind from groups that contain all kinds."""
+    inside = np.arange(groups * sum(sizes)).reshape(groups, -1)
+    ends = np.cumsum(sizes)
+    return [rows.reordered(part.reshape(-1)) for part in np.split(inside, ends[:-1], axis=1)]
+
+
+def _add_convolution(
+    found: TensorMap, ours: str, theirs: str, channels: int, taps: int, order: NDArray[np.int64] | None = None
+) -> None:
+    found.whole(_ours(found, f"{ours}.weight"), f"{theirs}.weight", shape=(channels, 1, taps), order=order)
+    found.whole(_ours(found, f"{ours}.bias"), f"{theirs}.bias")
+
+
+def _ours(found: TensorMap, name: str) -> str:
+    return f"{found.names.state_mixer}.{name}"

@@ -1,4 +1,4 @@
-"""Decoders of checkpoint formats that `quintet.executor.checkpoints.quant.decode` cannot describe.
+"""Decoders of checkpoint formats that are not scales, zero points and packed codes alone.
 
 Each is a `quintet.executor.checkpoints.quant.decode.Decoder`, named by `Scheme.decoder` of its format in
 `quintet.executor.checkpoints.quant.formats`.

@@ -134,6 +134,8 @@ class Quantization(Protocol):
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
         """Return the owner of an embedding table (rows selected by token id); None: the table stays unpacked."""
+        return None
 
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         """Return True if one layer can hold gate and up projections together; otherwise they are two layers."""
+        return True

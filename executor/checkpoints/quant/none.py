@@ -9,7 +9,7 @@ import torch
 
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.backends.cpu.ops.linear import linear
-from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.checkpoints.quant.packed import PackedLinear
 from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
 from quintet.executor.checkpoints.quant.source import Rows, RowSource, floats_of
@@ -18,7 +18,7 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.wire.errors import ConfigError
 
 
-class Unquantized:
+class Unquantized(Quantization):
     """See `quintet.executor.checkpoints.quant.method.Quantization`. Packs weights for the host kernels if those are
     available."""
 
@@ -28,14 +28,6 @@ class Unquantized:
         if plan.device.type != "cpu" or library is None:
             return RowMajorLinear(shape, plan)
         return PackedLinear(library, shape, plan, PackedFormat(FLOAT_FORMATS[plan.dtype]))
-
-    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
-        """See `Quantization.embedding`."""
-        return None
-
-    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
-        """See `Quantization.pairs`."""
-        return True
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""

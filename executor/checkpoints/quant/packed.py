@@ -17,7 +17,7 @@ import torch
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.fill import fill
-from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, PackedRun
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, PackedRun, Quantization
 from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, LAYOUT, PackedFormat
 from quintet.executor.checkpoints.quant.source import CodedRows, Rows, RowSource, declare_order, is_ordered
 from quintet.executor.checkpoints.quant.stack import PackedStack, StackMethod, StackShape
@@ -26,7 +26,7 @@ from quintet.executor.checkpoints.weights.store import Description
 from quintet.wire.errors import ConfigError
 
 
-class PackedQuantization:
+class PackedQuantization(Quantization):
     """See `quintet.executor.checkpoints.quant.method.Quantization`."""
 
     def __init__(self, name: str, packed_format: PackedFormat, of_output_layer: PackedFormat) -> None:
@@ -46,14 +46,6 @@ class PackedQuantization:
         if shape.is_exact:
             packed_format = PackedFormat(FLOAT_FORMATS[plan.dtype])
         return PackedLinear(self._library, shape, plan, packed_format)
-
-    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
-        """See `Quantization.embedding`."""
-        return None
-
-    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
-        """See `Quantization.pairs`."""
-        return True
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""

@@ -34,7 +34,7 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 
 
-class StoredQuantization:
+class StoredQuantization(Quantization):
     """See `quintet.executor.checkpoints.quant.method.Quantization`."""
 
     def __init__(
@@ -78,14 +78,6 @@ class StoredQuantization:
             by_part = [packed_format_of([scheme], plan.dtype) for scheme in schemes]
             return packed_by_part(library, shape, plan, by_part, sources)
         return PackedLinear(library, shape, plan, packed_format, sources)
-
-    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
-        """See `Quantization.embedding`."""
-        return None
-
-    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
-        """See `Quantization.pairs`."""
-        return True
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""

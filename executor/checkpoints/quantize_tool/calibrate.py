@@ -14,7 +14,7 @@ import torch
 
 from quintet.executor.backends.torch.eager import EagerRunner
 from quintet.executor.batch import Rows
-from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackShape
 from quintet.executor.checkpoints.quantize_tool.rounders import Rounder
@@ -37,7 +37,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _CPU = torch.device("cpu")
 
 
-class _Calibrating:
+class _Calibrating(Quantization):
     """A `Quantization` with layers that quantize themselves."""
 
     def __init__(self, round_: Round) -> None:
@@ -48,14 +48,6 @@ class _Calibrating:
         if shape.is_output_layer or shape.is_exact:
             return RowMajorLinear(shape, plan)
         return _CalibratingLinear(shape, plan, self._round)
-
-    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
-        """See `Quantization.embedding`."""
-        return None
-
-    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
-        """See `Quantization.pairs`."""
-        return True
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""

@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 
 from quintet.executor.checkpoints.quantize_tool.awq import AwqRounded, factors_of, in_words, narrowed
-from quintet.executor.checkpoints.quantize_tool.gptq import gptq
-from quintet.executor.checkpoints.quantize_tool.makers import Maker
-from quintet.executor.checkpoints.quantize_tool.rounding import Rounded
+from quintet.executor.checkpoints.quantize_tool.layers import Maker
+from quintet.executor.checkpoints.quantize_tool.rounding import Rounded, gptq
 from quintet.executor.checkpoints.quantize_tool.targets import Target
 
 

@@ -19,10 +19,9 @@ from tests.models.test_equal import made
 
 from quintet.deploy.cli.main import main
 from quintet.executor.checkpoints.quantize_tool.compressed import plan_of, write_compressed
-from quintet.executor.checkpoints.quantize_tool.gptq import gptq
 from quintet.executor.checkpoints.quantize_tool.layers import layers_of
 from quintet.executor.checkpoints.quantize_tool.rounders import Division
-from quintet.executor.checkpoints.quantize_tool.rounding import rounded
+from quintet.executor.checkpoints.quantize_tool.rounding import gptq, rounded
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 from quintet.executor.checkpoints.weights.load import open_files
 from quintet.executor.model_config.card import ModelCard

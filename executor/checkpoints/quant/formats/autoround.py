@@ -12,13 +12,11 @@ Bits can differ between layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quintet.executor.checkpoints.quant.formats import awq, fp8, gptq
 from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
-from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
@@ -31,40 +29,29 @@ MICROSCALED = {("mx_fp", 4): 32, ("mx_fp", 8): 32, ("nv_fp", 4): 16}
 """Group size by kind and bits."""
 
 
+NAME: Quantization = "auto-round"
+MARK = "weight_scale"
+
+
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """A `Format`: floats with group scales."""
+    """Layers of floats with group scales."""
 
     kind: str
     bits: int
     left_out: tuple[re.Pattern[str], ...]
-    name: Quantization = "auto-round"
-    mark: str = "weight_scale"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = ("*.input_global_scale", "*.input_scale")
-
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return (
-            f"auto-round: {self.bits}-bit floats ({self.kind}), groups of {MICROSCALED[self.kind, self.bits]}"
-        )
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
         is_left_out = any(pattern.search(name) for pattern in self.left_out for name in layer.names)
-        if layer.is_plain(self.mark) or is_left_out or (layer.contents is None and layer.is_output_layer):
+        if layer.is_plain(MARK) or is_left_out or (layer.contents is None and layer.is_output_layer):
             return None
         group = MICROSCALED[self.kind, self.bits]
         if self.bits == 4:
             one = "weight_global_scale" if self.kind == "nv_fp" else None
             return fp4_scheme(layer, "weight_packed", group, one, divides=True)
         shape = (layer.rows, -(-layer.depth // group))
-        return fp8_scheme(layer, self.mark, (shape,), row_group=1, group=group, exponents=True)
+        return fp8_scheme(layer, MARK, (shape,), row_group=1, group=group, exponents=True)
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
@@ -85,7 +72,9 @@ def _floats(section: ModelCard, kind: str, packing: str) -> Format:
     bits = section.whole("bits", 1, FLOAT_BITS, 8)
     if "e5m3" not in packing and (kind[:5], bits) in MICROSCALED:
         others = _others(section, gptq.GptqConfig(4, 128, True, False))
-        return Floats(kind[:5], bits, tuple(pattern for pattern, its in others if its is None))
+        layers = Floats(kind[:5], bits, tuple(pattern for pattern, its in others if its is None))
+        words = f"auto-round: {bits}-bit floats ({layers.kind}), groups of {MICROSCALED[layers.kind, bits]}"
+        return Format(NAME, words, MARK, layers.scheme, ("*.input_global_scale", "*.input_scale"))
     if kind.startswith("fp") and bits == 8:
         group = section.values.get("group_size")
         if (
@@ -93,8 +82,8 @@ def _floats(section: ModelCard, kind: str, packing: str) -> Format:
             and len(group) == 2
             and all(type(each) is int and each > 0 for each in group)
         ):
-            return fp8.Fp8("auto-round", (group[0], group[1]), (), "weight_scale_inv")
-        return fp8.Fp8("auto-round", None, (), "weight_scale")
+            return fp8.of(NAME, (group[0], group[1]), mark="weight_scale_inv")
+        return fp8.of(NAME, None)
     raise ConfigError(
         f"{section.path}: {section.inside}data_type is {kind!r:.40} of {bits} bits ({packing!r:.60}); supported:"
         " int, mx_fp (4, 8), nv_fp (4), fp (8): export as W4A16, MXFP4, NVFP4 or FP8_BLOCK"
@@ -103,7 +92,7 @@ def _floats(section: ModelCard, kind: str, packing: str) -> Format:
 
 def _integers(section: ModelCard, packing: str) -> Format:
     if "awq" in packing:
-        return replace(awq.of(section), name="auto-round")
+        return replace(awq.of(section), name=NAME)
     name = packing.removeprefix("auto_round").removeprefix(":")
     if name not in RAW_ZEROS and "gptq" not in name:
         raise ConfigError(
@@ -116,14 +105,13 @@ def _integers(section: ModelCard, packing: str) -> Format:
             f"{FLOAT_BITS}: export integer weights with integer activations in the format 'llm_compressor'",
         )
     numbers = gptq.numbers_of(section, gptq.GptqConfig(4, 128, True, False))
-    return gptq.Gptq(
-        "auto-round",
+    layers = gptq.Gptq(
         numbers,
         zero_offset=0 if name in RAW_ZEROS else 1,
         of_output_layer=section.flag("lm_head", False),
         others=_others(section, numbers),
-        ignored=("*.g_idx",),
     )
+    return layers.as_format(NAME, ("*.g_idx",))
 
 
 def _others(

@@ -13,7 +13,6 @@ words:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quintet.executor.checkpoints.quant.formats.modules import is_part_of, word_list
@@ -26,9 +25,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     StoredLayer,
     groups_in_words,
 )
-from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 MOST_GROUP = 1 << 20
@@ -37,25 +34,12 @@ BITS, IN_WORD = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """A `Format`."""
+    """Layers of one configuration."""
 
     group: int
     """Group size; 0: the whole row."""
     version: str
     left_out: tuple[str, ...]
-    name: Quantization = "awq"
-    mark: str = "qweight"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = ()
-
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return f"awq: 4 bits in {groups_in_words(self.group)}, zero points, laid out for {self.version}"
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -104,7 +88,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return of(section)
 
 
-def of(section: ModelCard) -> Awq:
+def of(section: ModelCard) -> Format:
     """Return the format that a section of a card describes."""
     bits = section.whole(("bits", "w_bit"), 1, 16, BITS)
     if bits != BITS:
@@ -119,4 +103,7 @@ def of(section: ModelCard) -> Awq:
     if group == 0:
         raise section.wrong(("group_size", "q_group_size"), "-1 or a number of columns")
     key = "modules_to_not_convert"
-    return Awq(max(group, 0), version, word_list(section.values.get(key), section.path, section.inside + key))
+    left_out = word_list(section.values.get(key), section.path, section.inside + key)
+    layers = Awq(max(group, 0), version, left_out)
+    words = f"awq: 4 bits in {groups_in_words(layers.group)}, zero points, laid out for {version}"
+    return Format("awq", words, "qweight", layers.scheme)

@@ -7,7 +7,7 @@ weight_scale  one number                factor of the product; divisor for ``bit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quintet.executor.checkpoints.quant.formats.modules import is_part_of, word_list
@@ -22,33 +22,23 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
 )
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 
 IN_BYTE = 4
 
 
+MARK = "weight_scale"
+
+
 @dataclass(frozen=True, slots=True)
 class BitNet:
-    """A `Format`."""
+    """Layers of a model."""
 
     divides: bool
     left_out: tuple[str, ...]
-    name: Quantization = "bitnet"
-    words: str = "bitnet: three values, a scale for each tensor"
-    mark: str = "weight_scale"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = ()
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        ternary = {name.removesuffix("_scale") for name in contents if name.endswith(self.mark)}
-        return total_bytes(contents, {}) + sum(
-            contents[name].num_bytes for name in ternary if name in contents
-        )
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
-        if is_part_of(layer, self.left_out) or layer.is_plain(self.mark):
+        if is_part_of(layer, self.left_out) or layer.is_plain(MARK):
             return None
         if layer.contents is None and layer.is_output_layer:
             return None
@@ -57,7 +47,7 @@ class BitNet:
         return Scheme(
             stored=(
                 Stored("weight", (layer.rows // IN_BYTE, layer.depth), ("U8",)),
-                Stored(self.mark, layer.shaped(self.mark, (1,), ()), FLOATS),
+                Stored(MARK, layer.shaped(MARK, (1,), ()), FLOATS),
             ),
             codes=Packing(2),
             group=0,
@@ -65,6 +55,11 @@ class BitNet:
             divides=self.divides,
             decoder="quintet.executor.checkpoints.quant.decode_formats:bitnet",
         )
+
+
+def _memory_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+    ternary = {name.removesuffix("_scale") for name in contents if name.endswith(MARK)}
+    return total_bytes(contents, {}) + sum(contents[name].num_bytes for name in ternary if name in contents)
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
@@ -78,6 +73,6 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     if section.flag("use_rms_norm", False):
         raise section.wrong("use_rms_norm", "false: norms inside linear layers are not supported")
     key = "modules_to_not_convert"
-    return BitNet(
-        linear == "bitlinear", word_list(section.values.get(key), section.path, section.inside + key)
-    )
+    left_out = word_list(section.values.get(key), section.path, section.inside + key)
+    layers, words = BitNet(linear == "bitlinear", left_out), "bitnet: three values, a scale for each tensor"
+    return Format("bitnet", words, MARK, layers.scheme, memory_bytes=_memory_bytes)

@@ -10,14 +10,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quintet.executor.checkpoints.quant.formats.modules import is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, Stored, StoredLayer
-from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 NF4 = (
@@ -35,28 +32,16 @@ NESTED_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes:
-    """A `Format`."""
+    """Layers of one kind of codes."""
 
     kind: str
     """``nf4``, ``fp4`` or ``int8``."""
     left_out: tuple[str, ...]
-    name: Quantization = "bitsandbytes"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = ("*.weight_format",)
 
     @property
     def mark(self) -> str:
         """See `Format`."""
         return "SCB" if self.kind == "int8" else "weight.absmax"
-
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return f"bitsandbytes: {self.kind}, {'a scale for each row' if self.kind == 'int8' else 'a scale for each block'}"
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -118,4 +103,6 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
         != "uint8"
     ):
         raise section.wrong("bnb_4bit_quant_storage", "uint8: save the model again with that storage")
-    return BitsAndBytes(kind, left_out)
+    layers = BitsAndBytes(kind, left_out)
+    words = f"bitsandbytes: {kind}, a scale for each {'row' if kind == 'int8' else 'block'}"
+    return Format("bitsandbytes", words, layers.mark, layers.scheme, ("*.weight_format",))

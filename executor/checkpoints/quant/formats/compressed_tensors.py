@@ -10,7 +10,6 @@ mxfp8-quantized        weight fp8 [rows, depth]             weight_scale uint8 [
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
@@ -24,9 +23,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     StoredLayer,
     in_words,
 )
-from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 PACKED, INTEGERS, FLOAT8 = (
@@ -91,26 +88,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """A `Format`."""
+    """Layers by groups."""
 
     groups: tuple[Group, ...]
     ignore: tuple[str, ...]
     path: str
-    name: Quantization = "compressed-tensors"
-    mark: str = "weight_scale"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = tuple(f"*.{each}" for each in UNUSED)
-
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        if not self.groups:
-            return f"{self.name}: weights as they were, scales of keys and values"
-        return in_words(self.name, (group.numbers for group in self.groups))
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -245,7 +227,11 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     ignore = word_list(section.values.get("ignore"), section.path, f"{section.inside}ignore")
     has_scales = not section.section("kv_cache_scheme").values.get("dynamic")
     mark = "weight_scale" if not of_kv_alone else "k_scale" if has_scales else ""
-    return CompressedTensors(groups, ignore, section.path, mark=mark)
+    words = in_words("compressed-tensors", (group.numbers for group in groups))
+    if not groups:
+        words += "weights as they were, scales of keys and values"
+    layers, ignored = CompressedTensors(groups, ignore, section.path), tuple(f"*.{each}" for each in UNUSED)
+    return Format("compressed-tensors", words, mark, layers.scheme, ignored)
 
 
 def _refuse_unsupported(section: ModelCard) -> None:

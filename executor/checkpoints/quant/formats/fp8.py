@@ -8,45 +8,28 @@ each token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import block_size, is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
-from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
 from quintet.wire.config import Quantization
+
+IGNORED = (
+    *("*.input_scale", "*.input_scale_ub", "*.activation_scale"),
+    *("*.k_scale", "*.v_scale", "*.kv_scale"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """A `Format`."""
+    """Layers with equal blocks."""
 
-    name: Quantization
     block: tuple[int, int] | None
     """Rows and inputs that share a scale; None: a whole tensor or row."""
     left_out: tuple[str, ...]
     mark: str
-    takes_quantization: bool = False
-    ignored: Sequence[str] = (
-        "*.input_scale",
-        "*.input_scale_ub",
-        "*.activation_scale",
-        "*.k_scale",
-        "*.v_scale",
-        "*.kv_scale",
-    )
-
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        by = "each tensor or row" if self.block is None else f"blocks of {self.block[0]} by {self.block[1]}"
-        return f"{self.name}: 8-bit floats, a scale for {by}"
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -64,18 +47,30 @@ class Fp8:
         return fp8_scheme(layer, self.mark, shapes, row_group=height, group=width)
 
 
+def of(
+    name: Quantization,
+    block: tuple[int, int] | None,
+    left_out: tuple[str, ...] = (),
+    mark: str = "weight_scale",
+) -> Format:
+    """Return a format of 8-bit floats."""
+    by = "each tensor or row" if block is None else f"blocks of {block[0]} by {block[1]}"
+    words = f"{name}: 8-bit floats, a scale for {by}"
+    return Format(name, words, mark, Fp8(block, left_out, mark).scheme, IGNORED)
+
+
 def recognise(card: ModelCard, section: ModelCard) -> Format:
     """Return the format of a card with ``quant_method`` ``fp8``."""
     block = None
     if section.has("weight_block_size"):
         block = block_size(section, "weight_block_size")
     mark = "weight_scale" if block is None else "weight_scale_inv"
-    return Fp8("fp8", block, _left_out(section), mark)
+    return of("fp8", block, _left_out(section), mark)
 
 
 def recognise_fbgemm(card: ModelCard, section: ModelCard) -> Format:
     """Return the format of a card with ``quant_method`` ``fbgemm_fp8``: a scale for each row."""
-    return Fp8("fbgemm_fp8", None, _left_out(section), "weight_scale")
+    return of("fbgemm_fp8", None, _left_out(section))
 
 
 def _left_out(section: ModelCard) -> tuple[str, ...]:

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from quintet.executor.checkpoints.gguf.types import BY_NAME
-from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
+from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 
 
-@dataclass(frozen=True, slots=True)
-class Gguf:
-    """A `Format`."""
+def of(types: Sequence[str]) -> Format:
+    """Return the format of a file with these types; `quintet.executor.checkpoints.quant.gguf` makes the layers."""
+    words = f"gguf: {', '.join(types)}"
+    return Format("gguf", words, "", lambda layer: None, memory_bytes=_memory_bytes, takes_quantization=True)
 
-    types: tuple[str, ...]
-    name: Quantization = "gguf"
-    mark: str = ""
-    ignored: Sequence[str] = ()
-    takes_quantization: bool = True
 
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return f"gguf: {', '.join(self.types)}"
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        return sum(
-            BY_NAME[entry.dtype].num_packed_bytes(entry.num_bytes, dtype_bytes) for entry in contents.values()
-        )
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`. Returns None: `quintet.executor.checkpoints.quant.gguf` makes the layers."""
-        return None
+def _memory_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+    return sum(
+        BY_NAME[entry.dtype].num_packed_bytes(entry.num_bytes, dtype_bytes) for entry in contents.values()
+    )
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
@@ -43,4 +27,4 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     types = section.values.get("types")
     if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
         raise section.wrong("types", "the types of the file's tensors: serve the .gguf file itself")
-    return Gguf(tuple(types))
+    return of(types)

@@ -11,7 +11,7 @@ Tensors of AutoGPTQ and GPTQModel:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quintet.executor.checkpoints.quant.formats.modules import compiled, is_part_of, word_list
@@ -53,9 +53,8 @@ class GptqConfig:
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """A `Format`."""
+    """Layers of a model."""
 
-    name: Quantization
     numbers: GptqConfig
     zero_offset: int
     """1 if stored zero points are one less than the real ones."""
@@ -63,14 +62,11 @@ class Gptq:
     left_out: tuple[str, ...] = ()
     others: tuple[tuple[re.Pattern[str], GptqConfig | None], ...] = ()
     """Name patterns of layers with another configuration, or None for unquantized ones."""
-    mark = "qweight"
-    takes_quantization = False
-    ignored: Sequence[str] = ()
 
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return f"{self.name}: {self.numbers.words}"
+    def as_format(self, name: Quantization, ignored: tuple[str, ...]) -> Format:
+        """Return the format."""
+        words = f"{name}: {self.numbers.words}"
+        return Format(name, words, "qweight", self.scheme, ignored, self.memory_bytes)
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
@@ -136,8 +132,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
         )
     numbers = numbers_of(section, GptqConfig(4, 128, True, False))
     symmetric = section.flag(("sym", "symmetric"), True)
-    return Gptq(
-        "gptq",
+    layers = Gptq(
         replace(numbers, symmetric=symmetric),
         zero_offset=1 if version == "gptq" else 0,
         of_output_layer=section.flag("lm_head", False),
@@ -145,9 +140,9 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
             section.values.get("modules_to_not_convert"), section.path, "modules_to_not_convert"
         ),
         others=_others(section, numbers),
-        # Without desc_act groups are contiguous.
-        ignored=() if numbers.by_activations else ("*.g_idx",),
     )
+    # Without desc_act groups are contiguous.
+    return layers.as_format("gptq", () if numbers.by_activations else ("*.g_idx",))
 
 
 def numbers_of(section: ModelCard, usual: GptqConfig) -> GptqConfig:

@@ -10,7 +10,7 @@ one value of every group (axis 0).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quintet.executor.checkpoints.quant.formats.modules import word_list
@@ -27,7 +27,6 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
 )
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import ITEM_BYTES
 
@@ -35,6 +34,7 @@ STORED_BITS = {8: 8, 6: 8, 5: 8, 4: 4, 3: 3, 2: 2, 1: 1}
 """Bits of a code in the file, by its bits."""
 IN_WORD = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 """Codes in a byte by stored bits; in a 32-bit word for 3 bits."""
+MARK = "W_q"
 MOST_GROUP = 1 << 20
 LEAST_GROUP = 16
 """Kernels support multiples of this group size."""
@@ -86,25 +86,21 @@ class HqqConfig:
 
 @dataclass(frozen=True, slots=True)
 class Hqq:
-    """A `Format`."""
+    """Layers by their tags."""
 
     usual: HqqConfig | None
     by_tag: Mapping[str, HqqConfig]
     """Keyed by a layer's name without ``model``, ``layers`` and indices."""
     skipped: tuple[str, ...]
-    name: Quantization = "hqq"
-    mark: str = "W_q"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = tuple(f"*.{each}" for each in BESIDE)
 
     @property
     def _all(self) -> list[HqqConfig]:
         return [*([self.usual] if self.usual else []), *self.by_tag.values()]
 
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return in_words(self.name, self._all)
+    def as_format(self) -> Format:
+        """Return the format."""
+        ignored = tuple(f"*.{each}" for each in BESIDE)
+        return Format("hqq", in_words("hqq", self._all), MARK, self.scheme, ignored, self.memory_bytes)
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
@@ -117,13 +113,13 @@ class Hqq:
         """See `Format`."""
         tag = tag_of(layer.name)
         numbers = self.by_tag.get(tag, self.usual)
-        if numbers is None or tag in self.skipped or layer.is_plain(self.mark):
+        if numbers is None or tag in self.skipped or layer.is_plain(MARK):
             return None
         count, group, bits = layer.rows * layer.depth, numbers.group or layer.depth, STORED_BITS[numbers.bits]
         if count % group:
             layer.refuse(f"HQQ needs a multiple of {group} weights (group_size)")
         lines, width = (count // group, group) if numbers.axis else (group, count // group)
-        kind = layer.kind(self.mark) or ("I32" if bits == 3 else "U8")
+        kind = layer.kind(MARK) or ("I32" if bits == 3 else "U8")
         # The file may view codes as floats.
         octets, size = width * (4 if bits == 3 else 1), ITEM_BYTES.get(kind, 1)
         if bits != 3 and lines % IN_WORD[bits]:
@@ -163,13 +159,13 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     skipped = word_list(section.values.get(key), section.path, section.inside + key)
     inner = section.section("quant_config")
     if inner.has("weight_quant_params"):
-        return Hqq(_numbers(inner), {}, skipped)
+        return Hqq(_numbers(inner), {}, skipped).as_format()
     by_tag = {tag: _numbers(inner.section(tag)) for tag in inner.values if inner.has(tag)}
     if not by_tag:
         raise section.wrong(
             "quant_config", "an object with weight_quant_params, or one for each kind of layer"
         )
-    return Hqq(None, by_tag, skipped)
+    return Hqq(None, by_tag, skipped).as_format()
 
 
 def _numbers(section: ModelCard) -> HqqConfig:

@@ -13,7 +13,7 @@ previous layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -28,9 +28,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     StoredLayer,
     in_words,
 )
-from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 MIXED = "MIXED_PRECISION"
@@ -51,6 +49,10 @@ GROUPS = dict.fromkeys(NVFP4, 16) | {"MXFP8": 32, "W4A8_MXFP4_FP8": 32}
 MOST_GROUP = 1 << 20
 
 
+MARK = "weight_scale"
+IGNORED = ("*.input_scale", "*.k_scale", "*.v_scale", "*.k_proj.output_scale", "*.v_proj.output_scale")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptConfig:
     """Configuration of a layer's weights."""
@@ -66,39 +68,26 @@ class ModelOptConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelOpt:
-    """A `Format`."""
+    """Layers by their names."""
 
     usual: ModelOptConfig | None
     left_out: tuple[str, ...]
     """Name patterns; ``*`` matches anything."""
     by_name: Mapping[str, ModelOptConfig]
-    name: Quantization = "modelopt"
-    mark: str = "weight_scale"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = (
-        "*.input_scale",
-        "*.k_scale",
-        "*.v_scale",
-        "*.k_proj.output_scale",
-        "*.v_proj.output_scale",
-    )
 
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return in_words(self.name, (self.usual, *self.by_name.values()))
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        return sum(entry.num_bytes for entry in contents.values())
+    def as_format(self) -> Format:
+        """Return the format."""
+        return Format(
+            "modelopt", in_words("modelopt", (self.usual, *self.by_name.values())), MARK, self.scheme, IGNORED
+        )
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
         numbers = next((self.by_name[name] for name in layer.names if name in self.by_name), self.usual)
         is_left_out = any(fnmatchcase(name, each) for name in layer.names for each in self.left_out)
-        if numbers is None or layer.is_plain(self.mark) or is_left_out:
+        if numbers is None or layer.is_plain(MARK) or is_left_out:
             return None
-        scheme = _scheme(layer, numbers, self.mark)
+        scheme = _scheme(layer, numbers, MARK)
         factors = "pre_quant_scale"
         if layer.entry(factors) is None:
             return scheme
@@ -158,11 +147,12 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     for key in ("exclude_modules", "ignore"):
         left_out += word_list(inner.values.get(key), section.path, inner.inside + key)
     if inner.values.get("quant_algo") != MIXED:
-        return ModelOpt(_numbers(inner), left_out, {})
+        return ModelOpt(_numbers(inner), left_out, {}).as_format()
     layers = inner.section("quantized_layers")
     if not layers.values:
         raise inner.wrong("quantized_layers", "an object with the quantization of each layer")
-    return ModelOpt(None, left_out, {name: _numbers(layers.section(name)) for name in layers.values})
+    by_name = {name: _numbers(layers.section(name)) for name in layers.values}
+    return ModelOpt(None, left_out, by_name).as_format()
 
 
 def _numbers(section: ModelCard) -> ModelOptConfig:

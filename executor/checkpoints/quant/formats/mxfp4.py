@@ -9,33 +9,9 @@ unquantized.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
-from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Mxfp4:
-    """A `Format`."""
-
-    name: Quantization = "mxfp4"
-    words: str = "mxfp4: experts of 4 bits in groups of 32"
-    mark: str = "_blocks"
-    ignored: Sequence[str] = ()
-    takes_quantization: bool = True
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        return sum(entry.num_bytes for entry in contents.values())
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        return None
 
 
 def recognise(card: ModelCard, section: ModelCard) -> Format:
@@ -45,4 +21,5 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
             f"{card.path}: quant_method 'mxfp4' is supported only for gpt-oss's experts: use the"
             " original checkpoint"
         )
-    return Mxfp4()
+    words = "mxfp4: experts of 4 bits in groups of 32"
+    return Format("mxfp4", words, "_blocks", lambda layer: None, takes_quantization=True)

@@ -10,7 +10,6 @@ With ``pack_method`` reorder, words of int4 and uint4 are AWQ's. Codes and zero 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -26,9 +25,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     groups_in_words,
     in_words,
 )
-from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 KNOWN = {
@@ -42,6 +39,10 @@ KNOWN = {
 GROUP, IN_WORD = 32, 8
 MOST_GROUP = 1 << 20
 ZEROS = "weight_zero_point"
+
+
+MARK = "weight_scale"
+IGNORED = ("*.input_*", "*.output_*", "*.k_scale", "*.v_scale", "*.kv_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class QuarkConfig:
 
 @dataclass(frozen=True, slots=True)
 class Quark:
-    """A `Format`."""
+    """Layers by their names."""
 
     usual: QuarkConfig | None
     others: tuple[tuple[str, QuarkConfig | None], ...]
@@ -72,19 +73,6 @@ class Quark:
     reorders: bool
     left_out: tuple[str, ...]
     path: str
-    name: Quantization = "quark"
-    mark: str = "weight_scale"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = ("*.input_*", "*.output_*", "*.k_scale", "*.v_scale", "*.kv_scale")
-
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return in_words(self.name, (self.usual, *(numbers for _, numbers in self.others)))
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        return sum(entry.num_bytes for entry in contents.values())
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -92,21 +80,17 @@ class Quark:
             its for pattern, its in self.others if any(fnmatchcase(name, pattern) for name in layer.names)
         ]
         numbers = found[0] if found else self.usual
-        if (
-            numbers is None
-            or layer.is_plain(self.mark)
-            or is_named(layer, self.left_out, self.path, "exclude")
-        ):
+        if numbers is None or layer.is_plain(MARK) or is_named(layer, self.left_out, self.path, "exclude"):
             return None
         if numbers.dtype == "fp4":
             return fp4_scheme(layer, "weight", GROUP, None, divides=False)
         if numbers.dtype == "int8":
-            return _eight_bits(layer, numbers, self.mark)
+            return _eight_bits(layer, numbers, MARK)
         if numbers.group:
-            return _four_bits(layer, numbers, self.mark, self.reorders)
+            return _four_bits(layer, numbers, MARK, self.reorders)
         if numbers.by == "per_channel":
-            return fp8_scheme(layer, self.mark, ((layer.rows,), (layer.rows, 1)), row_group=1, group=0)
-        return fp8_scheme(layer, self.mark, ((), (1,)), row_group=0, group=0)
+            return fp8_scheme(layer, MARK, ((layer.rows,), (layer.rows, 1)), row_group=1, group=0)
+        return fp8_scheme(layer, MARK, ((), (1,)), row_group=0, group=0)
 
 
 def _eight_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str) -> Scheme:
@@ -174,7 +158,9 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
         raise section.wrong("global_quant_config", "an object with the quantization of weights")
     reorders = section.section("export").word("pack_method", ("reorder", "order"), "reorder") == "reorder"
     left_out = word_list(section.values.get("exclude"), section.path, f"{section.inside}exclude")
-    return Quark(usual, others, reorders, left_out, section.path)
+    words = in_words("quark", (usual, *(numbers for _, numbers in others)))
+    its = Quark(usual, others, reorders, left_out, section.path)
+    return Format("quark", words, MARK, its.scheme, IGNORED)
 
 
 def _numbers(section: ModelCard) -> QuarkConfig | None:

@@ -6,7 +6,7 @@ A weight is ``[rows, depth]`` (rows are outputs) of values ``(code - zero) * sca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NoReturn, Protocol
@@ -174,34 +174,29 @@ class StoredLayer:
         raise ConfigError(f"layer {self.name!r} [{self.rows}, {self.depth}]: {why}")
 
 
-class Format(Protocol):
+def stored_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+    """Return the size of the checkpoint's tensors: `Format.memory_bytes` of a format that stays as it is stored."""
+    return sum(entry.num_bytes for entry in contents.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
     """A recognised checkpoint format."""
 
-    @property
-    def name(self) -> Quantization:
-        """Name for ``--quantization``."""
-
-    @property
-    def words(self) -> str:
-        """Description of the configuration for messages: ``gptq: 4 bits in groups of 128``."""
-
-    @property
-    def mark(self) -> str:
-        """Suffix of one tensor name that every quantized layer has."""
-
-    @property
-    def ignored(self) -> Sequence[str]:
-        """Name patterns of unneeded tensors; see `quintet.executor.checkpoints.weights.plan.WeightPlan.ignored`."""
-
-    @property
-    def takes_quantization(self) -> bool:
-        """True if a ``--quantization`` may round the stored weights further."""
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """Return an estimate of the loaded weights' memory in bytes. dtype_bytes: size of the model's number format."""
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """Return the coding of a layer; None if it is unquantized. Raises `ConfigError` for a layer that cannot be read."""
+    name: Quantization
+    """Name for ``--quantization``."""
+    words: str
+    """Description of the configuration for messages: ``gptq: 4 bits in groups of 128``."""
+    mark: str
+    """Suffix of one tensor name that every quantized layer has."""
+    scheme: Callable[[StoredLayer], Scheme | None]
+    """Returns the coding of a layer; None if it is unquantized. Raises `ConfigError` for a layer that cannot be read."""
+    ignored: tuple[str, ...] = ()
+    """Name patterns of unneeded tensors; see `quintet.executor.checkpoints.weights.plan.WeightPlan.ignored`."""
+    memory_bytes: Callable[[Mapping[str, Entry], int], int] = stored_bytes
+    """Returns an estimate of the loaded weights' memory in bytes, for a size in bytes of the model's number format."""
+    takes_quantization: bool = False
+    """True if a ``--quantization`` may round the stored weights further."""
 
 
 class LayerScheme(Protocol):

@@ -11,7 +11,7 @@ Outliers are added to these values, in compressed sparse rows and in whole dense
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quintet.executor.checkpoints.quant.formats.scheme import (
@@ -24,7 +24,6 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
 )
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 
 SPARSE = {"rows": "I32", "cols": "I32", "vals": "F32", "full_rows": "F32", "full_row_indices": "I32"}
 """Suffixes and number formats of a layer's outliers."""
@@ -34,24 +33,18 @@ TABLE_BYTES = 68
 """Bytes of an output's table in memory: 16 fp32 values and a scale."""
 
 
+MARK = "lookup_table"
+
+
 @dataclass(frozen=True, slots=True)
 class SqueezeLlm:
-    """A `Format`."""
+    """Layers of one number of bits."""
 
     bits: int
-    name: Quantization = "squeezellm"
-    mark: str = "lookup_table"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = ("*.startrows",)
-
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return f"squeezellm: {self.bits} bits, a table of {1 << self.bits} numbers for each row"
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
-        kept = dict.fromkeys((*SPARSE, "qweight", self.mark), 0.0) | {"vals": 2.0, "full_rows": 2.0}
+        kept = dict.fromkeys((*SPARSE, "qweight", MARK), 0.0) | {"vals": 2.0, "full_rows": 2.0}
         total = total_bytes(contents, kept)
         for name, entry in contents.items():
             if name.endswith(".qweight") and len(entry.shape) == 2:
@@ -66,7 +59,7 @@ class SqueezeLlm:
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
-        if layer.is_output_layer or layer.is_plain(self.mark):
+        if layer.is_output_layer or layer.is_plain(MARK):
             return None
         if layer.depth * self.bits % 32:
             layer.refuse(f"SqueezeLLM needs columns of {self.bits} bits that fill whole 32-bit words")
@@ -75,7 +68,7 @@ class SqueezeLlm:
             0,
             [
                 Stored("qweight", (layer.depth * self.bits // 32, layer.rows), ("I32",)),
-                Stored(self.mark, (layer.rows, 1 << self.bits), ("F32", "F16", "BF16")),
+                Stored(MARK, (layer.rows, 1 << self.bits), ("F32", "F16", "BF16")),
             ],
         )
         for first, others in (("rows", ("cols", "vals")), ("full_rows", ("full_row_indices",))):
@@ -110,4 +103,6 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     bits = section.whole(key, 1, 16)
     if bits not in (3, 4):
         raise section.wrong(key, "3 or 4")
-    return SqueezeLlm(bits)
+    layers = SqueezeLlm(bits)
+    words = f"squeezellm: {bits} bits, a table of {1 << bits} numbers for each row"
+    return Format("squeezellm", words, MARK, layers.scheme, ("*.startrows",), layers.memory_bytes)

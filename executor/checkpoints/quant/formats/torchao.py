@@ -11,7 +11,7 @@ point and are added to the products. Older versions wrote ``weight:`` for ``_wei
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme
@@ -29,7 +29,6 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
 )
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.card import ModelCard
-from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 INT8, INTX, INT4, FLOAT8 = "8-bit integers", "integers in bytes", "4-bit integers", "8-bit floats"
@@ -76,24 +75,21 @@ class TorchAoConfig:
 
 @dataclass(frozen=True, slots=True)
 class TorchAo:
-    """A `Format`."""
+    """Layers by their names."""
 
     usual: TorchAoConfig | None
     by_name: tuple[tuple[str | re.Pattern[str], TorchAoConfig | None], ...]
     left_out: tuple[str, ...]
-    name: Quantization = "torchao"
-    mark: str = "qdata"
-    takes_quantization: bool = False
-    ignored: Sequence[str] = ("*act_quant_scale", "*act_quant_zero_point")
 
     @property
     def _all(self) -> list[TorchAoConfig | None]:
         return [self.usual, *(numbers for _, numbers in self.by_name)]
 
-    @property
-    def words(self) -> str:
-        """See `Format`."""
-        return in_words(self.name, self._all)
+    def as_format(self) -> Format:
+        """Return the format."""
+        ignored = ("*act_quant_scale", "*act_quant_zero_point")
+        words = in_words("torchao", self._all)
+        return Format("torchao", words, "qdata", self.scheme, ignored, self.memory_bytes)
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
@@ -236,7 +232,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     default = section.section("quant_type").section("default")
     by_names = BY_NAMES.get(str(default.values.get("_type")))
     if by_names is None:
-        return TorchAo(_numbers(default), (), left_out)
+        return TorchAo(_numbers(default), (), left_out).as_format()
     usual, found = None, []
     others = default.section("_data").section(by_names)
     for name in others.values:
@@ -252,7 +248,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
             found.append((pattern, numbers))
     if usual is None and not any(numbers for _, numbers in found):
         raise default.wrong("_data", "an object with the quantization of some layers")
-    return TorchAo(usual, tuple(found), left_out)
+    return TorchAo(usual, tuple(found), left_out).as_format()
 
 
 def _numbers(section: ModelCard) -> TorchAoConfig:
