@@ -1,14 +1,11 @@
-"""Keys of the contents that a request needs, per group; KV tiers store contents under them."""
+"""Keys of the contents that a request needs, per group; KV back ends store contents under them."""
 
 from __future__ import annotations
 
 from itertools import takewhile
 
-from quintet.core.hooks import PrefixMatch
-from quintet.core.kv.groups import GroupBlocks
-from quintet.core.kv.prefetch import Prefetches
 from quintet.core.kv.prefix import digest_after, extend_chain, key_of
-from quintet.core.requests.request import Request, Status
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 
 
@@ -44,33 +41,3 @@ def digests_of(state: SchedulerState, request: Request, num_blocks: int) -> list
     """Return the digests of a request's first full blocks."""
     extend_chain(request.kv.digests, request.salt_digest, request.tokens, state.limits.block_size, num_blocks)
     return request.kv.digests[:num_blocks]
-
-
-def match_fetched(state: SchedulerState, request: Request, fetches: Prefetches) -> PrefixMatch | None:
-    """Match blocks on the device, then blocks fetched for a request."""
-    limits, index = state.limits, state.pool.index
-    fetch = fetches.requests.get(request.request_id)
-    if fetch is None or not fetch.num_tokens or request.status is Status.RUNNING:
-        return None
-    shared: list[GroupBlocks] = []
-    restored: list[list[int]] = []
-    num_tokens = fetch.num_tokens
-    for group, spec in enumerate(limits.groups.all):
-        keys = keys_after(state, request, group, num_tokens)
-        blocks = run_of(keys, index.block_of)
-        fetched = fetches.fetch(request.request_id, keys[len(blocks) :])
-        if fetched is None:
-            return None
-        if limits.groups.is_plain:
-            num_tokens = (len(blocks) + len(fetched)) * limits.block_size
-        elif len(blocks) + len(fetched) < len(keys):
-            return None
-        begin = 0 if spec.is_state else limits.groups.first_block(group, num_tokens)
-        shared.append(GroupBlocks(begin, blocks))
-        restored.append(fetched)
-    if not any(restored):
-        return None
-    num_cached = min(num_tokens, request.num_prompt)
-    return PrefixMatch(
-        num_tokens, shared, num_cached=num_cached, num_queried=len(request.tokens), restored=restored
-    )

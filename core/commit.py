@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from quintet.core.block_keys import digests_of, keys_after, run_of
+from quintet.core.block_keys import digests_of, keys_after
+from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
@@ -23,7 +24,7 @@ from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
 
 def offer(state: SchedulerState, request: Request) -> None:
     """Offer the full prompt blocks of a request that has just ended, while the device still has them."""
-    peers, kv_transfer = state.pool.tiers.peers, request.spec.kv_transfer
+    peers, kv_transfer = state.pool.tiers.find(PeerPool), request.spec.kv_transfer
     if peers is None or kv_transfer is None or not kv_transfer.offers:
         return
     limits, index = state.limits, state.pool.index
@@ -31,8 +32,7 @@ def offer(state: SchedulerState, request: Request) -> None:
     most = request.num_prompt // size
     num_blocks = reach(index.block_of, digests_of(state, request, most), most, groups, size)
     for group in range(len(groups)):
-        keys = keys_after(state, request, group, num_blocks * size)
-        peers.offer(dict(zip(keys, run_of(keys, index.block_of), strict=True)))
+        peers.offer(keys_after(state, request, group, num_blocks * size))
 
 
 def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessages:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+
+from quintet.wire.kv_tiers import TierName
 
 
 @dataclass(slots=True)
@@ -24,27 +27,8 @@ class Counters:
     swap_in_blocks: int = 0
     swap_out_bytes: int = 0
     swap_in_bytes: int = 0
-    disk_stored_blocks: int = 0
-    disk_unstored_blocks: int = 0
-    """Blocks that could not be stored."""
-    disk_fetched_blocks: int = 0
-    disk_missed_blocks: int = 0
-    """Blocks that were absent or damaged on disk."""
-    disk_stored_bytes: int = 0
-    disk_fetched_bytes: int = 0
-    peer_offered_blocks: int = 0
-    """Blocks copied from the device for other servers."""
-    peer_fetched_blocks: int = 0
-    peer_missed_blocks: int = 0
-    """Blocks that another server did not deliver or delivered damaged."""
-    peer_fetched_bytes: int = 0
-    store_kept_runs: int = 0
-    store_unkept_runs: int = 0
-    """Chunks that could not be stored in the shared store."""
-    store_fetched_blocks: int = 0
-    store_missed_blocks: int = 0
-    """Blocks that the store did not deliver or delivered damaged."""
-    store_fetched_bytes: int = 0
+    transfers: Counter[tuple[TierName, str]] = field(default_factory=Counter)
+    """Objects, blocks and bytes of KV back ends, by name (`quintet.core.kv_services.kv_tier_client`)."""
     executor_losses: int = 0
     poison_requests: int = 0
     poison_rejections: int = 0

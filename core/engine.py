@@ -125,7 +125,7 @@ class Engine:
             for request in list(before.running):
                 before.preempt(request)
             self._retain_ended(before, now_ns)
-        tiers = self.tier_client.tiers(message, limits, cache)
+        tiers = self.tier_client.tiers(message, limits)
         pool = BlockPool(limits.num_blocks, tiers, self.kv_admin.pins)
         self.state = state = SchedulerState(
             limits, self._hooks, pool, free_slots=list(range(limits.num_slots))
@@ -344,14 +344,14 @@ class Engine:
             plan.tables = self._tables
         return plan
 
-    def kv_orders(self, now_ns: int) -> KvTierRequests | None:
-        """Return the KV transfers for the executor, if any. Called before each plan and after the last one."""
-        return self.tier_client.orders(self.state, self._tables, now_ns)
+    def kv_requests(self, now_ns: int) -> list[KvTierRequests]:
+        """Return the KV transfers for the executor. Called before each plan and after the last one."""
+        return self.tier_client.requests(self.state, self._tables, now_ns)
 
-    def kv_answers(self, message: KvTierResults) -> None:
+    def kv_results(self, message: KvTierResults) -> None:
         """Apply results of KV transfers. Results for earlier tables are ignored."""
         if (message.executor_epoch, message.tables) == (self.executor_epoch, self._tables):
-            self.tier_client.answer(self.state, message)
+            self.tier_client.apply(self.state, message)
             self.kv_admin.files.apply(self.state, message.files)
 
     def commit(self, result: StepResult, now_ns: int) -> StepMessages:

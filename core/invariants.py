@@ -78,9 +78,6 @@ def _check_blocks(state: SchedulerState) -> None:
     assert all(key in pool.pins.held for key in pool.pins.wanted if key in index.block_of), (
         "indexed and pinned, but not held"
     )
-    due = {} if pool.tiers.disk is None else pool.tiers.disk.due
-    for key, block in (*(index.registered or {}).items(), *due.items()):
-        assert index.block_of.get(key) == block, ("would be stored with the wrong content", key, block)
     assert index.key_of.keys() >= pool.cached.keys(), pool.cached
     assert index.key_of.keys().isdisjoint(pool.free), pool.free
     in_flight = {flight.step for flight in state.in_flight}

@@ -180,7 +180,7 @@ class Core:
         elif isinstance(message, Unknown):
             self._send_unknown(unpack_i64(message.request_ids))
         elif isinstance(message, KvTierResults):
-            self.engine.kv_answers(message)
+            self.engine.kv_results(message)
         elif isinstance(message, StoredBlocks):
             self.engine.tier_client.add_stored(message)
         elif isinstance(message, KvQuery):
@@ -325,8 +325,8 @@ class Core:
 
     def _send_transfers(self) -> None:
         """Send KV transfers: after the plans that write a block, before any plan that could overwrite it."""
-        orders = self.engine.kv_orders(self.process.now_ns)
-        for message in (orders, self.engine.kv_admin.take_changes()):
+        changed_pins = self.engine.kv_admin.take_changes()
+        for message in (*self.engine.kv_requests(self.process.now_ns), changed_pins):
             if message is not None:
                 self.process.peers.send(Role.EXECUTOR, self.process.me.index, message)
 

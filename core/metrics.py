@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from quintet.core.scheduler_state import Limits, RequestEnd, SchedulerState
+from quintet.wire.kv_tiers import TierName
 from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metrics
 
 S = 1e-9
 
 
-def _disk_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
-    """Yield the disk tier's counters, by attribute of `quintet.core.counters`."""
-    for name, what in (
-        ("stored", "written"),
-        ("unstored", "not written because the disk is slow or full"),
-        ("fetched", "read"),
-        ("missed", "requested, but absent or damaged"),
+def _transfer_counters(metrics: Metrics) -> Iterator[tuple[tuple[TierName, str], CounterSeries]]:
+    """Yield the counters of KV back ends, by key of `Counters.transfers`."""
+    tiers: tuple[tuple[TierName, str, dict[str, tuple[str, str]]], ...] = (
+        (
+            *("disk", "KV blocks on disk"),
+            {
+                "stored_objects": ("stored", "written"),
+                "unstored_objects": ("unstored", "not written because the disk is slow or full"),
+                "fetched_blocks": ("fetched", "read"),
+                "missed_blocks": ("missed", "requested, but absent or damaged"),
+            },
+        ),
+        (
+            *("peer", "KV blocks between servers"),
+            {
+                "offered_blocks": ("offered", "copied for other servers to fetch"),
+                "fetched_blocks": ("fetched", "received from another server"),
+                "missed_blocks": ("missed", "requested from another server, but not received or damaged"),
+            },
+        ),
+        (
+            *("store", "KV blocks of the shared store"),
+            {
+                "fetched_blocks": ("fetched", "received"),
+                "missed_blocks": ("missed", "requested, and not received or incomplete"),
+            },
+        ),
+    )
+    for tier, blocks, events in tiers:
+        for name, (event, what) in events.items():
+            help = f"{blocks}, by event; {event}: {what}."
+            yield (tier, name), metrics.counter(f"kv_{tier}_blocks", help, event=event)
+        for event in ("stored", "fetched") if tier == "disk" else ("fetched",):
+            bytes_moved = metrics.counter(f"kv_{tier}_bytes", "Bytes of these blocks.", event=event)
+            yield (tier, f"{event}_bytes"), bytes_moved
+    for name, event, what in (
+        ("stored_objects", "kept", "stored"),
+        ("unstored_objects", "unkept", "not stored: the store is full, slow or unreachable"),
     ):
-        help = f"KV blocks on disk, by event; {name}: {what}."
-        yield f"disk_{name}_blocks", metrics.counter("kv_disk_blocks", help, event=name)
-    for name in ("stored", "fetched"):
-        yield f"disk_{name}_bytes", metrics.counter("kv_disk_bytes", "Bytes of these blocks.", event=name)
-
-
-def _peer_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
-    """Yield the counters of KV exchange with peers."""
-    for name, what in (
-        ("offered", "copied for other servers to fetch"),
-        ("fetched", "received from another server"),
-        ("missed", "requested from another server, but not received or damaged"),
-    ):
-        help = f"KV blocks between servers, by event; {name}: {what}."
-        yield f"peer_{name}_blocks", metrics.counter("kv_peer_blocks", help, event=name)
-    bytes_fetched = metrics.counter("kv_peer_bytes", "Bytes of these blocks.", event="fetched")
-    yield "peer_fetched_bytes", bytes_fetched
-
-
-def _store_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
-    """Yield the shared store's counters."""
-    for name, what in (
-        ("kept", "stored"),
-        ("unkept", "not stored: the store is full, slow or unreachable"),
-    ):
-        help = f"Chunks of KV blocks for the shared store, by event; {name}: {what}."
-        yield f"store_{name}_runs", metrics.counter("kv_store_runs", help, event=name)
-    for name, what in (("fetched", "received"), ("missed", "requested, and not received or incomplete")):
-        help = f"KV blocks of the shared store, by event; {name}: {what}."
-        yield f"store_{name}_blocks", metrics.counter("kv_store_blocks", help, event=name)
-    bytes_fetched = metrics.counter("kv_store_bytes", "Bytes of these blocks.", event="fetched")
-    yield "store_fetched_bytes", bytes_fetched
+        help = f"Chunks of KV blocks for the shared store, by event; {event}: {what}."
+        yield ("store", name), metrics.counter("kv_store_runs", help, event=event)
 
 
 def _swap_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
@@ -85,10 +85,8 @@ class CoreMetrics:
         self.waiting_for_capacity = gauge("num_requests_waiting_by_reason", help, reason="capacity")
         self.deferred = gauge("num_requests_waiting_by_reason", help, reason="deferred")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
+        self._transfers = tuple(_transfer_counters(metrics))
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
-            *_disk_counters(metrics),
-            *_peer_counters(metrics),
-            *_store_counters(metrics),
             *_swap_counters(metrics),
             *_draft_counters(metrics),
             ("preemptions", counter("num_preemptions", "Requests that lost their blocks to another.")),
@@ -181,6 +179,8 @@ class CoreMetrics:
         self.kv_usage.set(pool.num_used / pool.num_blocks if pool.num_blocks else 0.0)
         for name, series in self._counters:
             series.value = getattr(state.counters, name)
+        for transfer, series in self._transfers:
+            series.value = state.counters.transfers[transfer]
 
     def note_endings(self, state: SchedulerState, now_ns: int) -> None:
         """Observe queue times and ended choices since the last call."""

@@ -285,8 +285,7 @@ class SchedulerState:
         request.register_at = (num_full + 1) * block_size
         if self.events is not None:
             self.events.stored(request, first, num_full)
-        if self.pool.tiers.store is not None:
-            self.pool.tiers.store.queue_chunks(digests, first, num_full)
+        self.pool.tiers.completed(digests, first, num_full)
         if self.limits.groups.is_plain:
             blocks = request.kv.held[0].blocks
             for position in range(first, num_full):
@@ -317,8 +316,7 @@ class SchedulerState:
             return
         for group, block in states.items():
             index.register(key_of(before, group), block)
-        if self.pool.tiers.store is not None:
-            self.pool.tiers.store.queue_state(digests, num_full)
+        self.pool.tiers.completed_state(digests, num_full)
 
     def release_fork_state(self, request: Request) -> None:
         """Release the initial state of a request's further choices, once none of them waits."""

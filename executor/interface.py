@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Protocol
 
 from quintet.executor.expert_metrics import ExpertCounts
-from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
 from quintet.wire.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quintet.executor.kv_transfer.back_end import BackEnd  # imports torch
 
 
 class Pending(Protocol):
@@ -52,43 +51,6 @@ class Finished:
         return self.outcome
 
 
-class KvTierWorker(Protocol):
-    """KV blocks on disk, on other servers or in a store. The loop calls it; transfers run in the background."""
-
-    @property
-    def num_staging_blocks(self) -> int:
-        """Host blocks that hold fetched data until it is copied in, numbered after all other host blocks."""
-
-    def begin(self, ring: Callable[[], None]) -> None:
-        """Start to accept requests. ring: wakes the loop, from another thread, when results are available."""
-
-    def order(self, orders: KvTierRequests) -> None:
-        """Copy the blocks to store or offer out of KV memory now; do the rest later."""
-
-    def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
-        """Copy fetched data from these host blocks into blocks of KV memory."""
-
-    def take_results(self) -> KvTierResults | None:
-        """Return the results since the last call, for the newest table epoch; None if there are none."""
-
-    def reset(self) -> None:
-        """Cancel lookups and fetches after a reset of the tables. Writes to a store continue."""
-
-    def close(self) -> None:
-        """Finish accepted requests within the shutdown limit, then close files and sockets."""
-
-
-class KvDisk(KvTierWorker, Protocol):
-    """A disk tier: its blocks are numbered and listed at start-up."""
-
-    @property
-    def num_places(self) -> int:
-        """Capacity on disk, in blocks."""
-
-    def kept(self) -> list[tuple[int, bytes]]:
-        """Return place and key of every block on disk, oldest write first."""
-
-
 class StepWorker(Protocol):
     """Executes plans in the order of the core that made them."""
 
@@ -105,16 +67,8 @@ class StepWorker(Protocol):
         """Measured copy rate between device and host, the slower direction; 0 if not measured."""
 
     @property
-    def kv_disk(self) -> KvDisk | None:
-        """The disk tier, which outlives this process; None if there is none."""
-
-    @property
-    def kv_peers(self) -> KvTierWorker | None:
-        """The tier of blocks on peer servers; None if there are none."""
-
-    @property
-    def kv_store(self) -> KvTierWorker | None:
-        """The shared store of KV blocks; None if there is none."""
+    def kv_back_ends(self) -> Sequence[BackEnd]:
+        """KV back ends: disk, peer servers, shared store."""
 
     @property
     def facts(self) -> Mapping[str, str]:

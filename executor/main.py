@@ -23,7 +23,7 @@ from quintet.executor.distributed.parallel.follower_processes import FollowerPro
 from quintet.executor.expert_metrics import ExpertMetrics
 from quintet.executor.in_flight import InFlight, StartedStep
 from quintet.executor.interface import Finished, StepWorker
-from quintet.executor.kv_transfer.kv_connector_loop import open_kv_connector_loop, with_engine_paths
+from quintet.executor.kv_transfer.loop import open_kv_loop, with_engine_paths
 from quintet.executor.model_config.share import share_of
 from quintet.process.runtime import Process, child_main
 from quintet.process.trace import Span
@@ -31,7 +31,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_admin import KvPins
-from quintet.wire.kv_tiers import DiskResultsReady, KvTierRequests
+from quintet.wire.kv_tiers import KvTierRequests, TierResultsReady
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
 from quintet.wire.supervision import Topology
@@ -104,7 +104,7 @@ class Executor:
         self._worker = worker
         self._span = process.span
         self._in_flight = InFlight(process.inbox)
-        self._kv_loop = open_kv_connector_loop(process, worker)
+        self._kv_loop = open_kv_loop(process, worker)
         self._core_epoch: int | None = None
         self._last_step: int | None = None
         """The newest plan received from this core, dropped plans included."""
@@ -157,7 +157,7 @@ class Executor:
         self._process.progress += 1
         self._process.pending -= 1
 
-    def handle(self, messages: list[Message | StepsEnded | DiskResultsReady | Topology | Dropped]) -> None:
+    def handle(self, messages: list[Message | StepsEnded | TierResultsReady | Topology | Dropped]) -> None:
         """Send the results of the steps that ended, then start the plans among ``messages``, all in order.
 
         After a change of the core's epoch, every plan in ``messages`` is from the previous core. The new core sends
@@ -175,8 +175,8 @@ class Executor:
                 plans.append(message)
             elif isinstance(message, KvPins):
                 self._pins = message
-            elif isinstance(message, DiskResultsReady) and self._kv_loop is not None:
-                self._kv_loop.answer()
+            elif isinstance(message, TierResultsReady) and self._kv_loop is not None:
+                self._kv_loop.send_results()
             elif isinstance(message, StepsEnded):
                 for started in self._in_flight.ended(message.count):
                     self._end(started)

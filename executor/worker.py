@@ -18,8 +18,8 @@ from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
 from quintet.executor.interface import Finished
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
-from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
-from quintet.executor.kv_transfer.kv_tiers import KvTiers
+from quintet.executor.kv_transfer.host_blocks import HostBlocks
+from quintet.executor.kv_transfer.tiers import KvTiers
 from quintet.executor.oom_split import OomSplit
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
@@ -62,8 +62,7 @@ class Worker:
         if ranks is not None:
             blocks = partial(open_whole_blocks, config, context.memory.gather, layers, share, moves)
         self._kv_tiers = KvTiers(blocks, config, type(runner).__name__, self._host_blocks)
-        self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
-        self.kv_store = self._kv_tiers.store
+        self.kv_back_ends = self._kv_tiers.back_ends
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._oom_split = OomSplit(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from quintet.wire import kv_tiers as d
 from quintet.wire import kv_tiers as k
 from quintet.wire import messages as m
 from quintet.wire import step as s
@@ -50,14 +49,12 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     s.TokenLogprobs: {"token_ids": "i", "logprobs": "f"},
     s.PromptLogprobs: {"ranks": "i", "token_ids": "i", "logprobs": "f"},
     s.StepResult: {"token_ids": "i"},
-    d.KvTierRequests: {"stores": "i", "fetches": "i", "offers": "i"},
-    d.Pull: {"host_blocks": "i"},
-    d.KvTierResults: {"fetched": "i", "missed": "i", "pulled": "i", "lacking": "i"},
-    d.StoredBlocks: {"places": "i"},
-    k.Put: {"blocks": "i"},
-    k.Get: {"positions": "i", "host_blocks": "i"},
-    k.LookupResult: {"counts": "i"},
-    k.StoreResults: {"fetched": "i", "missed": "i"},
+    k.Store: {"blocks": "i", "places": "i"},
+    k.Fetch: {"positions": "i", "host_blocks": "i"},
+    k.SearchResult: {"counts": "i"},
+    k.KvTierRequests: {"drops": "i"},
+    k.KvTierResults: {"fetched": "i", "missed": "i"},
+    k.StoredBlocks: {"places": "i"},
 }
 """Struct, field, and the `array` type code of its numbers."""
 

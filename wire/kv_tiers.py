@@ -1,13 +1,17 @@
-"""Messages between core and executor about KV tiers: disk, other servers, shared store.
+"""Messages between core and executor about KV back ends: disk, other servers, shared store.
 
-Users of disk and peer messages: `quintet.core.kv.disk_pool` and `quintet.core.kv.peer_pool`. A *place* is space for
-one block on disk, a number below `quintet.wire.step.Capacity.num_disk_blocks`. A block's *key* names its content: the
-chained hash of its tokens and all before them, and its group of layers. Every message names its tables; the receiver
-drops messages for other tables.
+All back ends have the same two messages, `KvTierRequests` and `KvTierResults`, tagged with the back end (*tier*). A
+block's *key* names its content: the chained hash of its tokens and all before them, and its group of layers. An
+*object* is what a back end stores and fetches as a whole, under the key of its last block:
 
-Messages about a shared KV store are inside `KvTierRequests` and `KvTierResults`. Users: `quintet.core.kv.store_pool`
-and `quintet.executor.kv_transfer.features.kv_store`. A *chunk* is a sequence of blocks of one group, or one state. It
-is stored as one object under the key of its last block, which covers all tokens up to there.
+| Tier | Object | `Fetch.source` | `Fetch.positions` |
+|---|---|---|---|
+| disk | a block in a *place*, a number below `TierCapacity.num_places` | empty | places |
+| peer | a block | ``host:port`` of the peer | unused |
+| store | a *chunk*: consecutive blocks of a group, or one state | key of the chunk | positions in the chunk |
+
+Every message names its tables; the receiver drops messages for other tables. Users: `quintet.core.kv.tier` and
+`quintet.executor.kv_transfer.backend`.
 """
 
 from __future__ import annotations
@@ -16,80 +20,59 @@ from typing import Literal
 
 import msgspec
 
+TierName = Literal["disk", "peer", "store"]
 
-class Put(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreRequests`: store a chunk."""
+
+class TierCapacity(msgspec.Struct, array_like=True, gc=False):
+    """Inside `quintet.wire.step.Capacity`: size of a back end."""
+
+    tier: TierName
+    num_staging_blocks: int
+    """Host blocks for fetches."""
+    num_places: int = 0
+    """Disk: number of blocks that it can hold."""
+    max_storing_blocks: int = 0
+    """Store: number of blocks, plus one object, that may be in transfer to it."""
+
+
+class Store(msgspec.Struct, array_like=True, gc=False):
+    """Inside `KvTierRequests`: store blocks. For a store they are one object."""
 
     blocks: bytes
     """int32: device blocks"""
     keys: list[bytes]
-    """Key of each block; the last one names the chunk."""
+    """Key of each block; the last one names the object."""
+    places: bytes = b""
+    """int32: on disk, the place of each block."""
 
 
-class Search(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreRequests`: count the chunks that are present."""
+class Fetch(msgspec.Struct, array_like=True, gc=False):
+    """Inside `KvTierRequests`: fetch blocks of one source."""
 
-    request_id: int
-    chains: list[list[bytes]]
-    """Chunk names by group, in token order; each chain is searched up to the first absent chunk."""
-
-
-class Get(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreRequests`: fetch blocks of a chunk."""
-
-    name: bytes
+    source: bytes
     num_blocks: int
-    """Blocks in the chunk."""
+    """Limit of the positions: blocks in the source."""
     positions: bytes
-    """int32: wanted positions in the chunk."""
+    """int32"""
     host_blocks: bytes
     """int32: destinations."""
     keys: list[bytes]
 
 
-class StoreRequests(msgspec.Struct, array_like=True, gc=False):
-    """Core to executor: chunks to store, to search and to fetch."""
+class Search(msgspec.Struct, array_like=True, gc=False):
+    """Inside `KvTierRequests`: count the objects that are present."""
 
-    puts: list[Put] = []
-    searches: list[Search] = []
-    gets: list[Get] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """True when there is nothing to do."""
-        return not (self.puts or self.searches or self.gets)
+    request_id: int
+    chains: list[list[bytes]]
+    """Names of objects by group, in token order; each chain is searched up to the first absent one."""
 
 
-class LookupResult(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreResults`: result of a search."""
+class SearchResult(msgspec.Struct, array_like=True, gc=False):
+    """Inside `KvTierResults`: result of a search."""
 
     request_id: int
     counts: bytes
-    """int32: number of leading chunks of each chain that are present."""
-
-
-class StoreResults(msgspec.Struct, array_like=True, gc=False):
-    """Executor to core: results of store requests."""
-
-    kept: list[bytes] = []
-    """Names of stored chunks."""
-    unkept: list[bytes] = []
-    """Names of chunks that were not stored: the store is full, slow or unreachable."""
-    found: list[LookupResult] = []
-    search_ns: int = 0
-    """Total time of the searches that the store answered."""
-    fetched: bytes = b""
-    """int32: host blocks that hold the requested content."""
-    missed: bytes = b""
-    """int32: host blocks that do not."""
-    lost: list[bytes] = []
-    """Names of chunks that were absent or damaged."""
-    num_gets: int = 0
-    """Number of chunks fetched."""
-    get_ns: int = 0
-    """Time during which any of these was in progress."""
-    num_searches: int = 0
-    """Number of searches that the store answered."""
+    """int32: number of leading objects of each chain that are present."""
 
 
 KEY_BYTES = (32, 34)
@@ -98,17 +81,6 @@ KEY_BYTES = (32, 34)
 MAX_KEPT = 1 << 15
 """Maximum places in one `StoredBlocks`."""
 
-
-class Pull(msgspec.Struct, array_like=True, gc=False):
-    """Inside `KvTierRequests`: contents to fetch from one peer."""
-
-    peer: str
-    """``host:port``"""
-    host_blocks: bytes
-    """int32"""
-    keys: list[bytes]
-
-
 EXCHANGE = "exchange"
 """Folder of exported prefix files, next to the folders of the engines."""
 
@@ -116,7 +88,7 @@ FileVerb = Literal["export", "look", "import"]
 
 
 class FileRequest(msgspec.Struct, array_like=True, gc=False):
-    """Inside `KvTierRequests`: export blocks to a file, list a file's blocks, or import them."""
+    """Inside `KvTierRequests`: export blocks on disk to a file, list a file's blocks, or import them."""
 
     task_id: int
     verb: FileVerb
@@ -138,58 +110,55 @@ class FileResult(msgspec.Struct, array_like=True, gc=False):
     """Size of the exported file."""
 
 
-class KvTierRequests(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
-    """Core to executor: blocks to store, offer and fetch.
+class KvTierRequests(msgspec.Struct, array_like=True, tag="kv_requests", gc=False):
+    """Core to executor: transfers of one back end.
 
     Ordered with the plans: blocks hold the content that earlier plans wrote.
     """
 
     tables: int
     """`quintet.wire.step.Capacity.tables`"""
-    stores: bytes = b""
-    """int32 pairs ``device block, place``"""
-    store_keys: list[bytes] = []
-    fetches: bytes = b""
-    """int32 pairs ``place, host block``"""
-    fetch_keys: list[bytes] = []
+    tier: TierName
+    stores: list[Store] = []
+    fetches: list[Fetch] = []
+    searches: list[Search] = []
     drops: bytes = b""
     """int32: places to free, before anything is stored."""
     drop_keys: list[bytes] = []
-    offers: bytes = b""
-    """int32: device blocks offered to peers."""
-    offer_keys: list[bytes] = []
-    pulls: list[Pull] = []
     files: list[FileRequest] = []
-    store: StoreRequests | None = None
 
     @property
     def is_empty(self) -> bool:
         """True when there is nothing to do."""
-        keys = self.store_keys or self.fetch_keys or self.drop_keys or self.offer_keys
-        return not (keys or self.pulls or self.files or self.store)
+        return not (self.stores or self.fetches or self.searches or self.drops or self.files)
 
 
-class KvTierResults(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
-    """Executor to core: results of transfers."""
+class KvTierResults(msgspec.Struct, array_like=True, tag="kv_results", gc=False):
+    """Executor to core: results of one back end's transfers."""
 
     executor_epoch: int
     tables: int
+    tier: TierName
     stored: list[bytes] = []
-    """Keys of stored blocks."""
+    """Names of stored objects."""
     unstored: list[bytes] = []
-    """Keys of blocks that were not stored because the disk is slow or full. Their places are empty."""
+    """Names of objects that were not stored: the back end is full, slow or unreachable."""
     fetched: bytes = b""
     """int32: host blocks that hold the requested content."""
     missed: bytes = b""
-    """int32: host blocks that do not: it was absent or damaged."""
+    """int32: host blocks that do not: it was absent or damaged, or no peer answered."""
+    lost: list[bytes] = []
+    """Names of requested objects that were absent or damaged."""
+    num_fetches: int = 0
+    """Number of objects fetched."""
     fetch_ns: int = 0
-    """Total read time."""
-    pulled: bytes = b""
-    """int32: host blocks that hold the content from peers."""
-    lacking: bytes = b""
-    """int32: host blocks that do not: no peer with the same bits had it, or none answered."""
+    """Time during which any of these was in progress."""
+    found: list[SearchResult] = []
+    num_searches: int = 0
+    """Number of searches that the back end answered."""
+    search_ns: int = 0
+    """Total time of these."""
     files: list[FileResult] = []
-    store: StoreResults | None = None
 
 
 class StoredBlocks(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):
@@ -202,7 +171,7 @@ class StoredBlocks(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):
     keys: list[bytes]
 
 
-class DiskResultsReady(msgspec.Struct, array_like=True, tag="disk_rang", gc=False):
-    """A thread for disk or peers posts results to the executor's loop. Not sent between processes."""
+class TierResultsReady(msgspec.Struct, array_like=True, tag="kv_ready", gc=False):
+    """A thread of a back end posts results to the executor's loop. Not sent between processes."""
 
     count: int

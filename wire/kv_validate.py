@@ -17,11 +17,11 @@ from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPins, Kv
 from quintet.wire.kv_tiers import (
     KEY_BYTES,
     MAX_KEPT,
+    Fetch,
     KvTierRequests,
     KvTierResults,
     StoredBlocks,
-    StoreRequests,
-    StoreResults,
+    TierName,
 )
 from quintet.wire.params import MAX_COUNT
 from quintet.wire.request import MAX_PEER_CHARS, KvTransfer
@@ -45,37 +45,6 @@ def are_named(column: bytes, limit: int, keys: list[bytes]) -> bool:
     return len(column) == ID_BYTES * len(keys) and are_keys(keys) and are_below(column, limit)
 
 
-def is_store_order(store: StoreRequests | None, num_blocks: int, num_host_blocks: int) -> bool:
-    """Return True when the request is valid for these numbers of device blocks and host blocks."""
-    return store is None or (
-        all(put.keys and are_named(put.blocks, num_blocks, put.keys) for put in store.puts)
-        and all(
-            0 <= search.request_id < MAX_NS and all(map(are_keys, search.chains)) for search in store.searches
-        )
-        and all(
-            are_keys([get.name])
-            and 0 < get.num_blocks <= MAX_COUNT
-            and are_named(get.host_blocks, num_host_blocks, get.keys)
-            and are_named(get.positions, get.num_blocks, get.keys)
-            for get in store.gets
-        )
-    )
-
-
-def is_store_answer(store: StoreResults | None, num_host_blocks: int) -> bool:
-    """Return True when the results are valid."""
-    return store is None or (
-        are_keys([*store.kept, *store.unkept, *store.lost])
-        and all(
-            0 <= found.request_id < MAX_NS and are_below(found.counts, MAX_COUNT) for found in store.found
-        )
-        and are_below(store.fetched, num_host_blocks)
-        and are_below(store.missed, num_host_blocks)
-        and all(0 <= each <= MAX_COUNT for each in (store.num_gets, store.num_searches))
-        and all(0 <= each < MAX_NS for each in (store.search_ns, store.get_ns))
-    )
-
-
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -83,13 +52,9 @@ def max_tier_blocks(config: EngineConfig) -> tuple[int, int]:
     """Return the maximum number of blocks in host memory, and on disk."""
     num_blocks, cache = config.model.kv.num_blocks, config.cache
     num_host_blocks = num_blocks(cache.swap_bytes)
-    if cache.peers is not None:
-        num_host_blocks += num_blocks(cache.peers.staging_bytes)
-    if cache.store is not None:
-        num_host_blocks += num_blocks(cache.store.staging_bytes)
-    if cache.disk is None:
-        return num_host_blocks, 0
-    return num_host_blocks + num_blocks(cache.disk.staging_bytes), num_blocks(cache.disk.size_bytes)
+    for section in (cache.disk, cache.peers, cache.store):
+        num_host_blocks += 0 if section is None else num_blocks(section.staging_bytes)
+    return num_host_blocks, 0 if cache.disk is None else num_blocks(cache.disk.size_bytes)
 
 
 def are_swaps(swaps: bytes, num_blocks: int, num_host_blocks: int) -> bool:
@@ -104,69 +69,79 @@ def are_swaps(swaps: bytes, num_blocks: int, num_host_blocks: int) -> bool:
 
 def fits_tiers(capacity: Capacity, num_host_blocks: int, num_places: int) -> bool:
     """Return True when an executor's host and disk blocks do not exceed the configuration."""
-    num_staging_blocks = (
-        capacity.num_staging_blocks,
-        capacity.num_peer_blocks or 0,
-        capacity.num_store_blocks,
-    )
+    sizes = [capacity.num_host_blocks, *(tier.num_staging_blocks for tier in capacity.tiers)]
     return (
-        capacity.num_host_blocks >= 0
-        and min(num_staging_blocks) >= 0
-        and sum(num_staging_blocks) <= num_host_blocks - capacity.num_host_blocks
-        and 0 <= capacity.num_disk_blocks <= num_places
+        min(sizes) >= 0
+        and sum(sizes) <= num_host_blocks
+        and len({tier.tier for tier in capacity.tiers}) == len(capacity.tiers)
+        and all(
+            0 <= tier.num_places <= num_places and 0 <= tier.max_storing_blocks <= MAX_COUNT
+            for tier in capacity.tiers
+        )
     )
 
 
-def disk_checks(
+def tier_checks(
     num_blocks: int, num_host_blocks: int, num_places: int
 ) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
     """Return the check of each kind of message, for these numbers of device blocks, host blocks and disk places."""
 
-    def are_pairs(column: bytes, first: int, second: int, keys: list[bytes]) -> bool:
-        if len(column) != 2 * ID_BYTES * len(keys) or not are_keys(keys):
-            return False
-        pairs = memoryview(column).cast("i")
-        return are_below(pairs[0::2].tobytes(), first) and are_below(pairs[1::2].tobytes(), second)
-
-    def are_kept(message: StoredBlocks) -> bool:
+    def is_fetch(fetch: Fetch, tier: TierName) -> bool:
+        most = num_places if tier == "disk" else MAX_COUNT
         return (
-            _is_about_tables(message)
-            and len(message.places) == ID_BYTES * len(message.keys)
-            and len(message.keys) <= MAX_KEPT
-            and are_below(message.places, num_places)
-            and are_keys(message.keys)
+            (tier != "store" or are_keys([fetch.source]))
+            and len(fetch.source) <= MAX_PEER_CHARS
+            and 0 < fetch.num_blocks <= most
+            and are_named(fetch.host_blocks, num_host_blocks, fetch.keys)
+            and are_named(fetch.positions, fetch.num_blocks, fetch.keys)
         )
 
-    return {
-        KvTierRequests: lambda message: (
+    def are_requests(message: KvTierRequests) -> bool:
+        return (
             0 <= message.tables <= MAX_COUNT
-            and are_pairs(message.stores, num_blocks, num_places, message.store_keys)
-            and are_pairs(message.fetches, num_places, num_host_blocks, message.fetch_keys)
+            and all(
+                store.keys
+                and are_named(store.blocks, num_blocks, store.keys)
+                and (message.tier != "disk" or are_named(store.places, num_places, store.keys))
+                for store in message.stores
+            )
+            and all(is_fetch(fetch, message.tier) for fetch in message.fetches)
+            and all(
+                0 <= search.request_id < MAX_NS and all(map(are_keys, search.chains))
+                for search in message.searches
+            )
             and are_named(message.drops, num_places, message.drop_keys)
-            and are_named(message.offers, num_blocks, message.offer_keys)
             and all(
                 0 <= each.task_id <= MAX_COUNT
                 and is_file_name(each.name)
                 and are_named(each.places, num_places, each.keys)
                 for each in message.files
             )
-            and all(are_named(pull.host_blocks, num_host_blocks, pull.keys) for pull in message.pulls)
-            and is_store_order(message.store, num_blocks, num_host_blocks)
-        ),
-        KvTierResults: lambda message: (
+        )
+
+    def are_results(message: KvTierResults) -> bool:
+        return (
             _is_about_tables(message)
-            and 0 <= message.fetch_ns < MAX_NS
-            and are_keys(message.stored)
-            and are_keys(message.unstored)
+            and are_keys([*message.stored, *message.unstored, *message.lost])
             and are_below(message.fetched, num_host_blocks)
             and are_below(message.missed, num_host_blocks)
+            and all(
+                0 <= found.request_id < MAX_NS and are_below(found.counts, MAX_COUNT)
+                for found in message.found
+            )
+            and all(0 <= each <= MAX_COUNT for each in (message.num_fetches, message.num_searches))
+            and all(0 <= each < MAX_NS for each in (message.fetch_ns, message.search_ns))
             and all(0 <= each.task_id <= MAX_COUNT and are_keys(each.keys) for each in message.files)
-            and are_below(message.pulled, num_host_blocks)
-            and are_below(message.lacking, num_host_blocks)
-            and is_store_answer(message.store, num_host_blocks)
-        ),
-        StoredBlocks: are_kept,
-    }
+        )
+
+    def are_stored(message: StoredBlocks) -> bool:
+        return (
+            _is_about_tables(message)
+            and len(message.keys) <= MAX_KEPT
+            and are_named(message.places, num_places, message.keys)
+        )
+
+    return {KvTierRequests: are_requests, KvTierResults: are_results, StoredBlocks: are_stored}
 
 
 def is_kv_transfer(kv_transfer: KvTransfer | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from quintet.wire.embeds import RowEmbeds
+from quintet.wire.kv_tiers import TierCapacity
 from quintet.wire.params import SamplingParams
 
 
@@ -164,11 +165,5 @@ class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     """Host blocks for offloaded KV; empty too."""
     swap_bytes_per_s: int = 0
     """Copy speed between device and host, the slower direction; 0 when not measured."""
-    num_disk_blocks: int = 0
-    """Number of blocks that the disk tier can hold (`quintet.wire.kv_tiers`)."""
-    num_staging_blocks: int = 0
-    """Host blocks for reads from disk, numbered after `num_host_blocks`."""
-    num_peer_blocks: int | None = None
-    """Host blocks for fetches from other servers, numbered after those; None without peers."""
-    num_store_blocks: int = 0
-    """Host blocks for fetches from the shared store, numbered after all others."""
+    tiers: list[TierCapacity] = []
+    """Back ends of KV blocks. Their staging blocks are numbered after `num_host_blocks`, in this order."""

@@ -22,11 +22,11 @@ from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.kv_validate import (
     are_swaps,
-    disk_checks,
     fits_tiers,
     is_kv_transfer,
     max_tier_blocks,
     operator_checks,
+    tier_checks,
 )
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import (
@@ -105,7 +105,7 @@ class Validator:
             s.StepPlan: self._plan,
             s.StepResult: self._result,
             s.Capacity: self._capacity,
-            **disk_checks(self._num_blocks, self._num_host_blocks, self._num_disk_blocks),
+            **tier_checks(self._num_blocks, self._num_host_blocks, self._num_disk_blocks),
         }
 
     def accepts(self, message: msgspec.Struct) -> bool:

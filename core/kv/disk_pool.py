@@ -1,67 +1,47 @@
-"""Disk tier: block contents that outlive the device, the executor and the server.
+"""Disk back end, core half: block contents that outlive the device, the executor and the server.
 
       free ──── store ───▶ being written ──── stored ───▶ holds a content
        ▲                        │ failed                       │ evicted (LRU), or a read missed
        └────────────────────────┴──────────────────────────────┘
 
-Every full block that becomes reusable on the device is stored unless it is on disk already. The least recently used
-unpinned block is evicted. Blocks that a waiting request wants are fetched into host blocks
-(`quintet.core.kv.prefetch`).
-
-A key names the exact content, and the executor verifies it (`quintet.executor.kv_transfer.disk.block_file`). A
-missing block is a miss: the request computes it.
+Every full block that becomes reusable on the device is stored unless it is on disk already, and states after full
+blocks. The least recently used unpinned block is evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
-from quintet.core.kv.prefetch import FetchCost, Prefetches
-from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults
+from quintet.core.kv.groups import Groups
+from quintet.core.kv.tier import Source, Tier, Wanted
+from quintet.wire.codec import pack_i32
+from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults, Store, TierCapacity
 
 
-class DiskPool:
-    """Disk places by content, and transfers in progress: a `quintet.core.kv.tiers.Tier`."""
+class DiskPool(Tier):
+    """Disk places by content."""
 
-    __slots__ = (
-        "_drops",
-        "_due",
-        "_ordered",
-        "_unwanted",
-        "cost",
-        "fetches",
-        "file_orders",
-        "free",
-        "num_places",
-        "pinned",
-        "place_of",
-        "storing",
-    )
+    name = "disk"
 
-    def __init__(self, num_places: int, first_host_block: int, num_host_blocks: int) -> None:
-        """Host blocks are numbered consecutively from ``first_host_block``; fetches are written into them."""
-        self.num_places = num_places
-        self.free = dict.fromkeys(range(num_places - 1, -1, -1))
+    def __init__(
+        self, groups: Groups, checkpoint_every: int, first_host_block: int, capacity: TierCapacity
+    ) -> None:
+        """See `Tier`."""
+        super().__init__(groups, checkpoint_every, first_host_block, capacity)
+        self.num_places = capacity.num_places
+        self.free = dict.fromkeys(range(self.num_places - 1, -1, -1))
         self.place_of: dict[bytes, int] = {}
         """Block key -> place, least recently used first."""
         self.storing: dict[bytes, int] = {}
         """Block key -> place being written."""
-        self.fetches = Prefetches(first_host_block, num_host_blocks)
         self.pinned: Container[bytes] = ()
         """Block keys excluded from eviction."""
-        self.file_orders: list[FileRequest] = []
+        self.file_requests: list[FileRequest] = []
         """Operations on exported prefix files; not sent yet."""
         self._drops: list[tuple[int, bytes]] = []
         """Places and keys to delete; not sent yet."""
         self._unwanted: set[bytes] = set()
         """Keys being written that are deleted once written."""
-        self.cost = FetchCost()
-        """Cost of fetching a block."""
-        self._due: dict[bytes, int] = {}
-        """Block key -> device block to store; not sent yet."""
-        self._ordered: list[tuple[int, int, bytes]] = []
-        """Place, host block and key to fetch; not sent yet."""
 
     # --- storing ---
 
@@ -71,22 +51,26 @@ class DiskPool:
             del self.free[place]
             self.place_of[key] = place
 
-    def queue_store(self, key: bytes, block: int) -> None:
-        """Queue a full block that became reusable; the plan that writes it precedes the next transfer requests."""
+    def queue(self, keys: list[bytes]) -> None:
+        """See `Tier.queue`."""
+        (key,) = keys
         self._unwanted.discard(key)
         if key not in self.place_of and key not in self.storing:
-            self._due[key] = block
+            self.due[key] = keys
 
-    def on_evict(self, key: bytes, block: int) -> None:
-        """See `Tier.on_evict`: a store that was not sent yet is dropped."""
-        self._due.pop(key, None)
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        """Mark these contents as recently used, in token order; the tail is evicted before the head."""
-        for key in reversed(keys):
-            place = self.place_of.pop(key, None)
-            if place is not None:
-                self.place_of[key] = place
+    def take_stores(self, block_of: Mapping[bytes, int]) -> list[Store]:
+        """See `Tier.take_stores`. Contents without a place are not stored."""
+        contents = []
+        for key in filter(block_of.__contains__, self.due):
+            place = self.take_place_for(key)
+            if place is None:
+                break
+            contents.append((block_of[key], key, place))
+        self.due.clear()
+        if not contents:
+            return []
+        blocks, keys, places = zip(*contents, strict=True)
+        return [Store(pack_i32(blocks), [*keys], pack_i32(places))]
 
     def _take_place(self) -> int | None:
         if self.free:
@@ -116,7 +100,7 @@ class DiskPool:
 
     def drop(self, key: bytes) -> None:
         """Delete a content, on disk or being written."""
-        self._due.pop(key, None)
+        self.due.pop(key, None)
         if key in self.storing:
             self._unwanted.add(key)
         place = self.place_of.pop(key, None)
@@ -126,81 +110,72 @@ class DiskPool:
 
     # --- fetching ---
 
-    def ask(self, request_id: int, keys: Sequence[bytes], num_tokens: int, *, whole: bool) -> bool:
-        """Fetch these contents for a request: see `Prefetches.ask`. Return True when any is fetched."""
-        new = self.fetches.ask(request_id, keys, num_tokens, whole=whole)
-        if new is None:
-            return False
-        self._ordered += ((self.place_of[key], block, key) for block, key in new)
-        return True
+    def max_blocks(self, wanted: Wanted) -> int:
+        """See `Tier.max_blocks`."""
+        return wanted.num_blocks if self.place_of else 0
 
-    def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
-        """See `Tier.fetch`."""
-        return self.fetches.fetch(request_id, keys)
+    def look_up(
+        self, wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None
+    ) -> Mapping[bytes, Source]:
+        """See `Tier.look_up`."""
+        return _Places(self.place_of, self.num_places)
 
-    def forget(self, request_id: int) -> None:
-        """See `Tier.forget`."""
-        self.fetches.forget(request_id)
+    def use(self, keys: Sequence[bytes]) -> None:
+        """See `Tier.use`: the tail is evicted before the head."""
+        for key in reversed(keys):
+            place = self.place_of.pop(key, None)
+            if place is not None:
+                self.place_of[key] = place
 
-    def expire(self, now_ns: int) -> None:
-        """Give up fetches past their deadline."""
-        self.fetches.expire(now_ns)
+    # --- messages ---
 
-    # --- requests and results ---
-
-    @property
-    def due(self) -> Mapping[bytes, int]:
-        """Contents to store that were not sent yet, by device block."""
-        return self._due
-
-    def add_orders(self, orders: KvTierRequests, now_ns: int) -> None:
-        """Add the transfers to send before the next plan."""
-        self.fetches.begin_orders(now_ns)
-        stores = list[int]()
-        orders.drops = pack_i32([place for place, _ in self._drops])
-        orders.drop_keys += (key for _, key in self._drops)
+    def complete(self, requests: KvTierRequests, now_ns: int) -> None:
+        """See `Tier.complete`."""
+        requests.drops = pack_i32([place for place, _ in self._drops])
+        requests.drop_keys = [key for _, key in self._drops]
         self._drops.clear()
-        orders.files += self.file_orders
-        self.file_orders.clear()
-        for key, block in self._due.items():
-            place = self.take_place_for(key)
-            if place is None:
-                break
-            stores += (block, place)
-            orders.store_keys.append(key)
-        orders.stores = pack_i32(stores)
-        orders.fetches = pack_i32([number for place, block, _ in self._ordered for number in (place, block)])
-        orders.fetch_keys += (key for _, _, key in self._ordered)
-        self._due.clear()
-        self._ordered.clear()
+        requests.files, self.file_requests = self.file_requests, []
 
-    def answer(self, answers: KvTierResults) -> None:
-        """Apply the results of transfers."""
-        for key in answers.stored:
+    def note_stored(self, results: KvTierResults) -> None:
+        """See `Tier.note_stored`."""
+        for key in results.stored:
             place = self.storing.pop(key, None)
             if place is not None:
                 self.place_of[key] = place
             if key in self._unwanted:
                 self._unwanted.remove(key)
                 self.drop(key)
-        self.give_up(answers.unstored)
-        fetched = unpack_i32(answers.fetched)
-        self.fetches.settle(fetched, missed=False)
-        for key in self.fetches.settle(unpack_i32(answers.missed), missed=True):
+        self.give_up(results.unstored)
+
+    def note_lost(self, names: Sequence[bytes]) -> None:
+        """See `Tier.note_lost`."""
+        for key in names:
             place = self.place_of.pop(key, None)
             if place is not None:
                 self.free[place] = None
-        if fetched:
-            self.cost.note(len(fetched), answers.fetch_ns)
-
-    def take_copies(self) -> list[int]:
-        """See `Tier.take_copies`: this tier has none. Frees host blocks that the previous plan has read."""
-        self.fetches.free_left()
-        return []
 
     def check(self, waiting: set[int]) -> None:
         """See `Tier.check`."""
         places = [*self.free, *self.place_of.values(), *self.storing.values()]
         assert sorted(places) == list(range(self.num_places)), len(places)
         assert self.place_of.keys().isdisjoint(self.storing), "on disk and being written"
-        self.fetches.check(waiting)
+        super().check(waiting)
+
+
+class _Places(Mapping[bytes, Source]):
+    """Locations of the blocks on disk."""
+
+    def __init__(self, place_of: Mapping[bytes, int], num_places: int) -> None:
+        self._place_of, self._num_places = place_of, num_places
+
+    def __getitem__(self, key: bytes) -> Source:
+        return b"", self._place_of[key], self._num_places
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._place_of
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._place_of)
+
+    def __len__(self) -> int:
+        return len(self._place_of)

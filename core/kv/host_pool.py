@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 
 class HostPool:
-    """Host blocks by content, and the requests that want them: a `quintet.core.kv.tiers.Tier`. Without blocks it is empty."""
+    """Host blocks by content, and the requests that want them. Without blocks it is empty."""
 
     __slots__ = ("block_of", "copies", "first", "free", "keys_of", "leaving", "num_blocks", "wanted")
 

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.prefix import PrefixIndex
 from quintet.core.kv.tiers import Tiers
 
@@ -92,9 +93,9 @@ class BlockPool:
         self.pins = pins or Pins()
         self.pins.held.clear()
         self._update_pin_callback()
-        if self.tiers.disk is not None:
-            self.index.registered = {}
-            self.tiers.disk.pinned = self.pins.wanted
+        disk = self.tiers.find(DiskPool)
+        if disk is not None:
+            disk.pinned = self.pins.wanted
 
     @property
     def num_available(self) -> int:

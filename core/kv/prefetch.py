@@ -5,8 +5,7 @@ them to the device. A host block being written is not reused before that report,
 
       free ──── ask ───▶ awaited ──── reported ───▶ holds a content ──── no longer wanted ───▶ free
 
-The tiers `quintet.core.kv.disk_pool`, `quintet.core.kv.peer_pool` and `quintet.core.kv.store_pool` know the sources
-and costs.
+`quintet.core.kv.tier` and its subclasses know the sources and costs.
 
 `FetchCost` compares the measured cost of fetching with computing. Callers pass durations; it reads no clock.
 """
@@ -87,7 +86,7 @@ class Prefetches:
         self.requests[request_id] = FetchRequest()
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
-        """See `quintet.core.kv.tiers.Tier.fetch`."""
+        """Return the host blocks of the longest available prefix of a request's wanted keys; None while pending."""
         fetch = self.requests.get(request_id)
         if fetch is None:
             return []
@@ -97,7 +96,7 @@ class Prefetches:
         return list(takewhile(lambda block: block not in self._awaited, blocks))
 
     def forget(self, request_id: int) -> None:
-        """See `quintet.core.kv.tiers.Tier.forget`."""
+        """See `quintet.core.kv.tier.Tier.forget`."""
         self.requests.pop(request_id, None)
         self.host_blocks.forget(request_id)
 
@@ -165,7 +164,7 @@ class Prefetches:
         self.host_blocks.leaving = [block for block in leaving if block in self._awaited]
 
     def check(self, waiting: set[int]) -> None:
-        """See `quintet.core.kv.tiers.Tier.check`."""
+        """See `quintet.core.kv.tier.Tier.check`."""
         self.host_blocks.check(waiting)
         assert self._awaited.keys() == self._number_of.keys(), (self._awaited, self._number_of)
         assert self._awaited.keys() <= {*self.host_blocks.block_of.values(), *self.host_blocks.leaving}, (

@@ -67,6 +67,16 @@ def key_of(digest: bytes, group: int) -> bytes:
     return digest + group.to_bytes(2, "little") if group else digest
 
 
+class AnyOf:
+    """Union of several containers."""
+
+    def __init__(self, *places: Container[bytes]) -> None:
+        self._places = places
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in place for place in self._places)
+
+
 def reach(
     known: Container[bytes], digests: list[bytes], most: int, groups: Sequence[KvGroup], block_size: int
 ) -> int:
@@ -104,13 +114,11 @@ def _serves(
 class PrefixIndex:
     """Keys of the blocks with known content. One block per key, one key per block."""
 
-    __slots__ = ("block_of", "end_of", "ends", "key_of", "on_register", "registered")
+    __slots__ = ("block_of", "end_of", "ends", "key_of", "on_register")
 
     def __init__(self) -> None:
         self.on_register: Callable[[bytes, int], None] | None = None
         """Callback for full blocks that were registered (pins)."""
-        self.registered: dict[bytes, int] | None = None
-        """Full blocks registered and not overwritten since it was last drained; None without a consumer."""
         self.block_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
         self.ends: dict[bytes, Counter[int]] = {}
@@ -127,8 +135,6 @@ class PrefixIndex:
         if key not in self.block_of and block not in self.key_of:
             self.block_of[key] = block
             self.key_of[block] = key
-            if self.registered is not None:
-                self.registered[key] = block
             if self.on_register is not None:
                 self.on_register(key, block)
 
@@ -136,8 +142,6 @@ class PrefixIndex:
         """Remove a block that is about to be overwritten; return the key of its content."""
         key = self.key_of.pop(block)
         del self.block_of[key]
-        if self.registered is not None:
-            self.registered.pop(key, None)  # registered and overwritten within one plan: never written
         if block in self.end_of:
             before, length = self.end_of.pop(block)
             lengths = self.ends[before]

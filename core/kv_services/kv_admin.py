@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
 
+from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.pool import Pin, Pins
-from quintet.core.kv.prefix import extend_chain, key_of, reach, salt_digest
+from quintet.core.kv.prefix import AnyOf, extend_chain, key_of, reach, salt_digest
 from quintet.core.kv.prefix_tree import PrefixPath, PrefixPaths, PrefixTree
 from quintet.core.kv_services.prefix_export import FileTasks
 from quintet.core.scheduler_state import Limits, SchedulerState
@@ -235,7 +236,7 @@ class KvAdmin:
             if position < len(path) - 1 and tree.num_next(path[position]) > 1:
                 break
             evicted.add(path[position])
-        pool, disk = state.pool, state.pool.tiers.disk
+        pool, disk = state.pool, state.pool.tiers.find(DiskPool)
         keys = [key_of(digest, group) for digest in evicted for group in range(len(state.limits.groups.all))]
         if any(key in self.pins.wanted for key in keys):
             raise RequestError(
@@ -250,7 +251,7 @@ class KvAdmin:
 
     def _usage(self, state: SchedulerState) -> KvUsage:
         limits, pool = state.limits, state.pool
-        disk = pool.tiers.disk
+        disk = pool.tiers.find(DiskPool)
         return KvUsage(
             limits.block_bytes,
             limits.block_size,
@@ -268,16 +269,16 @@ class _Locations:
 
     def __init__(self, state: SchedulerState) -> None:
         tiers, limits = state.pool.tiers, state.limits
-        empty: Mapping[bytes, int] = {}
+        disk = tiers.find(DiskPool)
         self._groups = limits.groups.all
         self.block_size = limits.block_size
-        self._places = (
+        self._places: list[Mapping[bytes, int]] = [
             state.pool.index.block_of,
             tiers.host.block_of,
-            empty if tiers.disk is None else tiers.disk.place_of,
-        )
+            {} if disk is None else disk.place_of,
+        ]
         self._known: Container[bytes] = (
-            _Union(self._places) if tiers.disk or tiers.host.num_blocks else self._places[0]
+            AnyOf(*self._places) if disk is not None or tiers.host.num_blocks else self._places[0]
         )
 
     def reach(self, path: list[bytes]) -> int:
@@ -291,16 +292,6 @@ class _Locations:
     def counts(self, keys: Sequence[bytes]) -> list[int]:
         """Return the number of these keys on the device, in host memory and on disk."""
         return [sum(key in place for key in keys) for place in self._places]
-
-
-class _Union:
-    """Union of the keys of several maps."""
-
-    def __init__(self, places: tuple[Mapping[bytes, int], ...]) -> None:
-        self._places = places
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in place for place in self._places)
 
 
 def _needed(limits: Limits, path: list[bytes]) -> list[bytes]:

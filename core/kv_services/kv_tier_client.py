@@ -1,6 +1,6 @@
-"""Client of the executor's KV tiers: builds transfer requests for disk, peers and store, and applies the results.
+"""Client of the executor's KV back ends: opens their core halves, collects requests and applies results.
 
-Policy is in `quintet.core.kv.disk_pool` and `quintet.core.features`.
+Policy is in `quintet.core.kv.tier` and `quintet.core.features.kv_connector`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 from quintet.core import recurrent_state
 from quintet.core.counters import Counters
 from quintet.core.kv.disk_pool import DiskPool
-from quintet.core.kv.peer_pool import PeerPool
-from quintet.core.kv.store_pool import StoreChunks, StorePool
-from quintet.core.kv.tiers import Tiers
+from quintet.core.kv.tier import Tier
+from quintet.core.kv.tiers import BACK_ENDS, Tiers
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
-from quintet.wire.config import CacheConfig
 from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, StoredBlocks
 from quintet.wire.step import Capacity
 
@@ -30,65 +28,48 @@ class KvTierClient:
         self._kept = [kept for kept in self._kept if (kept.executor_epoch, kept.tables) == about]
         self._kept.append(message)
 
-    def tiers(self, capacity: Capacity, limits: Limits, cache: CacheConfig) -> Tiers:
-        """Return the tiers of an executor's tables, with the disk contents found at start."""
-        peers = None
-        if capacity.num_peer_blocks is not None:
-            first = capacity.num_host_blocks + capacity.num_staging_blocks
-            peers = PeerPool(first, capacity.num_peer_blocks)
-        store = None
-        if capacity.num_store_blocks and cache.store is not None:
-            first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
-            runs = StoreChunks.of(limits.groups, limits.block_size, recurrent_state.CHECKPOINT_EVERY)
-            max_putting = cache.store.waiting_bytes // limits.block_bytes
-            store = StorePool(runs, first, capacity.num_store_blocks, max_putting)
-        if not capacity.num_disk_blocks:
-            return Tiers(capacity.num_host_blocks, None, peers, store)
-        pool = DiskPool(capacity.num_disk_blocks, capacity.num_host_blocks, capacity.num_staging_blocks)
+    def tiers(self, capacity: Capacity, limits: Limits) -> Tiers:
+        """Return the back ends of an executor's tables, with the disk contents found at start."""
+        first, remote = capacity.num_host_blocks, list[Tier]()
+        for each in capacity.tiers:
+            kind = BACK_ENDS[each.tier]
+            remote.append(kind(limits.groups, recurrent_state.CHECKPOINT_EVERY, first, each))
+            first += each.num_staging_blocks
+        tiers = Tiers(capacity.num_host_blocks, remote)
+        disk = tiers.find(DiskPool)
         for kept in self._kept:
-            if (kept.executor_epoch, kept.tables) == (capacity.executor_epoch, capacity.tables):
+            if disk is not None and (kept.executor_epoch, kept.tables) == (
+                capacity.executor_epoch,
+                capacity.tables,
+            ):
                 for place, key in zip(unpack_i32(kept.places), kept.keys, strict=True):
-                    pool.hold(key, place)
+                    disk.hold(key, place)
         self._kept.clear()
-        return Tiers(capacity.num_host_blocks, pool, peers, store)
+        return tiers
 
-    def orders(self, state: SchedulerState | None, tables: int, now_ns: int) -> KvTierRequests | None:
-        """Return the transfers to send, or None. Called before each plan is made, and after the last one was sent."""
+    def requests(self, state: SchedulerState | None, tables: int, now_ns: int) -> list[KvTierRequests]:
+        """Return the transfers to send. Called before each plan is made, and after the last one was sent."""
         if state is None:
-            return None
-        tiers, orders, taken_ns = state.pool.tiers, KvTierRequests(tables), now_ns + _busy_ns(state)
-        disk, peers, store = tiers.disk, tiers.peers, tiers.store
-        if disk is not None:
-            self._queue_stores(state, disk)
-            disk.add_orders(orders, taken_ns)
-        if peers is not None:
-            peers.add_orders(orders, taken_ns)
-            state.counters.peer_offered_blocks += len(orders.offer_keys)
-        if store is not None:
-            orders.store = store.orders(state.pool.index.block_of, taken_ns)
-        return None if orders.is_empty else orders
+            return []
+        remote, block_of = state.pool.tiers.remote, state.pool.index.block_of
+        taken_ns = now_ns + _busy_ns(state) if remote else now_ns
+        made = [tier.requests(tables, block_of, taken_ns) for tier in remote]
+        requests = [each for each in made if each is not None]
+        for each in requests:
+            if each.tier == "peer":
+                state.counters.transfers["peer", "offered_blocks"] += sum(
+                    len(store.keys) for store in each.stores
+                )
+        return requests
 
-    @staticmethod
-    def _queue_stores(state: SchedulerState, disk: DiskPool) -> None:
-        registered, block_of = state.pool.index.registered, state.pool.index.block_of
-        if registered:
-            for key, block in registered.items():
-                if block_of.get(key) == block:  # otherwise the wrong content would be stored under this key
-                    disk.queue_store(key, block)
-            registered.clear()
-
-    def answer(self, state: SchedulerState | None, answers: KvTierResults) -> None:
+    def apply(self, state: SchedulerState | None, results: KvTierResults) -> None:
         """Apply the results of transfers."""
         if state is None:
             return
-        tiers = state.pool.tiers
-        if tiers.disk is not None:
-            tiers.disk.answer(answers)
-        if tiers.peers is not None:
-            tiers.peers.answer(answers)
-        if tiers.store is not None and answers.store is not None:
-            tiers.store.answer(answers.store)
-        _count(state.counters, answers, state.limits.block_bytes)
+        for tier in state.pool.tiers.remote:
+            if tier.name == results.tier:
+                tier.apply(results)
+        _count(state.counters, results, state.limits.block_bytes)
 
 
 def _busy_ns(state: SchedulerState) -> int:
@@ -99,21 +80,16 @@ def _busy_ns(state: SchedulerState) -> int:
     return state.throughput.time_of(num_tokens + state.limits.max_batched) or 0
 
 
-def _count(counters: Counters, answers: KvTierResults, block_bytes: int) -> None:
-    num_fetched, num_pulled = len(answers.fetched) // 4, len(answers.pulled) // 4
-    counters.disk_stored_blocks += len(answers.stored)
-    counters.disk_unstored_blocks += len(answers.unstored)
-    counters.disk_fetched_blocks += num_fetched
-    counters.disk_missed_blocks += len(answers.missed) // 4
-    counters.disk_stored_bytes += len(answers.stored) * block_bytes
-    counters.disk_fetched_bytes += num_fetched * block_bytes
-    counters.peer_fetched_blocks += num_pulled
-    counters.peer_missed_blocks += len(answers.lacking) // 4
-    counters.peer_fetched_bytes += num_pulled * block_bytes
-    if answers.store is not None:
-        store, num_fetched = answers.store, len(answers.store.fetched) // 4
-        counters.store_kept_runs += len(store.kept)
-        counters.store_unkept_runs += len(store.unkept)
-        counters.store_fetched_blocks += num_fetched
-        counters.store_missed_blocks += len(store.missed) // 4
-        counters.store_fetched_bytes += num_fetched * block_bytes
+def _count(counters: Counters, results: KvTierResults, block_bytes: int) -> None:
+    """Add results to the counters of their back end."""
+    tier, num_fetched = results.tier, len(results.fetched) // 4
+    numbers = {
+        "stored_objects": len(results.stored),
+        "unstored_objects": len(results.unstored),
+        "fetched_blocks": num_fetched,
+        "missed_blocks": len(results.missed) // 4,
+        "stored_bytes": len(results.stored) * block_bytes,
+        "fetched_bytes": num_fetched * block_bytes,
+    }
+    for name, number in numbers.items():
+        counters.transfers[tier, name] += number

@@ -50,12 +50,12 @@ class FileTasks:
             )
         places = pack_i32(disk.place_of[key] for key in keys)
         order = FileRequest(self._take(_Task(query, report)), "export", query.file, places, list(keys))
-        disk.file_orders.append(order)
+        disk.file_requests.append(order)
 
     def begin_import(self, state: SchedulerState, query: KvQuery, report: KvReport) -> None:
         """Import a file's blocks to the disk. Raises `RequestError`."""
         disk = _disk_of(state)
-        disk.file_orders.append(FileRequest(self._take(_Task(query, report)), "look", query.file))
+        disk.file_requests.append(FileRequest(self._take(_Task(query, report)), "look", query.file))
 
     def _take(self, task: _Task) -> int:
         self._last_id += 1
@@ -96,7 +96,7 @@ class FileTasks:
             self.queue_report(task.query, task.report)
             return
         order = FileRequest(self._take(task), "import", task.query.file, pack_i32(places), task.new)
-        disk.file_orders.append(order)
+        disk.file_requests.append(order)
 
     def fail_all(self) -> None:
         """Fail all tasks: their executor was replaced or has emptied its tables."""
@@ -120,7 +120,7 @@ class FileTasks:
 
 
 def _disk_of(state: SchedulerState) -> DiskPool:
-    disk = state.pool.tiers.disk
+    disk = state.pool.tiers.find(DiskPool)
     if disk is None:
         raise RequestError(
             ErrorCode.INVALID,

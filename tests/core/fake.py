@@ -22,16 +22,14 @@ from quintet.core.engine import Engine
 from quintet.core.hooks import FEATURES
 from quintet.core.token_messages import StepMessages
 from quintet.wire import codec
-from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quintet.wire.config import ModelConfig, SchedulerConfig
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
-from tests.core.kv.fake_disk import FakeDisk, Past
-from tests.core.kv.fake_peers import FakePeers
-from tests.core.kv.fake_store import FakeStore
+from tests.core.kv.fake_back_ends import FakeBackEnd, FakeDisk, FakePeers, FakeStore, Past, cache_config
 from tests.wire.respec import changed
 
 EOS = 2
@@ -129,8 +127,8 @@ class FakeExecutor:
         out, back = (list(codec.unpack_i32(column)) for column in (plan.swaps_out, plan.swaps_in))
         assert all(0 <= block < self.capacity.num_blocks for block in (out + back)[::2])
         assert all(0 <= block < self.capacity.num_host_blocks for block in out[1::2])
-        num_blocks = self.capacity.num_host_blocks + self.capacity.num_staging_blocks
-        num_blocks += (self.capacity.num_peer_blocks or 0) + self.capacity.num_store_blocks
+        num_blocks = self.capacity.num_host_blocks
+        num_blocks += sum(tier.num_staging_blocks for tier in self.capacity.tiers)
         assert all(0 <= block < num_blocks for block in back[1::2])
         for column in (out[1::2], back[::2]):
             assert len(set(column)) == len(column), ("entry written twice", column)
@@ -336,7 +334,8 @@ class World:
         self.disk: FakeDisk | None = options.pop("disk", None)  # type: ignore[assignment]
         self.peers: FakePeers | None = options.pop("peers", None)  # type: ignore[assignment]
         self.store: FakeStore | None = options.pop("store", None)  # type: ignore[assignment]
-        self.tiers = [tier for tier in (self.disk, self.peers, self.store) if tier is not None]
+        back_ends: tuple[FakeBackEnd | None, ...] = (self.disk, self.peers, self.store)
+        self.tiers = [tier for tier in back_ends if tier is not None]
         self.fault: Fault = options.pop("fault", no_fault)  # type: ignore[assignment]
         self.failure: ExecutorFails | None = None
         """A failed step; the core receives it after all earlier results."""
@@ -347,14 +346,11 @@ class World:
         new_engine = partial(
             Engine,
             make_model(max_model_len, self.kv),
-            CacheConfig(
-                memory_bytes=0,
+            cache_config(
+                self.tiers,
                 enable_prefix_caching=bool(caching),
                 swap_bytes=64 * self.num_host_blocks,
-                disk=None if self.disk is None else self.disk.config,
-                peers=None if self.peers is None else self.peers.config,
-                store=None if self.store is None else self.store.config,
-                events=options.pop("events", None),  # type: ignore[arg-type]
+                events=options.pop("events", None),
             ),
             msgspec.convert(settings | options, SchedulerConfig),
             features,
@@ -392,10 +388,7 @@ class World:
                 self.max_model_len,
                 num_host_blocks=self.num_host_blocks,
                 swap_bytes_per_s=self.swap_bytes_per_s,
-                num_disk_blocks=0 if self.disk is None else self.disk.num_places,
-                num_staging_blocks=0 if self.disk is None else self.disk.num_staging_blocks,
-                num_peer_blocks=None if self.peers is None else self.peers.num_staging_blocks,
-                num_store_blocks=0 if self.store is None else self.store.num_staging_blocks,
+                tiers=[tier.capacity for tier in self.tiers],
             )
         )
 
@@ -404,8 +397,8 @@ class World:
         kv = msgspec.structs.replace(self.kv, block_size=capacity.block_size)
         pasts = [tier.past for tier in (self.disk, self.store) if tier is not None]
         self.executor = FakeExecutor(capacity, kv, self.fault, pasts)
-        if self.disk is not None:
-            self.disk.introduce(self.engine, capacity)
+        for tier in self.tiers:
+            tier.introduce(self.engine, capacity)
         self.apply(self.engine.capacity(capacity, self.tick()))
 
     def lose_executor(self) -> None:
@@ -478,11 +471,10 @@ class World:
         return plan
 
     def _order(self) -> None:
-        orders = self.engine.kv_orders(self.now)
-        if orders is None or self.failure is not None:
-            return
-        for tier in self.tiers:
-            tier.submit(orders, self.executor.capacity, self.executor.shadow, self.executor.host)
+        for requests in self.engine.kv_requests(self.now):
+            for tier in self.tiers if self.failure is None else ():
+                if tier.tier == requests.tier:
+                    tier.submit(requests, self.executor.capacity, self.executor.shadow, self.executor.host)
 
     def _execute(self, plan: StepPlan) -> None:
         try:

@@ -28,7 +28,7 @@ from quintet.wire.config import (
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.kv_spec import full_layers
-from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, TierCapacity
 from quintet.wire.messages import (
     Admit,
     Cancel,
@@ -524,14 +524,14 @@ def test_waiting_for_peer_kv_is_not_pending_work(config: EngineConfig) -> None:
         peer_processes, core = stepped_core.peer_processes, stepped_core.core
         peer_processes.bind(EXECUTOR, StepPlan | KvTierRequests)
         peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
-        peer_processes.send(Capacity(1, 32, 4, 8, 128, num_peer_blocks=8))
+        peer_processes.send(Capacity(1, 32, 4, 8, 128, tiers=[TierCapacity("peer", 8)]))
         kv_transfer = KvTransfer(peer="127.0.0.1:5600", num_blocks=2)
         peer_processes.send(changed(admit(RequestIds(0, 1).take(), PROMPT, 6), kv_transfer=kv_transfer))
         stepped_core.deliver(3)
         orders = peer_processes.receive(EXECUTOR)
         assert isinstance(orders, KvTierRequests)
         assert (core.engine.num_live, core.process.pending) == (1, 0)
-        peer_processes.send(KvTierResults(1, 0, lacking=orders.pulls[0].host_blocks))
+        peer_processes.send(KvTierResults(1, 0, "peer", missed=orders.fetches[0].host_blocks))
         stepped_core.deliver(1)
         assert core.engine.state is not None and core.engine.state.in_flight
         assert core.process.pending == 1

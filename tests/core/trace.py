@@ -15,9 +15,7 @@ from quintet.wire.messages import FinishReason
 from quintet.wire.params import seed_of_choice
 from quintet.wire.request import KvTransfer
 from quintet.wire.step import NewRow
-from tests.core.kv.fake_disk import FakeDisk
-from tests.core.kv.fake_peers import PEER, FakePeers
-from tests.core.kv.fake_store import FakeStore
+from tests.core.kv.fake_back_ends import PEER, FakeBackEnd, FakeDisk, FakePeers, FakeStore
 
 from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
 
@@ -188,7 +186,7 @@ def _cancel(world: World, rng: random.Random, sent: dict[int, Sent], alive: list
     world.cancel(*chosen, 10**9)
 
 
-def _answer_peers(world: World, rng: random.Random, peers: FakePeers | FakeStore) -> None:
+def _answer_peers(world: World, rng: random.Random, peers: FakeBackEnd) -> None:
     """Answer for the peers, rarely too late."""
     peers.act(rng, world.engine)
     if rng.random() < 0.05:

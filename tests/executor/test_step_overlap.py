@@ -66,9 +66,7 @@ class Device:
     at_once: bool = False
     num_blocks: int = 12
     num_host_blocks: int = 0
-    kv_disk: None = None
-    kv_peers: None = None
-    kv_store: None = None
+    kv_back_ends: tuple[()] = ()
     swap_bytes_per_s: int = 0
     num_split: int = 0
     experts: None = None

@@ -14,7 +14,7 @@ from tests.models.small_models import FAMILIES, prompts_of
 from quintet.core.engine import Engine
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.interface import KvTierWorker, Pending, StepWorker
+from quintet.executor.interface import Pending, StepWorker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, digest_of
@@ -46,7 +46,7 @@ class CoreAndWorker:
         capacity = Capacity(1, num_blocks, self.block_size, *limits)
         capacity.num_host_blocks = self.worker.num_host_blocks
         self._rung = threading.Event()
-        self._introduce_disk(capacity)
+        self._introduce_back_ends(capacity)
         self._apply(self.engine.capacity(capacity, 0))
 
     def admit(
@@ -74,7 +74,7 @@ class CoreAndWorker:
                 plans.append(plan)
                 self._order(plans)
             self._order(plans)
-            if self._places() and not (plans or self._pending):
+            if self.worker.kv_back_ends and not (plans or self._pending):
                 self.receive_disk_answer()
                 continue
             assert plans or self._pending, "requests are unfinished and no plan was made"
@@ -84,30 +84,21 @@ class CoreAndWorker:
         while self._pending:
             self._apply(self.engine.commit(self._pending.popleft().result(), 0))
 
-    def _introduce_disk(self, capacity: Capacity) -> None:
-        disk, peers, store = self.worker.kv_disk, self.worker.kv_peers, self.worker.kv_store
-        if store is not None:
-            store.begin(self._rung.set)
-            capacity.num_store_blocks = store.num_staging_blocks
-        if peers is not None:
-            peers.begin(self._rung.set)
-            capacity.num_peer_blocks = peers.num_staging_blocks
-        if disk is None:
-            return
-        disk.begin(self._rung.set)
-        capacity.num_disk_blocks, capacity.num_staging_blocks = disk.num_places, disk.num_staging_blocks
-        kept = disk.kept()
-        places = pack_i32(place for place, _ in kept)
-        self.engine.tier_client.add_stored(StoredBlocks(1, 0, places, [key for _, key in kept]))
+    def _introduce_back_ends(self, capacity: Capacity) -> None:
+        for each in self.worker.kv_back_ends:
+            each.begin(self._rung.set)
+            capacity.tiers.append(each.capacity)
+            stored = each.stored()
+            places = pack_i32(place for place, _ in stored)
+            self.engine.tier_client.add_stored(StoredBlocks(1, 0, places, [key for _, key in stored]))
 
     def _order(self, plans: list[StepPlan]) -> None:
-        """Send the worker the disk operations that follow the previous plans."""
-        orders = self.engine.kv_orders(0)
-        if orders is None:
-            return
-        self._begin(plans)
-        for place in self._places():
-            place.order(orders)
+        """Send the worker the transfers that follow the previous plans."""
+        for requests in self.engine.kv_requests(0):
+            self._begin(plans)
+            for each in self.worker.kv_back_ends:
+                if each.tier == requests.tier:
+                    each.order(requests)
 
     def run_disk_operations(self) -> None:
         """Run the disk operations that follow the last plan."""
@@ -117,15 +108,11 @@ class CoreAndWorker:
         """Wait for an answer of the disk."""
         assert self._rung.wait(60.0), "no answer"
         self._rung.clear()
-        for place in self._places():
-            answers = place.take_results()
-            if answers is not None:
-                answers.executor_epoch = 1
-                self.engine.kv_answers(answers)
-
-    def _places(self) -> list[KvTierWorker]:
-        places = (self.worker.kv_disk, self.worker.kv_peers, self.worker.kv_store)
-        return [place for place in places if place is not None]
+        for each in self.worker.kv_back_ends:
+            results = each.take_results()
+            if results is not None:
+                results.executor_epoch = 1
+                self.engine.kv_results(results)
 
     def _begin(self, plans: list[StepPlan]) -> None:
         """Begin all plans: a worker with overlap has them in flight together."""

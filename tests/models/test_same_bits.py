@@ -48,7 +48,7 @@ class LogitRecorder:
         self.inner = worker
         self.num_blocks = worker.num_blocks
         self.num_host_blocks = worker.num_host_blocks
-        self.kv_disk = self.kv_peers = self.kv_store = None
+        self.kv_back_ends = ()
         self.seen: dict[tuple[int, int], bytes] = {}
         self._tenants: dict[int, int] = {}
         self._rows: Rows | None = None

@@ -7,33 +7,38 @@ import pytest
 
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_tiers import (
+    Fetch,
     FileRequest,
     FileResult,
-    Get,
     KvTierRequests,
     KvTierResults,
-    LookupResult,
-    Put,
     Search,
+    SearchResult,
+    Store,
     StoredBlocks,
-    StoreRequests,
-    StoreResults,
+    TierCapacity,
+    TierName,
 )
-from quintet.wire.kv_validate import disk_checks, fits_tiers
+from quintet.wire.kv_validate import fits_tiers, tier_checks
 from quintet.wire.step import Capacity
 
-CHECKS = disk_checks(num_blocks=8, num_host_blocks=6, num_places=4)
+CHECKS = tier_checks(num_blocks=8, num_host_blocks=6, num_places=4)
 KEY, OF_GROUP = b"k" * 32, b"k" * 34
 
 
-def store(order: Put | Search | Get) -> KvTierRequests:
-    match order:
-        case Put():
-            return KvTierRequests(0, store=StoreRequests(puts=[order]))
-        case Search():
-            return KvTierRequests(0, store=StoreRequests(searches=[order]))
-        case Get():
-            return KvTierRequests(0, store=StoreRequests(gets=[order]))
+def store(blocks: list[int], keys: list[bytes], *places: int, tier: TierName = "store") -> KvTierRequests:
+    return KvTierRequests(0, tier, [Store(pack_i32(blocks), keys, pack_i32(places))])
+
+
+def fetch(
+    source: bytes, num_blocks: int, position: int, host_block: int, tier: TierName = "store"
+) -> KvTierRequests:
+    wanted = Fetch(source, num_blocks, pack_i32([position]), pack_i32([host_block]), [KEY])
+    return KvTierRequests(0, tier, fetches=[wanted])
+
+
+def search(request_id: int, *chains: list[bytes]) -> KvTierRequests:
+    return KvTierRequests(0, "store", searches=[Search(request_id, [*chains])])
 
 
 def is_valid(message: msgspec.Struct) -> bool:
@@ -43,21 +48,23 @@ def is_valid(message: msgspec.Struct) -> bool:
 @pytest.mark.parametrize(
     "message",
     [
-        KvTierRequests(0),
-        KvTierRequests(3, pack_i32([7, 3]), [KEY], pack_i32([3, 5, 0, 0]), [KEY, OF_GROUP]),
-        KvTierRequests(0, drops=pack_i32([3]), drop_keys=[KEY]),
+        KvTierRequests(0, "disk"),
+        store([7], [KEY], 3, tier="disk"),
+        fetch(b"", 4, 3, 5, "disk"),
+        KvTierRequests(3, "disk", drops=pack_i32([3]), drop_keys=[KEY]),
         KvTierRequests(
-            0, files=[FileRequest(1, "export", "a.kv", pack_i32([3]), [KEY]), FileRequest(2, "look", "a.kv")]
+            *(0, "disk"),
+            files=[FileRequest(1, "export", "a.kv", pack_i32([3]), [KEY]), FileRequest(2, "look", "a.kv")],
         ),
-        KvTierResults(1, 0, files=[FileResult(1, "", [KEY])]),
-        KvTierResults(1, 0, [KEY], [OF_GROUP], pack_i32([5]), pack_i32([0]), 9),
+        store([7, 0], [KEY, OF_GROUP]),
+        search(1, [KEY, OF_GROUP], []),
+        fetch(OF_GROUP, 2, 1, 5),
+        store([7], [KEY], tier="peer"),
+        fetch(b"10.0.0.7:5600", 1, 0, 5, "peer"),
+        KvTierResults(1, 0, "disk", files=[FileResult(1, "", [KEY])]),
+        KvTierResults(1, 0, "disk", [KEY], [OF_GROUP], pack_i32([5]), pack_i32([0]), [KEY], 9, 9),
+        KvTierResults(1, 0, "store", found=[SearchResult(1, pack_i32([9]))]),
         StoredBlocks(1, 0, pack_i32([3, 0]), [KEY, OF_GROUP]),
-        store(Put(pack_i32([7, 0]), [KEY, OF_GROUP])),
-        store(Search(1, [[KEY, OF_GROUP], []])),
-        store(Get(OF_GROUP, 2, pack_i32([1]), pack_i32([5]), [KEY])),
-        KvTierResults(
-            1, 0, store=StoreResults([KEY], [KEY], [LookupResult(1, pack_i32([9]))], fetched=pack_i32([5]))
-        ),
     ],
 )
 def test_valid_messages_pass(message: msgspec.Struct) -> None:
@@ -67,45 +74,49 @@ def test_valid_messages_pass(message: msgspec.Struct) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        KvTierRequests(-1),
-        KvTierRequests(0, pack_i32([8, 3]), [KEY]),
-        KvTierRequests(0, pack_i32([7, 4]), [KEY]),
-        KvTierRequests(0, pack_i32([7, 3]), []),
-        KvTierRequests(0, pack_i32([7, 3]), [KEY[:31]]),
-        KvTierRequests(0, fetches=pack_i32([3, 6]), fetch_keys=[KEY]),
-        KvTierRequests(0, fetches=pack_i32([-1, 0]), fetch_keys=[KEY]),
-        KvTierRequests(0, drops=pack_i32([4]), drop_keys=[KEY]),
-        KvTierRequests(0, drops=pack_i32([3])),
-        KvTierRequests(0, files=[FileRequest(1, "import", "../a.kv")]),
-        KvTierRequests(0, files=[FileRequest(1, "import", "a.kv", pack_i32([4]), [KEY])]),
-        KvTierResults(1, 0, files=[FileResult(1, "", [b"k"])]),
-        KvTierResults(0, 0),
-        KvTierResults(1, 0, fetched=pack_i32([6])),
-        KvTierResults(1, 0, missed=b"abc"),
-        KvTierResults(1, 0, [b""]),
-        KvTierResults(1, 0, fetch_ns=-1),
+        KvTierRequests(-1, "disk"),
+        store([8], [KEY], 3, tier="disk"),
+        store([7], [KEY], 4, tier="disk"),
+        store([7], [], 3, tier="disk"),
+        store([7], [KEY], tier="disk"),
+        store([7], [KEY[:31]], 3, tier="disk"),
+        fetch(b"", 4, 3, 6, "disk"),
+        fetch(b"", 4, -1, 0, "disk"),
+        fetch(b"", 4, 4, 0, "disk"),
+        fetch(b"", 5, 4, 0, "disk"),
+        KvTierRequests(0, "disk", drops=pack_i32([4]), drop_keys=[KEY]),
+        KvTierRequests(0, "disk", drops=pack_i32([3])),
+        KvTierRequests(0, "disk", files=[FileRequest(1, "import", "../a.kv")]),
+        KvTierRequests(0, "disk", files=[FileRequest(1, "import", "a.kv", pack_i32([4]), [KEY])]),
+        store([8], [KEY]),
+        store([], []),
+        search(-1, [KEY]),
+        search(1, [b"k"]),
+        fetch(b"k", 2, 1, 5),
+        fetch(KEY, 2, 2, 5),
+        fetch(KEY, 2, 1, 6),
+        fetch(b"h" * 1000, 1, 0, 5, "peer"),
+        KvTierResults(0, 0, "disk"),
+        KvTierResults(1, 0, "disk", files=[FileResult(1, "", [b"k"])]),
+        KvTierResults(1, 0, "disk", fetched=pack_i32([6])),
+        KvTierResults(1, 0, "disk", missed=b"abc"),
+        KvTierResults(1, 0, "disk", [b""]),
+        KvTierResults(1, 0, "disk", lost=[b"k"]),
+        KvTierResults(1, 0, "disk", fetch_ns=-1),
+        KvTierResults(1, 0, "store", found=[SearchResult(1, b"abc")]),
+        KvTierResults(1, 0, "store", search_ns=-1),
+        KvTierResults(1, 0, "store", num_fetches=-1),
         StoredBlocks(1, 0, pack_i32([4]), [KEY]),
         StoredBlocks(1, 0, pack_i32([3]), [KEY, KEY]),
-        store(Put(pack_i32([8]), [KEY])),
-        store(Put(b"", [])),
-        store(Search(-1, [[KEY]])),
-        store(Search(1, [[b"k"]])),
-        store(Get(b"k", 2, pack_i32([1]), pack_i32([5]), [KEY])),
-        store(Get(KEY, 2, pack_i32([2]), pack_i32([5]), [KEY])),
-        store(Get(KEY, 2, pack_i32([1]), pack_i32([6]), [KEY])),
-        KvTierResults(1, 0, store=StoreResults([b"k"])),
-        KvTierResults(1, 0, store=StoreResults(found=[LookupResult(1, b"abc")])),
-        KvTierResults(1, 0, store=StoreResults(missed=pack_i32([6]))),
-        KvTierResults(1, 0, store=StoreResults(get_ns=-1)),
-        KvTierResults(1, 0, store=StoreResults(num_gets=-1)),
     ],
 )
 def test_invalid_messages_are_dropped(message: msgspec.Struct) -> None:
     assert not is_valid(message)
 
 
-def test_without_a_disk_no_request_is_valid() -> None:
-    assert not disk_checks(8, 0, 0)[KvTierRequests](KvTierRequests(0, pack_i32([0, 0]), [KEY]))
+def test_without_a_disk_no_place_is_valid() -> None:
+    check = tier_checks(8, 6, 0)[KvTierRequests]
+    assert not check(store([0], [KEY], 0, tier="disk")) and not check(fetch(b"", 1, 0, 0, "disk"))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +133,11 @@ def test_without_a_disk_no_request_is_valid() -> None:
 def test_capacity_is_bounded_by_the_configuration(
     num_host_blocks: int, num_staging_blocks: int, num_disk_blocks: int, is_valid_capacity: bool
 ) -> None:
-    capacity = Capacity(
-        1, 8, 16, 4, 64,
-        num_host_blocks=num_host_blocks, num_staging_blocks=num_staging_blocks, num_disk_blocks=num_disk_blocks,
-    )  # fmt: skip
+    disk = TierCapacity("disk", num_staging_blocks, num_disk_blocks)
+    capacity = Capacity(1, 8, 16, 4, 64, num_host_blocks=num_host_blocks, tiers=[disk])
     assert fits_tiers(capacity, 6, 4) == is_valid_capacity
+
+
+def test_a_capacity_names_each_back_end_once() -> None:
+    capacity = Capacity(1, 8, 16, 4, 64, tiers=[TierCapacity("peer", 1), TierCapacity("peer", 1)])
+    assert not fits_tiers(capacity, 6, 4)

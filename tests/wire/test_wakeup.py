@@ -12,7 +12,7 @@ from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.process.wakeup import Wakeup
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.kv_tiers import DiskResultsReady
+from quintet.wire.kv_tiers import TierResultsReady
 from quintet.wire.messages import Cancel
 from quintet.wire.step import StepsEnded
 
@@ -72,11 +72,11 @@ def test_frame_ends_the_wait(wakeable: WakeableInbox) -> None:
 
 def test_two_wakeups_are_delivered_in_order_of_registration(wakeable: WakeableInbox) -> None:
     """Executors of pipeline stages wait for steps and for the disk."""
-    other = Wakeup(DiskResultsReady)
+    other = Wakeup(TierResultsReady)
     wakeable.inbox.hang(other)
     other.ring()
-    assert wakeable.inbox.wait(LONG_S) == [DiskResultsReady(1)]
+    assert wakeable.inbox.wait(LONG_S) == [TierResultsReady(1)]
     other.ring()
     wakeable.wakeup.ring()
-    assert wakeable.inbox.wait(LONG_S) == [StepsEnded(1), DiskResultsReady(1)]
+    assert wakeable.inbox.wait(LONG_S) == [StepsEnded(1), TierResultsReady(1)]
     other.close()

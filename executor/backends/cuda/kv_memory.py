@@ -3,7 +3,7 @@
 The size is measured rather than estimated: the model is loaded and its largest step runs first. The memory free after
 that is available, except for an upper bound of the memory of graphs.
 
-`HostPool` is the CUDA counterpart of `quintet.executor.kv_transfer.features.kv_offload`: one launch copies all
+`HostPool` is the CUDA counterpart of `quintet.executor.kv_transfer.host_blocks`: one launch copies all
 layers, without a host sync.
 """
 

@@ -20,7 +20,7 @@ from quintet.executor.distributed.parallel.library import Note, OrderKind, StepP
 from quintet.executor.distributed.parallel.rank_views import Links, open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves
-from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
+from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.process.os_tuning import trim_memory
 from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig

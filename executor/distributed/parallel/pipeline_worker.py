@@ -26,8 +26,8 @@ from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipelin
 from quintet.executor.distributed.parallel.rank_views import Links
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
 from quintet.executor.interface import Finished, Pending
-from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
-from quintet.executor.kv_transfer.kv_tiers import KvTiers
+from quintet.executor.kv_transfer.host_blocks import HostBlocks
+from quintet.executor.kv_transfer.tiers import KvTiers
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
@@ -112,8 +112,7 @@ class PipelineWorker:
         gather = context.memory.gather
         blocks = partial(open_whole_blocks, config, gather, layers, pipeline.share, moves)
         self._kv_tiers = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
-        self.kv_disk, self.kv_peers = self._kv_tiers.disk, self._kv_tiers.peers
-        self.kv_store = self._kv_tiers.store
+        self.kv_back_ends = self._kv_tiers.back_ends
         self.swap_bytes_per_s = own.measure()
 
     @property

@@ -22,7 +22,7 @@ from quintet.executor.distributed.parallel.kv_gather import KvGather, PartBlocks
 from quintet.executor.distributed.parallel.library import PAIR_BYTES, OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait
-from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
+from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.executor.model_config.share import Share
 from quintet.wire.config import EngineConfig
 

@@ -14,7 +14,7 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_admin import KvPrefix, KvQuery, KvReport, Verb
 from quintet.wire.kv_spec import KvGroup
 from tests.core.fake import World, expected
-from tests.core.kv.fake_disk import FakeDisk
+from tests.core.kv.fake_back_ends import FakeDisk
 from tests.core.kv.test_groups import HYBRID, MIXED, SLIDING, STATES
 
 PROMPT = list(range(10, 31))

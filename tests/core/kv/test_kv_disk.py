@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from quintet.core.kv.disk_pool import DiskPool
+from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, OUTLIER_FACTOR, TRY_EVERY
+from quintet.core.kv.tier import Wanted
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
+from quintet.wire.kv_spec import KvGroup, KvSpec
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, TierCapacity
 from tests.core.fake import World, expected
-from tests.core.kv.fake_disk import FakeDisk
+from tests.core.kv.fake_back_ends import FakeDisk
 from tests.core.trace import assert_served, random_trace
 
 PROMPT = list(range(10, 31))
@@ -42,19 +45,21 @@ def test_disk_blocks_survive_executor_and_core(lost: str) -> None:
     else:
         world.new_core()
     assert serve(world, 2) == 20
-    assert state_of(world).counters.disk_fetched_blocks == 5
+    assert state_of(world).counters.transfers["disk", "fetched_blocks"] == 5
     assert serve(world, 3) == 20, "blocks are cached on the device"
-    assert state_of(world).counters.disk_fetched_blocks == 5
+    assert state_of(world).counters.transfers["disk", "fetched_blocks"] == 5
 
 
 def test_blocks_on_disk_are_not_stored_again() -> None:
     world = World(disk=FakeDisk(20))
     serve(world)
-    num_stored = state_of(world).counters.disk_stored_blocks
+    num_stored = state_of(world).counters.transfers["disk", "stored_objects"]
     assert num_stored == 6, "blocks of the answer are stored too"
     world.new_executor()
     serve(world, 2)
-    assert state_of(world).counters.disk_stored_blocks == num_stored + 1, "block of another answer"
+    assert state_of(world).counters.transfers["disk", "stored_objects"] == num_stored + 1, (
+        "block of another answer"
+    )
 
 
 def test_request_waiting_for_disk_is_overtaken() -> None:
@@ -77,7 +82,10 @@ def test_missing_block_is_recomputed() -> None:
     disk.is_losing = True
     assert serve(world, 2) == 0
     counters = state_of(world).counters
-    assert (counters.disk_missed_blocks, counters.disk_fetched_blocks) == (5, 0)
+    assert (counters.transfers["disk", "missed_blocks"], counters.transfers["disk", "fetched_blocks"]) == (
+        5,
+        0,
+    )
     disk.is_losing = False
     world.new_core()
     assert serve(world, 3) == 20, "blocks were stored again"
@@ -95,7 +103,7 @@ def test_hanging_disk_delays_no_request_beyond_timeout() -> None:
     world.apply(world.engine.expire(world.now))
     world.run()
     assert world.outcomes[2].num_cached == 0
-    world.engine.kv_answers(late)
+    world.engine.kv_results(late)
     world.assert_idle()
 
 
@@ -139,7 +147,18 @@ def test_full_disk_evicts_least_recently_used() -> None:
     assert serve(world, 3) == 0
     world.new_core()
     serve(world, 4)
-    assert state_of(world).counters.disk_missed_blocks == 0
+    assert state_of(world).counters.transfers["disk", "missed_blocks"] == 0
+
+
+def test_prefix_cached_on_the_device_stays_on_disk() -> None:
+    """Reuse on the device counts as a use of the copy on disk."""
+    world = World(disk=FakeDisk(11))
+    serve(world, 1)
+    serve(world, 2, [*range(50, 67)])
+    serve(world, 3)
+    serve(world, 4, [*range(90, 107)])
+    world.new_core()
+    assert serve(world, 5) == 20
 
 
 def test_requests_without_cache_reads_skip_the_disk() -> None:
@@ -175,21 +194,40 @@ def test_random_traces_fetch() -> None:
 # Unit tests of the disk pool.
 
 
-def orders_of(pool: DiskPool, now_ns: int = 0) -> KvTierRequests:
-    orders = KvTierRequests(0)
-    pool.add_orders(orders, now_ns)
-    return orders
+def pool_of(num_places: int, num_staging_blocks: int, first: int = 0) -> DiskPool:
+    groups = Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64)
+    return DiskPool(groups, 8, first, TierCapacity("disk", num_staging_blocks, num_places))
+
+
+def requests_of(pool: DiskPool, now_ns: int = 0, *keys: bytes) -> KvTierRequests:
+    """Return the requests, with these keys on the device."""
+    requests = pool.requests(0, {key: block for block, key in enumerate(keys)}, now_ns)
+    return KvTierRequests(0, "disk") if requests is None else requests
 
 
 def store(pool: DiskPool, *keys: bytes) -> None:
-    for block, key in enumerate(keys):
-        pool.queue_store(key, block)
-    pool.answer(KvTierResults(1, 0, stored=orders_of(pool).store_keys))
+    for key in keys:
+        pool.queue([key])
+    stored = [key for each in requests_of(pool, 0, *keys).stores for key in each.keys]
+    pool.apply(KvTierResults(1, 0, "disk", stored=stored))
     pool.check(set())
 
 
+def ask(pool: DiskPool, request_id: int, *keys: bytes) -> None:
+    wanted = Wanted(request_id, (0, request_id), len(keys))
+    places = pool.look_up(wanted, keys, None)
+    assert pool.ask(wanted, {key: places[key] for key in keys}, 4, whole=False)
+
+
+def fetched(*host_blocks: int, fetch_ns: int = 8) -> KvTierResults:
+    num_fetches = len(host_blocks)
+    return KvTierResults(
+        1, 0, "disk", fetched=pack_i32(host_blocks), num_fetches=num_fetches, fetch_ns=fetch_ns
+    )
+
+
 def test_least_recently_used_is_evicted() -> None:
-    pool = DiskPool(2, 0, 2)
+    pool = pool_of(2, 2)
     store(pool, A, B)
     pool.use([A])
     store(pool, C)
@@ -197,13 +235,13 @@ def test_least_recently_used_is_evicted() -> None:
 
 
 def test_progress_renews_timeout_of_later_fetches_only() -> None:
-    pool = DiskPool(3, 0, 3)
+    pool = pool_of(3, 3)
     store(pool, A, B, C)
     for request_id, key in enumerate((A, B, C)):
-        assert pool.ask(request_id, [key], 4, whole=False)
-        orders_of(pool)
-    pool.answer(KvTierResults(1, 0, fetched=pack_i32([pool.fetches.host_blocks.block_of[B]]), fetch_ns=8))
-    orders_of(pool, FETCH_TIMEOUT_NS)
+        ask(pool, request_id, key)
+        requests_of(pool)
+    pool.apply(fetched(pool.fetches.host_blocks.block_of[B]))
+    requests_of(pool, FETCH_TIMEOUT_NS)
     pool.expire(FETCH_TIMEOUT_NS + 1)
     waits = {request_id for request_id, wish in pool.fetches.requests.items() if wish.pending}
     assert waits == {2}, "answers are ordered, so the first one is lost"
@@ -212,42 +250,48 @@ def test_progress_renews_timeout_of_later_fetches_only() -> None:
 
 
 def test_one_slow_read_does_not_stop_reads() -> None:
-    pool = DiskPool(1, 0, 1)
-    pool.cost.each_ns = 10.0
+    pool = pool_of(1, 1)
+    pool.fetch_cost.each_ns = 10.0
     store(pool, A)
-    pool.ask(1, [A], 4, whole=False)
-    pool.answer(KvTierResults(1, 0, fetched=pack_i32([0]), fetch_ns=10**12))
-    assert pool.cost.each_ns == (3 * 10 + OUTLIER_FACTOR * 10) / 4
-    assert pool.cost.is_cheaper(1, 28)
-    tries = [pool.cost.is_cheaper(1, 20) for _ in range(TRY_EVERY)]
-    assert tries == [False] * (TRY_EVERY - 1) + [True] and pool.cost.each_ns is None
+    ask(pool, 1, A)
+    pool.apply(fetched(0, fetch_ns=10**12))
+    assert pool.fetch_cost.each_ns == (3 * 10 + OUTLIER_FACTOR * 10) / 4
+    assert pool.fetch_cost.is_cheaper(1, 28)
+    tries = [pool.fetch_cost.is_cheaper(1, 20) for _ in range(TRY_EVERY)]
+    assert tries == [False] * (TRY_EVERY - 1) + [True] and pool.fetch_cost.each_ns is None
 
 
 def test_unstored_block_is_a_miss() -> None:
-    pool = DiskPool(2, 0, 2)
-    pool.queue_store(A, 0)
-    orders_of(pool)
-    pool.answer(KvTierResults(1, 0, unstored=[A]))
+    pool = pool_of(2, 2)
+    pool.queue([A])
+    assert requests_of(pool, 0, A).stores
+    pool.apply(KvTierResults(1, 0, "disk", unstored=[A]))
     pool.check(set())
     assert not pool.place_of and len(pool.free) == 2
 
 
+def test_evicted_block_is_not_stored() -> None:
+    pool = pool_of(2, 2)
+    pool.queue([A])
+    assert not requests_of(pool).stores and len(pool.free) == 2
+
+
 def test_block_being_written_is_not_reused() -> None:
     """Neither when its request was cancelled, nor when another request wants the same content."""
-    pool = DiskPool(2, 5, 2)
+    pool = pool_of(2, 2, first=5)
     store(pool, A)
-    assert pool.ask(1, [A], 4, whole=False)
-    orders = orders_of(pool)
-    assert list(unpack_i32(orders.fetches)) == [pool.place_of[A], 5]
-    pool.forget(1)
-    pool.take_copies()
-    assert pool.ask(2, [A], 4, whole=False)
-    again = orders_of(pool)
-    assert list(unpack_i32(again.fetches)) == [pool.place_of[A], 6]
-    pool.answer(KvTierResults(1, 0, fetched=pack_i32([5]), fetch_ns=8))
-    assert pool.fetch(2, [A]) is None
-    pool.answer(KvTierResults(1, 0, fetched=pack_i32([6]), fetch_ns=8))
-    assert pool.fetch(2, [A]) == [6] and pool.cost.each_ns == 8
-    pool.take_copies()
+    for request_id, host_block in ((1, 5), (2, 6)):
+        ask(pool, request_id, A)
+        (fetch,) = requests_of(pool).fetches
+        assert [*unpack_i32(fetch.positions)] == [pool.place_of[A]]
+        assert [*unpack_i32(fetch.host_blocks)] == [host_block]
+        if request_id == 1:
+            pool.forget(1)
+            pool.fetches.free_left()
+    pool.apply(fetched(5))
+    assert pool.fetches.fetch(2, [A]) is None
+    pool.apply(fetched(6))
+    assert pool.fetches.fetch(2, [A]) == [6] and pool.fetch_cost.each_ns == 8
+    pool.fetches.free_left()
     assert pool.fetches.host_blocks.free == [5]
     pool.check({2})

@@ -7,6 +7,7 @@ from collections import deque
 import pytest
 
 from quintet.core import recurrent_state
+from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, MAX_FETCH_NS
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -14,8 +15,7 @@ from quintet.wire.kv_spec import KvGroup
 from quintet.wire.kv_tiers import KvTierResults
 from quintet.wire.request import KvTransfer
 from tests.core.fake import World, expected
-from tests.core.kv.fake_disk import FakeDisk
-from tests.core.kv.fake_peers import PEER, FakePeers
+from tests.core.kv.fake_back_ends import PEER, FakeDisk, FakePeers
 from tests.core.trace import assert_served, random_trace
 
 PROMPT = list(range(10, 31))
@@ -57,9 +57,12 @@ def test_prompt_kv_of_another_server_is_fetched() -> None:
     compute(world)
     assert decode(world) == 20
     counters = state_of(world).counters
-    assert (counters.peer_fetched_blocks, counters.peer_missed_blocks) == (5, 0)
+    assert (counters.transfers["peer", "fetched_blocks"], counters.transfers["peer", "missed_blocks"]) == (
+        5,
+        0,
+    )
     assert decode(world, 3) == 20, "blocks are cached on the device"
-    assert state_of(world).counters.peer_fetched_blocks == 5
+    assert state_of(world).counters.transfers["peer", "fetched_blocks"] == 5
 
 
 def test_only_requests_with_transfer_params_offer_or_fetch() -> None:
@@ -106,7 +109,7 @@ def test_missing_blocks_are_recomputed() -> None:
     compute(world)
     peers.is_losing = True
     assert decode(world) == 0
-    assert state_of(world).counters.peer_missed_blocks == 5
+    assert state_of(world).counters.transfers["peer", "missed_blocks"] == 5
 
 
 def test_head_of_a_partial_fetch_is_used() -> None:
@@ -130,7 +133,7 @@ def test_hanging_peer_times_out_and_is_overtaken() -> None:
     world.apply(world.engine.expire(world.now))
     world.run()
     assert world.outcomes[2].num_cached == 0
-    world.engine.kv_answers(late)
+    world.engine.kv_results(late)
     world.assert_idle()
 
 
@@ -141,17 +144,19 @@ def test_slow_peer_is_limited_by_total_timeout() -> None:
     admit(world, 2, 20, prompt)
     assert world.plan() is None
     whole = peers.answers.popleft()
-    start_ns, blocks = world.now, deque(unpack_i32(whole.pulled))
+    start_ns, blocks = world.now, deque(unpack_i32(whole.fetched))
     while state_of(world).pool.tiers.is_fetching:
         world.now += FETCH_TIMEOUT_NS // 2
         world.apply(world.engine.expire(world.now))
         one = pack_i32([blocks.popleft()])
-        world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=one))
+        world.engine.kv_results(KvTierResults(whole.executor_epoch, whole.tables, "peer", fetched=one))
         world.plan()
     assert MAX_FETCH_NS <= world.now - start_ns <= MAX_FETCH_NS + FETCH_TIMEOUT_NS
     world.run()
     assert world.outcomes[2].num_cached == 0
-    world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=pack_i32(blocks)))
+    world.engine.kv_results(
+        KvTierResults(whole.executor_epoch, whole.tables, "peer", fetched=pack_i32(blocks))
+    )
     world.assert_idle()
 
 
@@ -176,7 +181,7 @@ def test_small_fetch_does_not_overtake_large_one() -> None:
     for request_id, prompt in prompts.items():
         admit(world, request_id, prompt=prompt)
     world.plan()
-    tier = state_of(world).pool.tiers.peers
+    tier = state_of(world).pool.tiers.find(PeerPool)
     assert tier is not None and [*tier.fetches.requests] == [11]
     world.run()
     assert [world.outcomes[request_id].num_cached for request_id in prompts] == [12, 20, 8]
@@ -218,7 +223,10 @@ def test_disk_serves_blocks_missing_at_peers() -> None:
     peers.is_losing = True
     assert decode(world) == 20
     counters = state_of(world).counters
-    assert (counters.peer_missed_blocks, counters.disk_fetched_blocks) == (5, 5)
+    assert (counters.transfers["peer", "missed_blocks"], counters.transfers["disk", "fetched_blocks"]) == (
+        5,
+        5,
+    )
 
 
 @pytest.mark.parametrize("in_groups", [False, True])

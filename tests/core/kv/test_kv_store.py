@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quintet.core import recurrent_state
-from quintet.core.kv import store_pool
-from quintet.core.kv import store_pool as runs_module
+from quintet.core.kv import chunks, store_pool
+from quintet.core.kv.chunks import Chunks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
-from quintet.core.kv.store_pool import PAUSE_NS, StoreChunks, StorePool
+from quintet.core.kv.store_pool import PAUSE_NS, StorePool
+from quintet.core.kv.tier import Wanted
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvGroup, KvSpec
-from quintet.wire.kv_tiers import LookupResult, Search, StoreRequests, StoreResults
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, Search, SearchResult, TierCapacity
 from tests.core.fake import World, expected
-from tests.core.kv.fake_disk import FakeDisk
-from tests.core.kv.fake_store import FakeStore
+from tests.core.kv.fake_back_ends import FakeDisk, FakeStore
 from tests.core.trace import assert_served, random_trace
 
 PROMPT = list(range(10, 31))
@@ -26,7 +28,7 @@ KEYS = [bytes([letter]) * 32 for letter in b"abcdefgh"]
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_module, "RUN_TOKENS", 8)
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 8)
     monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 8)
 
 
@@ -36,7 +38,7 @@ def state_of(world: World) -> SchedulerState:
 
 
 def pool_of(world: World) -> StorePool:
-    pool = state_of(world).pool.tiers.store
+    pool = state_of(world).pool.tiers.find(StorePool)
     assert pool is not None
     return pool
 
@@ -63,19 +65,19 @@ def test_stored_prefix_is_reused(lost: str) -> None:
     else:
         world = World(store=store)
     assert serve(world, 2) == 16, "two whole chunks"
-    assert state_of(world).counters.store_fetched_blocks == 4
+    assert state_of(world).counters.transfers["store", "fetched_blocks"] == 4
     assert serve(world, 3) == 20, "blocks are cached on the device"
-    assert state_of(world).counters.store_fetched_blocks == 4
+    assert state_of(world).counters.transfers["store", "fetched_blocks"] == 4
 
 
 def test_no_duplicate_puts_or_lookups() -> None:
     store = FakeStore()
     world = World(store=store)
     serve(world)
-    assert store.num_puts == 3 and store.num_searches == 1, "one chunk of the answer too"
+    assert store.num_stores == 3 and store.num_searches == 1, "one chunk of the answer too"
     world.new_executor()
     serve(world, 2)
-    assert store.num_puts == 4 and store.num_searches == 2, "chunk of another answer"
+    assert store.num_stores == 4 and store.num_searches == 2, "chunk of another answer"
     serve(world, 3)
     assert store.num_searches == 2, "all findable blocks are cached"
 
@@ -86,17 +88,19 @@ def test_many_lookups_are_split_into_messages(monkeypatch: pytest.MonkeyPatch) -
     prompts = [[letter, *PROMPT] for letter in range(1, 6)]
     for request_id, prompt in enumerate(prompts):
         serve(World(store=store), request_id, prompt)
-    world, sent = World(store=store), []
-    pool = pool_of(world)
-    orders = pool.orders
-    monkeypatch.setattr(
-        StorePool, "orders", lambda self, *now: sent.append(request_batch := orders(*now)) or request_batch
-    )
+    world = World(store=store)
+    submit, sizes = store.submit, list[int]()
+
+    def counted(requests: KvTierRequests, *rest: Any) -> None:
+        sizes.append(len(requests.searches))
+        submit(requests, *rest)
+
+    monkeypatch.setattr(store, "submit", counted)
     for request_id, prompt in enumerate(prompts):
         world.admit(request_id, prompt, max_tokens=5, ignore_eos=True)
     world.run()
     world.assert_idle()
-    assert [len(batch.searches) for batch in sent if batch is not None and batch.searches] == [2, 2, 1]
+    assert [size for size in sizes if size] == [2, 2, 1]
 
 
 def test_request_waiting_for_store_is_overtaken() -> None:
@@ -118,7 +122,10 @@ def test_lost_chunks_are_recomputed_and_put_again() -> None:
     store.is_losing = True
     assert serve(world, 2) == 0
     counters = state_of(world).counters
-    assert (counters.store_missed_blocks, counters.store_fetched_blocks) == (4, 0)
+    assert (counters.transfers["store", "missed_blocks"], counters.transfers["store", "fetched_blocks"]) == (
+        4,
+        0,
+    )
     store.is_losing = False
     store.runs.clear()
     world.new_executor()
@@ -142,7 +149,7 @@ def test_hanging_store_times_out_and_is_paused(what: str) -> None:
     world.run()
     assert world.outcomes[2].num_cached == 0
     num_searches = store.num_searches
-    world.engine.kv_answers(late)
+    world.engine.kv_results(late)
     serve(world, 3, PROMPT[::-1])
     assert store.num_searches == num_searches
 
@@ -151,7 +158,7 @@ def test_lookup_miss_does_not_wait_for_other_chunks() -> None:
     store = FakeStore()
     serve(World(store=store))
     world = World(store=store)
-    pool_of(world)._mark_present(next(iter(store.runs)))
+    pool_of(world).mark_present(next(iter(store.runs)))
     world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
     assert world.plan() is None and store.num_searches == 2
     world.now += FETCH_TIMEOUT_NS + 1
@@ -178,14 +185,17 @@ def test_long_steps_do_not_pause_the_store() -> None:
 
 
 def test_paused_store_receives_no_lookups() -> None:
-    pool = StorePool(StoreChunks(Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64), 2, 2), 0, 8, 100)
-    pool.look_up(1, KEYS[:2])
-    assert pool.orders({}, 0) == StoreRequests(searches=[Search(1, [[KEYS[1]]])])
+    groups = Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64)
+    pool = StorePool(groups, 8, 0, TierCapacity("store", 8, max_storing_blocks=100))
+    assert pool.look_up(Wanted(1, (0, 1), 2), KEYS[:2], None) is None
+    searches = [Search(1, [[KEYS[1]]])]
+    assert pool.requests(0, {}, 0) == KvTierRequests(0, "store", searches=searches)
     pool.expire(FETCH_TIMEOUT_NS)
     assert pool.lookups[1].is_pending and not pool.is_paused
     pool.expire(FETCH_TIMEOUT_NS + 1)
     assert not pool.lookups[1].is_pending and pool.is_paused
-    pool.answer(StoreResults(found=[LookupResult(1, pack_i32([1]))], search_ns=5, num_searches=1))
+    found = [SearchResult(1, pack_i32([1]))]
+    pool.apply(KvTierResults(1, 0, "store", found=found, search_ns=5, num_searches=1))
     assert not pool.known, "late answer: the lookup has timed out"
     pool.expire(FETCH_TIMEOUT_NS + 1 + PAUSE_NS)
     assert not pool.is_paused
@@ -216,15 +226,15 @@ def test_blocks_to_put_wait_on_the_device() -> None:
     world = World(store=store)
     world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
     assert world.plan() is None and store.answer(world.engine), "a lookup was sent"
-    assert world.plan() is not None and store.num_puts == 1, "one chunk at a time"
+    assert world.plan() is not None and store.num_stores == 1, "one chunk at a time"
     world.plan()
-    assert store.num_puts == 1
+    assert store.num_stores == 1
     assert store.answer(world.engine)
     world.plan()
-    assert store.num_puts == 2
+    assert store.num_stores == 2
     world.run()
     world.plan()
-    assert store.num_puts == 3
+    assert store.num_stores == 3
 
 
 def test_full_store_is_retried_after_recomputation() -> None:
@@ -232,7 +242,7 @@ def test_full_store_is_retried_after_recomputation() -> None:
     store.is_full = True
     world = World(store=store)
     serve(world)
-    assert not store.runs and state_of(world).counters.store_unkept_runs == 3
+    assert not store.runs and state_of(world).counters.transfers["store", "unstored_objects"] == 3
     store.is_full = False
     world.new_executor()
     serve(world, 2)
@@ -309,16 +319,14 @@ def test_random_traces_fetch() -> None:
 def test_chunk_length_aligns_with_states(
     block_size: int, keep_every: int, length: int, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs_module, "RUN_TOKENS", 256)
-    runs = StoreChunks.of(
-        Groups(KvSpec([KvGroup("full", [0])], 1, 64, block_size), 64), block_size, keep_every
-    )
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 256)
+    runs = Chunks.of(Groups(KvSpec([KvGroup("full", [0])], 1, 64, block_size), 64), keep_every)
     assert (runs.num_blocks, runs.every) == (length, every)
 
 
 def test_chunks_are_named_by_their_last_blocks() -> None:
     kv = KvSpec([KvGroup("full", [0]), KvGroup("state", [1])], 1, 64, 4)
-    runs = StoreChunks(Groups(kv, 64), 2, 4)
+    runs = Chunks(Groups(kv, 64), 2, 4)
     assert runs.chains(KEYS[:7]) == [
         [KEYS[1], KEYS[3], KEYS[5]],
         [KEYS[3] + b"\1\0"],

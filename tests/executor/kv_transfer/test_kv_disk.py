@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from quintet.executor.kv_transfer.block_bytes import BlockBytes
+from quintet.executor.kv_transfer.disk import back_end
+from quintet.executor.kv_transfer.disk.back_end import DiskBackEnd
 from quintet.executor.kv_transfer.disk.block_file import NOTHING, BlockFile
-from quintet.executor.kv_transfer.features import kv_disk
-from quintet.executor.kv_transfer.features.kv_disk import DiskBlocks
-from quintet.executor.kv_transfer.kv_connector_loop import KvConnectorLoop
+from quintet.executor.kv_transfer.loop import KvConnectorLoop
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults
+from quintet.wire.kv_tiers import Fetch, FileRequest, KvTierRequests, KvTierResults, Store
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
@@ -32,7 +32,7 @@ class Bench:
             for layer in range(2)
         ]
         self.file = BlockFile(folder / "engine-0", b"w" * 32, 2 * LAYER_BYTES, 8)
-        self.disk = DiskBlocks(
+        self.disk = DiskBackEnd(
             BlockBytes(self.layers), self.file, 4, FIRST, folder / "exchange", lambda: b"o" * 32
         )
         self._rung = threading.Event()
@@ -76,7 +76,16 @@ class Gate:
 
 
 def stores(tables: int, *pairs: int, keys: list[bytes] = KEYS) -> KvTierRequests:
-    return KvTierRequests(tables, stores=pack_i32(pairs), store_keys=keys[: len(pairs) // 2])
+    """Store pairs of device block and place."""
+    store = Store(pack_i32(pairs[::2]), keys[: len(pairs) // 2], pack_i32(pairs[1::2]))
+    return KvTierRequests(tables, "disk", [store])
+
+
+def fetches(keys: list[bytes], *pairs: int) -> KvTierRequests:
+    """Fetch pairs of place and host block."""
+    return KvTierRequests(
+        0, "disk", fetches=[Fetch(b"", 8, pack_i32(pairs[::2]), pack_i32(pairs[1::2]), keys)]
+    )
 
 
 def test_blocks_are_fetched_as_they_were_when_the_store_was_requested(tmp_path: Path) -> None:
@@ -89,9 +98,8 @@ def test_blocks_are_fetched_as_they_were_when_the_store_was_requested(tmp_path: 
     while len(answers.stored) < 2:
         answers.stored += bench.answers().stored
     assert answers.stored == KEYS[:2] and not answers.unstored
-    assert bench.disk.kept() == [(5, KEYS[0]), (7, KEYS[1])]
-    fetches = pack_i32([7, FIRST + 1, 5, FIRST, 5, FIRST + 2])
-    bench.disk.order(KvTierRequests(0, fetches=fetches, fetch_keys=[KEYS[1], KEYS[0], KEYS[3]]))
+    assert bench.disk.stored() == [(5, KEYS[0]), (7, KEYS[1])]
+    bench.disk.order(fetches([KEYS[1], KEYS[0], KEYS[3]], 7, FIRST + 1, 5, FIRST, 5, FIRST + 2))
     answers = bench.answers()
     while len(answers.fetched) + len(answers.missed) < 12:
         more = bench.answers()
@@ -106,12 +114,12 @@ def test_blocks_are_fetched_as_they_were_when_the_store_was_requested(tmp_path: 
 
 
 def test_stores_beyond_the_disk_speed_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_disk, "MAX_WAITING_BYTES", 0)
+    monkeypatch.setattr(back_end, "MAX_WAITING_BYTES", 0)
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5, 3, 7))
     assert bench.answers().unstored == KEYS[:2]
     bench.disk.close()
-    assert not bench.disk.kept()
+    assert not bench.disk.stored()
 
 
 def test_results_belong_to_the_current_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +134,7 @@ def test_results_belong_to_the_current_tables(tmp_path: Path, monkeypatch: pytes
     gate.open()
     answers = bench.answers()
     assert (answers.tables, answers.stored, answers.unstored) == (1, KEYS[2:3], [])
-    assert bench.disk.kept() == [(5, KEYS[0]), (6, KEYS[1]), (7, KEYS[2])]
+    assert bench.disk.stored() == [(5, KEYS[0]), (6, KEYS[1]), (7, KEYS[2])]
     bench.disk.close()
 
 
@@ -169,17 +177,17 @@ def test_listing_kept_blocks_does_not_wait_for_a_write(
     gate = Gate(bench.file, monkeypatch)
     bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
     gate.wait()
-    assert bench.disk.kept() == [(5, KEYS[0])], "kept() must not wait for the write"
+    assert bench.disk.stored() == [(5, KEYS[0])], "stored() must not wait for the write"
     gate.open()
     assert bench.answers().stored
     bench.disk.close()
 
 
 def test_fetches_are_reported_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_disk, "MAX_UNREPORTED_FETCHES", 1)
+    monkeypatch.setitem(back_end.MAX_UNREPORTED, "fetch", 1)
     bench = Bench(tmp_path)
     gate = Gate(bench.file, monkeypatch, "read", num_free=1)
-    bench.disk.order(KvTierRequests(0, fetches=pack_i32([1, FIRST, 2, FIRST + 1]), fetch_keys=KEYS[:2]))
+    bench.disk.order(fetches(KEYS[:2], 1, FIRST, 2, FIRST + 1))
     assert bench.answers().missed == pack_i32([FIRST])
     gate.open()
     assert bench.answers().missed == pack_i32([FIRST + 1])
@@ -203,10 +211,10 @@ def test_a_full_disk_is_logged_once(
 
 def test_requests_that_only_drop_reach_the_disk() -> None:
     received: list[KvTierRequests] = []
-    disk = SimpleNamespace(begin=lambda ring: None, order=received.append)
+    disk = SimpleNamespace(tier="disk", begin=lambda ring: None, order=received.append)
     process = SimpleNamespace(inbox=SimpleNamespace(hang=lambda bell: None))
-    talk = KvConnectorLoop(process, disk, None)  # type: ignore[arg-type]
-    orders = KvTierRequests(0, drops=pack_i32([5]), drop_keys=KEYS[:1])
+    talk = KvConnectorLoop(process, [disk])  # type: ignore[arg-type, list-item]
+    orders = KvTierRequests(0, "disk", drops=pack_i32([5]), drop_keys=KEYS[:1])
     talk.order(orders)
     assert received == [orders]
 
@@ -219,22 +227,24 @@ def test_a_prefix_is_exported_and_imported(tmp_path: Path) -> None:
     while len(answers.stored) < 2:
         answers.stored += bench.answers().stored
     wanted = pack_i32([5, 7])
-    bench.disk.order(KvTierRequests(0, files=[FileRequest(1, "export", "a.kv", wanted, KEYS[:2])]))
+    bench.disk.order(KvTierRequests(0, "disk", files=[FileRequest(1, "export", "a.kv", wanted, KEYS[:2])]))
     (answer,) = bench.answers().files
     assert (answer.task_id, answer.error) == (1, "") and answer.num_bytes > 2 * 2 * LAYER_BYTES
     (tmp_path / "there" / "exchange").symlink_to(tmp_path / "here" / "exchange")
-    other.disk.order(KvTierRequests(0, files=[FileRequest(2, "look", "a.kv")]))
+    other.disk.order(KvTierRequests(0, "disk", files=[FileRequest(2, "look", "a.kv")]))
     (answer,) = other.answers().files
     assert "symbolic link" in answer.error
     (tmp_path / "there" / "exchange").unlink()
     (tmp_path / "here" / "exchange").rename(tmp_path / "there" / "exchange")
-    other.disk.order(KvTierRequests(0, files=[FileRequest(3, "look", "a.kv")]))
+    other.disk.order(KvTierRequests(0, "disk", files=[FileRequest(3, "look", "a.kv")]))
     (answer,) = other.answers().files
     assert (answer.task_id, answer.error, answer.keys) == (3, "", KEYS[:2])
-    other.disk.order(KvTierRequests(0, files=[FileRequest(4, "import", "a.kv", pack_i32([0, 1]), KEYS[:2])]))
+    other.disk.order(
+        KvTierRequests(0, "disk", files=[FileRequest(4, "import", "a.kv", pack_i32([0, 1]), KEYS[:2])])
+    )
     answers = other.answers()
     assert answers.stored == KEYS[:2] and [each.task_id for each in answers.files] == [4]
-    assert other.disk.kept() == [(0, KEYS[0]), (1, KEYS[1])]
+    assert other.disk.stored() == [(0, KEYS[0]), (1, KEYS[1])]
     bench.disk.close()
     other.disk.close()
 
@@ -243,8 +253,8 @@ def test_a_dropped_block_is_a_miss(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5))
     assert bench.answers().stored == KEYS[:1]
-    bench.disk.order(KvTierRequests(0, drops=pack_i32([5]), drop_keys=KEYS[:1]))
+    bench.disk.order(KvTierRequests(0, "disk", drops=pack_i32([5]), drop_keys=KEYS[:1]))
     bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
     assert bench.answers().stored == KEYS[1:2]
-    assert bench.disk.kept() == [(6, KEYS[1])] and not bench.file.holds(5, KEYS[0])
+    assert bench.disk.stored() == [(6, KEYS[1])] and not bench.file.holds(5, KEYS[0])
     bench.disk.close()

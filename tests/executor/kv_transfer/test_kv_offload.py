@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
+from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.wire.codec import pack_i32
 
 SHAPE = (2, 5, 3, 4, 8)

@@ -14,18 +14,23 @@ import zmq
 from tests.processes.test_disaggregation import free_port
 
 from quintet.executor.kv_transfer.block_bytes import BlockBytes
-from quintet.executor.kv_transfer.features.kv_peer import PeerBlocks
 from quintet.executor.kv_transfer.peers import link, messages
+from quintet.executor.kv_transfer.peers.back_end import PeerBackEnd
 from quintet.executor.kv_transfer.peers.keys import read_key
 from quintet.executor.kv_transfer.peers.link import BlockArrival, Link, PeerLost, WantedBlock
 from quintet.executor.kv_transfer.peers.messages import Ask, BlockReply, BlocksMissing, IdentityMismatch
 from quintet.wire.codec import encode, pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_tiers import KvTierRequests, Pull
+from quintet.wire.kv_tiers import Fetch, KvTierRequests, Store
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
 PARTS = {"weights": "w", "card": "c"}
+
+
+def fetch(peer: str, host_blocks: list[int], keys: list[bytes], tables: int = 0) -> KvTierRequests:
+    wanted = Fetch(peer.encode(), 1, pack_i32([0] * len(keys)), pack_i32(host_blocks), keys)
+    return KvTierRequests(tables, "peer", fetches=[wanted])
 
 
 class Side:
@@ -39,26 +44,26 @@ class Side:
         self.address = f"127.0.0.1:{free_port()}"
         parts = PARTS | {"weights": identity.hex()}
         pair = read_key(key, "--kv-peer-key", b"quintet peers") if key else None
-        self.peers = PeerBlocks(
+        self.peers = PeerBackEnd(
             BlockBytes(self.layers), parts, identity, self.address, pair, num_offered, 4, FIRST
         )
         self._rung = threading.Event()
         self.peers.begin(self._rung.set)
 
     def offer(self, blocks: list[int], keys: list[bytes], tables: int = 0) -> None:
-        self.peers.order(KvTierRequests(tables, offers=pack_i32(blocks), offer_keys=keys))
+        self.peers.order(KvTierRequests(tables, "peer", [Store(pack_i32(blocks), keys)]))
 
     def pull(self, peer: str, host_blocks: list[int], keys: list[bytes]) -> tuple[list[int], list[int]]:
         """Return the pulled blocks and the missing ones."""
-        self.peers.order(KvTierRequests(0, pulls=[Pull(peer, pack_i32(host_blocks), keys)]))
+        self.peers.order(fetch(peer, host_blocks, keys))
         pulled, lacking = list[int](), list[int]()
         while len(pulled) + len(lacking) < len(keys):
             assert self._rung.wait(30.0)
             self._rung.clear()
             answers = self.peers.take_results()
             if answers is not None:
-                pulled += unpack_i32(answers.pulled)
-                lacking += unpack_i32(answers.lacking)
+                pulled += unpack_i32(answers.fetched)
+                lacking += unpack_i32(answers.missed)
         return sorted(pulled), sorted(lacking)
 
 
@@ -246,19 +251,19 @@ def test_an_invalid_request_is_ignored(closed: ExitStack) -> None:
 def test_pulls_of_stale_tables_are_not_reported(closed: ExitStack) -> None:
     gives, takes = sides(closed)
     gives.offer([0, 1], KEYS[:2])
-    takes.peers.order(KvTierRequests(0, pulls=[Pull("127.0.0.1:1", pack_i32([FIRST]), KEYS[:1])]))
+    takes.peers.order(fetch("127.0.0.1:1", [FIRST], KEYS[:1]))
     takes.peers.reset()
-    takes.peers.order(KvTierRequests(1, pulls=[Pull(gives.address, pack_i32([FIRST]), KEYS[:1])]))
+    takes.peers.order(fetch(gives.address, [FIRST], KEYS[:1], 1))
     assert takes._rung.wait(30.0)
     answers = takes.peers.take_results()
     assert answers is not None and answers.tables == 1
-    assert (answers.pulled, answers.lacking) == (pack_i32([FIRST]), b"")
+    assert (answers.fetched, answers.missed) == (pack_i32([FIRST]), b"")
 
 
 def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
     """A restarted executor must wait while its port is still in use."""
     gives, takes = sides(closed)
-    late = PeerBlocks(
+    late = PeerBackEnd(
         BlockBytes(gives.layers),
         PARTS | {"weights": (b"w" * 32).hex()},
         b"w" * 32,
@@ -270,7 +275,7 @@ def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
     )
     late.begin(lambda: None)
     closed.callback(late.close)
-    late.order(KvTierRequests(0, offers=pack_i32([3]), offer_keys=KEYS[:1]))
+    late.order(KvTierRequests(0, "peer", [Store(pack_i32([3]), KEYS[:1])]))
     assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([], [FIRST]), (
         "the first process still has the address"
     )
@@ -284,4 +289,4 @@ def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
 def test_an_address_of_another_machine_is_rejected(closed: ExitStack) -> None:
     gives, _ = sides(closed)
     with pytest.raises(ConfigError, match=r"--kv-peer-listen 192\.0\.2\.1:7"):
-        PeerBlocks(BlockBytes(gives.layers), PARTS, b"w" * 32, "192.0.2.1:7", None, 1, 1, FIRST)
+        PeerBackEnd(BlockBytes(gives.layers), PARTS, b"w" * 32, "192.0.2.1:7", None, 1, 1, FIRST)

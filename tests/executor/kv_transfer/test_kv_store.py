@@ -14,15 +14,15 @@ import torch
 from tests.executor.kv_transfer.lmcache_server import StubServer, stub_server
 
 from quintet.executor.kv_transfer.block_bytes import BlockBytes
-from quintet.executor.kv_transfer.features import kv_store
-from quintet.executor.kv_transfer.features.kv_store import StoreBlocks
+from quintet.executor.kv_transfer.store import back_end
+from quintet.executor.kv_transfer.store.back_end import StoreBackEnd
 from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
 from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
 from quintet.executor.kv_transfer.store.folder import FolderStore
 from quintet.executor.kv_transfer.store.objects import ObjectStore
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import KvStoreConfig
-from quintet.wire.kv_tiers import Get, KvTierRequests, KvTierResults, Put, Search, StoreRequests, StoreResults
+from quintet.wire.kv_tiers import Fetch, KvTierRequests, KvTierResults, Search, Store
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 7)]
@@ -39,7 +39,7 @@ class Bench:
             torch.arange(NUM_BLOCKS * LAYER_BYTES).reshape(NUM_BLOCKS, -1).to(torch.uint8) + layer
             for layer in range(2)
         ]
-        self.store = StoreBlocks(BlockBytes(self.layers), connector, identity, 4, FIRST, waiting_bytes)
+        self.store = StoreBackEnd(BlockBytes(self.layers), connector, identity, 4, FIRST, waiting_bytes)
         self._rung = threading.Event()
         self.store.begin(self._rung.set)
 
@@ -51,22 +51,28 @@ class Bench:
             if answers is not None:  # a wakeup may belong to stale tables
                 return answers
 
-    def submit(self, orders: StoreRequests, tables: int = 0) -> StoreResults:
+    def submit(self, requests: KvTierRequests) -> KvTierResults:
         """Send requests; return the next results."""
-        self.store.order(KvTierRequests(tables, store=orders))
-        answers = self.answers().store
-        assert answers is not None
-        return answers
+        self.store.order(requests)
+        return self.answers()
 
     def put(self, blocks: list[int], keys: list[bytes]) -> bool:
-        answers = self.submit(StoreRequests([Put(pack_i32(blocks), keys)]))
-        return answers.kept == keys[-1:]
+        return self.submit(store(blocks, keys)).stored == keys[-1:]
 
 
-def get(name: bytes, num_blocks: int, *wanted: tuple[int, int, bytes]) -> StoreRequests:
+def store(blocks: list[int], keys: list[bytes]) -> KvTierRequests:
+    return KvTierRequests(0, "store", [Store(pack_i32(blocks), keys)])
+
+
+def search(*chains: list[bytes]) -> KvTierRequests:
+    return KvTierRequests(0, "store", searches=[Search(7, [*chains])])
+
+
+def get(name: bytes, num_blocks: int, *wanted: tuple[int, int, bytes], tables: int = 0) -> KvTierRequests:
     """Request (position, host block, key) of a chunk."""
     positions, host_blocks, keys = zip(*wanted, strict=True)
-    return StoreRequests(gets=[Get(name, num_blocks, pack_i32(positions), pack_i32(host_blocks), [*keys])])
+    fetch = Fetch(name, num_blocks, pack_i32(positions), pack_i32(host_blocks), [*keys])
+    return KvTierRequests(tables, "store", fetches=[fetch])
 
 
 class Gate:
@@ -138,17 +144,17 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KvConn
 def test_another_server_reads_blocks_as_they_were_when_stored(connector: KvConnector) -> None:
     bench, other = Bench(connector), Bench(connector)
     before = [layer.clone() for layer in bench.layers]
-    bench.store.order(KvTierRequests(0, store=StoreRequests([Put(pack_i32([2, 3]), KEYS[:2])])))
+    bench.store.order(store([2, 3], KEYS[:2]))
     for layer in bench.layers:
         layer.zero_()  # the next plan overwrites the blocks
-    assert (answers := bench.answers().store) is not None and answers.kept == KEYS[1:2]
-    (found,) = other.submit(StoreRequests(searches=[Search(7, [[KEYS[1], KEYS[3]], [], [KEYS[0]]])])).found
+    assert bench.answers().stored == KEYS[1:2]
+    (found,) = other.submit(search([KEYS[1], KEYS[3]], [], [KEYS[0]])).found
     assert found.request_id == 7 and [*unpack_i32(found.counts)] == [1, 0, 0]
     answers = other.submit(get(KEYS[1], 2, (1, FIRST + 2, KEYS[1]), (0, FIRST, KEYS[0])))
     assert sorted(unpack_i32(answers.fetched)) == [FIRST, FIRST + 2] and not answers.missed + b"".join(
         answers.lost
     )
-    assert answers.num_gets == 1 and answers.get_ns > 0
+    assert answers.num_fetches == 1 and answers.fetch_ns > 0
     other.store.copy_in(np.array([0, 4], np.int32), np.array([FIRST, FIRST + 2], np.int32))
     for layer, original in zip(other.layers, before, strict=True):
         assert torch.equal(layer[[0, 4]], original[[2, 3]])
@@ -210,7 +216,7 @@ def test_a_damaged_chunk_that_cannot_be_removed_is_a_miss(
     def drop(name: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(kv_store, "BACKOFF_S", 0.1)
+    monkeypatch.setattr(back_end, "BACKOFF_S", 0.1)
     connector = folder(tmp_path)
     monkeypatch.setattr(connector, "drop", drop)
     bench = Bench(connector)
@@ -218,10 +224,10 @@ def test_a_damaged_chunk_that_cannot_be_removed_is_a_miss(
         assert bench.put([block], [key])
     (path,) = (path for path in tmp_path.rglob("*") if KEYS[1].hex() in path.name)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    search = StoreRequests(searches=[Search(7, [KEYS[:2]])])
-    assert unpack_i32(bench.submit(search).found[0].counts)[0] == 2
+    wanted = search(KEYS[:2])
+    assert unpack_i32(bench.submit(wanted).found[0].counts)[0] == 2
     assert not bench.submit(get(KEYS[1], 1, (0, FIRST, KEYS[1]))).fetched
-    while (answers := bench.submit(search)).num_searches == 0:
+    while (answers := bench.submit(wanted)).num_searches == 0:
         pass  # after an error the store is not called for a while
     assert unpack_i32(answers.found[0].counts)[0] == 1 and path.exists()
     bench.store.close()
@@ -230,12 +236,12 @@ def test_a_damaged_chunk_that_cannot_be_removed_is_a_miss(
 def test_errors_are_misses_and_logged_at_intervals_without_secrets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_store, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(back_end, "BACKOFF_S", 0.0)
     gate = Gate(folder(tmp_path), error=PermissionError(13, "hunter2 may not", "s3://hunter2@bucket"))
     bench = Bench(gate)
     assert not bench.put([2], KEYS[:1])
     gate.error = RuntimeError("hunter2")
-    answers = bench.submit(StoreRequests(searches=[Search(7, [[KEYS[0]]])]))
+    answers = bench.submit(search([KEYS[0]]))
     assert [[*unpack_i32(found.counts)] for found in answers.found] == [[0]]
     assert (answers.num_searches, answers.search_ns) == (0, 0), (
         "a failed search must not count in the search time"
@@ -263,13 +269,13 @@ def test_while_a_get_hangs_other_requests_miss(tmp_path: Path, monkeypatch: pyte
     gate = Gate(folder(tmp_path), held="get")
     bench = Bench(gate)
     assert bench.put([2], KEYS[:1])
-    bench.store.order(KvTierRequests(0, store=get(KEYS[0], 1, (0, FIRST, KEYS[0]))))
+    bench.store.order(get(KEYS[0], 1, (0, FIRST, KEYS[0])))
     assert gate.reached.wait(30.0)
-    monkeypatch.setattr(kv_store, "BACKOFF_S", 0.0)
-    (found,) = bench.submit(StoreRequests(searches=[Search(7, [[KEYS[0]]])])).found
+    monkeypatch.setattr(back_end, "BACKOFF_S", 0.0)
+    (found,) = bench.submit(search([KEYS[0]])).found
     assert [*unpack_i32(found.counts)] == [0] and "count" not in gate.calls
     gate.opened.set()
-    assert (answers := bench.answers().store) is not None and answers.fetched == pack_i32([FIRST])
+    assert bench.answers().fetched == pack_i32([FIRST])
     bench.store.close()
 
 
@@ -277,11 +283,11 @@ def test_results_for_stale_tables_are_dropped(tmp_path: Path) -> None:
     gate = Gate(folder(tmp_path), held="get")
     bench = Bench(gate)
     assert bench.put([2], KEYS[:1]) and bench.put([3], KEYS[1:2])
-    bench.store.order(KvTierRequests(0, store=get(KEYS[0], 1, (0, FIRST, KEYS[0]))))
+    bench.store.order(get(KEYS[0], 1, (0, FIRST, KEYS[0])))
     assert gate.reached.wait(30.0)
     bench.store.reset()
     gate.held = ""
-    answers = bench.submit(get(KEYS[1], 1, (0, FIRST, KEYS[1])), tables=1)
+    answers = bench.submit(get(KEYS[1], 1, (0, FIRST, KEYS[1]), tables=1))
     assert answers.fetched == pack_i32([FIRST])
     gate.opened.set()
     bench.store.close()  # the late get has ended
@@ -295,27 +301,27 @@ def test_results_for_stale_tables_are_dropped(tmp_path: Path) -> None:
 def test_puts_are_completed_after_a_reset(tmp_path: Path) -> None:
     gate = Gate(folder(tmp_path), held="put")
     bench = Bench(gate)
-    puts = [Put(pack_i32([block]), [key]) for block, key in enumerate(KEYS[:5])]
-    bench.store.order(KvTierRequests(0, store=StoreRequests(puts)))
+    puts = [Store(pack_i32([block]), [key]) for block, key in enumerate(KEYS[:5])]
+    bench.store.order(KvTierRequests(0, "store", puts))
     assert gate.reached.wait(30.0)
     bench.store.reset()
     gate.opened.set()
     bench.store.close()
-    assert folder(tmp_path).count([bench.store._format.name_of(key) for key in KEYS]) == 5
+    assert folder(tmp_path).count([bench.store.format.name_of(key) for key in KEYS]) == 5
 
 
 def test_pending_puts_of_earlier_cores_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "NUM_PUTTERS", 1)
+    monkeypatch.setattr(StoreBackEnd, "max_storing", 1)
     gate = Gate(folder(tmp_path), held="put")
     size = ChunkFormat(IDENTITY, 2 * LAYER_BYTES).size(1)
     bench = Bench(gate, waiting_bytes=size)
     for tables in range(3):
-        puts = [Put(pack_i32([0]), [KEYS[2 * tables + number]]) for number in range(2)]
-        bench.store.order(KvTierRequests(tables, store=StoreRequests(puts)))
+        puts = [Store(pack_i32([0]), [KEYS[2 * tables + number]]) for number in range(2)]
+        bench.store.order(KvTierRequests(tables, "store", puts))
         assert gate.reached.wait(30.0)
     gate.opened.set()
     bench.store.close()
-    names = [bench.store._format.name_of(key) for key in KEYS]
+    names = [bench.store.format.name_of(key) for key in KEYS]
     there = [folder(tmp_path).count([name]) for name in names]
     assert there[4:] == [1, 1] and sum(there) < 6
 
@@ -323,21 +329,21 @@ def test_pending_puts_of_earlier_cores_are_limited(tmp_path: Path, monkeypatch: 
 def test_close_waits_for_the_last_put_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(folder(tmp_path), held="put")
     bench = Bench(gate)
-    puts = [Put(pack_i32([block]), [key]) for block, key in enumerate(KEYS[:4])]
-    bench.store.order(KvTierRequests(0, store=StoreRequests(puts)))
+    puts = [Store(pack_i32([block]), [key]) for block, key in enumerate(KEYS[:4])]
+    bench.store.order(KvTierRequests(0, "store", puts))
     assert gate.reached.wait(30.0)
-    changed, waiting = bench.store._changed, threading.Semaphore(0)
+    changed, waiting = bench.store.changed, threading.Semaphore(0)
     wait = changed.wait
 
     def counted_wait(timeout: float | None = None) -> bool:
-        if bench.store._is_closing:
+        if bench.store.is_closing:
             waiting.release()
         return wait(timeout)
 
     monkeypatch.setattr(changed, "wait", counted_wait)
     closing = threading.Thread(target=bench.store.close)
     closing.start()
-    for _ in range(kv_store.NUM_THREADS - kv_store.NUM_PUTTERS):
+    for _ in range(StoreBackEnd.num_threads - StoreBackEnd.max_storing):
         assert waiting.acquire(timeout=30.0)
     gate.opened.set()
     closing.join()
@@ -346,7 +352,7 @@ def test_close_waits_for_the_last_put_only(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_exception_in_a_thread_ends_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(folder(tmp_path))
-    monkeypatch.setattr(bench.store._format, "finish", lambda *_: 1 // 0)
-    bench.store.order(KvTierRequests(0, store=StoreRequests([Put(pack_i32([2]), KEYS[:1])])))
+    monkeypatch.setattr(bench.store.format, "finish", lambda *_: 1 // 0)
+    bench.store.order(store([2], KEYS[:1]))
     with pytest.raises(RuntimeError, match="KV store thread failed"):
         bench.answers()

@@ -45,8 +45,8 @@ def answer(config: EngineConfig) -> tuple[list[int], int]:
     engine = CoreAndWorker(config, worker)
     engine.admit(1, PROMPT, GREEDY)
     engine.run()
-    if worker.kv_disk is not None:
-        worker.kv_disk.close()
+    for each in worker.kv_back_ends:
+        each.close()
     return engine.outputs[1], engine.cached[1]
 
 

@@ -40,8 +40,9 @@ def answers(config: EngineConfig) -> tuple[list[int], list[int], int]:
         houses = []
         for one in (with_peers(config), with_peers(config)):
             worker = make_worker(one)
-            assert worker.kv_peers is not None and one.cache.peers is not None
-            closed.callback(worker.kv_peers.close)
+            assert one.cache.peers is not None
+            (peers,) = worker.kv_back_ends
+            closed.callback(peers.close)
             houses.append((CoreAndWorker(one, worker), one.cache.peers.listen))
         (gives, address), (takes, _) = houses
         gives.admit(1, PROMPT, GREEDY, kv_transfer=KvTransfer(offers=True))

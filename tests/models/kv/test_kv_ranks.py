@@ -18,7 +18,7 @@ from tests.models.test_engine import GREEDY, CoreAndWorker, changed
 from tests.models.test_equal import ROWS, made
 
 from quintet.core import recurrent_state
-from quintet.core.kv import store_pool
+from quintet.core.kv import chunks
 from quintet.executor.distributed.parallel import shapes
 from quintet.wire.config import EngineConfig
 from quintet.wire.request import KvTransfer
@@ -40,18 +40,17 @@ def answer(
         driver.run()
         driver.run_disk_operations()
         check_bytes(driver, loaded.config)
-        for place in (loaded.worker.kv_disk, loaded.worker.kv_store):
-            if place is not None:
-                place.close()
+        for each in loaded.worker.kv_back_ends:
+            each.close()
     return driver.outputs[1], driver.cached[1]
 
 
 def check_bytes(driver: CoreAndWorker, config: EngineConfig) -> None:
     """Check that the counted bytes are those of whole blocks."""
     assert driver.engine.state is not None
-    counters, block_bytes = driver.engine.state.counters, whole_bytes(config)
-    assert counters.disk_stored_bytes == counters.disk_stored_blocks * block_bytes
-    assert counters.disk_fetched_bytes == counters.disk_fetched_blocks * block_bytes
+    transfers, block_bytes = driver.engine.state.counters.transfers, whole_bytes(config)
+    assert transfers["disk", "stored_bytes"] == transfers["disk", "stored_objects"] * block_bytes
+    assert transfers["disk", "fetched_bytes"] == transfers["disk", "fetched_blocks"] * block_bytes
 
 
 def whole_bytes(config: EngineConfig) -> int:
@@ -132,7 +131,7 @@ def test_ranks_share_a_store(layout: Layout, tmp_path: Path) -> None:
     store.mkdir()
     made(ROWS["llama"], model)
     without, _ = answer(model, layout)
-    with mock.patch.object(store_pool, "RUN_TOKENS", RUN):
+    with mock.patch.object(chunks, "CHUNK_TOKENS", RUN):
         for expected in (0, (len(PROMPT) - 1) // RUN * RUN):
             tokens, num_cached = answer(model, layout, lambda config: with_store(config, f"file://{store}"))
             assert (tokens, num_cached) == (without, expected)
@@ -154,8 +153,8 @@ def test_ranks_fetch_offered_blocks(layout: Layout, tmp_path: Path) -> None:
             loaded = closed.enter_context(
                 in_ranks(tmp_path, size, stages=stages, context=context, change=offering)
             )
-            assert loaded.worker.kv_peers is not None
-            closed.callback(loaded.worker.kv_peers.close)
+            (peers,) = loaded.worker.kv_back_ends
+            closed.callback(peers.close)
             houses.append(CoreAndWorker(changed(loaded.config), loaded.worker))
         gives, takes = houses
         gives.admit(1, PROMPT, GREEDY, kv_transfer=KvTransfer(offers=True))

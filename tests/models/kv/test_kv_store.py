@@ -18,7 +18,7 @@ from tests.models.test_engine import GREEDY, CoreAndWorker, changed
 from tests.models.test_hybrids import of_tests
 
 from quintet.core import recurrent_state
-from quintet.core.kv import store_pool
+from quintet.core.kv import chunks
 from quintet.deploy import embedded
 from quintet.executor.backends.registry import make_worker
 from quintet.wire.config import EngineConfig, KvStoreConfig
@@ -31,7 +31,7 @@ IN_RUNS = (len(PROMPT) - 1) // RUN * RUN
 @pytest.fixture(autouse=True)
 def short_runs() -> Iterator[None]:
     with (
-        mock.patch.object(store_pool, "RUN_TOKENS", RUN),
+        mock.patch.object(chunks, "CHUNK_TOKENS", RUN),
         mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", RUN),
     ):
         yield
@@ -50,8 +50,8 @@ def answer(config: EngineConfig) -> tuple[list[int], int]:
     engine.admit(1, PROMPT, GREEDY)
     engine.run()
     engine.run_disk_operations()
-    if worker.kv_store is not None:
-        worker.kv_store.close()
+    for each in worker.kv_back_ends:
+        each.close()
     return engine.outputs[1], engine.cached[1]
 
 

@@ -1,0 +1,214 @@
+"""Disk back end, device half: blocks of KV memory in files of this engine.
+
+One thread accesses the files. Fetches have priority, because requests wait for them; this is safe, because the core
+fetches only blocks that are reported as stored. Stores beyond the queue limit are dropped. The core decides on the
+placement of blocks (`quintet.core.kv.disk_pool`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+
+from quintet.executor.kv_transfer.back_end import QueuedBackEnd, Task, copy_out
+from quintet.executor.kv_transfer.block_bytes import Bytes, Wait, WholeBlocks
+from quintet.executor.kv_transfer.disk.block_file import BlockFile
+from quintet.executor.kv_transfer.disk.prefix_file import (
+    PrefixFileError,
+    read_keys,
+    read_prefix,
+    write_prefix,
+)
+from quintet.executor.kv_transfer.kv_identity import identity_of, parts_of, whole_of
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.kv_tiers import EXCHANGE, FileRequest, FileResult, KvTierRequests, TierCapacity
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 256 << 20
+"""Limit on block copies that wait for the disk."""
+MAX_UNREPORTED = {"fetch": 16, "store": 64}
+
+
+@dataclass(slots=True)
+class _Job:
+    """A long file operation, executed one block at a time when no other work is queued."""
+
+    steps: Iterator[int | bytes | tuple[int, bytes, bool]]
+    """Yields the file's size so far, a key of the file, or place, key and success of an imported block."""
+    result: FileResult
+
+
+class DiskBackEnd(QueuedBackEnd):
+    """See `quintet.executor.kv_transfer.back_end`."""
+
+    tier = "disk"
+    max_unreported = MAX_UNREPORTED
+
+    def __init__(
+        self,
+        blocks: WholeBlocks,
+        file: BlockFile,
+        num_staging_blocks: int,
+        first_host_block: int,
+        exchange: Path,
+        identity: Callable[[], bytes],
+    ) -> None:
+        """first_host_block: number of the first staging block.
+
+        exchange: folder for exported prefixes. identity: returns the portable identity of the blocks.
+        """
+        super().__init__(blocks, num_staging_blocks, first_host_block)
+        self._exchange, self._identity = exchange, identity
+        self._file = file
+        self._stored = dict(file.kept())
+        """Place -> key, oldest write first, without places that are being written. The thread owns the files."""
+        self._refused: list[bytes] = []
+        """Keys beyond the queue limit, of the requests being queued."""
+
+    @property
+    def capacity(self) -> TierCapacity:
+        """See `BackEnd.capacity`."""
+        return TierCapacity("disk", len(self.staging), self._file.num_places)
+
+    def stored(self) -> list[tuple[int, bytes]]:
+        """See `BackEnd.stored`."""
+        with self.changed:
+            return list(self._stored.items())
+
+    def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
+        """See `QueuedBackEnd.store_tasks`. Places are freed first."""
+        for place, key in zip(unpack_i32(requests.drops), requests.drop_keys, strict=True):
+            yield Task("store", requests.tables, partial(self._drop, place, key))
+        for store in requests.stores:
+            num_free = MAX_WAITING_BYTES // self._file.block_bytes - len(self.queues["store"])
+            numbers = np.frombuffer(store.blocks, np.int32)[: max(0, num_free)]
+            taken: Bytes = np.empty((len(numbers), self._file.block_bytes), np.uint8)
+            wait = copy_out(self.blocks, numbers, taken)
+            self._refused += store.keys[len(taken) :]
+            for place, key, block in zip(unpack_i32(store.places), store.keys, taken, strict=False):
+                run = partial(self._store, place, key, block, wait)
+                yield Task("store", requests.tables, run, len(block))
+
+    def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
+        """See `QueuedBackEnd.tasks`."""
+        if self._refused:
+            self.results.unstored += self._refused
+            self._refused.clear()
+            self.report()
+        for place in unpack_i32(requests.drops):
+            self._stored.pop(place, None)
+        for fetch in requests.fetches:
+            columns = zip(unpack_i32(fetch.positions), unpack_i32(fetch.host_blocks), fetch.keys, strict=True)
+            for place, host_block, key in columns:
+                yield Task("fetch", requests.tables, partial(self._fetch, place, host_block, key))
+        for file in requests.files:
+            if file.verb == "import":
+                for place in unpack_i32(file.places):
+                    self._stored.pop(place, None)
+            job = _Job(self._steps(file), FileResult(file.task_id))
+            yield Task("idle", requests.tables, partial(self._step, job))
+
+    def cancel(self) -> None:
+        """See `BackEnd.cancel`. Stores too: their places may get other contents. Places are still freed."""
+        super().cancel()
+        drops = [task for task in self.queues["store"] if not task.num_bytes]
+        self.queues["store"].clear()
+        self.queues["store"].extend(drops)
+
+    def close_storage(self) -> None:
+        """See `BackEnd.close_storage`."""
+        self._file.close()
+
+    # --- the thread's side ---
+
+    def _drop(self, place: int, key: bytes, task: Task) -> None:
+        self._file.drop(place, key)
+
+    def _store(self, place: int, key: bytes, block: Bytes, wait: Wait, task: Task) -> None:
+        with self.changed:
+            self._stored.pop(place, None)
+        wait()
+        is_stored = self._file.write(place, key, block.data)
+        if is_stored:
+            with self.changed:
+                self._stored[place] = key
+        self.end_store(task, key, is_stored=is_stored)
+
+    def _fetch(self, place: int, host_block: int, key: bytes, task: Task) -> None:
+        is_found = self._file.read(place, key, self.staging[host_block - self.first].data)
+        with self.changed:
+            if self._stored.get(place) == key and not self._file.holds(place, key):
+                del self._stored[place]
+        self.end_fetch(task, [host_block] if is_found else [], [] if is_found else [host_block])
+
+    def _steps(self, file: FileRequest) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
+        folder, name, identity = self._exchange, file.name, self._identity()
+        wanted = list(zip(unpack_i32(file.places), file.keys, strict=True))
+        if file.verb == "export":
+            yield from write_prefix(folder, name, identity, self._file, wanted)
+        elif file.verb == "import":
+            yield from read_prefix(folder, name, identity, self._file, wanted)
+        else:
+            yield from read_keys(folder, name, identity, self._file)
+
+    def _step(self, job: _Job, task: Task) -> None:
+        """Execute the next step of a job and report its end. A job of earlier tables is dropped."""
+        if task.tables != self.tables:
+            return
+        result, step = job.result, None
+        try:
+            step = next(job.steps, None)
+        except PrefixFileError as error:
+            result.error = str(error)
+        if isinstance(step, tuple):
+            self._note_imported(task, result, *step)
+        elif isinstance(step, int):
+            result.num_bytes = step
+        elif isinstance(step, bytes):
+            result.keys.append(step)
+        with self.changed:
+            if step is not None:
+                self.queues["idle"].appendleft(task)
+            elif task.tables == self.tables:
+                self.results.files.append(result)
+                self.report()
+
+    def _note_imported(self, task: Task, result: FileResult, place: int, key: bytes, is_stored: bool) -> None:
+        with self.changed:
+            if is_stored:
+                self._stored[place] = key
+            else:
+                result.keys.append(key)
+            if task.tables == self.tables:
+                results = self.results
+                (results.stored if is_stored else results.unstored).append(key)
+                if len(results.stored) + len(results.unstored) >= MAX_UNREPORTED["store"]:
+                    self.report()
+
+
+def open_disk(
+    blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
+) -> DiskBackEnd | None:
+    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.tiers.BACK_ENDS`."""
+    disk = config.cache.disk
+    if disk is None:
+        return None
+    num_blocks = config.model.kv.num_blocks
+    folder = Path(disk.folder)
+    file = BlockFile(folder, identity_of(config, runner), blocks.block_bytes, num_blocks(disk.size_bytes))
+    log.info("KV on disk: %d of %d blocks in %s", len(file.kept()), file.num_places, folder)
+    return DiskBackEnd(
+        blocks,
+        file,
+        num_blocks(disk.staging_bytes),
+        first_host_block,
+        folder.parent / EXCHANGE,
+        cache(lambda: whole_of(parts_of(config, runner))),
+    )

@@ -1,1 +1,0 @@
-"""Executor halves of scheduling features, each named like its half in ``core/features``."""
