@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from quintet.core.scheduler_state import Limits, RequestEnd, SchedulerState
 from quintet.wire.kv_tiers import TierName
 from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metrics

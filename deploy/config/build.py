@@ -12,9 +12,9 @@ from quintet.deploy.config.device import default_device
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv.disk import kv_disk_config
 from quintet.deploy.config.kv.events import kv_events_config
-from quintet.deploy.config.kv.export import num_parts
 from quintet.deploy.config.kv.peers import kv_peers_config
 from quintet.deploy.config.kv.store import kv_store_config
+from quintet.deploy.config.kv.transfer import KvSource, num_parts, with_kv_transfer_config
 from quintet.deploy.config.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
@@ -87,6 +87,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
 
     May download the model from the hub. Raises `ConfigError`.
     """
+    options = with_kv_transfer_config(options)
     rules.check_ranges(options)
     rules.check_mock_only_flags(options)
     rules.check_run_dir_length(run_dir)
@@ -213,6 +214,7 @@ def _cache_config(
             f"so keys cannot be shared; --max-model-len {facts.fixed_rope_len} enables it"
         )
     has_prefix_cache = options.enable_prefix_caching and can_share_prefixes
+    source = KvSource(options, device, kv, fitted, step_tokens, has_prefix_cache)
     cache = CacheConfig(
         memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
         enable_prefix_caching=has_prefix_cache,
@@ -225,9 +227,9 @@ def _cache_config(
         // options.tensor_parallel_size,
         num_parts=num_parts(options),
         events=kv_events_config(options, kv, has_prefix_cache=has_prefix_cache),
-        peers=kv_peers_config(options, device, kv, fitted, step_tokens, has_prefix_cache=has_prefix_cache),
-        disk=kv_disk_config(options, device, kv, fitted, step_tokens, has_prefix_cache=has_prefix_cache),
-        store=kv_store_config(options, device, kv, fitted, step_tokens, has_prefix_cache=has_prefix_cache),
+        peers=kv_peers_config(source),
+        disk=kv_disk_config(source),
+        store=kv_store_config(source),
     )
     return cache, fitted
 

@@ -524,6 +524,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "4 on a GPU, at most a quarter of free memory; 0 on a CPU",
         ),
     ] = None
+    kv_transfer_config: Annotated[
+        dict[str, Any],
+        Flag(
+            MEMORY,
+            "KV back ends host, disk, peers and store, with the settings of the following flags (docs/kv.md), e.g. "
+            '{"disk": {"folder": "/var/cache/quintet", "size": "20GiB"}}',
+            "JSON",
+            "none",
+            read=json_object,
+        ),
+    ] = {}
     kv_disk: Annotated[
         str | None,
         Flag(

@@ -10,7 +10,7 @@ from quintet.deploy.config import rules
 from quintet.deploy.config.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import check_first
-from quintet.deploy.config.kv.export import kv_leaves
+from quintet.deploy.config.kv.transfer import leaves_executor
 from quintet.deploy.config.model.card import ModelFacts
 from quintet.deploy.config.rank_checks import check_gpu_ranks, why_not_stored
 from quintet.executor.model_config.card import ModelCard
@@ -205,7 +205,7 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
     places = 0 if eplb is None else eplb.num_redundant_experts // size
     context = options.decode_context_parallel_size
     share = Share(0, size, options.enable_expert_parallel, 0, stages, places=places, context_size=context)
-    crossing = KV_GATHER_BYTES * kv_leaves(options)
+    crossing = KV_GATHER_BYTES * leaves_executor(options)
     of_logits = DTYPE_BYTES["float32"] if options.logits_dtype == "float32" else item_bytes
     return crossing + shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes, of_logits)
 

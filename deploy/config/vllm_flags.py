@@ -285,7 +285,6 @@ REFUSED_VALUES: dict[str, str] = {
     "kv_cache_dtype_skip_layers": "--kv-cache-dtype applies to all layers",
     "kv_offloading_size": "use --swap-space (host memory) or --kv-disk",
     "kv_offloading_backend": "use --swap-space (host memory) or --kv-disk",
-    "kv_transfer_config": "use --role, --kv-peers or --kv-store",
     "ec_transfer_config": _MULTIMODAL, "ec_manager_config": _MULTIMODAL, "mm_encoder_fp8_scale_path": _MULTIMODAL,
     "mm_encoder_fp8_scale_save_path": _MULTIMODAL, "mm_encoder_fp8_scale_save_margin": _MULTIMODAL,
     "offload_backend": _OFFLOAD, "cpu_offload_gb": _OFFLOAD, "cpu_offload_params": _OFFLOAD, "offload_group_size": _OFFLOAD,

@@ -9,35 +9,23 @@ import secrets
 import tempfile
 
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.kv.export import check_kv_leaves, num_parts
-from quintet.deploy.config.memory import format_size, parse_size
+from quintet.deploy.config.kv.transfer import KvSource
 from quintet.deploy.config.user_files import LEAST_BYTES, key_file_of, user_cache
 from quintet.wire.config import KvPeersConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_spec import KvSpec
 
 DEFAULT_ADDRESS = "127.0.0.1:5600"
 DEFAULT_MEMORY = "1GiB"
-MAX_STAGING_BYTES = 512 << 20
-"""Limit of host memory for KV fetched for waiting requests."""
 THIS_MACHINE = ["127.0.0.0/8", "::1/128", "localhost"]
 
 
-def kv_peers_config(
-    options: Options,
-    device: str,
-    kv: KvSpec,
-    max_model_len: int,
-    step_tokens: int,
-    *,
-    has_prefix_cache: bool,
-) -> KvPeersConfig | None:
+def kv_peers_config(source: KvSource) -> KvPeersConfig | None:
     """Return the section, or None if ``--role`` is none. Raises `ConfigError`."""
-    role = options.role
+    options, role = source.options, source.options.role
     if role == "none":
         _check_no_peer_flags(options)
         return None
-    check_kv_leaves(f"--role {options.role}", options, device, has_prefix_cache)
+    source.check(f"--role {role}")
     offers, fetches = role != "decode", role != "prefill"
     if not offers and (options.kv_peer_listen is not None or options.kv_peer_memory is not None):
         raise ConfigError(
@@ -55,27 +43,18 @@ def kv_peers_config(
                 f"--kv-peers {host} is not this machine, so KV transfer must be authenticated: set --kv-peer-key FILE too, with"
                 " the same secret on every server"
             )
-    listen = _address(options) if offers else ""
-    parts, request_bytes = num_parts(options), kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
-    offered_bytes = 0
-    if offers:
-        offered_bytes = parse_size(options.kv_peer_memory or DEFAULT_MEMORY, "--kv-peer-memory")
-        if offered_bytes < request_bytes * parts:
-            raise ConfigError(
-                f"--kv-peer-memory is {format_size(offered_bytes)}, but one request of {max_model_len} tokens needs"
-                f" {format_size(request_bytes * parts)}: raise it, or lower --max-model-len"
-            )
+    offered_bytes = (
+        source.size_bytes(options.kv_peer_memory or DEFAULT_MEMORY, "--kv-peer-memory") if offers else 0
+    )
     return KvPeersConfig(
         role=role,
-        listen=listen,
+        listen=_address(options) if offers else "",
         allowed=allowed,
         key_file=own_key_file()
         if options.kv_peer_key is None
         else key_file_of("--kv-peer-key", options.kv_peer_key),
-        offered_bytes=offered_bytes // parts,
-        staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES // parts, request_bytes))
-        if fetches
-        else 0,
+        offered_bytes=offered_bytes // source.parts,
+        staging_bytes=source.staging_bytes if fetches else 0,
     )
 
 
