@@ -81,20 +81,21 @@ def fits_tiers(capacity: Capacity, num_host_blocks: int, num_places: int) -> boo
     )
 
 
+def is_fetch(fetch: Fetch, tier: TierName, num_host_blocks: int, num_places: int) -> bool:
+    """Return True when the fetch is valid for these numbers of host blocks and disk places."""
+    return (
+        (tier != "store" or are_keys([fetch.source]))
+        and len(fetch.source) <= MAX_PEER_CHARS
+        and 0 < fetch.num_blocks <= (num_places if tier == "disk" else MAX_COUNT)
+        and are_named(fetch.host_blocks, num_host_blocks, fetch.keys)
+        and are_named(fetch.positions, fetch.num_blocks, fetch.keys)
+    )
+
+
 def tier_checks(
     num_blocks: int, num_host_blocks: int, num_places: int
 ) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
     """Return the check of each kind of message, for these numbers of device blocks, host blocks and disk places."""
-
-    def is_fetch(fetch: Fetch, tier: TierName) -> bool:
-        most = num_places if tier == "disk" else MAX_COUNT
-        return (
-            (tier != "store" or are_keys([fetch.source]))
-            and len(fetch.source) <= MAX_PEER_CHARS
-            and 0 < fetch.num_blocks <= most
-            and are_named(fetch.host_blocks, num_host_blocks, fetch.keys)
-            and are_named(fetch.positions, fetch.num_blocks, fetch.keys)
-        )
 
     def are_requests(message: KvTierRequests) -> bool:
         return (
@@ -105,7 +106,7 @@ def tier_checks(
                 and (message.tier != "disk" or are_named(store.places, num_places, store.keys))
                 for store in message.stores
             )
-            and all(is_fetch(fetch, message.tier) for fetch in message.fetches)
+            and all(is_fetch(fetch, message.tier, num_host_blocks, num_places) for fetch in message.fetches)
             and all(
                 0 <= search.request_id < MAX_NS and all(map(are_keys, search.chains))
                 for search in message.searches

@@ -95,7 +95,7 @@ def num_parts(options: Options) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """The KV memory whose blocks the back ends store."""
+    """KV memory of an engine, as a source of the back ends' blocks."""
 
     options: Options
     device: str
