@@ -1,11 +1,10 @@
 """Device half of a KV back end: transfers between KV memory and storage, in background threads.
 
     loop        order: copies blocks out ──▶ [ stores ]                      [ results ] ──▶ core
-    threads                  [ searches ] [ fetches ] ──▶ back end ──▶ staging ─┘ wakes the loop
+    threads                  [ searches ] [ fetches ] ──▶ storage ──▶ staging ─┘ wakes the loop
 
-Only the threads use the storage, so no step waits for it. `BackEnd` owns staging memory, results and failures.
-`QueuedBackEnd` adds the queues and their threads; a subclass executes one task at a time. Storage errors are results;
-any other error is a bug and ends the executor's loop too.
+Only the threads use the storage, so no step waits for it. A subclass executes one task at a time per thread. Storage
+errors are results; any other error is a bug and ends the executor's loop too.
 
 Results belong to one version of the executor's tables; results of earlier ones are dropped. The core decides what is
 stored and fetched (`quintet.core.kv.tier`).
@@ -28,18 +27,45 @@ from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait, WholeBloc
 from quintet.executor.memory import lazy_zeros
 from quintet.process.os_tuning import set_batch_scheduling
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, TierCapacity, TierName
+from quintet.wire.kv_tiers import (
+    Fetch,
+    KvTierRequests,
+    KvTierResults,
+    Search,
+    TierCapacity,
+    TierName,
+)
 
-CLOSE_TIMEOUT_S = 2.0
+PRIORITY = ("search", "fetch", "store", "idle")
 REPORT_AFTER_NS = 50_000_000
 """Fetch time before a report, so that requests can start early."""
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class Task:
+    """Work for a thread."""
+
+    kind: Literal["search", "fetch", "store", "idle"]
+    tables: int
+    run: Callable[[Task], None]
+    """Called in a thread, without the lock."""
+    num_bytes: int = 0
+    """Host memory that the task holds."""
+
+
 class BackEnd:
-    """Staging memory, results and threads of a back end. The loop calls the methods; threads call those marked so."""
+    """Staging memory, queues, threads and results. Priority: searches, fetches, stores, idle tasks.
+
+    Threads call `run_search`, `run_fetch`, the functions of tasks, and the methods after "the threads' side".
+    """
 
     tier: ClassVar[TierName]
-    close_timeout_s: ClassVar[float] = CLOSE_TIMEOUT_S
+    num_threads: ClassVar[int] = 1
+    max_storing: ClassVar[int] = 1
+    """Threads that may store at the same time."""
+    max_unreported: ClassVar[dict[str, int]] = {"fetch": 1, "store": 1}
+    """Number of fetched blocks and stored objects before a report, while more are queued."""
+    close_timeout_s: ClassVar[float] = 2.0
 
     def __init__(self, blocks: WholeBlocks, num_staging_blocks: int, first_host_block: int) -> None:
         """first_host_block: number of the first staging block."""
@@ -48,16 +74,27 @@ class BackEnd:
         shape = (num_staging_blocks, blocks.block_bytes)
         self.staging: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
         """Fetched blocks, until a plan copies them in."""
+        self._staging_lock = threading.Lock()
+        """Guards staging against late threads: they compare the tables before they write."""
         self.changed = threading.Condition()
         """Guards the fields below; never held during transfers."""
         self.tables = 0
         self.results = KvTierResults(0, 0, self.tier)
+        self.queues: dict[str, deque[Task]] = {kind: deque() for kind in PRIORITY}
+        self.in_progress: dict[Task, float] = {}
+        """Tasks in progress, with their start times in seconds."""
         self.is_closing = False
         self._has_results = False
+        self._fetching_since_ns: int | None = None
+        """Start of the uncounted time with any fetch in progress; None without one."""
         self._failure: Exception | None = None
         """Error that ended a thread."""
         self._ring: Callable[[], None] = lambda: None
         self._threads: list[threading.Thread] = []
+        for number in range(self.num_threads):
+            self.add_thread(self._work, f"kv-{self.tier}-{number}")
+
+    # --- implemented by back ends ---
 
     @property
     def capacity(self) -> TierCapacity:
@@ -68,6 +105,38 @@ class BackEnd:
         """Return place and key of every stored block, oldest write first, if the core must know them."""
         return []
 
+    def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
+        """Copy the blocks to store out of KV memory, and return their tasks."""
+        raise NotImplementedError
+
+    def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
+        """Return the other tasks. Needs the lock."""
+        for search in requests.searches:
+            yield Task("search", requests.tables, partial(self.run_search, search))
+        for fetch in requests.fetches:
+            yield Task("fetch", requests.tables, partial(self.run_fetch, fetch))
+
+    def run_search(self, search: Search, task: Task) -> None:
+        """Count the objects that are present, and report."""
+        raise NotImplementedError
+
+    def run_fetch(self, fetch: Fetch, task: Task) -> None:
+        """Read blocks into staging, and report each of them."""
+        raise NotImplementedError
+
+    def trim_stores(self) -> None:
+        """Limit the stores left from an earlier core. Needs the lock."""
+
+    def cancel(self) -> None:
+        """Cancel queued searches and fetches. Needs the lock."""
+        self.queues["search"].clear()
+        self.queues["fetch"].clear()
+
+    def close_storage(self) -> None:
+        """Close files and sockets, after the threads have ended."""
+
+    # --- the loop's side ---
+
     def begin(self, ring: Callable[[], None]) -> None:
         """Start to accept requests. ring: wakes the loop, from another thread, when results are available."""
         self._ring = ring
@@ -76,7 +145,15 @@ class BackEnd:
 
     def order(self, requests: KvTierRequests) -> None:
         """Copy the blocks to store out of KV memory now; do the rest later."""
-        raise NotImplementedError
+        stores = list(self.store_tasks(requests))
+        with self.changed:
+            if requests.tables != self.tables:
+                self.tables = requests.tables
+                self._clear_results()
+                self.trim_stores()
+            for task in (*stores, *self.tasks(requests)):
+                self.queues[task.kind].append(task)
+            self.changed.notify_all()
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
         """Copy fetched data from these host blocks into blocks of KV memory."""
@@ -99,11 +176,12 @@ class BackEnd:
             self.tables += 1  # results in progress become void; the next requests contain this number
             self._clear_results()
             self.cancel()
-        self.wake()
 
     def close(self) -> None:
-        """Finish accepted requests within the shutdown limit, then close files and sockets."""
+        """Finish accepted stores within the time limit, then close files and sockets. Later calls do nothing."""
         with self.changed:
+            if self.is_closing:
+                return
             self.is_closing = True
         self.wake()
         until_s = time.monotonic() + self.close_timeout_s
@@ -113,11 +191,19 @@ class BackEnd:
         if not any(thread.is_alive() for thread in self._threads):
             self.close_storage()
 
-    # --- for subclasses ---
+    def wake(self) -> None:
+        """Wake all threads."""
+        with self.changed:
+            self.changed.notify_all()
 
     def add_thread(self, run: Callable[[], None], name: str) -> None:
         """Add a thread that runs until the back end closes."""
         self._threads.append(threading.Thread(target=partial(self._guard, run), name=name, daemon=True))
+
+    def _clear_results(self) -> None:
+        self.results, self._has_results = KvTierResults(0, self.tables, self.tier), False
+
+    # --- the threads' side ---
 
     def _guard(self, run: Callable[[], None]) -> None:
         set_batch_scheduling()
@@ -128,105 +214,13 @@ class BackEnd:
                 self._failure = failure
             self._ring()
 
-    def follow(self, tables: int) -> bool:
-        """Return whether requests are the first ones of these tables; then drop older results. Needs the lock."""
-        if tables == self.tables:
-            return False
-        self.tables = tables
-        self._clear_results()
-        return True
-
-    def _clear_results(self) -> None:
-        self.results, self._has_results = KvTierResults(0, self.tables, self.tier), False
-
-    def report(self) -> None:
-        """Wake the loop to take the results, from a thread. Needs the lock."""
-        if not self._has_results:
-            self._has_results = True
-            self._ring()
-
-    def cancel(self) -> None:
-        """Cancel lookups and fetches. Needs the lock."""
-        raise NotImplementedError
-
-    def wake(self) -> None:
-        """Wake the threads."""
-        raise NotImplementedError
-
-    def close_storage(self) -> None:
-        """Close files and sockets, after the threads have ended."""
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Task:
-    """Work for a thread."""
-
-    kind: Literal["search", "fetch", "store", "idle"]
-    tables: int
-    run: Callable[[Task], None]
-    """Called in a thread, without the lock."""
-    num_bytes: int = 0
-    """Host memory that the task holds."""
-
-
-class QueuedBackEnd(BackEnd):
-    """Back end with a queue per kind of task. Priority: searches, fetches, stores, idle tasks."""
-
-    num_threads: ClassVar[int] = 1
-    max_storing: ClassVar[int] = 1
-    """Threads that may store at the same time."""
-    max_unreported: ClassVar[dict[str, int]] = {"fetch": 1, "store": 1}
-    """Number of fetched blocks and stored objects before a report, while more are queued."""
-
-    def __init__(self, blocks: WholeBlocks, num_staging_blocks: int, first_host_block: int) -> None:
-        """See `BackEnd`."""
-        super().__init__(blocks, num_staging_blocks, first_host_block)
-        self.queues: dict[str, deque[Task]] = {kind: deque() for kind in ("search", "fetch", "store", "idle")}
-        self.in_progress: dict[Task, float] = {}
-        """Tasks in progress, with their start times in seconds."""
-        self._fetching_since_ns: int | None = None
-        """Start of the uncounted time with any fetch in progress; None without one."""
-        for number in range(self.num_threads):
-            self.add_thread(self._work, f"kv-{self.tier}-{number}")
-
-    def order(self, requests: KvTierRequests) -> None:
-        """See `BackEnd.order`."""
-        tasks = list(self.store_tasks(requests))
-        with self.changed:
-            if self.follow(requests.tables):
-                self.trim_stores()
-            for task in (*tasks, *self.tasks(requests)):
-                self.queues[task.kind].append(task)
-            self.changed.notify_all()
-
-    def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        """Copy the blocks to store out of KV memory, and return their tasks."""
-        raise NotImplementedError
-
-    def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        """Return the other tasks. Needs the lock."""
-        raise NotImplementedError
-
-    def trim_stores(self) -> None:
-        """Limit the stores left from an earlier core. Needs the lock."""
-
-    def cancel(self) -> None:
-        """See `BackEnd.cancel`."""
-        self.queues["search"].clear()
-        self.queues["fetch"].clear()
-
-    def wake(self) -> None:
-        """See `BackEnd.wake`."""
-        with self.changed:
-            self.changed.notify_all()
-
-    # --- the threads' side ---
-
     def _work(self) -> None:
         while (task := self._next()) is not None:
             task.run(task)
             with self.changed:
-                self._end(task)
+                del self.in_progress[task]
+                if task.kind == "fetch" and not self._count("fetch"):
+                    self._fetching_since_ns = None
                 if task.kind == "store":  # a waiting thread may store now, or end
                     self.changed.notify_all()
 
@@ -234,11 +228,9 @@ class QueuedBackEnd(BackEnd):
         """Block until a task is available and return it; None at close when all stores are done."""
         with self.changed:
             while True:
-                for kind in ("search", "fetch", "store", "idle"):
+                for kind in ("store",) if self.is_closing else PRIORITY:
                     queue = self.queues[kind]
                     if not queue or (kind == "store" and self._count("store") >= self.max_storing):
-                        continue
-                    if self.is_closing and kind != "store":
                         continue
                     task = queue.popleft()
                     self.in_progress[task] = time.monotonic()
@@ -252,30 +244,35 @@ class QueuedBackEnd(BackEnd):
     def _count(self, kind: str) -> int:
         return sum(task.kind == kind for task in self.in_progress)
 
-    def _end(self, task: Task) -> None:
-        if self.in_progress.pop(task, None) is None or task.kind != "fetch":
-            return
-        self._fetching_since_ns = time.monotonic_ns() if self._count("fetch") else None
+    def is_void(self, task: Task) -> bool:
+        """Return whether the result of a search or fetch is no longer needed."""
+        return self.is_closing or task.tables != self.tables
 
-    def end_fetch(
+    def write_staging(self, task: Task, host_block: int, content: memoryview | Bytes) -> None:
+        """Fill a staging block."""
+        with self._staging_lock:
+            if task.tables == self.tables:
+                self.staging[host_block - self.first] = np.frombuffer(content, np.uint8)
+
+    def report_fetch(
         self, task: Task, fetched: Sequence[int], missed: Sequence[int], lost: Sequence[bytes] = ()
     ) -> None:
         """Report host blocks that were filled, or not. lost: names of absent or damaged objects."""
         with self.changed:
-            since_ns, results = self._fetching_since_ns, self.results
-            self._end(task)
+            since_ns, now_ns, results = self._fetching_since_ns, time.monotonic_ns(), self.results
+            self._fetching_since_ns = now_ns
             if task.tables != self.tables:
                 return
             if fetched and since_ns is not None:  # misses would distort the measured time
                 results.num_fetches += 1
-                results.fetch_ns += time.monotonic_ns() - since_ns
+                results.fetch_ns += now_ns - since_ns
             results.fetched += pack_i32(fetched)
             results.missed += pack_i32(missed)
             results.lost += lost
-            num_unreported = (len(results.fetched) + len(results.missed)) // 4
-            self._report_if("fetch", num_unreported)
+            is_late = results.fetch_ns >= REPORT_AFTER_NS
+            self._report_if("fetch", (len(results.fetched) + len(results.missed)) // 4, is_late=is_late)
 
-    def end_store(self, task: Task, name: bytes, *, is_stored: bool) -> None:
+    def report_store(self, task: Task, name: bytes, *, is_stored: bool) -> None:
         """Report an object as stored or not."""
         with self.changed:
             results = self.results
@@ -283,10 +280,15 @@ class QueuedBackEnd(BackEnd):
                 (results.stored if is_stored else results.unstored).append(name)
                 self._report_if("store", len(results.stored) + len(results.unstored))
 
-    def _report_if(self, kind: str, num_unreported: int) -> None:
-        is_late = kind == "fetch" and self.results.fetch_ns >= REPORT_AFTER_NS
+    def _report_if(self, kind: str, num_unreported: int, *, is_late: bool = False) -> None:
         if is_late or not self.queues[kind] or num_unreported >= self.max_unreported[kind]:
             self.report()
+
+    def report(self) -> None:
+        """Wake the loop to take the results. Needs the lock."""
+        if not self._has_results:
+            self._has_results = True
+            self._ring()
 
 
 def copy_out(blocks: WholeBlocks, numbers: Int, into: Bytes) -> Wait:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quintet.executor.kv_transfer.back_end import QueuedBackEnd, Task, copy_out
+from quintet.executor.kv_transfer.back_end import BackEnd, Task, copy_out
 from quintet.executor.kv_transfer.block_bytes import Bytes, Wait, WholeBlocks
 from quintet.executor.kv_transfer.disk.block_file import BlockFile
 from quintet.executor.kv_transfer.disk.prefix_file import (
@@ -45,7 +45,7 @@ class _Job:
     result: FileResult
 
 
-class DiskBackEnd(QueuedBackEnd):
+class DiskBackEnd(BackEnd):
     """See `quintet.executor.kv_transfer.back_end`."""
 
     tier = "disk"
@@ -83,7 +83,7 @@ class DiskBackEnd(QueuedBackEnd):
             return list(self._stored.items())
 
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        """See `QueuedBackEnd.store_tasks`. Places are freed first."""
+        """See `BackEnd.store_tasks`. Places are freed first."""
         for place, key in zip(unpack_i32(requests.drops), requests.drop_keys, strict=True):
             yield Task("store", requests.tables, partial(self._drop, place, key))
         for store in requests.stores:
@@ -97,7 +97,7 @@ class DiskBackEnd(QueuedBackEnd):
                 yield Task("store", requests.tables, run, len(block))
 
     def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        """See `QueuedBackEnd.tasks`."""
+        """See `BackEnd.tasks`."""
         if self._refused:
             self.results.unstored += self._refused
             self._refused.clear()
@@ -139,14 +139,14 @@ class DiskBackEnd(QueuedBackEnd):
         if is_stored:
             with self.changed:
                 self._stored[place] = key
-        self.end_store(task, key, is_stored=is_stored)
+        self.report_store(task, key, is_stored=is_stored)
 
     def _fetch(self, place: int, host_block: int, key: bytes, task: Task) -> None:
         is_found = self._file.read(place, key, self.staging[host_block - self.first].data)
         with self.changed:
             if self._stored.get(place) == key and not self._file.holds(place, key):
                 del self._stored[place]
-        self.end_fetch(task, [host_block] if is_found else [], [] if is_found else [host_block])
+        self.report_fetch(task, [host_block] if is_found else [], [] if is_found else [host_block])
 
     def _steps(self, file: FileRequest) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
         folder, name, identity = self._exchange, file.name, self._identity()

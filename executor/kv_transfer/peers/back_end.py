@@ -1,9 +1,6 @@
 """Peer back end, device half: offers copies of blocks to other servers, and fetches their blocks.
 
-    loop       order: copies blocks out ──▶ ( offered )          [ fetches ]         [ results ] ──▶ core
-    thread             peers' requests ──▶ KvServer ─┘               └─▶ links ──▶ staging ─┘ wakes the loop
-
-One thread uses the sockets. The core and the sender of a request decide which peer to fetch from
+One thread serves the offers, several fetch. The core and the sender of a request decide which peer to fetch from
 (`quintet.core.kv.peer_pool`).
 """
 
@@ -12,35 +9,35 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import zmq
 
-from quintet.executor.kv_transfer.back_end import BackEnd
+from quintet.executor.kv_transfer.back_end import BackEnd, Task
 from quintet.executor.kv_transfer.block_bytes import WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
 from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, PeerKey, read_key
 from quintet.executor.kv_transfer.peers.kv_server import KvServer
-from quintet.executor.kv_transfer.peers.link import BlockArrival, Link, PeerLost, WantedBlock
+from quintet.executor.kv_transfer.peers.link import Link, PeerLost
 from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
-from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_tiers import KvTierRequests
+from quintet.wire.kv_tiers import Fetch, KvTierRequests
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 200
-"""Interval between checks of silent peers and of an occupied listen address."""
-MAX_LINKS = 64
+"""Interval between attempts to open an occupied listen address."""
+MAX_IDLE_LINKS = 64
 
 
 class PeerBackEnd(BackEnd):
     """See `quintet.executor.kv_transfer.back_end`."""
 
     tier = "peer"
+    num_threads = 8
     close_timeout_s = 1.0
 
     def __init__(
@@ -61,167 +58,125 @@ class PeerBackEnd(BackEnd):
         super().__init__(blocks, num_staging_blocks, first_host_block)
         self._offered = OfferedBlocks(blocks, num_offered)
         self._parts, self._identity, self._key = parts, identity, key
-        self._fetches: deque[tuple[str, list[WantedBlock]] | None] = deque()
-        """Peer and wanted blocks; None: cancel all earlier ones."""
-        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context: Context = zmq.Context()
-        self._authenticator = None if key is None else PeerAuthenticator(self._context, key)
-        self._server: KvServer | None = None
-        self._links: dict[str, Link] = {}
+        self._idle: list[tuple[str, Link]] = []
+        """Idle links by peer, least recently used first."""
         self._backoff_until: dict[str, float] = {}
         """Lost peer -> time until which it is not used."""
-        self.add_thread(self._work, "kv-peers")
-        try:
-            if listen:
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._server: KvServer | None = None
+        self._authenticator: PeerAuthenticator | None = None
+        if listen:
+            self._authenticator = None if key is None else PeerAuthenticator(self._context, key)
+            try:
                 self._server = KvServer(self._context, listen, key, self._offered, identity, parts)
-        except ConfigError:
-            self._close_sockets()
-            raise
+            except ConfigError:
+                self.close_storage()
+                raise
+            self.add_thread(self._serve, "kv-peers")
 
-    # --- the loop's side ---
-
-    def order(self, requests: KvTierRequests) -> None:
-        """See `BackEnd.order`."""
+    def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
+        """See `BackEnd.store_tasks`: offers are copies in memory, without a task."""
         for store in requests.stores:
             self._offered.put(store.keys, np.frombuffer(store.blocks, np.int32))
-        with self.changed:
-            self.follow(requests.tables)
-            for fetch in requests.fetches:
-                pairs = zip(unpack_i32(fetch.host_blocks), fetch.keys, strict=True)
-                wanted = [WantedBlock(requests.tables, block, key) for block, key in pairs]
-                self._fetches.append((fetch.source.decode(errors="replace"), wanted))
-        if requests.fetches:
-            self.wake()
+        return iter(())
 
-    def cancel(self) -> None:
-        """See `BackEnd.cancel`."""
-        self._fetches.clear()
-        self._fetches.append(None)
-
-    def wake(self) -> None:
-        """See `BackEnd.wake`."""
-        os.eventfd_write(self._wakeup_fd, 1)
-
-    # --- the thread's side ---
-
-    def _work(self) -> None:
-        """Serve and fetch until closed."""
-        if self._server is not None and not self._server.is_open:
-            log.warning(
-                "%s is in use: KV will be offered there once it is free; until then peers compute",
-                self._server.address,
-            )
-        while not self.is_closing:
-            self._run_once()
-        self._close_sockets()
-
-    def _run_once(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wakeup_fd, zmq.POLLIN)
-        for each in (self._server, self._authenticator):
-            if each is not None:
-                poller.register(each.socket, zmq.POLLIN)
-        for link in self._links.values():
-            poller.register(link.socket, zmq.POLLIN)
-            poller.register(link.monitor, zmq.POLLIN)
-        is_awaiting = any(not link.is_idle for link in self._links.values())
-        if self._server is not None and not self._server.is_open:
-            self._server.open()
-            is_awaiting = True
-        ready = {source for source, _ in poller.poll(POLL_MS if is_awaiting else None)}
-        if self._authenticator is not None and self._authenticator.socket in ready:
-            self._authenticator.answer()
-        if self._server is not None and self._server.socket in ready:
-            self._server.answer()
-        now_s = time.monotonic()
-        for link in [*self._links.values()]:
-            self._service_link(link, ready, now_s)
-        if self._wakeup_fd in ready:
-            os.eventfd_read(self._wakeup_fd)
-            self._fetch(now_s)
-
-    def _service_link(self, link: Link, ready: set[object], now_s: float) -> None:
-        """Receive a peer's messages; drop the link if the peer is lost."""
-        arrivals: list[BlockArrival] = []
+    def run_fetch(self, fetch: Fetch, task: Task) -> None:
+        """See `BackEnd.run_fetch`. Each block is reported as it arrives."""
+        peer, left = fetch.source.decode(errors="replace"), dict(enumerate(unpack_i32(fetch.host_blocks)))
+        link = self._take_link(peer)
+        is_whole = False
         try:
-            if link.socket in ready:
-                for each in link.receive(now_s):
-                    arrivals.append(each)
-            if link.monitor in ready:
-                link.receive_event()
-            link.check(now_s)
+            for index, block in link.fetch(fetch.keys, lambda: self.is_void(task)) if link else ():
+                host_block = left.pop(index)
+                if block is None:
+                    self.report_fetch(task, [], [host_block])
+                else:
+                    self.write_staging(task, host_block, block)
+                    self.report_fetch(task, [host_block], [])
+            is_whole = not left
         except PeerLost as lost:
-            arrivals += self._drop_link(link, lost, now_s)
-        self._report(arrivals)
+            log.warning("KV peer %s %s: %d blocks will be computed instead", peer, lost, len(left))
+            with self.changed:
+                self._backoff_until[peer] = time.monotonic() + lost.backoff_s
+        finally:
+            if link is not None:
+                self._put_link(peer, link, is_usable=is_whole)
+        self.report_fetch(task, [], [*left.values()])
 
-    def _drop_link(self, link: Link, lost: PeerLost, now_s: float) -> list[BlockArrival]:
-        left = link.left()
-        if left:
-            log.warning("KV peer %s %s: %d blocks will be computed instead", link.peer, lost, len(left))
-            self._backoff_until[link.peer] = now_s + lost.backoff_s
-        link.close()
-        del self._links[link.peer]
-        return [BlockArrival(wanted, is_there=False) for wanted in left]
-
-    def _fetch(self, now_s: float) -> None:
-        """Request the queued fetches."""
+    def _take_link(self, peer: str) -> Link | None:
+        """Return an idle or new link to a peer; None during its backoff, or for an invalid address."""
+        now_s = time.monotonic()
         with self.changed:
-            fetches = [*self._fetches]
-            self._fetches.clear()
-        self._backoff_until = {
-            peer: until_s for peer, until_s in self._backoff_until.items() if until_s > now_s
-        }
-        for fetch in fetches:
-            if fetch is None:
-                for link in self._links.values():
-                    link.forget()
-                continue
-            peer, wanted = fetch
-            peer_link = None if peer in self._backoff_until else self._link_to(peer)
-            if peer_link is None:
-                self._report([BlockArrival(each, is_there=False) for each in wanted])
-            else:
-                try:
-                    peer_link.request(wanted, now_s)
-                except PeerLost as lost:
-                    self._report(self._drop_link(peer_link, lost, now_s))
-
-    def _link_to(self, peer: str) -> Link | None:
-        """Return the link to a peer; None for an invalid address, or if there are too many busy links."""
-        link = self._links.get(peer)
-        if link is not None:
-            return link
-        if len(self._links) >= MAX_LINKS:
-            idle = next((link for link in self._links.values() if link.is_idle), None)
-            if idle is None:
+            self._backoff_until = {
+                each: until_s for each, until_s in self._backoff_until.items() if until_s > now_s
+            }
+            if peer in self._backoff_until:
                 return None
-            idle.close()
-            del self._links[idle.peer]
+            own = [idle for idle in self._idle if idle[0] == peer]
+            self._idle = [idle for idle in self._idle if idle[0] != peer]
+            alive = [idle for idle in own if idle[1].is_alive]
+            self._idle += alive[1:]
+        for idle in own:
+            if idle not in alive:
+                idle[1].close()
+        if alive:
+            return alive[0][1]
         try:
-            link = Link(self._context, peer, self._key, self._identity, self._parts, self.staging, self.first)
+            return Link(self._context, peer, self._key, self._identity, self._parts, self.blocks.block_bytes)
         except zmq.ZMQError as error:
             log.warning("invalid KV peer address %s: %s", peer, error.strerror)
             return None
-        self._links[peer] = link
-        return link
 
-    def _report(self, arrivals: Sequence[BlockArrival]) -> None:
-        """Report results of fetches to the core."""
+    def _put_link(self, peer: str, link: Link, *, is_usable: bool) -> None:
+        """Keep a link without outstanding requests for the next fetch, or close it."""
         with self.changed:
-            current = [each for each in arrivals if each.wanted.tables == self.tables]
-            if current:
-                results = self.results
-                results.fetched += pack_i32(each.wanted.host_block for each in current if each.is_there)
-                results.missed += pack_i32(each.wanted.host_block for each in current if not each.is_there)
-                self.report()
+            unused = [link]
+            if is_usable:
+                self._idle.append((peer, link))
+                unused = [self._idle.pop(0)[1]] if len(self._idle) > MAX_IDLE_LINKS else []
+        for each in unused:
+            each.close()
 
-    def _close_sockets(self) -> None:
-        for link in self._links.values():
+    def wake(self) -> None:
+        """See `BackEnd.wake`."""
+        super().wake()
+        os.eventfd_write(self._wakeup_fd, 1)
+
+    def close_storage(self) -> None:
+        """See `BackEnd.close_storage`."""
+        for _, link in self._idle:
             link.close()
         for each in (self._server, self._authenticator):
             if each is not None:
                 each.socket.close(linger=0)
         self._context.term()
+        os.close(self._wakeup_fd)
+
+    def _serve(self) -> None:
+        """Answer peers' requests until closed."""
+        server, authenticator = self._server, self._authenticator
+        assert server is not None
+        if not server.is_open:
+            log.warning(
+                "%s is in use: KV will be offered there once it is free; until then peers compute",
+                server.address,
+            )
+        poller = zmq.Poller()
+        poller.register(self._wakeup_fd, zmq.POLLIN)
+        poller.register(server.socket, zmq.POLLIN)
+        if authenticator is not None:
+            poller.register(authenticator.socket, zmq.POLLIN)
+        while not self.is_closing:
+            if not server.is_open:
+                server.open()
+            ready = {source for source, _ in poller.poll(None if server.is_open else POLL_MS)}
+            if authenticator is not None and authenticator.socket in ready:
+                authenticator.answer()
+            if server.socket in ready:
+                server.answer()
+            if self._wakeup_fd in ready:
+                os.eventfd_read(self._wakeup_fd)
 
 
 def open_peers(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from quintet.executor.kv_transfer.back_end import QueuedBackEnd, Task, copy_out
+from quintet.executor.kv_transfer.back_end import BackEnd, Task, copy_out
 from quintet.executor.kv_transfer.block_bytes import Bytes, Wait, WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
 from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
@@ -38,7 +37,7 @@ LOG_INTERVAL_S = 60.0
 """Minimum interval between log lines about errors."""
 
 
-class StoreBackEnd(QueuedBackEnd):
+class StoreBackEnd(BackEnd):
     """See `quintet.executor.kv_transfer.back_end`."""
 
     tier = "store"
@@ -62,8 +61,6 @@ class StoreBackEnd(QueuedBackEnd):
         super().__init__(blocks, num_staging_blocks, first_host_block)
         self.format = ChunkFormat(identity, blocks.block_bytes)
         self._connector = connector
-        self._staging_lock = threading.Lock()
-        """Guards staging against late threads: they compare the tables before they write."""
         self._waiting_bytes = waiting_bytes
         self._damaged: dict[str, None] = {}
         """Damaged objects, treated as missing; oldest first."""
@@ -78,22 +75,15 @@ class StoreBackEnd(QueuedBackEnd):
         return TierCapacity("store", len(self.staging), max_storing_blocks=max_storing_blocks)
 
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        """See `QueuedBackEnd.store_tasks`."""
+        """See `BackEnd.store_tasks`."""
         for store in requests.stores:
             content, blocks = self.format.new(len(store.keys))
             wait = copy_out(self.blocks, np.frombuffer(store.blocks, np.int32), blocks)
             run = partial(self._store, store, content, blocks, wait)
             yield Task("store", requests.tables, run, len(content))
 
-    def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        """See `QueuedBackEnd.tasks`."""
-        for search in requests.searches:
-            yield Task("search", requests.tables, partial(self._search, search))
-        for fetch in requests.fetches:
-            yield Task("fetch", requests.tables, partial(self._fetch, fetch))
-
     def trim_stores(self) -> None:
-        """See `QueuedBackEnd.trim_stores`: the new core counts only its own copies."""
+        """See `BackEnd.trim_stores`: the new core counts only its own copies."""
         left, kept = self._waiting_bytes, deque[Task]()
         for task in reversed(self.queues["store"]):
             left -= task.num_bytes
@@ -108,7 +98,8 @@ class StoreBackEnd(QueuedBackEnd):
 
     # --- the threads' side ---
 
-    def _search(self, search: Search, task: Task) -> None:
+    def run_search(self, search: Search, task: Task) -> None:
+        """See `BackEnd.run_search`."""
         begun_ns = time.monotonic_ns()
         counts = [self._num_present([self.format.name_of(key) for key in chain]) for chain in search.chains]
         with self.changed:
@@ -127,7 +118,8 @@ class StoreBackEnd(QueuedBackEnd):
             candidates = list(itertools.takewhile(lambda name: name not in self._damaged, names))
         return self._call(None, lambda: self._connector.count(candidates)) if candidates else 0
 
-    def _fetch(self, fetch: Fetch, task: Task) -> None:
+    def run_fetch(self, fetch: Fetch, task: Task) -> None:
+        """See `BackEnd.run_fetch`."""
         name, host_blocks = self.format.name_of(fetch.source), unpack_i32(fetch.host_blocks)
         content, blocks = self.format.new(fetch.num_blocks)
         is_there = self._call(False, lambda: self._connector.get(name, content.data))
@@ -140,12 +132,10 @@ class StoreBackEnd(QueuedBackEnd):
         if is_there and len(whole) < len(host_blocks):
             log.warning("a KV chunk in the store is damaged and will be recomputed")
             self._drop(name)
-        with self._staging_lock:
-            if task.tables == self.tables:
-                for host_block, position in whole.items():
-                    self.staging[host_block - self.first] = blocks[position]
+        for host_block, position in whole.items():
+            self.write_staging(task, host_block, blocks[position])
         missed = [host_block for host_block in host_blocks if host_block not in whole]
-        self.end_fetch(task, [*whole], missed, [fetch.source] if missed else [])
+        self.report_fetch(task, [*whole], missed, [fetch.source] if missed else [])
 
     def _drop(self, name: str) -> None:
         """Remove a damaged object; if that fails, remember it as missing."""
@@ -165,7 +155,7 @@ class StoreBackEnd(QueuedBackEnd):
         self.format.finish(content, blocks, store.keys)
         name = self.format.name_of(store.keys[-1])
         is_stored = self._call(False, lambda: self._connector.put(name, content.data))
-        self.end_store(task, store.keys[-1], is_stored=is_stored)
+        self.report_store(task, store.keys[-1], is_stored=is_stored)
 
     def _call(self, otherwise: ValueT, call: Callable[[], ValueT]) -> ValueT:
         """Return the connector's result; ``otherwise`` after an error, soon after one, or while a read hangs."""
