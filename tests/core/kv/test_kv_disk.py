@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, OUTLIER_FACTOR, TRY_EVERY
@@ -36,20 +34,6 @@ def serve(world: World, request_id: int = 1, prompt: list[int] | None = None) ->
     return world.outcomes[request_id].num_cached
 
 
-@pytest.mark.parametrize("lost", ["executor", "core"])
-def test_disk_blocks_survive_executor_and_core(lost: str) -> None:
-    world = World(disk=FakeDisk(20))
-    assert serve(world) == 0
-    if lost == "executor":
-        world.new_executor()
-    else:
-        world.new_core()
-    assert serve(world, 2) == 20
-    assert state_of(world).counters.transfers["disk", "fetched_blocks"] == 5
-    assert serve(world, 3) == 20, "blocks are cached on the device"
-    assert state_of(world).counters.transfers["disk", "fetched_blocks"] == 5
-
-
 def test_blocks_on_disk_are_not_stored_again() -> None:
     world = World(disk=FakeDisk(20))
     serve(world)
@@ -60,18 +44,6 @@ def test_blocks_on_disk_are_not_stored_again() -> None:
     assert state_of(world).counters.transfers["disk", "stored_objects"] == num_stored + 1, (
         "block of another answer"
     )
-
-
-def test_request_waiting_for_disk_is_overtaken() -> None:
-    world = World(disk=FakeDisk(20))
-    serve(world, 3)
-    world.new_core()
-    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
-    world.admit(2, [7, 8, 9], max_tokens=5, ignore_eos=True)
-    world.plan()
-    assert [request.request_id for request in state_of(world).running] == [2]
-    world.run()
-    assert world.outcomes[1].num_cached == 20 and world.outcomes[2].num_cached == 0
 
 
 def test_missing_block_is_recomputed() -> None:
@@ -89,54 +61,6 @@ def test_missing_block_is_recomputed() -> None:
     disk.is_losing = False
     world.new_core()
     assert serve(world, 3) == 20, "blocks were stored again"
-
-
-def test_hanging_disk_delays_no_request_beyond_timeout() -> None:
-    disk = FakeDisk(20)
-    world = World(disk=disk)
-    serve(world)
-    world.new_core()
-    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
-    assert world.plan() is None and disk.answers
-    late = disk.answers.popleft()
-    world.now += FETCH_TIMEOUT_NS + 1
-    world.apply(world.engine.expire(world.now))
-    world.run()
-    assert world.outcomes[2].num_cached == 0
-    world.engine.kv_results(late)
-    world.assert_idle()
-
-
-def test_hanging_disk_times_out_shared_fetches() -> None:
-    disk = FakeDisk(20)
-    world = World(disk=disk)
-    serve(world)
-    world.new_core()
-    for request_id in (2, 3):
-        world.admit(request_id, PROMPT, max_tokens=5, ignore_eos=True)
-        assert world.plan() is None
-    disk.answers.clear()
-    world.now += FETCH_TIMEOUT_NS + 2
-    world.apply(world.engine.expire(world.now))
-    world.run()
-    assert [world.outcomes[request_id].num_endings for request_id in (2, 3)] == [1, 1]
-
-
-def test_cancel_during_fetch_frees_all_blocks() -> None:
-    world = World(disk=FakeDisk(20, num_staging_blocks=10))
-    serve(world)
-    world.new_core()
-    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
-    assert world.plan() is None
-    world.cancel(2)
-    assert serve(world, 3) == 20, "late answers serve another request"
-
-
-def test_few_staging_blocks_fetch_the_head() -> None:
-    world = World(disk=FakeDisk(20, num_staging_blocks=2))
-    serve(world)
-    world.new_core()
-    assert serve(world, 2) == 8
 
 
 def test_full_disk_evicts_least_recently_used() -> None:
@@ -161,34 +85,10 @@ def test_prefix_cached_on_the_device_stays_on_disk() -> None:
     assert serve(world, 5) == 20
 
 
-def test_requests_without_cache_reads_skip_the_disk() -> None:
-    world = World(disk=FakeDisk(20))
-    serve(world)
-    world.new_core()
-    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True, skip_reading_prefix_cache=True)
-    assert world.plan() is not None
-
-
-@pytest.mark.parametrize("in_groups", [False, True])
-@pytest.mark.parametrize("seed", range(12))
-def test_random_traces_with_a_disk(seed: int, in_groups: bool) -> None:
-    disk = FakeDisk(6 + 30 * (seed % 2), num_staging_blocks=4 + 12 * (seed % 3))
-    poisonous = 0.05 if seed % 4 == 0 else 0.0
-    depth, num_host_blocks = 1 + seed % 3, 5 * (seed % 2)
-    assert_served(*random_trace(seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, disk=disk))
-
-
 def test_state_reassigned_by_its_plan_is_not_stored() -> None:
     """A preempted request names a state, and its block is given to another request in the same plan."""
     disk = FakeDisk(200, num_staging_blocks=30)
     assert_served(*random_trace(50066, 250, 1 + 50066 % 2, 0.0, 5 * (50066 % 3), in_groups=True, disk=disk))
-
-
-def test_random_traces_fetch() -> None:
-    disks = [FakeDisk(60, 30) for _ in range(4)]
-    for seed, disk in enumerate(disks):
-        random_trace(seed, 250, 2, in_groups=seed % 2 == 1, disk=disk)
-    assert sum(disk.num_fetched > 0 for disk in disks) > 2, [disk.num_fetched for disk in disks]
 
 
 # Unit tests of the disk pool.

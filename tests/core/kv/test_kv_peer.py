@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 
 from quintet.core import recurrent_state
 from quintet.core.kv.peer_pool import PeerPool
-from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, MAX_FETCH_NS
 from quintet.core.scheduler_state import SchedulerState
-from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_spec import KvGroup
-from quintet.wire.kv_tiers import KvTierResults
 from quintet.wire.request import KvTransfer
 from tests.core.fake import World, expected
 from tests.core.kv.fake_back_ends import PEER, FakeDisk, FakePeers
-from tests.core.trace import assert_served, random_trace
 
 PROMPT = list(range(10, 31))
 """21 tokens: five full blocks of four, and a token to compute."""
@@ -50,19 +44,6 @@ def decode(world: World, request_id: int = 2, num_blocks: int = 5, prompt: list[
     world.assert_idle()
     assert outcome.num_cached is not None
     return outcome.num_cached
-
-
-def test_prompt_kv_of_another_server_is_fetched() -> None:
-    world = World(peers=FakePeers())
-    compute(world)
-    assert decode(world) == 20
-    counters = state_of(world).counters
-    assert (counters.transfers["peer", "fetched_blocks"], counters.transfers["peer", "missed_blocks"]) == (
-        5,
-        0,
-    )
-    assert decode(world, 3) == 20, "blocks are cached on the device"
-    assert state_of(world).counters.transfers["peer", "fetched_blocks"] == 5
 
 
 def test_only_requests_with_transfer_params_offer_or_fetch() -> None:
@@ -103,61 +84,12 @@ def test_fetch_is_limited_to_offered_blocks(num_blocks: int) -> None:
     assert decode(world, num_blocks=num_blocks) == 4 * num_blocks
 
 
-def test_missing_blocks_are_recomputed() -> None:
-    peers = FakePeers()
-    world = World(peers=peers)
-    compute(world)
-    peers.is_losing = True
-    assert decode(world) == 0
-    assert state_of(world).counters.transfers["peer", "missed_blocks"] == 5
-
-
 def test_head_of_a_partial_fetch_is_used() -> None:
     peers = FakePeers()
     world = World(peers=peers)
     compute(world)
     del peers.offered[[*peers.offered][2]]
     assert decode(world) == 8
-
-
-def test_hanging_peer_times_out_and_is_overtaken() -> None:
-    peers = FakePeers()
-    world = World(peers=peers)
-    compute(world)
-    admit(world, 2)
-    world.admit(3, [7, 8, 9], max_tokens=5, ignore_eos=True)
-    world.plan()
-    assert [request.request_id for request in state_of(world).running] == [3]
-    late = peers.answers.popleft()
-    world.now += FETCH_TIMEOUT_NS + 1
-    world.apply(world.engine.expire(world.now))
-    world.run()
-    assert world.outcomes[2].num_cached == 0
-    world.engine.kv_results(late)
-    world.assert_idle()
-
-
-def test_slow_peer_is_limited_by_total_timeout() -> None:
-    peers, prompt = FakePeers(20), list(range(10, 91))
-    world = World(peers=peers)
-    compute(world, prompt=prompt)
-    admit(world, 2, 20, prompt)
-    assert world.plan() is None
-    whole = peers.answers.popleft()
-    start_ns, blocks = world.now, deque(unpack_i32(whole.fetched))
-    while state_of(world).pool.tiers.is_fetching:
-        world.now += FETCH_TIMEOUT_NS // 2
-        world.apply(world.engine.expire(world.now))
-        one = pack_i32([blocks.popleft()])
-        world.engine.kv_results(KvTierResults(whole.executor_epoch, whole.tables, "peer", fetched=one))
-        world.plan()
-    assert MAX_FETCH_NS <= world.now - start_ns <= MAX_FETCH_NS + FETCH_TIMEOUT_NS
-    world.run()
-    assert world.outcomes[2].num_cached == 0
-    world.engine.kv_results(
-        KvTierResults(whole.executor_epoch, whole.tables, "peer", fetched=pack_i32(blocks))
-    )
-    world.assert_idle()
 
 
 def test_request_waits_for_staging_blocks() -> None:
@@ -207,15 +139,6 @@ def test_ended_request_leaves_staging_queue(is_cancelled: bool) -> None:
     world.assert_idle()
 
 
-def test_cancel_during_fetch_frees_all_blocks() -> None:
-    world = World(peers=FakePeers(num_staging_blocks=10))
-    compute(world)
-    admit(world, 2)
-    assert world.plan() is None
-    world.cancel(2)
-    assert decode(world, 3) == 20
-
-
 def test_disk_serves_blocks_missing_at_peers() -> None:
     peers = FakePeers()
     world = World(peers=peers, disk=FakeDisk(20))
@@ -227,23 +150,3 @@ def test_disk_serves_blocks_missing_at_peers() -> None:
         5,
         5,
     )
-
-
-@pytest.mark.parametrize("in_groups", [False, True])
-@pytest.mark.parametrize("seed", range(12))
-def test_random_traces_with_peers(seed: int, in_groups: bool) -> None:
-    peers = FakePeers(4 + 12 * (seed % 3))
-    disk = FakeDisk(20) if seed % 4 == 1 else None
-    poisonous = 0.05 if seed % 4 == 0 else 0.0
-    depth, num_host_blocks = 1 + seed % 3, 5 * (seed % 2)
-    trace = random_trace(
-        seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, disk=disk, peers=peers
-    )
-    assert_served(*trace)
-
-
-def test_random_traces_fetch() -> None:
-    all_peers = [FakePeers(30) for _ in range(4)]
-    for seed, peers in enumerate(all_peers):
-        random_trace(seed, 250, 2, in_groups=seed % 2 == 1, peers=peers)
-    assert sum(peers.num_fetched > 0 for peers in all_peers) > 2

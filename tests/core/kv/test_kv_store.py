@@ -19,7 +19,6 @@ from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, Search, SearchResult, TierCapacity
 from tests.core.fake import World, expected
 from tests.core.kv.fake_back_ends import FakeDisk, FakeStore
-from tests.core.trace import assert_served, random_trace
 
 PROMPT = list(range(10, 31))
 """21 tokens: five full blocks of four, and a token to compute; two chunks of two blocks."""
@@ -101,18 +100,6 @@ def test_many_lookups_are_split_into_messages(monkeypatch: pytest.MonkeyPatch) -
     world.run()
     world.assert_idle()
     assert [size for size in sizes if size] == [2, 2, 1]
-
-
-def test_request_waiting_for_store_is_overtaken() -> None:
-    store = FakeStore()
-    serve(World(store=store), 3)
-    world = World(store=store)
-    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
-    world.admit(2, [7, 8, 9], max_tokens=5, ignore_eos=True)
-    world.plan()
-    assert [request.request_id for request in state_of(world).running] == [2]
-    world.run()
-    assert world.outcomes[1].num_cached == 16 and world.outcomes[2].num_cached == 0
 
 
 def test_lost_chunks_are_recomputed_and_put_again() -> None:
@@ -201,26 +188,6 @@ def test_paused_store_receives_no_lookups() -> None:
     assert not pool.is_paused
 
 
-def test_cancel_during_fetch_frees_all_blocks() -> None:
-    store = FakeStore()
-    serve(World(store=store))
-    world = World(store=store)
-    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
-    assert world.plan() is None
-    world.cancel(2)
-    world.admit(3, PROMPT, max_tokens=5, ignore_eos=True)
-    assert world.plan() is None and store.answer(world.engine) and store.answer(world.engine)
-    assert world.plan() is None
-    world.cancel(3)
-    assert serve(world, 4) == 16, "late answers serve another request"
-
-
-def test_few_staging_blocks_fetch_the_head() -> None:
-    store = FakeStore(num_staging_blocks=3)
-    serve(World(store=store))
-    assert serve(World(store=store), 2) == 12
-
-
 def test_blocks_to_put_wait_on_the_device() -> None:
     store = FakeStore(waiting_blocks=1)
     world = World(store=store)
@@ -261,14 +228,6 @@ def test_lookups_slower_than_compute_stop() -> None:
     assert store.num_searches == num_searches
 
 
-def test_requests_without_cache_reads_skip_the_store() -> None:
-    store = FakeStore()
-    serve(World(store=store))
-    world = World(store=store)
-    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True, skip_reading_prefix_cache=True)
-    assert world.plan() is not None
-
-
 def test_blocks_on_disk_are_not_fetched_from_store() -> None:
     store, disk = FakeStore(), FakeDisk(20)
     serve(World(store=store, disk=disk))
@@ -286,27 +245,6 @@ def test_store_prefix_shorter_than_disk_is_not_fetched() -> None:
     world = World(store=store, disk=disk)
     assert serve(world, 2) == 12
     assert store.num_searches == 2 and store.num_fetched == 0
-
-
-@pytest.mark.parametrize("in_groups", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_random_traces_with_a_store(seed: int, in_groups: bool) -> None:
-    store = FakeStore(num_staging_blocks=4 + 12 * (seed % 3), waiting_blocks=1 + 99 * (seed % 2))
-    poisonous = 0.05 if seed % 4 == 0 else 0.0
-    disk = FakeDisk(30, 20) if seed % 3 == 2 else None
-    depth, num_host_blocks = 1 + seed % 3, 5 * (seed % 2)
-    assert_served(
-        *random_trace(
-            seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, disk=disk, store=store
-        )
-    )
-
-
-def test_random_traces_fetch() -> None:
-    stores = [FakeStore(30) for _ in range(6)]
-    for seed, store in enumerate(stores):
-        random_trace(seed, 250, 2, in_groups=seed % 2 == 1, store=store)
-    assert sum(store.num_fetched > 0 for store in stores) > 3, [store.num_fetched for store in stores]
 
 
 # Unit tests of chunks.
