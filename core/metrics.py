@@ -11,60 +11,47 @@ from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metr
 S = 1e-9
 
 
-_DISK, _PEERS = "KV blocks on disk, by event", "KV blocks between servers, by event"
-_CHUNKS, _STORE = (
-    "Chunks of KV blocks for the shared store, by event",
-    "KV blocks of the shared store, by event",
-)
-_BYTES = "Bytes of these blocks."
-TRANSFERS: tuple[tuple[TierName, str, str, str, str], ...] = (
-    ("disk", "stored_objects", "kv_disk_blocks", "stored", f"{_DISK}; stored: written."),
-    (
-        *("disk", "unstored_objects", "kv_disk_blocks", "unstored"),
-        f"{_DISK}; unstored: not written because the disk is slow or full.",
-    ),
-    ("disk", "fetched_blocks", "kv_disk_blocks", "fetched", f"{_DISK}; fetched: read."),
-    (
-        "disk",
-        "missed_blocks",
-        "kv_disk_blocks",
-        "missed",
-        f"{_DISK}; missed: requested, but absent or damaged.",
-    ),
-    ("disk", "stored_bytes", "kv_disk_bytes", "stored", _BYTES),
-    ("disk", "fetched_bytes", "kv_disk_bytes", "fetched", _BYTES),
-    (
-        "peer",
-        "offered_blocks",
-        "kv_peer_blocks",
-        "offered",
-        f"{_PEERS}; offered: copied for other servers to fetch.",
-    ),
-    (
-        "peer",
-        "fetched_blocks",
-        "kv_peer_blocks",
-        "fetched",
-        f"{_PEERS}; fetched: received from another server.",
-    ),
-    (
-        *("peer", "missed_blocks", "kv_peer_blocks", "missed"),
-        f"{_PEERS}; missed: requested from another server, but not received or damaged.",
-    ),
-    ("peer", "fetched_bytes", "kv_peer_bytes", "fetched", _BYTES),
-    ("store", "stored_objects", "kv_store_runs", "kept", f"{_CHUNKS}; kept: stored."),
-    (
-        *("store", "unstored_objects", "kv_store_runs", "unkept"),
-        f"{_CHUNKS}; unkept: not stored: the store is full, slow or unreachable.",
-    ),
-    ("store", "fetched_blocks", "kv_store_blocks", "fetched", f"{_STORE}; fetched: received."),
-    (
-        *("store", "missed_blocks", "kv_store_blocks", "missed"),
-        f"{_STORE}; missed: requested, and not received or incomplete.",
-    ),
-    ("store", "fetched_bytes", "kv_store_bytes", "fetched", _BYTES),
-)
-"""Counters of KV back ends: back end, name in `Counters.transfers`, metric, event, help."""
+def _transfer_counters(metrics: Metrics) -> Iterator[tuple[tuple[TierName, str], CounterSeries]]:
+    """Yield the counters of KV back ends, by key of `Counters.transfers`."""
+    tiers: tuple[tuple[TierName, str, dict[str, tuple[str, str]]], ...] = (
+        (
+            *("disk", "KV blocks on disk"),
+            {
+                "stored_objects": ("stored", "written"),
+                "unstored_objects": ("unstored", "not written because the disk is slow or full"),
+                "fetched_blocks": ("fetched", "read"),
+                "missed_blocks": ("missed", "requested, but absent or damaged"),
+            },
+        ),
+        (
+            *("peer", "KV blocks between servers"),
+            {
+                "offered_blocks": ("offered", "copied for other servers to fetch"),
+                "fetched_blocks": ("fetched", "received from another server"),
+                "missed_blocks": ("missed", "requested from another server, but not received or damaged"),
+            },
+        ),
+        (
+            *("store", "KV blocks of the shared store"),
+            {
+                "fetched_blocks": ("fetched", "received"),
+                "missed_blocks": ("missed", "requested, and not received or incomplete"),
+            },
+        ),
+    )
+    for tier, blocks, events in tiers:
+        for name, (event, what) in events.items():
+            help = f"{blocks}, by event; {event}: {what}."
+            yield (tier, name), metrics.counter(f"kv_{tier}_blocks", help, event=event)
+        for event in ("stored", "fetched") if tier == "disk" else ("fetched",):
+            bytes_moved = metrics.counter(f"kv_{tier}_bytes", "Bytes of these blocks.", event=event)
+            yield (tier, f"{event}_bytes"), bytes_moved
+    for name, event, what in (
+        ("stored_objects", "kept", "stored"),
+        ("unstored_objects", "unkept", "not stored: the store is full, slow or unreachable"),
+    ):
+        help = f"Chunks of KV blocks for the shared store, by event; {event}: {what}."
+        yield ("store", name), metrics.counter("kv_store_runs", help, event=event)
 
 
 def _swap_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
@@ -100,9 +87,7 @@ class CoreMetrics:
         self.waiting_for_capacity = gauge("num_requests_waiting_by_reason", help, reason="capacity")
         self.deferred = gauge("num_requests_waiting_by_reason", help, reason="deferred")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
-        self._transfers = [
-            (tier, name, counter(metric, help, event=event)) for tier, name, metric, event, help in TRANSFERS
-        ]
+        self._transfers = tuple(_transfer_counters(metrics))
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
             *_swap_counters(metrics),
             *_draft_counters(metrics),
@@ -196,8 +181,8 @@ class CoreMetrics:
         self.kv_usage.set(pool.num_used / pool.num_blocks if pool.num_blocks else 0.0)
         for name, series in self._counters:
             series.value = getattr(state.counters, name)
-        for tier, name, series in self._transfers:
-            series.value = state.counters.transfers[tier, name]
+        for transfer, series in self._transfers:
+            series.value = state.counters.transfers[transfer]
 
     def note_endings(self, state: SchedulerState, now_ns: int) -> None:
         """Observe queue times and ended choices since the last call."""

@@ -91,6 +91,8 @@ class BackEnd:
         """Error that ended a thread."""
         self._ring: Callable[[], None] = lambda: None
         self._threads: list[threading.Thread] = []
+        self._num_running = 0
+        """Threads that have started and not ended."""
         for number in range(self.num_threads):
             self.add_thread(self._work, f"kv-{self.tier}-{number}")
 
@@ -133,13 +135,13 @@ class BackEnd:
         self.queues["fetch"].clear()
 
     def close_storage(self) -> None:
-        """Close files and sockets, after the threads have ended."""
+        """Close files and sockets, after all threads have ended."""
 
     # --- the loop's side ---
 
     def begin(self, ring: Callable[[], None]) -> None:
         """Start to accept requests. ring: wakes the loop, from another thread, when results are available."""
-        self._ring = ring
+        self._ring, self._num_running = ring, len(self._threads)
         for thread in self._threads:
             thread.start()
 
@@ -183,18 +185,18 @@ class BackEnd:
             if self.is_closing:
                 return
             self.is_closing = True
-        self.wake()
+            is_idle = not self._num_running
+            self.changed.notify_all()
+            self.wake()
+        if is_idle:
+            self.close_storage()
         until_s = time.monotonic() + self.close_timeout_s
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, until_s - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads):
-            self.close_storage()
 
     def wake(self) -> None:
-        """Wake all threads."""
-        with self.changed:
-            self.changed.notify_all()
+        """Wake a thread that waits for something else than a task, at close. Needs the lock."""
 
     def add_thread(self, run: Callable[[], None], name: str) -> None:
         """Add a thread that runs until the back end closes."""
@@ -213,6 +215,11 @@ class BackEnd:
             with self.changed:
                 self._failure = failure
             self._ring()
+        with self.changed:
+            self._num_running -= 1
+            is_last = self.is_closing and not self._num_running
+        if is_last:
+            self.close_storage()
 
     def _work(self) -> None:
         while (task := self._next()) is not None:

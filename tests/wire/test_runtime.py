@@ -85,7 +85,7 @@ def test_final_metrics_are_sent_at_exit(supervisor: Inbox[Heartbeat], tmp_path: 
     assert [series.value for series in step_counters] == [3]
 
 
-def test_loop_tells_errors_of_message_handlers_from_others(tmp_path: Path) -> None:
+def test_loop_separates_errors_of_message_handlers_from_others(tmp_path: Path) -> None:
     """Only the former end a process."""
 
     async def scenario() -> list[Exception]:

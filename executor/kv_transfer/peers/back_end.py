@@ -140,7 +140,6 @@ class PeerBackEnd(BackEnd):
 
     def wake(self) -> None:
         """See `BackEnd.wake`."""
-        super().wake()
         os.eventfd_write(self._wakeup_fd, 1)
 
     def close_storage(self) -> None:

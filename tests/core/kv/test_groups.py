@@ -254,4 +254,4 @@ def test_choices_share_no_overwritten_state(seed: int) -> None:
 def test_length_limit_follows_groups() -> None:
     world = World(groups=MIXED, num_blocks=12, max_num_batched_tokens=8)
     world.admit(1, list(range(3, 60)), max_tokens=2)
-    assert "needs" in world.failed[1] and "the server has 12" in world.failed[1]
+    assert "the server's 12 KV blocks" in world.failed[1]

@@ -159,15 +159,6 @@ def test_a_disk_error_is_reported_in_the_results(tmp_path: Path, monkeypatch: py
     bench.disk.close()
 
 
-def test_an_exception_in_the_thread_ends_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path)
-    monkeypatch.setattr(bench.file, "write", lambda *_: 1 // 0)
-    bench.disk.order(stores(0, 2, 5))
-    with pytest.raises(RuntimeError, match="KV disk thread failed"):
-        bench.answers()
-    bench.disk.close()
-
-
 def test_listing_kept_blocks_does_not_wait_for_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,18 +249,6 @@ def test_an_invalid_request_is_ignored(closed: ExitStack) -> None:
         assert not client.poll(50)
 
 
-def test_pulls_of_stale_tables_are_not_reported(closed: ExitStack) -> None:
-    gives, takes = sides(closed)
-    gives.offer([0, 1], KEYS[:2])
-    takes.peers.order(fetch("127.0.0.1:1", [FIRST], KEYS[:1]))
-    takes.peers.reset()
-    takes.peers.order(fetch(gives.address, [FIRST], KEYS[:1], 1))
-    assert takes._rung.wait(30.0)
-    answers = takes.peers.take_results()
-    assert answers is not None and answers.tables == 1
-    assert (answers.fetched, answers.missed) == (pack_i32([FIRST]), b"")
-
-
 def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
     """A restarted executor must wait while its port is still in use."""
     gives, takes = sides(closed)

@@ -279,25 +279,6 @@ def test_while_a_get_hangs_other_requests_miss(tmp_path: Path, monkeypatch: pyte
     bench.store.close()
 
 
-def test_results_for_stale_tables_are_dropped(tmp_path: Path) -> None:
-    gate = Gate(folder(tmp_path), held="get")
-    bench = Bench(gate)
-    assert bench.put([2], KEYS[:1]) and bench.put([3], KEYS[1:2])
-    bench.store.order(get(KEYS[0], 1, (0, FIRST, KEYS[0])))
-    assert gate.reached.wait(30.0)
-    bench.store.reset()
-    gate.held = ""
-    answers = bench.submit(get(KEYS[1], 1, (0, FIRST, KEYS[1]), tables=1))
-    assert answers.fetched == pack_i32([FIRST])
-    gate.opened.set()
-    bench.store.close()  # the late get has ended
-    bench.store.copy_in(np.array([0], np.int32), np.array([FIRST], np.int32))
-    assert torch.equal(bench.layers[0][0], bench.layers[0][3]), (
-        "a stale get overwrote a block of the new tables"
-    )
-    assert bench.store.take_results() is None
-
-
 def test_puts_are_completed_after_a_reset(tmp_path: Path) -> None:
     gate = Gate(folder(tmp_path), held="put")
     bench = Bench(gate)
@@ -348,11 +329,3 @@ def test_close_waits_for_the_last_put_only(tmp_path: Path, monkeypatch: pytest.M
     gate.opened.set()
     closing.join()
     assert not any(thread.is_alive() for thread in bench.store._threads), "a thread is still running"
-
-
-def test_an_exception_in_a_thread_ends_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(folder(tmp_path))
-    monkeypatch.setattr(bench.store.format, "finish", lambda *_: 1 // 0)
-    bench.store.order(store([2], KEYS[:1]))
-    with pytest.raises(RuntimeError, match="KV store thread failed"):
-        bench.answers()
