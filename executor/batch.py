@@ -59,8 +59,28 @@ class Rows:
 
     @cached_property
     def sampling(self) -> Int:
-        """Indexes of the rows that draw a token."""
-        return np.flatnonzero(np.frombuffer(self.plan.samples, np.uint8))
+        """int64[S]: the row of each drawn token. A row draws after each of its last ``samples`` tokens."""
+        return self._draws[0]
+
+    @cached_property
+    def draw_positions(self) -> Int:
+        """int64[S]: the position of each drawn token."""
+        return self._draws[1]
+
+    @cached_property
+    def draw_tokens(self) -> Int:
+        """int64[S]: the index, among the step's tokens, of the token before each draw."""
+        rows, positions = self._draws
+        return self.offsets[rows] + positions - self.starts[rows] - 1
+
+    @cached_property
+    def _draws(self) -> tuple[Int, Int]:
+        samples = np.frombuffer(self.plan.samples, np.uint8)
+        if samples.max(initial=0) > 1:
+            num_draws = samples.astype(np.int64)
+            return ranges(self.starts + self.counts - num_draws + 1, num_draws)
+        rows = np.flatnonzero(samples)
+        return rows, self.starts[rows] + self.counts[rows]
 
 
 @dataclass(frozen=True, slots=True)

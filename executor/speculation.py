@@ -1,14 +1,12 @@
 """Speculative decoding: choose draft tokens, and verify them in the step that computes them.
 
-A row with drafts is computed as several rows of one token, at consecutive positions of the same slot. A step writes
-keys and values of all rows before any row reads, so each of these rows sees the drafts before it. Each draws a token
-with its own position, as it would alone. Draws are accepted up to the first that differs from the draft after it:
-the tokens are those without drafts, bit for bit.
+The drafts are appended to the row, which then draws after each of its tokens, with the position of the draw, as it
+would alone. Draws are accepted up to the first that differs from the draft after it: the tokens are those without
+drafts, bit for bit.
 
     tokens    … t5              the executor knows 6 tokens; the plan allows 3 drafts
-    drafts       d6  d7  d8
-    rows        (5) (6) (7) (8)
-    draws       t6  t7  t8  t9   d6 = t6, d7 ≠ t7: t6 and t7 are accepted
+    row             t5 d6 d7 d8
+    draws           t6 t7 t8 t9    d6 = t6, d7 ≠ t7: t6 and t7 are accepted
 
 Rejected drafts leave keys and values after the newest token. Later steps overwrite them before they read them.
 """
@@ -16,17 +14,16 @@ Rejected drafts leave keys and values after the newest token. Later steps overwr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from quintet.executor.ragged import Int, ranges
+from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
 from quintet.wire.config import SpeculativeConfig
-from quintet.wire.step import StepPlan, StepResult
+from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
 
 Tokens = NDArray[np.int32]
 
@@ -65,19 +62,6 @@ class NgramDrafter:
         return tokens[begin + np.arange(most) % (len(tokens) - begin)]  # an overlapping copy repeats the text
 
 
-@dataclass(slots=True)
-class _Verification:
-    """A plan with one row per position that is computed, and its relation to the core's plan."""
-
-    plan: StepPlan
-    owners: Int
-    """Per row: its row in the core's plan."""
-    starts: Int
-    """int64[R]: resolved starts of the core's rows."""
-    drafts: list[tuple[int, Tokens]]
-    """Rows of the core's plan that verify drafts, and these."""
-
-
 class Speculation:
     """Drafts of a worker's slots."""
 
@@ -92,75 +76,75 @@ class Speculation:
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
-        verification = self._expand(plan)
-        result = compute(verification.plan)
-        return self._accept(plan, verification, result)
-
-    def _expand(self, plan: StepPlan) -> _Verification:
-        """Resolve starts, choose drafts and write them into the token table."""
-        slots, starts, counts = (
-            np.frombuffer(column, np.int32).astype(np.int64)
-            for column in (plan.slots, plan.starts, plan.counts)
-        )
+        slots = np.frombuffer(plan.slots, np.int32)
         for new in plan.new_rows:
             self._num_tokens[new.slot] = len(new.token_ids) // 4
         most = np.frombuffer(plan.drafts, np.uint8)
-        starts = np.where(most > 0, self._num_tokens[slots] - 1, starts)
-        num_free = min(self._max_rows - len(slots), self._max_tokens - int(counts.sum()))
-        repeats = np.ones(len(slots), np.int64)
+        starts = np.where(most > 0, self._num_tokens[slots] - 1, np.frombuffer(plan.starts, np.int32))
+        drafts = self._propose(plan, starts, most)
+        counts, samples = (
+            np.frombuffer(plan.counts, np.int32).copy(),
+            np.frombuffer(plan.samples, np.uint8).copy(),
+        )
+        for row, proposed in drafts:
+            counts[row] += len(proposed)
+            samples[row] += len(proposed)
+        result = compute(
+            msgspec.structs.replace(
+                plan,
+                starts=starts.astype(np.int32).tobytes(),
+                counts=counts.tobytes(),
+                samples=samples.tobytes(),
+                drafts=b"",
+            )
+        )
+        num_tokens = self._accept(result, samples, drafts)
+        sampling = np.flatnonzero(samples)
+        result.num_tokens = num_tokens[sampling].tobytes()
+        result.num_drafts = (samples[sampling] - 1).astype(np.uint8).tobytes()
+        self._num_tokens[slots[sampling]] = (starts + counts - samples + 1 + num_tokens)[sampling]
+        return result
+
+    def _propose(self, plan: StepPlan, starts: Int, most: NDArray[np.uint8]) -> list[tuple[int, Tokens]]:
+        """Return the drafts by row, and write them into the token table. starts: int64[R], of the executor."""
+        slots = np.frombuffer(plan.slots, np.int32)
+        num_free = self._max_tokens - int(np.frombuffer(plan.counts, np.int32).sum())
+        num_free = min(num_free, self._max_rows - plan.samples.count(1))
         drafts: list[tuple[int, Tokens]] = []
         for row in np.flatnonzero(most > 1).tolist():
-            begin = int(starts[row]) + 1
-            wanted = min(int(most[row]) - 1, num_free)
-            if wanted <= 0:
+            if num_free <= 0:
                 break
-            line = self._token_ids[slots[row]]
-            proposed = self._drafter.propose(line[:begin], wanted).copy()
+            line, begin = self._token_ids[slots[row]], int(starts[row]) + 1
+            proposed = self._drafter.propose(line[:begin], min(int(most[row]) - 1, num_free))
             if len(proposed):
-                line[begin : begin + len(proposed)] = proposed
-                drafts.append((row, proposed))
-                repeats[row] += len(proposed)
+                drafts.append((row, proposed.copy()))
+                line[begin : begin + len(proposed)] = drafts[-1][1]
                 num_free -= len(proposed)
-        owners, row_starts = ranges(starts, repeats)
-        expanded = msgspec.structs.replace(
-            plan,
-            slots=slots[owners].astype(np.int32).tobytes(),
-            starts=row_starts.astype(np.int32).tobytes(),
-            counts=counts[owners].astype(np.int32).tobytes(),
-            samples=np.frombuffer(plan.samples, np.uint8)[owners].tobytes(),
-            drafts=b"",
-        )
-        return _Verification(expanded, owners, starts, drafts)
+        return drafts
 
-    def _accept(self, plan: StepPlan, verification: _Verification, result: StepResult) -> StepResult:
-        """Return the result in rows of the core's plan, without rejected tokens; note the lengths."""
-        owners = verification.owners
+    @staticmethod
+    def _accept(
+        result: StepResult, samples: NDArray[np.uint8], drafts: list[tuple[int, Tokens]]
+    ) -> NDArray[np.uint8]:
+        """Remove rejected tokens from the result. Return the number of tokens of each row, at least 1 where it draws."""
+        num_tokens = samples.copy()
+        if not drafts:
+            return num_tokens
         tokens = np.frombuffer(result.token_ids, np.int32)
-        draws = np.flatnonzero(np.frombuffer(verification.plan.samples, np.uint8))
-        """Row of each token in the expanded plan."""
+        first_draws = np.cumsum(samples.astype(np.int64)) - samples
         is_kept = np.ones(len(tokens), np.bool_)
-        num_tokens, num_drafts = (np.full(len(plan.samples), n, np.uint8) for n in (1, 0))
-        first_draws = np.searchsorted(owners[draws], np.arange(len(plan.samples)))
-        for row, proposed in verification.drafts:
+        for row, proposed in drafts:
             first, end = int(first_draws[row]), int(first_draws[row]) + len(proposed)
             differs = np.flatnonzero(tokens[first:end] != proposed)
             num_accepted = int(differs[0]) if len(differs) else len(proposed)
             is_kept[first + num_accepted + 1 : end + 1] = False
-            num_tokens[row], num_drafts[row] = 1 + num_accepted, len(proposed)
-        sampling = np.flatnonzero(np.frombuffer(plan.samples, np.uint8))
-        slots, counts = (np.frombuffer(column, np.int32) for column in (plan.slots, plan.counts))
-        self._num_tokens[slots[sampling]] = (verification.starts + counts + num_tokens)[sampling]
-        kept_rows = set(draws[is_kept].tolist())
+            num_tokens[row] = 1 + num_accepted
         result.token_ids = tokens[is_kept].tobytes()
-        result.num_tokens = num_tokens[sampling].tobytes()
-        result.num_drafts = num_drafts[sampling].tobytes()
-        result.logprobs = [
-            msgspec.structs.replace(entry, row=int(owners[entry.row]))
-            for entry in result.logprobs
-            if entry.row in kept_rows
-        ]
-        for prompt_entry in result.prompt_logprobs:
-            prompt_entry.row = int(owners[prompt_entry.row])
-        if result.failed:
-            result.failed = owners[np.frombuffer(result.failed, np.int32)].astype(np.int32).tobytes()
-        return result
+        num_left = num_tokens.tolist()
+        kept: list[TokenLogprobs] = []
+        for entry in result.logprobs:
+            num_left[entry.row] -= 1
+            if num_left[entry.row] >= 0:
+                kept.append(entry)
+        result.logprobs = kept
+        return num_tokens

@@ -182,8 +182,7 @@ class Worker:
         self._span("layers")
         result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self.runner)
         if len(rows.sampling):
-            last = rows.offsets[rows.sampling] + rows.counts[rows.sampling] - 1
-            logits = self.runner.logits(last)
+            logits = self.runner.logits(rows.draw_tokens)
             self._span("logits")
             drawn, result.logprobs = self._sampler.draw(rows, logits, None if masks is None else masks.wait())
             result.token_ids = drawn.to(torch.int32).cpu().numpy().tobytes()

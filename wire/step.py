@@ -60,7 +60,10 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     counts: bytes
     """int32[R]: tokens computed now. Token values come from the executor's own token table."""
     samples: bytes
-    """uint8[R]: 1 where the row ends at its newest token and so draws the next one (written at ``start + count``)."""
+    """uint8[R]: 1 where the row ends at its newest token and so draws the next one (written at ``start + count``).
+
+    Inside the executor, the number of the row's last tokens after each of which one is drawn (`drafts`).
+    """
     checksum: int = 0
     """CRC-32 of the tables after the changes, when ``SchedulerConfig.audit``; 0 otherwise."""
     tables: int = 0

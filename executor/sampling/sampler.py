@@ -113,7 +113,7 @@ class Sampler:
         features = self._features[slots]
         thinking = np.flatnonzero(features & self._has_budget)
         if len(thinking):
-            slots, lengths = slots[thinking], (rows.starts[sampling] + rows.counts[sampling])[thinking]
+            slots, lengths = slots[thinking], rows.draw_positions[thinking]
             due = self._thinking.due(slots, lengths - self._tables.num_prompt_tokens[slots])
             features[thinking[due]] |= self._budget_due
         return features
@@ -127,7 +127,7 @@ class Sampler:
         which = np.flatnonzero(self._features[slots] & self._has_grammar)
         if not len(which):
             return None
-        return self._grammars.begin(slots, rows.starts[sampling] + rows.counts[sampling], which)
+        return self._grammars.begin(slots, rows.draw_positions, which)
 
     def draw(
         self, rows: Rows, logits: torch.Tensor, masks: Masks | None = None
@@ -139,7 +139,7 @@ class Sampler:
         """
         sampling = rows.sampling
         slots = rows.slots[sampling]
-        positions = rows.starts[sampling] + rows.counts[sampling]
+        positions = rows.draw_positions
         features = self._features_now(rows)
         step_features = int(np.bitwise_or.reduce(features))
         if step_features & self._shapes:

@@ -61,8 +61,9 @@ QT_EXPORT void qt_program_balance(qt::Program* program, const qt::Step* step, in
 // Starts a part with its own timestamp: the operations appended after this call. See Step::marks.
 QT_EXPORT void qt_program_mark(qt::Program* program) { program->mark(); }
 
-// Fills the step's arrays from the columns of a plan, with num_rows rows each. samples: 1 for rows that sample a token. Returns
-// the largest position of the step plus 1. Returns -1 - i if row i exceeds the number of slots or tokens.
+// Fills the step's arrays from the columns of a plan, with num_rows rows each. samples: number of the row's last tokens after
+// each of which a token is sampled. Returns the largest position of the step plus 1. Returns -1 - i if row i exceeds the number
+// of slots, tokens or outputs.
 QT_EXPORT index_t qt_fill_step(qt::Step* step, const std::int32_t* slots, const std::int32_t* starts,
                                const std::int32_t* counts, const std::uint8_t* samples, index_t num_rows) {
   qt::Step& s = *step;
@@ -70,17 +71,17 @@ QT_EXPORT index_t qt_fill_step(qt::Step* step, const std::int32_t* slots, const 
   for (index_t row = 0; row < num_rows; ++row) {
     const index_t slot = slots[row], start = starts[row], count = counts[row], end = start + count;
     const bool fits = slot >= 0 && slot < s.num_slots && start >= 0 && count > 0 && end < s.slot_tokens_stride;
+    const index_t draws = samples[row];
     if (!fits || row >= s.max_rows || token + count > s.max_tokens) return -1 - row;
+    if (draws > count || output + draws > s.max_rows) return -1 - row;
     s.row_slots[row] = slot, s.row_starts[row] = start, s.row_counts[row] = count, s.row_offsets[row] = token;
     const std::int32_t* tokens = s.slot_tokens + slot * s.slot_tokens_stride;
     for (index_t position = start; position < end; ++position, ++token) {
       s.token_ids[token] = tokens[position];
       s.positions[token] = position;
     }
-    if (samples[row]) {
-      s.output_tokens[output] = token - 1, s.output_slots[output] = slot, s.output_positions[output] = end;
-      ++output;
-    }
+    for (index_t left = draws - 1; left >= 0; --left, ++output)
+      s.output_tokens[output] = token - 1 - left, s.output_slots[output] = slot, s.output_positions[output] = end - left;
     length = end > length ? end : length;
   }
   s.num_tokens = token, s.num_rows = num_rows, s.num_outputs = output;
