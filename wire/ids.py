@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
 
+Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A request or a query. msgspec checks the range of such types when it decodes a message."""
+SlotIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << 10)]
+"""Index of a process within its role: a frontend's has ten bits in a request id."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""A number of tokens, attempts or seconds: sent as int32 elsewhere."""
 RequestId = NewType("RequestId", int)
 """63 bits: ``frontend index | frontend epoch | counter``; unique for the life of a deployment."""
 
@@ -28,7 +34,7 @@ class WorkerId(msgspec.Struct, frozen=True, array_like=True, gc=False, order=Tru
     """One process: its role, its index within the role, and its epoch, the number of starts of this slot."""
 
     role: Role
-    index: int
+    index: SlotIndex
     epoch: int
 
     def __str__(self) -> str:

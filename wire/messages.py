@@ -13,8 +13,9 @@ import msgspec
 from quintet.wire.channels import RowSpans, Span
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode
-from quintet.wire.ids import WorkerId
-from quintet.wire.request import Echo, OutputParsing, RequestSpec
+from quintet.wire.ids import Count, Id, SlotIndex, WorkerId
+from quintet.wire.params import StopString
+from quintet.wire.request import Choice, Echo, OutputParsing, RequestSpec
 from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 
@@ -77,11 +78,11 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     outputs. The newest attempt replaces older ones; a duplicate is ignored.
     """
 
-    request_id: int
+    request_id: Id
     prompt: Prompt
     spec: RequestSpec
     sent_ns: int
-    core: int
+    core: SlotIndex
     """Index of the core replica to admit to."""
     clamp_max_tokens: bool = False
     """``max_tokens`` is a default, which a long prompt may reduce. A client's own value is rejected if it does not fit."""
@@ -96,8 +97,8 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
     detokenizer, an ended one has had its finish, and an unknown one gets `Unknown`.
     """
 
-    request_ids: list[int]
-    core: int
+    request_ids: list[Id]
+    core: SlotIndex
     keep: bool = False
     """The client disconnected but may reconnect: send no answer and retain resumable requests for the grace period."""
     moved: bool = False
@@ -107,7 +108,7 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
 class Admit(msgspec.Struct, array_like=True, tag="admit"):
     """Tokenizer -> core: the request as ids."""
 
-    request_id: int
+    request_id: Id
     prompt_ids: bytes
     spec: RequestSpec
     sent_ns: int
@@ -119,37 +120,37 @@ class Admit(msgspec.Struct, array_like=True, tag="admit"):
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
     """Tokenizer or core -> frontend: all choices of the request ended with an error and produce nothing more."""
 
-    request_id: int
+    request_id: Id
     code: ErrorCode
     message: str
     param: str | None = None
-    retry_s: int = 0
+    retry_s: Count = 0
     """Delay in seconds before a retry; 0 if unknown."""
 
 
 class Reclaim(msgspec.Struct, array_like=True, tag="reclaim"):
     """Frontend -> core: a client resumes a request after its frontend or connection was lost."""
 
-    query_id: int
-    frontend: int
-    request_id: int
+    query_id: Id
+    frontend: SlotIndex
+    request_id: Id
     """Id of the first choice."""
     key: bytes
     topology: int = 0
     """As in `RequestSpec`."""
-    rename_to: int = 0
+    rename_to: Id = 0
     """New first id of the retained request, issued by this frontend; its client may still use older ids."""
 
 
 class Reclaimed(msgspec.Struct, array_like=True, tag="reclaimed"):
     """Core -> frontend: result of `Reclaim`. To resume, submit the choices with new ids, ``adopts`` and their outputs."""
 
-    query_id: int
+    query_id: Id
     admit: Admit | None
     """The original message; None when the request is unknown or expired."""
-    choices: list[tuple[int, bytes]] = []
+    choices: list[tuple[Choice, bytes]] = []
     """Index and outputs so far (int32) of each choice."""
-    core: int = 0
+    core: SlotIndex = 0
     """Index of the sending core, which must get the resumed request."""
 
 
@@ -171,8 +172,8 @@ class InFlightReport(msgspec.Struct, array_like=True, tag="handed"):
     """
 
     sender: WorkerId
-    tokenizer: int
-    core: int
+    tokenizer: SlotIndex
+    core: SlotIndex
     request_ids: bytes
     """int64[K]"""
     attempts: bytes
@@ -194,12 +195,12 @@ class Unknown(msgspec.Struct, array_like=True, tag="unknown"):
 class Open(msgspec.Struct, array_like=True, gc=False):
     """Inside `Tokens`: opens a choice at the detokenizer."""
 
-    request_id: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
+    request_id: Id
+    num_prompt_tokens: Count
+    num_cached_tokens: Count
     prompt_ids: bytes
     """Whole prompt with ``echo`` or ``return_prompt_ids``; else its tail (`PROMPT_TAIL`), as context of the output."""
-    stop: list[str]
+    stop: list[StopString]
     include_stop: bool
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
@@ -216,7 +217,7 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     """`Tokens.prompt_logprobs` will have entries for it. False for a prompt of one token, which has none."""
     num_seen: int = 0
     """Number of ``output_ids`` that the frontend has; the others are sent to it at once."""
-    attempt: int = 0
+    attempt: Count = 0
     """Replaces the detokenizer's state of an older attempt."""
     parsing: OutputParsing | None = None
     """Output parsers; None for plain text."""
@@ -252,7 +253,7 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens", gc=False):
     """Epoch of the sender: tokens of a replaced core are dropped."""
     closed: bytes = b""
     """int64[…]: requests moved to another detokenizer; applied first."""
-    core: int = 0
+    core: SlotIndex = 0
     """Index of the sender. A newer attempt from another core replaces the request of the older core."""
 
 
@@ -355,8 +356,8 @@ class Text(msgspec.Struct, array_like=True, tag="text_out", gc=False):
 class TokenizeQuery(msgspec.Struct, array_like=True, tag="tokenize"):
     """Frontend -> tokenizer: encode only."""
 
-    query_id: int
-    frontend: int
+    query_id: Id
+    frontend: SlotIndex
     prompt: TextPrompt | ChatPrompt
     return_token_strs: bool = False
     until_ns: int | None = None
@@ -366,7 +367,7 @@ class TokenizeQuery(msgspec.Struct, array_like=True, tag="tokenize"):
 class Tokenized(msgspec.Struct, array_like=True, tag="tokenized"):
     """Tokenizer -> frontend: the result or an error."""
 
-    query_id: int
+    query_id: Id
     token_ids: bytes
     token_strs: list[str] | None = None
     error: Failed | None = None
@@ -375,8 +376,8 @@ class Tokenized(msgspec.Struct, array_like=True, tag="tokenized"):
 class DetokenizeQuery(msgspec.Struct, array_like=True, tag="detokenize"):
     """Frontend -> detokenizer: decode only."""
 
-    query_id: int
-    frontend: int
+    query_id: Id
+    frontend: SlotIndex
     token_ids: bytes
     opened: Open | None = None
     """Decode them as the whole output of this request; None: as text, special tokens included."""
@@ -386,7 +387,7 @@ class DetokenizeQuery(msgspec.Struct, array_like=True, tag="detokenize"):
 class Detokenized(msgspec.Struct, array_like=True, tag="detokenized"):
     """Detokenizer -> frontend: the result or an error."""
 
-    query_id: int
+    query_id: Id
     text: str
     error: Failed | None = None
     spans: list[Span] = []

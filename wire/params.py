@@ -86,6 +86,9 @@ RepetitionPenalty = Annotated[
 """Logits are multiplied by it in float32, which must not overflow."""
 
 
+StopString = Annotated[str, Meta(min_length=1)]
+
+
 def _count(least: int, allowed: str = "") -> Meta:
     """Return the range of a token count from ``least`` on. ``allowed`` describes it, if ``least`` has a meaning of its own."""
     text = f"{allowed or f'at least {least}'} and at most {MAX_COUNT}"
@@ -136,7 +139,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     seed: (
         Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1, extra={"allowed": "a 64-bit integer"})] | None
     ) = None
-    stop: list[Annotated[str, Meta(min_length=1)]] = msgspec.field(default_factory=list)
+    stop: list[StopString] = msgspec.field(default_factory=list)
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False

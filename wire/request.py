@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import SamplingParams
+from quintet.wire.ids import Count, Id, SlotIndex
+from quintet.wire.params import MAX_CHOICES, SamplingParams
 
 MAX_NAME_CHARS = 64
 """Maximum length of a parser's name."""
+
+Choice = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHOICES)]
 
 MAX_SCHEMAS_BYTES = 1 << 18
 """Maximum size of `OutputParsing.schemas`: a step sends it for every request that starts."""
@@ -28,11 +32,11 @@ class ResumeToken(msgspec.Struct, array_like=True):
 class OutputParsing(msgspec.Struct, array_like=True):
     """Output parsing by the detokenizer: parsers and their arguments."""
 
-    reasoning: str = ""
+    reasoning: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
     """Name of a reasoning parser; "" for none."""
-    tools: str = ""
+    tools: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
     """Name of a tool parser; "" for none."""
-    schemas: bytes = b""
+    schemas: Annotated[bytes, msgspec.Meta(max_length=MAX_SCHEMAS_BYTES)] = b""
     """JSON of the request's tools, for parsers without argument types."""
     requires_calls: bool = False
     """The answer must be tool calls (enforced by `SamplingParams`)."""
@@ -72,20 +76,20 @@ class RequestSpec(msgspec.Struct, array_like=True):
     params: SamplingParams
     """Checked, and with a seed."""
     arrival_ns: int
-    detokenizer: int
+    detokenizer: SlotIndex
     """Index of the request's detokenizer."""
-    priority: int = 0
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
     """Lower runs first, under the priority policy."""
     cache_salt: str = ""
     """Prefix cache entries are shared only between requests of the same salt."""
     echo: Echo = Echo.NONE
     return_prompt_ids: bool = False
-    choice: int = 0
+    choice: Choice = 0
     """Index of this request's first choice among the choices of the original request."""
     output_ids: bytes = b""
     """int32: outputs that the frontend has; they are not sent again."""
-    attempt: int = 0
-    deadline_ns: int = 0
+    attempt: Count = 0
+    deadline_ns: Id = 0
     """Latest end requested by the client; 0 for none."""
     resume_token: ResumeToken | None = None
     """Set for resumable requests: they survive the loss of their frontend or client."""

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import msgspec
 
-from quintet.wire.ids import Role, WorkerId
+from quintet.wire.ids import Id, Role, WorkerId
 
 
 class SlotState(IntEnum):
@@ -74,7 +74,7 @@ class Heartbeat(msgspec.Struct, array_like=True, tag="heartbeat"):
 class MetricsQuery(msgspec.Struct, array_like=True, tag="metrics_query"):
     """Frontend -> supervisor: request the newest metrics of all processes."""
 
-    query_id: int
+    query_id: Id
     asker: WorkerId
     metrics: bytes = b""
     """The asker's metrics so far, as in `Heartbeat`: the supervisor keeps them after its death. Empty without counts."""
@@ -114,7 +114,7 @@ class SlotHistory(msgspec.Struct, array_like=True):
 class MetricsReport(msgspec.Struct, array_like=True, tag="metrics_report"):
     """Supervisor -> frontend: the result."""
 
-    query_id: int
+    query_id: Id
     processes: list[ProcessMetrics]
     past: list[SlotHistory] = []
     """History of slots that lost a process, including abandoned slots."""

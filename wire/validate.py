@@ -30,16 +30,13 @@ from quintet.wire.kv_validate import (
 )
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import (
-    MAX_CHOICES,
     MAX_COUNT,
     SamplingParams,
     ThinkingBound,
     first_unknown,
 )
-from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, OutputParsing, RequestSpec
+from quintet.wire.request import RequestSpec
 
-MAX_SLOTS = 1 << 10
-"""Maximum slots per role: a frontend index has ten bits in a request id."""
 MAX_ID = 1 << 63
 LAST_FINISH = max(m.FinishReason)
 
@@ -64,41 +61,23 @@ class Validator:
         self._run_dir = config.run_dir
         self._checks: dict[type[msgspec.Struct], Check] = {
             m.Submit: self._submit,
-            m.Cancel: lambda msg: _are_ids(msg.request_ids) and _is_slot(msg.core),
             m.Admit: self._admit,
-            m.Failed: lambda msg: _is_id(msg.request_id) and 0 <= msg.retry_s <= MAX_COUNT,
-            m.Reclaim: lambda msg: (
-                _is_id(msg.request_id)
-                and _is_id(msg.query_id)
-                and _is_slot(msg.frontend)
-                and _is_id(msg.rename_to)
-            ),
             m.Reclaimed: self._reclaimed,
-            m.Live: lambda msg: _is_slot(msg.sender.index) and not len(msg.request_ids) % REQUEST_BYTES,
-            m.InFlightReport: lambda msg: (
-                all(map(_is_slot, (msg.sender.index, msg.tokenizer, msg.core))) and _ids_with_attempts(msg)
-            ),
+            m.Live: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
+            m.InFlightReport: _ids_with_attempts,
             m.Unknown: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
-            m.Tokens: lambda msg: _is_slot(msg.core) and self._tokens(msg),
+            m.Tokens: self._tokens,
             m.StopHit: _ids_with_attempts,
             m.Text: self._text,
-            m.TokenizeQuery: lambda msg: _is_id(msg.query_id) and _is_slot(msg.frontend),
-            m.Tokenized: lambda msg: _is_id(msg.query_id) and not len(msg.token_ids) % ID_BYTES,
+            m.Tokenized: lambda msg: not len(msg.token_ids) % ID_BYTES,
             m.DetokenizeQuery: lambda msg: (
-                _is_id(msg.query_id)
-                and _is_slot(msg.frontend)
-                and not len(msg.token_ids) % ID_BYTES
-                and (msg.opened is None or self._open(msg.opened))
+                not len(msg.token_ids) % ID_BYTES and (msg.opened is None or self._open(msg.opened))
             ),
-            m.Detokenized: lambda msg: (
-                _is_id(msg.query_id) and (not msg.spans or _are_spans_of(RowSpans(0, msg.spans), msg.text))
-            ),
+            m.Detokenized: lambda msg: not msg.spans or _are_spans_of(RowSpans(0, msg.spans), msg.text),
             **operator_checks(self._vocab_size, self._max_len),
             supervision.Topology: self._topology,
-            supervision.Heartbeat: lambda msg: _is_slot(msg.worker.index) and _is_snapshot(msg.metrics),
-            supervision.MetricsQuery: lambda msg: (
-                _is_id(msg.query_id) and _is_slot(msg.asker.index) and _is_snapshot(msg.metrics)
-            ),
+            supervision.Heartbeat: lambda msg: _is_snapshot(msg.metrics),
+            supervision.MetricsQuery: lambda msg: _is_snapshot(msg.metrics),
             supervision.MetricsReport: lambda msg: all(
                 _is_snapshot(figures.metrics) for figures in (*msg.processes, *msg.past)
             ),
@@ -140,15 +119,9 @@ class Validator:
     def _request(self, request_id: int, spec: RequestSpec) -> bool:
         return (
             self._params(spec.params)
-            and 0 <= request_id < MAX_ID - spec.params.n
-            and _is_slot(spec.detokenizer)
-            and -MAX_ID <= spec.priority < MAX_ID
-            and 0 <= spec.choice < MAX_CHOICES
-            and 0 <= spec.attempt <= MAX_COUNT
-            and 0 <= spec.deadline_ns < MAX_ID
+            and request_id < MAX_ID - spec.params.n
             and self._are_tokens(spec.output_ids)
             and len(spec.output_ids) <= ID_BYTES * self._max_len
-            and _is_output_parsing(spec.parsing)
             and is_kv_transfer(spec.kv_transfer)
         )
 
@@ -156,7 +129,6 @@ class Validator:
         prompt = msg.prompt
         return (
             self._request(msg.request_id, msg.spec)
-            and _is_slot(msg.core)
             and not (isinstance(prompt, m.TokenPrompt) and len(prompt.token_ids) % ID_BYTES)
             and not (isinstance(prompt, EmbedsPrompt) and not prompt.is_whole)
         )
@@ -180,10 +152,8 @@ class Validator:
         )
 
     def _reclaimed(self, msg: m.Reclaimed) -> bool:
-        return (
-            _is_id(msg.query_id)
-            and (msg.admit is None or self._admit(msg.admit))
-            and all(0 <= choice < MAX_CHOICES and self._are_tokens(ids) for choice, ids in msg.choices)
+        return (msg.admit is None or self._admit(msg.admit)) and all(
+            self._are_tokens(ids) for _, ids in msg.choices
         )
 
     # --- steps ---
@@ -306,15 +276,9 @@ class Validator:
 
     def _open(self, opened: m.Open) -> bool:
         return (
-            _is_id(opened.request_id)
-            and self._are_tokens(opened.prompt_ids)
+            self._are_tokens(opened.prompt_ids)
             and self._are_tokens(opened.output_ids)
-            and "" not in opened.stop
             and 0 <= opened.num_seen <= len(opened.output_ids) // ID_BYTES
-            and 0 <= opened.num_prompt_tokens <= MAX_COUNT
-            and 0 <= opened.num_cached_tokens <= MAX_COUNT
-            and 0 <= opened.attempt <= MAX_COUNT
-            and _is_output_parsing(opened.parsing)
         )
 
     def _text(self, msg: m.Text) -> bool:
@@ -331,35 +295,11 @@ class Validator:
     # --- supervision ---
 
     def _topology(self, msg: supervision.Topology) -> bool:
-        return all(
-            _is_slot(slot.worker.index) and slot.address == f"ipc://{self._run_dir}/{slot.worker}"
-            for slot in msg.slots
-        )
+        return all(slot.address == f"ipc://{self._run_dir}/{slot.worker}" for slot in msg.slots)
 
 
 _FINISHES = bytes(range(LAST_FINISH + 1))
 NUM_CHANNELS = len(Channel)
-
-
-def _is_id(number: int) -> bool:
-    return 0 <= number < MAX_ID
-
-
-def _are_ids(numbers: list[int]) -> bool:
-    return all(map(_is_id, numbers))
-
-
-def _is_slot(index: int) -> bool:
-    return 0 <= index < MAX_SLOTS
-
-
-def _is_output_parsing(parsing: OutputParsing | None) -> bool:
-    """Return True when the parser fields have bounded size. The detokenizer checks the parser names."""
-    return parsing is None or (
-        len(parsing.reasoning) <= MAX_NAME_CHARS
-        and len(parsing.tools) <= MAX_NAME_CHARS
-        and len(parsing.schemas) <= MAX_SCHEMAS_BYTES
-    )
 
 
 def _are_spans_of(row: RowSpans, delta: str) -> bool:
