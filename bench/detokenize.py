@@ -11,7 +11,6 @@ Figures are medians over repeats.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -23,6 +22,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from bench.arguments import command_parser
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.vocabulary import Vocabulary
@@ -77,9 +77,7 @@ def rate(work: Callable[[], None], num_tokens: int, repeats: int) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     default = Path(__file__).resolve().parent.parent / "deploy" / "embedded" / "default"
     parser.add_argument("--tokenizer", type=Path, default=default, help="folder with tokenizer.json")
     parser.add_argument("--rows", type=int, default=256, help="requests in a step")

@@ -7,10 +7,10 @@ Starts `quintet serve` with the embedded model, waits until it is ready and quie
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 
+from bench.arguments import command_parser
 from bench.overhead.server import serve
 from quintet.deploy.embedded import default_model_path
 
@@ -19,9 +19,7 @@ SETTLE_S = 3.0
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to watch (default: 60)")
     watched_s = parser.parse_args().seconds
     with serve(default_model_path()) as server:

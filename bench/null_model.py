@@ -9,7 +9,6 @@ pairs. All files are what transformers and other servers expect. No network.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from pathlib import Path
@@ -18,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
+
+from bench.arguments import command_parser
 
 VOCAB_SIZE = 33_024
 HIDDEN, LAYERS, HEADS, KV_HEADS, INTERMEDIATE = 128, 2, 4, 2, 512
@@ -142,9 +143,7 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 def main() -> None:
     """Write the model where the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -9,7 +9,6 @@ A file counts if one of its functions counts; lines are those of whole files, an
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.counting.control import ROLES, TracedServer, serve_traced
 from quintet.deploy.tools.load_client.load import ask
 
@@ -95,9 +95,7 @@ def _ours(table: str) -> list[Function]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--list", action="store_true", help="print the files of each process")
     options = parser.parse_args()
     crossing = measure()

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
+from bench.arguments import command_parser
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
@@ -331,9 +332,7 @@ def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument(
         "--shape", choices=SHAPES, default="S", help="S: Qwen2.5-0.5B, M: Llama-3.2-1B, E: layers of OLMoE"
     )

@@ -11,7 +11,6 @@ the pairs, and of their ratios.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -24,6 +23,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from bench.arguments import command_parser
 from bench.null_model import make_null_model
 from quintet import LLM, SamplingParams, StructuredOutputsParams
 from quintet.deploy.config.model.card import read_facts
@@ -71,9 +71,7 @@ NUM_TOKENS = 384
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--rows", type=int, default=64, help="requests at once (default: 64)")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of batches (default: 5)")
     parser.add_argument("--library-only", action="store_true", help="run no model")

@@ -8,7 +8,6 @@ the most while it was encoded (the kernel's high-water mark), and afterwards, in
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import time
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from bench.arguments import command_parser
 from bench.overhead.server import Server, serve
 from quintet.deploy.embedded import default_model_path
 
@@ -95,9 +95,7 @@ def _most_bytes(pid: int) -> int:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--mib", type=int, default=20, help="size of each text (default: 20)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quintet.detokenizer_proc.rows import Steps
-from quintet.detokenizer_proc.text_builder import TextBuilder
+from quintet.detokenizer_proc.text_state import TextBuilder
 from quintet.wire.messages import Text, Tokens
 
 

@@ -11,8 +11,7 @@ from quintet.detokenizer_proc import logprobs
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.output_parsing import OutputParsers
 from quintet.detokenizer_proc.stops import StopCache
-from quintet.detokenizer_proc.text_builder import TextBuilder
-from quintet.detokenizer_proc.text_state import TextState
+from quintet.detokenizer_proc.text_state import TextBuilder, TextState
 from quintet.wire.channels import RowSpans
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.ids import frontend_of

@@ -14,7 +14,6 @@ that capacity and the deadline three times that time. Results are appended to th
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import random
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from statistics import median
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.chaos.streams import WORDS
 from bench.overhead.run import Machine, machine
 from bench.overhead.server import Server, serve
@@ -177,9 +177,7 @@ def repeat(executor: str, seed: int, duration_s: float) -> Repetition:
 
 def main() -> None:
     """Run, print and append."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--executor", choices=list(FLAGS), default="mock")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the first repetition")

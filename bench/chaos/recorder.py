@@ -11,7 +11,6 @@ by turn, with no other load, and its processor time (the writing thread's includ
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from statistics import median
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.overhead.server import Server, serve
 from quintet.deploy.cli.bench import measured, words_per_token
 from quintet.deploy.tools.load_client.load import Load
@@ -152,9 +152,7 @@ def _size_of(folder: Path) -> int:
 
 def main() -> None:
     """Compare both cases, or one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--only", choices=tuple(CASES), help="one case only")
     parser.add_argument("--pairs", type=int, default=12, help="loads of each server (default: 12)")
     parser.add_argument("flags", nargs="*", help="more flags for both servers, after --")

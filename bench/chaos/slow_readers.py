@@ -9,7 +9,6 @@ few kilobytes. When the server ends a connection, its client asks again. The fro
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -23,6 +22,7 @@ from statistics import median
 import msgspec
 import psutil
 
+from bench.arguments import command_parser
 from bench.chaos.streams import WORDS
 from bench.overhead.run import Machine, machine
 from bench.overhead.server import Server, serve
@@ -133,9 +133,7 @@ def _frontend_bytes(server: Server) -> int:
 
 def main() -> None:
     """Run the pairs, print the medians, write the raw results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -12,7 +12,6 @@ computed or timed, so the output is the same on every machine.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import datetime
 import itertools
@@ -24,6 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.arguments import command_parser
 from bench.overhead.run import Machine, _commit, machine
 from quintet.executor.backends.cpu.ops.host_experts import NO_EXPERT, CExperts, Homes
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
@@ -156,9 +156,7 @@ def _busiest_evenly(counts: NDArray[np.int64], homes: NDArray[np.int64], copies:
 
 def main() -> None:
     """Play, print and save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 512])
     parser.add_argument("--zipf", type=float, nargs="+", default=[0.5, 1.0])

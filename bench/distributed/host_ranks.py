@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.distributed.host_transfer import free_port
 from bench.distributed.stages import run
 from bench.overhead.run import Machine, _commit, machine
@@ -116,9 +117,7 @@ def measure(shape: str, hosts: int) -> list[Figure]:
 
 def main() -> None:
     """Measure, each number of hosts in a process of its own, in turn; print and save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)

@@ -11,7 +11,6 @@ ranks of the shape with one KV head that each have a copy of it, beside ranks th
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import re
 import subprocess
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.overhead.run import Machine, _commit, machine
 from bench.step import SHAPES
 
@@ -93,9 +93,7 @@ def measure(shape: str, layout: Layout, threads: int) -> list[Figure]:
 
 def main() -> None:
     """Measure, print and save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="in all")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.overhead.run import Machine, _commit, machine
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.backends.platforms.shares import take_share
@@ -125,9 +126,7 @@ def _figures(worker: StepWorker, stages: int, vocab_size: int, length: int) -> l
 
 def main() -> None:
     """Measure, each number of stages in a process of its own; print and save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="in all")

@@ -10,12 +10,12 @@ Work is counted in multiplications, a weight or key that few rows share as as ma
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.arguments import command_parser
 from bench.step import SHAPES, Room, config_of
 from quintet.executor.backends.cpu.program.runner import OpBalance, ProgramRunner
 from quintet.executor.backends.registry import make_worker
@@ -71,9 +71,7 @@ def print_operations(runner: ProgramRunner, shape: str, threads: int) -> None:
 
 def main() -> None:
     """Parse the command line and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--threads", type=int, nargs="+", default=list(THREADS))
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

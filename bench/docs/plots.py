@@ -6,7 +6,6 @@ python -m bench.docs.plots --check    # exit 1 if a plot differs from its file
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
+
+from bench.arguments import command_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -261,9 +262,7 @@ PLOTS: dict[str, Callable[[], str]] = {
 
 def main() -> int:
     """Write or check the plots."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 if a plot differs from its file")
     check = parser.parse_args().check
     stale = []

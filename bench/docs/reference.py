@@ -8,7 +8,6 @@ Metrics are read from ``/metrics`` of a server with the mock executor.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import re
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 import quintet
+from bench.arguments import command_parser
 from bench.overhead.server import serve
 from quintet.deploy.config.flag_table import FlagSpec, flag_table
 from quintet.deploy.config.flags import GROUP_TITLES
@@ -38,9 +38,7 @@ METHODS = ("get", "post", "delete")
 
 def main() -> int:
     """Write or check the pages."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 if a page differs from its file")
     check = parser.parse_args().check
     stale = []

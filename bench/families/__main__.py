@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+from bench.arguments import command_parser
 from bench.families.kinds import BITS, KINDS, card_of, llama_card
 from bench.families.models import Decoding, Room, open_model
 from bench.families.peer import FORMATS, LlamaCpp, interpreter
@@ -195,9 +196,7 @@ def save(path: Path, args: argparse.Namespace, figures: list[Figures], instructi
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), metavar="KIND")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="requests in a step")
     parser.add_argument("--context", type=int, default=256, help="tokens each has before")

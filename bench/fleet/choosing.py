@@ -7,7 +7,6 @@ Requests of a trace come and go as they would, without engines; only the choice 
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import gc
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from bench.arguments import command_parser
 from bench.fleet.play import Names, make_router
 from bench.fleet.traces import SHAPES, draw
 from bench.overhead.run import Machine, _commit, machine
@@ -81,9 +81,7 @@ def measure(policy: Routing, num_engines: int, num_requests: int) -> Figures:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--engines", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--policies", nargs="+", default=["prefix", "load", "session", "round-robin"])

@@ -8,7 +8,6 @@ memory back as it ends. Prints one line of JSON at the end.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import subprocess
@@ -18,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.arguments import command_parser
 from bench.gpu.engine import EngineAlone, finish_chores
 from bench.gpu.machine import environment
 from bench.gpu.shapes import engine_config, shape_for
@@ -97,9 +97,7 @@ def measure_alone_elsewhere(work: Work, device: str, num: int) -> Rates:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--work", choices=list(Work), type=Work, default=Work.CONVERSATION)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", type=int, default=1000)

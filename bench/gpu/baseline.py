@@ -10,7 +10,6 @@ baseline, not us.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from bench.arguments import command_parser
 from bench.gpu.alone import measure_alone_elsewhere
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.shapes import Shape, shape_for
@@ -113,9 +113,7 @@ def measure(device: str, num: int, report: Report) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", type=int, help="how many (default: 256; on a CPU 8)")
     add_report_argument(parser)

@@ -9,13 +9,13 @@ matrices of normal numbers: zeros would draw less power and let the clock rise.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import torch
 
+from bench.arguments import command_parser
 from bench.gpu.clock import seconds
 from bench.gpu.figures import Figure, Report, add_report_argument
 
@@ -91,9 +91,7 @@ def tell_others(device: torch.device, report: Report) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)
     arguments = parser.parse_args()

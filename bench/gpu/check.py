@@ -15,7 +15,6 @@ asked for has passed; 1: some have not; 2: no GPU.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import signal
 import sys
@@ -32,6 +31,7 @@ sys.path[:0] = [
     str(ROOT / "src"),
 ]  # run as a file, by a Python that has not installed this package
 
+from bench.arguments import command_parser  # noqa: E402
 from bench.gpu import machine  # noqa: E402
 from bench.gpu.child import Ended, run  # noqa: E402
 from bench.gpu.figures import Figure, read_lines  # noqa: E402
@@ -188,9 +188,7 @@ def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
 def main() -> int:
     """Parse the command line and run."""
     signal.signal(signal.SIGTERM, exit_on_signal)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="these rows")
     parser.add_argument("--again", action="store_true", help="also rows that have an outcome already")
     parser.add_argument("--list", action="store_true", help="show the rows and their outcomes; run nothing")

@@ -8,7 +8,6 @@ argument buffers, so that the figure is of this project's Python and comparable 
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import dataclasses
 import tempfile
@@ -20,6 +19,7 @@ from statistics import median
 import msgspec
 import torch
 
+from bench.arguments import command_parser
 from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.plans import Batch, Plans
@@ -199,9 +199,7 @@ def measure(device: str, report: Report, profile: Path | None) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write cProfile's statistics here")
     add_report_argument(parser)

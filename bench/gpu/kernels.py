@@ -10,7 +10,6 @@ cases and measures nothing.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import logging
@@ -20,6 +19,7 @@ from statistics import median
 
 import torch
 
+from bench.arguments import command_parser
 from bench.gpu.ceilings import Ceilings, measure_ceilings, tell_ceilings
 from bench.gpu.figures import Figure, Report, add_report_argument
 from quintet.executor.backends.cuda.device import Device
@@ -111,9 +111,7 @@ def tell(case: Case, taken_s: float, ceilings: Ceilings, report: Report) -> None
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=SUITES, default=list(SUITES), help="these suites")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)

@@ -9,7 +9,6 @@ kernels cannot be loaded at all.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import time
 
 import torch
 
+from bench.arguments import command_parser
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.kernels import open_device
 from bench.gpu.machine import ROOT, environment
@@ -74,9 +74,7 @@ def load_each_form(report: Report) -> None:
 
 def main() -> None:
     """Parse the command line, compile and load."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)
     arguments = parser.parse_args()

@@ -8,7 +8,6 @@ default mode's: above 1 is slower.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import subprocess
@@ -16,6 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.arguments import command_parser
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.machine import ROOT, environment
 from bench.gpu.plans import NoRoom
@@ -73,9 +73,7 @@ def measure_elsewhere(name: str, device: str, figures: Path | None) -> dict[str,
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--mode", choices=MODES, help="measure this one in this process; print seconds as JSON"

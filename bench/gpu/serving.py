@@ -9,12 +9,12 @@ machine. Random weights, greedy, no end of sequence; the lengths are in `bench.g
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
 from pathlib import Path
 
+from bench.arguments import command_parser
 from bench.gpu.alone import limits_for, measure_alone_elsewhere
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.shapes import BLOCK_SIZE, shape_for
@@ -125,9 +125,7 @@ def measure(device: str, num: int, report: Report) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", type=int, help="how many (default: 1,000; on a CPU 24)")
     add_report_argument(parser)

@@ -10,7 +10,6 @@ any failed.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import subprocess
@@ -22,6 +21,7 @@ from typing import cast
 
 import torch
 
+from bench.arguments import command_parser
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.kernels import open_device
 from bench.gpu.smoke_families import FAMILIES, Family, drawn
@@ -131,9 +131,7 @@ def try_family(family: Family, device: Device, report: Report) -> None:
 
 def main() -> int:
     """Parse the command line and run; return 1 if a part failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     names = [family.name for family in FAMILIES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these families")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

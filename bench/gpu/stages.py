@@ -10,7 +10,6 @@ leaves what was found. The summary is printed last.
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import shutil
@@ -25,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.arguments import command_parser
 from bench.gpu.check import exit_on_signal
 from bench.gpu.child import run
 from bench.gpu.machine import ROOT, environment
@@ -302,9 +302,7 @@ def write_facts(target: Path) -> None:
 def main() -> int:
     """Parse the command line and run a stage; return 1 if a job failed."""
     signal.signal(signal.SIGTERM, exit_on_signal)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--seconds", type=float, required=True, help="limit of the whole call")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is to come back")

@@ -9,7 +9,6 @@ default boot fails.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import logging
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.arguments import command_parser
 from bench.gpu.ceilings import tell_ceilings
 from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, add_report_argument
@@ -111,9 +111,7 @@ def write_trace(found: Any, target: Path) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batch-invariant", action="store_true", help="our products and attention only")
     parser.add_argument(

@@ -11,7 +11,6 @@ same process.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 import time
@@ -21,6 +20,7 @@ from statistics import median
 
 import torch
 
+from bench.arguments import command_parser
 from bench.gpu.ceilings import Ceilings, measure_ceilings, tell_ceilings
 from bench.gpu.engine import MAX_IN_FLIGHT, Timing, drive, finish_chores
 from bench.gpu.figures import Figure, Report, add_report_argument
@@ -176,9 +176,7 @@ def measure_prefill(bench: Bench, grid: Grid, report: Report) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--part", choices=("decode", "prefill", "both"), default="both")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)

@@ -9,12 +9,12 @@ computed and how long it had nothing to do (events on the device). What every pr
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.serving import server_flags, settle, write_model
 from bench.overhead.server import Server, serve
@@ -62,9 +62,7 @@ def measure(device: str, streams: int, traces: Path, report: Report) -> None:
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--traces", type=Path, default=Path("build/gpu-check"), help="folder (default: %(default)s)"

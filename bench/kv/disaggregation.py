@@ -36,6 +36,7 @@ from statistics import median
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import serve
 from bench.peers.models import SHAPES, make_model
@@ -181,9 +182,7 @@ def free_port() -> int:
 
 def main() -> None:
     """Measure, print and save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--layers", type=int, default=6, help="so many of the shape's")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="where the model is, or is made")

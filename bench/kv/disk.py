@@ -10,7 +10,6 @@ unless it is there.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -23,6 +22,7 @@ from statistics import median
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import serve
 from bench.peers.models import SHAPES, make_model
@@ -115,9 +115,7 @@ def forget_pages(folder: Path) -> int:
 
 def main() -> None:
     """Measure, print and save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="where the model is, or is made")
     parser.add_argument("--tokens", type=int, default=4032, help="of a prompt")

@@ -9,7 +9,6 @@ byte. The model is of the real shape, its weights are random, made in ``--model`
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import random
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.kv.disk import NUM_OUTPUTS, Asked, ask, compare
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import serve
@@ -50,9 +50,7 @@ def measure(model: Path, prompts: list[list[int]], flags: list[str]) -> list[Ask
 
 def main() -> None:
     """Measure, print and save."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--store", metavar="URL", help="as of --kv-store; shared memory, if nothing is said")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="where the model is, or is made")

@@ -10,12 +10,12 @@ request's. Heartbeats and figures are in both. Medians of the rounds. What msgsp
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
+from bench.arguments import command_parser
 from bench.counting.control import ROLES, TracedServer, serve_traced
 from bench.null_model import make_null_model
 from bench.overhead.pairs import THIS, commit_of
@@ -68,9 +68,7 @@ def of_checkout(
 
 def main() -> None:
     """Count and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("others", type=Path, nargs="*", metavar="FOLDER", help="other checkouts")
     parser.add_argument("--rounds", type=int, default=3, help="of short and of long requests (default: 3)")
     parser.add_argument("--requests", type=int, default=10, help="in each (default: 10)")

@@ -10,7 +10,6 @@ what else the machine does.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import subprocess
@@ -20,6 +19,7 @@ from statistics import median
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.null_model import make_null_model
 from bench.overhead.run import INPUT_LEN, OUTPUT_LEN, POINTS, Machine, Point, machine
 from bench.overhead.server import Server, serve
@@ -146,9 +146,7 @@ def points(case: str, streams: int | None, waves: int | None) -> list[Point]:
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("that", type=Path, metavar="FOLDER", help="the other checkout")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of each point (default: 6)")
     parser.add_argument("--only", choices=("a", "b"), help="one case only")

@@ -12,7 +12,6 @@ below each point where the processor time went, per process. Raw results go to b
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import platform
@@ -28,6 +27,7 @@ from statistics import median
 import msgspec
 import psutil
 
+from bench.arguments import command_parser
 from bench.null_model import make_null_model
 from bench.overhead.server import Server, serve
 from quintet.deploy.cli.bench import measured, words_per_token
@@ -202,9 +202,7 @@ def _versions(packages: tuple[str, ...] = PACKAGES) -> Mapping[str, str]:
 
 def main() -> None:
     """Run every point, print the table, write the raw results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="one short repetition of each point, nothing written"
     )

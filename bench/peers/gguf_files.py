@@ -7,11 +7,12 @@ Runs in the environment of llama-cpp-python.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 from pathlib import Path
 
 import llama_cpp
+
+from bench.arguments import command_parser
 
 QUANTIZED = {
     "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
@@ -32,9 +33,7 @@ def quantize(source: Path, target: Path, ftype: int) -> None:
 
 def main() -> None:
     """Write every format that is not there yet, of the bf16 file that `quintet quantize` wrote."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("plain", type=Path)
     arguments = parser.parse_args()
     plain: Path = arguments.plain

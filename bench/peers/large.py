@@ -14,7 +14,6 @@ around 0, a few megabytes at a time. Which tensors of a Q4_K_M file have Q6_K is
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.arguments import command_parser
 from bench.null_model import SPECIALS, write_tokenizer
 from quintet.deploy.config.gguf.vocabulary import vocabulary_of
 from quintet.executor.checkpoints.gguf.writing.card import Config
@@ -235,9 +235,7 @@ def _chunks(tensor: _Tensor, generator: np.random.Generator) -> Iterator[Bytes]:
 
 def main() -> None:
     """Write the file where the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", choices=CONFIGS, default="L")
     parser.add_argument(

@@ -8,7 +8,6 @@ The tokenizer is the null model's construction at the shape's own vocabulary. Fi
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from bench.arguments import command_parser
 from bench.null_model import SPECIALS, write_tokenizer
 
 MAX_LEN = 4096
@@ -136,9 +136,7 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 def main() -> None:
     """Write both models where the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

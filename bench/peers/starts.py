@@ -8,13 +8,13 @@ the file and computes (`bench.peers.drivers.llamacpp`), so it has neither a serv
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import time
 from pathlib import Path
 from statistics import median
 
+from bench.arguments import command_parser
 from bench.peers.engines.driven import start_driver
 from bench.peers.engines.interface import Home
 from bench.peers.engines.llamacpp import ENVIRONMENT
@@ -46,9 +46,7 @@ def quintet_s(home: Home, model: Path) -> float:
 
 def main() -> None:
     """Start each as often as asked and print the medians."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "quintet-peers")
     parser.add_argument("--threads", type=int, default=2)

@@ -23,6 +23,7 @@ from statistics import median
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.kernels.limits import Limits
 from bench.peers.dimensions import DIMENSIONS
 from bench.peers.engines.interface import Home, Running, Setup
@@ -176,9 +177,7 @@ def _show_saved(path: Path, paces: tuple[float, float]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("files", nargs="*", type=_file, metavar="MODEL:FORMAT")
     parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: show a saved run")
     parser.add_argument("--paces", type=float, nargs=2, default=(42, 54), metavar="GB_S", help="with --read")

@@ -33,6 +33,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from bench.arguments import command_parser
 from bench.embedded.corpus import Kind, build_corpus
 from bench.peers.records import this_commit, this_machine
 from bench.quantization import texts
@@ -261,9 +262,7 @@ def write_scores(path: Path, arguments: argparse.Namespace, scores: Sequence[Sco
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--formats", action="store_true", help="formats of checkpoints instead")
     parser.add_argument("--made", action="store_true", help="what `quintet quantize` writes instead")
     parser.add_argument("--model", default="smollm2", help="packaged model, GGUF file, folder, or embedded")

@@ -9,7 +9,6 @@ Starts `quintet serve MODEL --trace …`, has N streams decode at the same time,
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from statistics import median
 
 import msgspec
 
+from bench.arguments import command_parser
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import Server, serve
 from bench.timeline.figure import draw
@@ -106,9 +106,7 @@ def main() -> None:
     own, flags = (
         (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     )
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--model", help="folder or hub name (default: the model that ships with Quintet)")
     parser.add_argument("--name", help="what the title calls the model (default: --model)")
     parser.add_argument(

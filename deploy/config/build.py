@@ -26,17 +26,18 @@ from quintet.deploy.config.model.card import ModelFacts, Overrides, read_facts
 from quintet.deploy.config.model.chat_templates import read_chat_templates
 from quintet.deploy.config.model.implementation import check_transformers_flags, note_of
 from quintet.deploy.config.model.packaged_models import packaged_generation
-from quintet.deploy.config.model.quantization import (
+from quintet.deploy.config.model.source import locate_model
+from quintet.deploy.config.model.stop_tokens import end_token_ids
+from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
+from quintet.deploy.config.model.weights import (
+    WeightFacts,
     check_activations,
     check_packed_cache,
     check_weights_fit,
     choose_quantization,
+    read_weight_facts,
     weight_bytes_of,
 )
-from quintet.deploy.config.model.source import locate_model
-from quintet.deploy.config.model.stop_tokens import end_token_ids
-from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
-from quintet.deploy.config.model.weights import WeightFacts, read_weight_facts
 from quintet.deploy.config.parsers import choose_parsers
 from quintet.deploy.config.sections import (
     Device,

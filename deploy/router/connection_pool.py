@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quintet.deploy.tools.load_client.connection import Connection, HttpAnswer, Target
+from quintet.deploy.tools.load_client.connection import Connection, HttpAnswer, Pool, Target, Unreachable
 from quintet.frontend.http.http_request import Header
 
 FULL_BYTES = 256 << 10
@@ -16,10 +15,6 @@ FULL_BYTES = 256 << 10
 
 STALE_S = 0.005
 """If a reused connection breaks within this time plus two round trips, the server had closed it before the request."""
-
-
-class Unreachable(ConnectionError):
-    """The connection was refused or timed out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,20 +91,15 @@ class ResponseFlow:
 
 
 class ConnectionPool:
-    """Connections to one server."""
+    """Connections to one server, and the times of its streams."""
 
     def __init__(self, target: Target, connect_s: float) -> None:
         self.target = target
-        self._connect_s = connect_s
-        self._tls = ssl.create_default_context() if target.tls else None
-        self._idle: list[Connection] = []
-        self._open: set[Connection] = set()
+        self.connections = Pool(target, connect_s)
         self.last_received_s = 0.0
         """Last time (`time.perf_counter`) that a stream received anything."""
         self.last_event_s = 0.0
         """Last time that a stream received more than a keep-alive comment."""
-        self.round_trip_s = 0.0
-        """Connect time of the newest connection."""
 
     def record_piece(self, payload: bytes, now_s: float) -> None:
         """Record the time of a stream's piece."""
@@ -119,13 +109,33 @@ class ConnectionPool:
 
     async def send(self, request: bytes, *, is_fresh: bool = False) -> ResponseFlow:
         """Send a request; ``is_fresh`` opens a new connection. Raises `Unreachable`. Later errors are raised by the flow."""
-        connection = (None if is_fresh else self._take_idle()) or await self._connect()
+        try:
+            connection = await self.connections.take(is_fresh)
+        except Unreachable:
+            raise
+        except OSError as error:
+            raise Unreachable(f"no connection: {error.strerror or error}") from None
         flow = ResponseFlow(
             connection, asyncio.get_running_loop().create_future(), on_piece=self.record_piece
         )
         flow.whole = connection.send(request, flow, flow.note_head)
         flow.whole.add_done_callback(flow.wake)
         return flow
+
+    async def open(self, request: bytes) -> ResponseFlow:
+        """Send a request and wait for the head, again if the server had closed a reused connection. Raises `ConnectionError`."""
+        is_fresh = False
+        while True:
+            flow = await self.send(request, is_fresh=is_fresh)
+            try:
+                await flow.head()
+            except BaseException as error:
+                is_fresh = isinstance(error, ConnectionError) and self.was_stale(flow)
+                self.give_back(flow)
+                if not is_fresh:
+                    raise
+                continue
+            return flow
 
     def was_stale(self, flow: ResponseFlow) -> bool:
         """Return whether a flow failed because the server had closed the reused connection before the request.
@@ -137,49 +147,21 @@ class ConnectionPool:
         return (
             connection.num_exchanges > 1
             and not connection.has_received
-            and took_s < STALE_S + 2 * self.round_trip_s
+            and took_s < STALE_S + 2 * self.connections.round_trip_s
         )
 
     def give_back(self, flow: ResponseFlow) -> None:
         """Reuse the connection of a complete answer; close it otherwise."""
         whole = flow.whole
-        if whole.done() and not whole.cancelled() and whole.exception() is None and flow.connection.reusable:
-            self._idle.append(flow.connection)
+        if whole.done() and not whole.cancelled() and whole.exception() is None:
+            self.connections.keep(flow.connection)
         else:
             flow.connection.close()
             whole.cancel()
 
     def hang_up(self) -> None:
         """Close all connections; their requests fail with `ConnectionError`."""
-        for connection in list(self._open):
-            connection.close()
-        self._idle.clear()
-
-    def _take_idle(self) -> Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.reusable:
-                return connection
-        return None
-
-    async def _connect(self) -> Connection:
-        loop, target = asyncio.get_running_loop(), self.target
-        began_s = time.perf_counter()
-        try:
-            async with asyncio.timeout(self._connect_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(loop), target.host, target.port, ssl=self._tls
-                )
-        except TimeoutError:
-            raise Unreachable(f"no connection within {self._connect_s:g} s") from None
-        except OSError as error:
-            raise Unreachable(f"no connection: {error.strerror or error}") from None
-        except ValueError as error:  # an invalid host name
-            raise Unreachable(f"no connection to {target.host}: {error}") from None
-        self.round_trip_s = time.perf_counter() - began_s
-        self._open.add(connection)
-        connection.lost.add_done_callback(lambda _: self._open.discard(connection))
-        return connection
+        self.connections.abort()
 
 
 def _is_keepalive(payload: bytes) -> bool:

@@ -185,17 +185,11 @@ class Watch:
 
     async def _get(self, server: Server, path: str) -> HttpAnswer:
         outgoing = Outgoing("GET", path, "", (), "route", b"", self._pulse.key)
-        is_fresh = False
-        while True:
-            flow = await server.pool.send(outgoing.bytes_for(server.pool.target), is_fresh=is_fresh)
-            try:
-                return await flow.whole
-            except ConnectionError:
-                if is_fresh or flow.connection.num_exchanges == 1 or flow.connection.has_received:
-                    raise
-                is_fresh = True
-            finally:
-                server.pool.give_back(flow)
+        flow = await server.pool.open(outgoing.bytes_for(server.pool.target))
+        try:
+            return await flow.whole
+        finally:
+            server.pool.give_back(flow)
 
 
 def _has_progress(reading: ServerMetrics, num_tokens: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""Sampling: from logits to tokens for the whole batch, one file per feature.
+"""Sampling: from logits to tokens for the whole batch.
 
 The order of operations is vLLM's, so the same parameters behave the same::
 

@@ -10,14 +10,18 @@ import torch
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
 from quintet.executor.runner import LogitsSource
-from quintet.executor.sampling.allowed_ids import AllowedIds
-from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.grammar import Grammars, StepMasks
-from quintet.executor.sampling.logit_bias import LogitBias
-from quintet.executor.sampling.logits_processor import DrawRows, Int, LogitsProcessor
+from quintet.executor.sampling.logits_processor import (
+    AllowedIds,
+    BadWords,
+    DrawRows,
+    Int,
+    LogitBias,
+    LogitsProcessor,
+    MinTokens,
+)
 from quintet.executor.sampling.logprobs import Logprobs
 from quintet.executor.sampling.masks import Masks
-from quintet.executor.sampling.min_tokens import MinTokens
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.settings import settings_of, settings_table

@@ -7,17 +7,20 @@ files, `source` locates the folder.
 from __future__ import annotations
 
 import json
+import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from quintet.deploy.config.model.implementation import check_transformers_card, choose_implementation
 from quintet.deploy.config.model.stop_tokens import configured_ids
-from quintet.deploy.config.model.untied_head import has_own_head, untied
 from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import Format
+from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
+from quintet.executor.checkpoints.weights.header import Entry, read_header
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.model_config.state_specs import StateNeed
@@ -285,3 +288,77 @@ def _sampling_defaults(generation: Json) -> dict[str, float | int]:
     if generation.get("do_sample") is False and "temperature" not in defaults:
         defaults["temperature"] = 0.0
     return defaults
+
+
+_CHUNK_BYTES = 1 << 20
+_TIES = ("tie_word_embeddings", "tie_embedding")
+"""Config keys of tied embeddings."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """A tensor in a file."""
+
+    path: Path
+    entry: Entry
+
+
+def has_own_head(folder: Path, names: Names) -> bool:
+    """Return whether a checkpoint has an output layer that differs from the embedding. Raises `ConfigError`.
+
+    Fine-tunes often keep the base model's ``config.json`` with tied embeddings. transformers uses the separate output layer,
+    and so does Quintet. Reads the headers of safetensors files, and both tensors up to the first difference.
+
+    False for GGUF files (config derived from tensors) and for pickled files (no header).
+    """
+    if is_gguf(folder):
+        return False
+    heads = _spellings(names.head, names.prefix)
+    embeddings = _spellings(names.embedding, names.prefix)
+    head = embedding = None
+    for path in checkpoint_files(folder):
+        if path.suffix in PICKLED:
+            return False
+        for name, entry in _entries(path).items():
+            head = _StoredTensor(path, entry) if name in heads else head
+            embedding = _StoredTensor(path, entry) if name in embeddings else embedding
+    if head is None or embedding is None or head.entry.shape != embedding.entry.shape:
+        return False
+    return head.entry.dtype != embedding.entry.dtype or _differ(head, embedding)
+
+
+def untied(config: Json) -> Json:
+    """Return a config with untied embeddings."""
+    changed = {**config, **{key: False for key in _TIES if key in config or key == _TIES[0]}}
+    text = config.get("text_config")
+    return changed if not isinstance(text, dict) else {**changed, "text_config": untied(text)}
+
+
+def _spellings(name: str, prefix: str) -> set[str]:
+    return {f"{each}.weight" for each in (name, prefix + name, name.removeprefix(prefix))}
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    try:
+        with path.open("rb") as file:
+            return read_header(path, file, path.stat().st_size).entries
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+
+def _differ(one: _StoredTensor, other: _StoredTensor) -> bool:
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        a = mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ)
+        b = mmap.mmap(second.fileno(), 0, access=mmap.ACCESS_READ)
+        with a, b:
+            return any(
+                a[
+                    one.entry.begin + offset : one.entry.begin
+                    + min(offset + _CHUNK_BYTES, one.entry.num_bytes)
+                ]
+                != b[
+                    other.entry.begin + offset : other.entry.begin
+                    + min(offset + _CHUNK_BYTES, other.entry.num_bytes)
+                ]
+                for offset in range(0, one.entry.num_bytes, _CHUNK_BYTES)
+            )

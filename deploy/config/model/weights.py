@@ -1,4 +1,4 @@
-"""Sizes and tensors of weight files, read from their headers."""
+"""Sizes and tensors of weight files, read from their headers; choice of the weight quantization, and the memory that it uses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.memory import format_size
+from quintet.deploy.config.model.card import ModelFacts
+from quintet.executor.checkpoints.quant.formats.registry import check_agrees
+from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
 from quintet.executor.checkpoints.weights.header import Entry, read_header
+from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import is_gguf
+from quintet.wire.model_files import card_path, is_gguf
 
 if TYPE_CHECKING:
     from quintet.executor.checkpoints.gguf.parts import Parts
@@ -60,3 +66,74 @@ def _of_parts(parts: Parts) -> WeightFacts:
     num_parameters = sum(math.prod(entry.shape) for entry in contents.values())
     size_bytes = sum(entry.num_bytes for entry in contents.values())
     return WeightFacts(num_parameters, size_bytes, contents)
+
+
+_WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
+"""Bits per weight, scales included."""
+
+
+def choose_quantization(options: Options, device: str, facts: ModelFacts) -> Quantization:
+    """Return the quantization of linear layers: the checkpoint's format, else the flag's.
+
+    Raises `ConfigError` if the flag contradicts the checkpoint, or for load-time quantization on a GPU.
+    """
+    requested = options.quantization
+    check_agrees(requested, facts.stored, str(card_path(facts.path)))
+    if facts.stored is not None and requested in ("none", facts.stored.name):
+        return facts.stored.name
+    if device != "cpu" and requested != "none":
+        raise ConfigError(
+            f"--quantization {options.quantization} is supported on CPUs only: add --device cpu or drop it"
+        )
+    return requested
+
+
+def check_activations(options: Options, device: str, quantization: Quantization) -> None:
+    """Reject ``--activation-dtype`` without integer weights on a CPU."""
+    if options.activation_dtype == "auto":
+        return
+    if device != "cpu":
+        raise ConfigError(
+            f"--activation-dtype {options.activation_dtype} is supported on CPUs only: add --device cpu or drop it"
+        )
+    if quantization == "none":
+        raise ConfigError(
+            f"--activation-dtype {options.activation_dtype} requires integer weights, but this model is not quantized: add"
+            " --quantization int8 or int4, use a quantized checkpoint, or drop it"
+        )
+
+
+def check_packed_cache(options: Options, device: str) -> None:
+    """Reject ``--packed-cache`` on a GPU: only CPU kernels read packed weights."""
+    if device != "cpu" and options.packed_cache is not None:
+        raise ConfigError("--packed-cache is supported on CPUs only: add --device cpu or drop it")
+
+
+def weight_bytes_of(
+    num_parameters: int,
+    dtype_bytes: int,
+    quantization: Quantization,
+    stored: Format | None,
+    weights: WeightFacts | None,
+    num_copied: int,
+) -> int:
+    """Return the memory of a checkpoint's weights in bytes, as if all were linear layers.
+
+    num_copied: additional parameters of redundant experts.
+    """
+    if stored is not None and weights is not None and quantization == stored.name:
+        once = stored.memory_bytes(weights.contents, dtype_bytes)
+        return once + once * num_copied // max(1, num_parameters)
+    bits = _WEIGHT_BITS.get(quantization, 8 * dtype_bytes)
+    return int((num_parameters + num_copied) * bits / 8)
+
+
+def check_weights_fit(weight_bytes: int, available_bytes: int, num_engines: int, num_ranks: int) -> None:
+    """Reject a model with weights larger than the available memory. Both sizes are per rank of an engine."""
+    if weight_bytes > available_bytes:
+        shares = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{num_engines} engines"] * (num_engines > 1)
+        each = f" for each of {' of each of '.join(shares)}" if shares else ""
+        raise ConfigError(
+            f"the weights need {format_size(weight_bytes)}, but {format_size(available_bytes)} of memory is available{each}: use"
+            " a smaller model, or --quantization int8 or int4"
+        )

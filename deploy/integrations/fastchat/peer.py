@@ -25,19 +25,7 @@ class Peer:
     async def send(self, method: str, path: str, body: object = None) -> ResponseFlow:
         """Send a request with a JSON body, and wait for the response head; call `release` later. Raises `ConnectionError`."""
         request = self._target.request(method, path, b"" if body is None else msgspec.json.encode(body))
-        is_fresh = False
-        while True:
-            flow = await self._pool.send(request, is_fresh=is_fresh)
-            try:
-                await flow.head()
-            except BaseException as error:
-                was_stale = isinstance(error, ConnectionError) and self._pool.was_stale(flow)
-                self._pool.give_back(flow)
-                if not was_stale or is_fresh:
-                    raise
-                is_fresh = True
-                continue
-            return flow
+        return await self._pool.open(request)
 
     def release(self, flow: ResponseFlow) -> None:
         """Release a response; the server aborts one that was not fully read."""

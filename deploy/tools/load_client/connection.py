@@ -256,11 +256,17 @@ class Connection(asyncio.Protocol):
         self._streaming = self._has_length = self._has_head = self._is_whole = False
 
 
+class Unreachable(ConnectionError):
+    """The connection was refused or timed out."""
+
+
 class Pool:
     """Connections to one target, reused when idle."""
 
     def __init__(self, target: Target, connect_timeout_s: float = 10.0) -> None:
-        self._target = target
+        self.target = target
+        self.round_trip_s = 0.0
+        """Connect time of the newest connection."""
         self._timeout_s = connect_timeout_s
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
@@ -273,7 +279,7 @@ class Pool:
         `OSError`.
         """
         while True:
-            connection = self._take_idle() or await self._connect()
+            connection = await self.take()
             reused = connection.num_exchanges > 0
             try:
                 answer = await connection.send(request, sink)
@@ -284,38 +290,53 @@ class Pool:
             except BaseException:
                 connection.close()
                 raise
-            if connection.reusable:
-                self._idle.append(connection)
-            else:
-                connection.close()
+            self.keep(connection)
             return answer
 
-    async def close(self) -> None:
-        """Close all connections, and wait for it."""
-        self._idle.clear()
-        for connection in self._open:
-            connection.close()
-        if self._open:
-            await asyncio.wait([connection.lost for connection in self._open])
+    async def take(self, is_fresh: bool = False) -> Connection:
+        """Return an idle connection, or a new one; always a new one if ``is_fresh``.
 
-    def _take_idle(self) -> Connection | None:
-        while self._idle:
+        Raises `Unreachable` after the timeout and for an invalid host name, and `OSError`.
+        """
+        while self._idle and not is_fresh:
             connection = self._idle.pop()
             if connection.reusable:
                 return connection
-        return None
+        return await self._connect()
+
+    def keep(self, connection: Connection) -> None:
+        """Reuse a connection after a complete response, or close it."""
+        if connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def abort(self) -> None:
+        """Close all connections; their requests fail with `ConnectionError`."""
+        for connection in list(self._open):
+            connection.close()
+        self._idle.clear()
+
+    async def close(self) -> None:
+        """Close all connections, and wait for it."""
+        self.abort()
+        if self._open:
+            await asyncio.wait([connection.lost for connection in self._open])
 
     async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
+        loop, target = asyncio.get_running_loop(), self.target
+        began_s = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop), self._target.host, self._target.port, ssl=self._tls
+                    lambda: Connection(loop), target.host, target.port, ssl=self._tls
                 )
         except TimeoutError:
-            raise ConnectionError(
-                f"no connection to {self._target.host}:{self._target.port} within {self._timeout_s:g} s"
-            ) from None
+            message = f"no connection to {target.host}:{target.port} within {self._timeout_s:g} s"
+            raise Unreachable(message) from None
+        except ValueError as error:  # an invalid host name
+            raise Unreachable(f"no connection to {target.host}: {error}") from None
+        self.round_trip_s = time.perf_counter() - began_s
         self._open.add(connection)
         connection.lost.add_done_callback(lambda _: self._open.discard(connection))
         return connection

@@ -14,7 +14,7 @@ from quintet.deploy.cli.main import main
 from quintet.deploy.config import build
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.quantization import check_weights_fit
+from quintet.deploy.config.model.weights import check_weights_fit
 from quintet.executor.model_config.share import most_outputs
 from quintet.wire.errors import ConfigError
 

@@ -14,12 +14,14 @@ import torch
 from tests.executor.conftest import Drawer, SamplerBench, new_row
 
 from quintet.executor.batch import Rows
-from quintet.executor.sampling.allowed_ids import AllowedIds
-from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.draw import choose
-from quintet.executor.sampling.logit_bias import LogitBias
-from quintet.executor.sampling.logits_processor import LogitsProcessor
-from quintet.executor.sampling.min_tokens import MinTokens
+from quintet.executor.sampling.logits_processor import (
+    AllowedIds,
+    BadWords,
+    LogitBias,
+    LogitsProcessor,
+    MinTokens,
+)
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.philox import philox4x32, uniform
 from quintet.executor.sampling.settings import (

@@ -20,6 +20,7 @@ from quintet.deploy.config.model.card import read_facts
 from quintet.deploy.config.model.weights import read_weight_facts
 from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
 from quintet.executor.backends.registry import make_worker
+from quintet.executor.checkpoints.weights.files import checkpoint_files
 from quintet.executor.checkpoints.weights.load import random_tensor, random_tensor_on
 from quintet.executor.checkpoints.weights.plan import Expected
 from quintet.executor.model_config.card import ModelCard
@@ -226,12 +227,12 @@ def test_pickled_weights_are_read_and_converted(
     served = serve(tiny())
     pickled(tmp_path, num_files, **options)
     facts = read_weight_facts(tmp_path)
-    assert facts.num_parameters is None and facts.num_files == num_files and facts.size_bytes > 0
+    assert facts.num_parameters is None and facts.size_bytes > 0
     expected = served.greedy([[1, 2, 3]], 8)[0]
     for converted in (False, True):
         if converted:
             assert main(["convert", str(tmp_path)]) == 0
-            assert read_weight_facts(tmp_path).num_files == num_files
+            assert len(checkpoint_files(tmp_path)) == num_files
         with caplog.at_level("INFO", "quintet"):
             caplog.clear()
             served.core.worker = make_worker(served.config)
