@@ -43,7 +43,7 @@ class InboxHandlers:
     ) -> None:
         self._send = send
         self.sessions = Sessions(me, send, config, metrics, span)
-        self.queries = Rpc(me, send, self.sessions.slots)
+        self.queries = Rpc(me, send, self.sessions.ledger)
         answer = self.queries.handle
         self.by_type: dict[type[msgspec.Struct], Callable[[Any], None]] = {
             Text: self.sessions.apply_text,

@@ -16,7 +16,8 @@ import msgspec
 
 from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_core
 from quintet.frontend.load_balancing.dispatcher import Dispatcher, Send, too_large
-from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
+from quintet.frontend.load_balancing.load_balancer import Workers
+from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.reconcile import Report, reports_of
 from quintet.frontend.resume import reattachment
 from quintet.frontend.session_metrics import SessionMetrics
@@ -69,13 +70,9 @@ class Sessions:
         self._span = span
         metrics = metrics if metrics is not None else Metrics()
         self.metrics = SessionMetrics(metrics)
-        self.num_tokens = 0
-        """Tokens received since start: the progress counter that the supervisor watches."""
-        self.num_ended = 0
-        """Requests ended since start."""
-        self._dispatcher = Dispatcher(me, send, config, metrics)
-        self.slots = self._dispatcher.slots
-        self.queued_tokens = QueuedTokens(config.model.max_model_len)
+        self.workers = Workers(me)
+        self.ledger = LoadLedger(self.workers, config)
+        self._dispatcher = Dispatcher(self.ledger, send, config, metrics)
         self._deadlines = DeadlineTimer(self._expire)
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
@@ -88,11 +85,6 @@ class Sessions:
     def num_live(self) -> int:
         """Requests that have not ended. A cancelled request counts until the engine confirms."""
         return len(self._streams)
-
-    @property
-    def num_open_choices(self) -> int:
-        """Running choices of live requests, as the engine counts them."""
-        return len(self._live)
 
     def when_idle(self, callback: Callable[[], None] | None) -> None:
         """Set the callback for the end of the last live request; None removes it."""
@@ -198,16 +190,17 @@ class Sessions:
         open_choices = [choice for choice in stream.choices if choice.finish is None]
         for choice in open_choices:
             self._live[choice.request_id] = choice
+        self.ledger.open(stream)
         try:
             self._dispatcher.place(stream)
         except BaseException as error:
+            self.ledger.reject(stream)
             del self._streams[stream.request_id]
             for choice in open_choices:
                 del self._live[choice.request_id]
             if isinstance(error, UNENCODABLE):
                 raise _not_encodable(error) from None
             raise
-        self.queued_tokens.add(stream)
         self.metrics.live.set(len(self._streams))
         if stream.submit.spec.deadline_ns:
             self._deadlines.watch(stream)
@@ -260,7 +253,7 @@ class Sessions:
             if choice.stream.started is None:
                 self._start(choice.stream, started)
                 touched.append(choice.stream)
-            elif choice.stream.started_attempt != choice.stream.attempt:
+            elif not self.ledger.is_prefilled(choice.stream):
                 self._dispatcher.note_start(choice.stream, started)
         self._apply_rows(text, now, touched)
         for finish in text.finishes:
@@ -278,7 +271,7 @@ class Sessions:
         self._span("text", text.step, now)
 
     def _apply_rows(self, text: Text, now: int, touched: list[Stream]) -> None:
-        live, itl = self._live, self.metrics.inter_token_latency
+        live, ledger, itl = self._live, self.ledger, self.metrics.inter_token_latency
         ids = unpack_i32(text.token_ids)
         positions = {row.row: row.positions for row in text.logprobs} if text.logprobs else None
         spans = {row.row: row.spans for row in text.spans} if text.spans else None
@@ -304,7 +297,7 @@ class Sessions:
                     output_ids.append(ids[begin])
                 else:
                     output_ids.extend(ids[begin:at])
-                self.num_tokens += at - begin
+                ledger.num_received += at - begin
                 if positions is not None and row in positions:
                     choice.logprobs += positions[row][seen_tokens:]
                 if choice.last_ns:
@@ -329,7 +322,6 @@ class Sessions:
     def _start(self, stream: Stream, started: Started) -> None:
         stream.note_start(started)
         self._dispatcher.note_start(stream, started)
-        self.queued_tokens.begin(stream)
         self.metrics.started(started)
 
     def _end_choice(self, choice: StreamChoice, finish: Finish, now: int) -> None:
@@ -338,6 +330,7 @@ class Sessions:
         choice.finish = finish
         stream.touch(choice)
         stream.num_open -= 1
+        self.ledger.end_choice(stream)
         self.metrics.choice_ended(stream.submit, finish, len(choice.output_ids), stream.first_token_ns, now)
         if stream.num_open == 0:
             self._release(stream)
@@ -357,9 +350,8 @@ class Sessions:
     def _release(self, stream: Stream) -> None:
         """Remove a request; every end passes here."""
         del self._streams[stream.request_id]
-        self.num_ended += 1
         self._dispatcher.release(stream)
-        self.queued_tokens.release(stream)
+        self.ledger.close(stream)
         self.metrics.live.set(len(self._streams))
         if not self._streams and self._on_idle is not None:
             self._on_idle()
@@ -373,7 +365,7 @@ class Sessions:
 
     def in_flight_reports(self) -> Iterable[Report]:
         """Return reports of the live requests, for reconciliation in other processes."""
-        return reports_of(self.me, self.slots.cores(), self._live.values())
+        return reports_of(self.me, self.workers.cores(), self._live.values())
 
     def resend(self, unknown: Unknown) -> None:
         """Start a new attempt of choices that the engine does not know; cancelled ones end."""

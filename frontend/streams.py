@@ -15,7 +15,6 @@ from sys import getsizeof
 import msgspec
 
 from quintet.frontend.load_balancing.load_balancer import EngineChoice
-from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.channels import Channel, Span
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started, Submit
@@ -206,29 +205,15 @@ class Stream:
         """Restarts so far: its core or detokenizer was lost, or the engine lost the request."""
         self.num_resends = 0
         """Times that the engine did not know the request."""
-        self.num_placed = 0
-        """Choices counted in the load of its core and detokenizer."""
         self.choice: EngineChoice | None = None
         """Last dispatch decision and its reason."""
         self.pinned_core: int | None = None
         """Core that has, or retains, the request. Later attempts go there while it lives."""
         self.prefix_hashes: list[int] = []
         """Prefix hashes of the prompt, if there are several engines."""
-        self.num_prompt = num_prompt_tokens(submit.prompt)
-        """Prompt tokens; estimated for text."""
-        self.num_queued = 0
-        """Prompt tokens counted in its engine's queue."""
-        self.num_tokens_ahead = 0
-        """Tokens queued at its engine at dispatch."""
-        self.num_kv_tokens = 0
-        """KV cache tokens counted for it at its engine."""
-        self.started_attempt: int | None = None
-        """Last attempt that finished prefill."""
         self._num_unproven: list[int] = []
         """Output lengths up to which a choice may still have caused an executor crash: tokens at its last loss of an executor,
         plus `UNPROVEN_TOKENS`. Empty before such a loss."""
-        self.is_encoding = False
-        """True if it counts in the load of its tokenizer."""
         self.is_cancelled = False
         self.is_retained = False
         """True if the core retains it after cancel, so that the client may resume it."""

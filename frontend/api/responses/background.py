@@ -101,8 +101,8 @@ def take_over_lost(service: Service) -> None:
 async def _take_over(service: Service) -> None:
     store, mine = service.responses, service.responses.owner(service.me)
     topology = None
-    while topology is not service.sessions.slots.topology:  # repeat if the topology changed meanwhile
-        topology = service.sessions.slots.topology
+    while topology is not service.sessions.workers.topology:  # repeat if the topology changed meanwhile
+        topology = service.sessions.workers.topology
         owners = await store.do(lambda file: file.owners())
         gone = [owner for owner in owners if store.is_lost(owner, topology)]
         if gone:

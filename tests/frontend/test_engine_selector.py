@@ -66,7 +66,7 @@ def test_engine_with_unready_core_or_executor_gets_no_requests() -> None:
         for role in (Role.EXECUTOR, Role.CORE):  # no engine is complete: the one with a core queues requests
             world.slots[role, 1 if role is Role.EXECUTOR else 0] = (2, SlotState.STARTING)
         world.follow()
-        assert world.sessions.slots.missing() == [Role.EXECUTOR]
+        assert world.sessions.workers.missing() == [Role.EXECUTOR]
         world.sent.clear()
         world.sessions.submit(PROMPT, params())
         assert cores(world.of(Submit)) == [1]
@@ -266,7 +266,7 @@ LONG = TokenPrompt(pack_i32(list(range(640))))
 
 
 def queued(world: World, index: int) -> int:
-    return world.sessions._dispatcher._engines._load_of(index).num_queued
+    return world.sessions.ledger.engine(index).num_queued
 
 
 def test_requests_without_cache_reads_do_not_change_affinity() -> None:
@@ -281,11 +281,11 @@ def test_requests_without_cache_reads_do_not_change_affinity() -> None:
             streams = [world.sessions.submit(LONG, params(**uncached)) for _ in range(2)]
             assert sorted(stream.submit.core for stream in streams) == [0, 1]
             for stream in streams:
-                assert stream.num_queued == 640
+                assert world.sessions.ledger.of(stream).num_queued == 640
                 request_id = stream.request_id
                 world.text([], started=[request_id], finished=[(request_id, FinishReason.STOP)])
-        engine = world.sessions._dispatcher._engines._load_of(at)
-        assert engine.prefixes.find(hash_prefixes(LONG))[0] == 10
+        history = world.sessions._dispatcher._selector.history(at)
+        assert history.prefixes.find(hash_prefixes(LONG))[0] == 10
 
     run(scenario())
 
