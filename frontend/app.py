@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from quintet.frontend.api.openai import errors as openai_errors
-from quintet.frontend.api.responses.background import take_over_lost
+from quintet.frontend.api.responses.background import resume_lost
 from quintet.frontend.http.auth import Keys, operator_keys
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
@@ -78,7 +78,7 @@ class App:
         self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
         self._load = LoadReport(service)
-        service.on_topology = partial(take_over_lost, service)
+        service.on_topology = partial(resume_lost, service)
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
             routes=[Route(row.path, Endpoint(row, service)) for row in ROUTES],

@@ -32,8 +32,7 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.http.openapi import ANY, EVENTS, HTML, TEXT, delete, get, openapi_document, post, route
 from quintet.frontend.kv import ExportBody, ImportBody, PrefixBody
 from quintet.frontend.metrics import metrics
-from quintet.frontend.resume.continue_stream import ContinueStreamBody, continue_stream
-from quintet.frontend.resume.resume_stream import resumable, streams
+from quintet.frontend.resume.endpoints import ResumeStreamBody, resumable, resume_from_server, resume_stream
 from quintet.frontend.service import Service
 
 CHOICES = ("id", "object", "created", "model", "choices", "usage")
@@ -209,10 +208,10 @@ ROUTES = (
     ),
     route(
         "/v1/streams",
-        continue_stream,
+        resume_from_server,
         post(
             "Continue a stream of another server, from its request and the output received so far",
-            ContinueStreamBody,
+            ResumeStreamBody,
             {
                 "path": "/v1/completions",
                 "request": {"prompt": "Once", "stream": True, "max_tokens": 8},
@@ -226,7 +225,7 @@ ROUTES = (
     ),
     route(
         "/v1/streams/{id}",
-        streams,
+        resume_stream,
         get(
             "Resume a stream (header X-Stream-Id) after the position `from`: the part after the colon of the last event id"
         ),

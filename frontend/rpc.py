@@ -23,8 +23,8 @@ from quintet.wire.messages import (
     Detokenized,
     DetokenizeQuery,
     Open,
-    Reclaim,
-    Reclaimed,
+    Resume,
+    Resumed,
     TextPrompt,
     Tokenized,
     TokenizeQuery,
@@ -37,8 +37,8 @@ MIN_TOKENS_PER_S = 1 << 16
 FILE_TIMEOUT_S = 600.0
 """Timeout of export and import: gigabytes, at the lowest I/O priority."""
 
-Answer = Tokenized | Detokenized | MetricsReport | Reclaimed | KvReport
-AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed, KvReport)
+Answer = Tokenized | Detokenized | MetricsReport | Resumed | KvReport
+AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Resumed, KvReport)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,16 +119,16 @@ class Rpc:
             raise RequestError(answer.error.code, answer.error.message, answer.error.param)
         return answer
 
-    async def reclaim(self, request_id: int, key: bytes, rename_to: int = 0) -> Reclaimed:
+    async def resume(self, request_id: int, key: bytes, rename_to: int = 0) -> Resumed:
         """Ask all cores for a retained request; return the answer of the core that has it, else a negative one.
 
         Raises `RequestError` if no core has it and one does not answer.
         """
         version = self._workers.topology.version
 
-        async def ask(core: int | None) -> Reclaimed:
-            query = Reclaim(self._take_id(), self._me.index, request_id, key, version, rename_to)
-            return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s, core)
+        async def ask(core: int | None) -> Resumed:
+            query = Resume(self._take_id(), self._me.index, request_id, key, version, rename_to)
+            return await self._ask(Role.CORE, query, query.query_id, Resumed, self._timeout_s, core)
 
         cores: list[int | None] = [*self._workers.cores()]
         tasks = [asyncio.ensure_future(ask(core)) for core in cores or [None]]

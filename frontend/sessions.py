@@ -18,12 +18,19 @@ from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_cor
 from quintet.frontend.load_balancing.dispatcher import Dispatcher, Send, too_large
 from quintet.frontend.load_balancing.load_balancer import Workers
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
-from quintet.frontend.reconcile import Report, reports_of
-from quintet.frontend.resume import reattachment
+from quintet.frontend.reconcile import (
+    MAX_RESENDS,
+    Report,
+    missing_output_error,
+    reports_of,
+    unknown_request_error,
+)
+from quintet.frontend.resume.stream_state import has_started, resumed_submit
 from quintet.frontend.session_metrics import SessionMetrics
-from quintet.frontend.streams import Batch, Delta, Mailbox, Stream, StreamChoice
+from quintet.frontend.streams import Batch, Delta, Mailbox, Received, Stream, StreamChoice
 from quintet.process.trace import Span, no_span
 from quintet.wire.codec import unpack_i32, unpack_i64
+from quintet.wire.columns import ID_BYTES
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
@@ -34,7 +41,7 @@ from quintet.wire.messages import (
     Finish,
     FinishReason,
     Prompt,
-    Reclaimed,
+    Resumed,
     Started,
     Submit,
     Text,
@@ -112,7 +119,7 @@ class Sessions:
         parsing: OutputParsing | None = None,
         replayed_ids: bytes = b"",
         session: str = "",
-        received: Sequence[reattachment.ReceivedOutput] = (),
+        received: Sequence[Received] = (),
         kv_transfer: KvTransfer | None = None,
     ) -> Stream:
         """Submit a request and return its output stream; park it while a required worker is missing.
@@ -120,8 +127,9 @@ class Sessions:
         ``params`` are checked (`RequestError`) unless ``are_checked``; a missing seed is drawn. ``mailbox``: shared by streams
         of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every ``interval``
         tokens, and end. ``deadline_ns``: monotonic time at which the request fails; 0 for none. ``clamp_max_tokens``,
-        ``session``: see `Submit`. ``parsing``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to deliver
-        again. ``received``: output of each choice received from another server. ``kv_transfer``: KV transfer with other servers.
+        ``session``: see `Submit`. ``parsing``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to
+        deliver again. ``received``: output of each choice that the client has from another server, to resume after it.
+        ``kv_transfer``: KV transfer with other servers.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -150,10 +158,8 @@ class Sessions:
             session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
-        return self._enter(stream, received)
-
-    def _enter(self, stream: Stream, received: Sequence[reattachment.ReceivedOutput]) -> Stream:
-        reattachment.apply_received(stream, received)
+        if received:
+            stream.resume(received)
         if stream.num_open:  # else another server delivered all of it
             self._begin(stream)
             self.metrics.submitted(stream.submit.spec.params)
@@ -163,11 +169,11 @@ class Sessions:
         """Reserve consecutive ids for requests to resume; return the first."""
         return self._ids.take(count)
 
-    def reattach(
+    def resume(
         self,
-        reclaimed: Reclaimed,
+        resumed: Resumed,
         first_id: int,
-        seen: Sequence[reattachment.ReceivedCount],
+        received: Sequence[Received],
         mailbox: Mailbox,
         interval: int,
     ) -> Stream:
@@ -175,11 +181,14 @@ class Sessions:
 
         ``first_id`` comes from `take_ids`; the core has the request under that id.
         """
-        assert reclaimed.admit is not None
-        submit = reattachment.submission(reclaimed.admit, first_id, seen)
+        submit = resumed_submit(resumed, first_id, received)
         stream = Stream(submit, mailbox, self.cancel, interval=interval)
-        stream.pinned_core = reclaimed.core
-        reattachment.skip_received(stream, reclaimed, seen)
+        stream.pinned_core = resumed.core
+        stream.resume(received)
+        if has_started(received):
+            assert resumed.admit is not None
+            arrival_ns, num_prompt = submit.spec.arrival_ns, len(resumed.admit.prompt_ids) // ID_BYTES
+            stream.started = Started(first_id, num_prompt, 0, arrival_ns, arrival_ns)
         if stream.num_open:
             self._begin(stream)
             self.metrics.resumed.inc()
@@ -289,7 +298,7 @@ class Sessions:
             num_chars = offset if choice.num_chars is None else choice.num_chars
             seen_tokens, seen_chars = len(output_ids) - first_index, num_chars - offset
             if seen_tokens < 0 or seen_chars < 0:
-                self.give_up([request_id], reattachment.missing_output_error(choice, first_index, offset))
+                self.give_up([request_id], missing_output_error(choice, first_index, offset))
                 continue
             if num_tokens > seen_tokens:
                 begin += seen_tokens
@@ -375,8 +384,8 @@ class Sessions:
             stream.num_resends += 1
             if stream.is_cancelled:
                 self._abort_locally(stream)
-            elif stream.num_resends > reattachment.MAX_RESENDS:
-                self._give_up(stream, reattachment.unknown_request_error())
+            elif stream.num_resends > MAX_RESENDS:
+                self._give_up(stream, unknown_request_error())
             else:
                 self._dispatcher.restart(stream, Role.CORE)
         self._place_parked()

@@ -39,6 +39,10 @@ def text_spans(text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int, str
         yield Channel.CONTENT, 0, text[at:]
 
 
+Received = tuple[Sequence[int] | None, bool]
+"""Output of one choice that its client has: token ids (None: not even the start), and whether it has the end."""
+
+
 @dataclass(slots=True)
 class Delta:
     """New output of one choice since the last read."""
@@ -84,13 +88,14 @@ class StreamChoice:
     finish: Finish | None = None
     last_ns: int = 0
     is_dirty: bool = False
-    adopts: bool = False
-    """True if the choice resumes from output that the core retained."""
+    is_resumed: bool = False
+    """True if the choice resumes after output of an earlier connection or another server."""
 
-    def skip_received(self, outputs: Sequence[int], num_seen: int | None, has_ended: bool) -> None:
-        """Resume after the ``num_seen`` outputs that the client received (None: none, not even the start)."""
-        self.adopts = True
-        self.output_ids = array("i", outputs[: num_seen or 0])
+    def resume(self, received: Received) -> None:
+        """Resume after the output that the client has."""
+        self.is_resumed = True
+        ids, has_ended = received
+        self.output_ids = array("i", ids or ())
         self.num_taken = len(self.output_ids)
         self.num_chars = None if self.output_ids else 0
         if has_ended:
@@ -240,7 +245,13 @@ class Stream:
     @property
     def is_resumed(self) -> bool:
         """True if some output was received before the last dispatch: it is then sent one message per choice."""
-        return self.started is not None or any(c.output_ids or c.adopts for c in self.choices)
+        return self.started is not None or any(c.output_ids or c.is_resumed for c in self.choices)
+
+    def resume(self, received: Sequence[Received]) -> None:
+        """Advance a stream that has not been sent to its client's cursor."""
+        for choice, each in zip(self.choices, received, strict=True):
+            choice.resume(each)
+        self.num_open = sum(choice.finish is None for choice in self.choices)
 
     def messages(self) -> list[Submit]:
         """Return the `Submit` messages for running choices: one, or one per choice after output was received."""
@@ -265,7 +276,7 @@ class Stream:
                     output_ids=choice.output_ids.tobytes(),
                     replays=False,
                     attempt=self.attempt,
-                    adopts=choice.adopts,
+                    resumes=choice.is_resumed,
                 ),
             )
             for choice in self.choices

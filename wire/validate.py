@@ -67,13 +67,13 @@ class Validator:
             m.Cancel: lambda msg: _are_ids(msg.request_ids) and _is_slot(msg.core),
             m.Admit: self._admit,
             m.Failed: lambda msg: _is_id(msg.request_id) and 0 <= msg.retry_s <= MAX_COUNT,
-            m.Reclaim: lambda msg: (
+            m.Resume: lambda msg: (
                 _is_id(msg.request_id)
                 and _is_id(msg.query_id)
                 and _is_slot(msg.frontend)
                 and _is_id(msg.rename_to)
             ),
-            m.Reclaimed: self._reclaimed,
+            m.Resumed: self._resumed,
             m.Live: lambda msg: _is_slot(msg.sender.index) and not len(msg.request_ids) % REQUEST_BYTES,
             m.InFlightReport: lambda msg: (
                 all(map(_is_slot, (msg.sender.index, msg.tokenizer, msg.core))) and _ids_with_attempts(msg)
@@ -179,7 +179,7 @@ class Validator:
             and 0 <= row.start <= row.start + row.num_tokens <= self._max_len
         )
 
-    def _reclaimed(self, msg: m.Reclaimed) -> bool:
+    def _resumed(self, msg: m.Resumed) -> bool:
         return (
             _is_id(msg.query_id)
             and (msg.admit is None or self._admit(msg.admit))

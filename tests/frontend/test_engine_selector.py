@@ -13,7 +13,7 @@ from quintet.wire.messages import (
     FinishReason,
     InFlightReport,
     Live,
-    Reclaimed,
+    Resumed,
     Submit,
     TokenPrompt,
     Unknown,
@@ -214,15 +214,15 @@ def test_request_of_lost_tokenizer_goes_to_the_same_engine() -> None:
     run(scenario())
 
 
-def test_reclaimed_request_continues_at_its_core() -> None:
+def test_resumed_request_continues_at_its_core() -> None:
     async def scenario() -> None:
         world = engines(3)
         spec = RequestSpec(params(seed=1), 0, 0)
         for core in (2, 0):
             first = world.sessions.take_ids(1)
-            reclaimed = Reclaimed(1, Admit(7, pack_i32([5]), spec, 0), [(0, b"")], core)
-            world.sessions.reattach(
-                reclaimed, first, [(None, False)], world.sessions.submit(PROMPT, params()).mailbox, 1
+            resumed = Resumed(1, Admit(7, pack_i32([5]), spec, 0), [(0, b"")], core)
+            world.sessions.resume(
+                resumed, first, [(None, False)], world.sessions.submit(PROMPT, params()).mailbox, 1
             )
             assert world.of(Submit)[-1].core == core
         world.slots[Role.CORE, 2] = (1, SlotState.DOWN)
@@ -233,12 +233,12 @@ def test_reclaimed_request_continues_at_its_core() -> None:
     run(scenario())
 
 
-def test_reclaimed_request_counts_as_live() -> None:
+def test_resumed_request_counts_as_live() -> None:
     async def scenario() -> None:
         world = engines(1)
-        reclaimed = Reclaimed(1, Admit(7, pack_i32([5]), RequestSpec(params(), 0, 0), 0), [(0, b"")], 0)
+        resumed = Resumed(1, Admit(7, pack_i32([5]), RequestSpec(params(), 0, 0), 0), [(0, b"")], 0)
         other = world.sessions.submit(PROMPT, params())
-        world.sessions.reattach(reclaimed, world.sessions.take_ids(1), [(None, False)], other.mailbox, 1)
+        world.sessions.resume(resumed, world.sessions.take_ids(1), [(None, False)], other.mailbox, 1)
         assert world.sessions.metrics.live.value == 2
 
     run(scenario())
