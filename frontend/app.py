@@ -23,6 +23,8 @@ from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
 from quintet.frontend.http.openapi import RouteSpec
 from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
+from quintet.frontend.resume.endpoints import resume_repeated
+from quintet.frontend.resume.stream_state import LAST_EVENT
 from quintet.frontend.routes import ROUTES
 from quintet.frontend.service import Service
 from quintet.process.os_tuning import TRIM_MIN_BYTES, trim_memory
@@ -64,7 +66,10 @@ class Endpoint:
                 ErrorCode.METHOD_NOT_ALLOWED,
                 f"{row.path} does not take {http_request.method[:MAX_SHOWN]}; use {allowed}.",
             )
-        await row.handler(self.service, http_request)
+        if row.is_streamed and method == "POST" and http_request.header(LAST_EVENT):
+            await resume_repeated(self.service, http_request)
+        else:
+            await row.handler(self.service, http_request)
 
 
 class App:

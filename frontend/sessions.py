@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_core
-from quintet.frontend.load_balancing.dispatcher import Dispatcher, Send, too_large
+from quintet.frontend.load_balancing.dispatcher import UNENCODABLE, Dispatcher, Send, not_encodable
 from quintet.frontend.load_balancing.load_balancer import Workers
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.reconcile import (
@@ -35,7 +35,6 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId
-from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
     Failed,
     Finish,
@@ -54,9 +53,6 @@ from quintet.wire.request import Echo, KvTransfer, OutputParsing, RequestSpec, R
 from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
-
-UNENCODABLE = (OverflowError, UnicodeEncodeError)
-"""Errors of the encoder for values that no message can hold."""
 
 
 class Sessions:
@@ -158,6 +154,9 @@ class Sessions:
             session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
+        return self._enter(stream, received)
+
+    def _enter(self, stream: Stream, received: Sequence[Received]) -> Stream:
         if received:
             stream.resume(received)
         if stream.num_open:  # else another server delivered all of it
@@ -208,7 +207,7 @@ class Sessions:
             for choice in open_choices:
                 del self._live[choice.request_id]
             if isinstance(error, UNENCODABLE):
-                raise _not_encodable(error) from None
+                raise not_encodable(error) from None
             raise
         self.metrics.live.set(len(self._streams))
         if stream.submit.spec.deadline_ns:
@@ -418,7 +417,7 @@ class Sessions:
             try:
                 self._dispatcher.place(stream)
             except UNENCODABLE as error:
-                self._fail(stream, _not_encodable(error))
+                self._fail(stream, not_encodable(error))
 
     def fail_all(self, error: RequestError) -> None:
         """Fail every live request: the process is about to exit."""
@@ -440,13 +439,3 @@ def _check_priority(priority: int) -> None:
         raise RequestError(
             ErrorCode.INVALID, f"priority is {shown(priority)}; it must be a 64-bit integer.", "priority"
         )
-
-
-def _not_encodable(error: Exception) -> RequestError:
-    if isinstance(error, FrameTooLarge):
-        return too_large(error)
-    return RequestError(
-        ErrorCode.INVALID,
-        "The request holds an integer of more than 64 bits, or text with a lone surrogate, and cannot be encoded: "
-        f"{shown(str(error))}. Correct the field.",
-    )

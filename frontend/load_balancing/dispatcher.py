@@ -21,6 +21,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, Started
 from quintet.wire.metrics import Metrics
+from quintet.wire.params import shown
 from quintet.wire.supervision import SlotState, Topology
 
 Send = Callable[[Role, int, msgspec.Struct], bool]
@@ -33,6 +34,21 @@ def too_large(error: FrameTooLarge) -> RequestError:
         ErrorCode.TOO_LARGE,
         f"The request takes {error.num_bytes} bytes inside the server; the limit is {error.most}. Send a smaller request, "
         "or raise --max-body-bytes.",
+    )
+
+
+UNENCODABLE = (OverflowError, UnicodeEncodeError)
+"""Errors of the encoder for values that no message can hold."""
+
+
+def not_encodable(error: Exception) -> RequestError:
+    """Build the error for a request that no message can hold."""
+    if isinstance(error, FrameTooLarge):
+        return too_large(error)
+    return RequestError(
+        ErrorCode.INVALID,
+        "The request holds an integer of more than 64 bits, or text with a lone surrogate, and cannot be encoded: "
+        f"{shown(str(error))}. Correct the field.",
     )
 
 

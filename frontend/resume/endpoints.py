@@ -35,7 +35,7 @@ from quintet.frontend.api.responses.output import ResponsesAnswer
 from quintet.frontend.api.responses.response_history import store_end
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_state import Answer, PartialResponse, StreamCursor, StreamId
+from quintet.frontend.resume.stream_state import LAST_EVENT, Answer, PartialResponse, StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import RelayedWriter, with_relay
 from quintet.frontend.service import Handler, Service
 from quintet.frontend.streams import Received
@@ -44,7 +44,6 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Admit, Resumed
 from quintet.wire.params import check_token_ids, shown
 
-LAST_EVENT = "last-event-id"
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 
 
@@ -93,19 +92,11 @@ async def resume_stream(service: Service, http_request: HttpRequest) -> None:
     await _resume(service, http_request, StreamId.parse(http_request.path_params["id"]), given)
 
 
-def resumable(handler: Handler) -> Handler:
-    """Wrap an endpoint: with ``Last-Event-ID`` it resumes that stream, else it handles the request."""
-
-    async def endpoint(service: Service, http_request: HttpRequest) -> None:
-        event_id = http_request.header(LAST_EVENT)
-        if not event_id:
-            await handler(service, http_request)
-            return
-        await http_request.read_json_body(service.bodies)
-        stream, _, given = event_id.partition(":")
-        await _resume(service, http_request, StreamId.parse(stream), given)
-
-    return endpoint
+async def resume_repeated(service: Service, http_request: HttpRequest) -> None:
+    """Resume the stream of a repeated request with ``Last-Event-ID``."""
+    await http_request.read_json_body(service.bodies)
+    stream, _, given = (http_request.header(LAST_EVENT) or "").partition(":")
+    await _resume(service, http_request, StreamId.parse(stream), given)
 
 
 async def _resume(service: Service, http_request: HttpRequest, stream_id: StreamId, given: str) -> None:

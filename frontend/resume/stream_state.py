@@ -30,6 +30,8 @@ from quintet.wire.request import ResumeToken
 
 _STREAM = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{32})")
 _CHOICE = re.compile(r"-|[0-9]{1,9}e?")
+LAST_EVENT = "last-event-id"
+"""Header of a repeated request: id of the last event that its client has."""
 MAX_CHOICES = 32
 """Streams with more choices have no ids: each event would list all choices, so bytes per step would grow quadratically."""
 _NOTE = re.compile(r"[a-z0-9+]{1,32}")
