@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quintet.deploy.router.connection_pool import ResponseFlow, Unreachable
+from quintet.deploy.http_client.pool import ResponseFlow, Unreachable
 from quintet.deploy.router.servers import HeldPrefixes, Server
 from quintet.deploy.router.upstream import Outgoing
 

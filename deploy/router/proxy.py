@@ -14,8 +14,8 @@ import random
 import time
 from dataclasses import dataclass, field
 
+from quintet.deploy.http_client.pool import ResponseFlow, Unreachable
 from quintet.deploy.router.attempts import Attempt, HedgedAttempt, Hedging
-from quintet.deploy.router.connection_pool import ResponseFlow, Unreachable
 from quintet.deploy.router.disaggregation import prefill_remotely
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.metrics import RouterMetrics

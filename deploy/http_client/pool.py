@@ -1,15 +1,16 @@
-"""Connection pool of one server: keep-alive connections with one request at a time."""
+"""Connection pool of one server, and the answer to each request."""
 
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quintet.deploy.tools.load_client.connection import Connection, HttpAnswer, Target
-from quintet.frontend.http.http_request import Header
+import msgspec
+import uvloop
+
+from quintet.deploy.http_client.connection import Connection, HttpAnswer, Sink, Target
 
 FULL_BYTES = 256 << 10
 """Buffered bytes of a stream at which reading from the server pauses (backpressure)."""
@@ -27,7 +28,7 @@ class ResponseFlow:
     """An answer in progress: its head, and the received pieces of its body."""
 
     connection: Connection
-    whole: asyncio.Future[HttpAnswer]
+    whole: asyncio.Future[HttpAnswer] = field(init=False)
     pieces: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
     waiter: asyncio.Future[None] | None = None
@@ -37,7 +38,7 @@ class ResponseFlow:
     """True once the head of a streamed answer is received."""
     sent_s: float = field(default_factory=time.perf_counter)
     status: int = 0
-    headers: Sequence[Header] = ()
+    headers: Sequence[tuple[bytes, bytes]] = ()
     """Copy of the answer's headers: the connection may be used by another request later."""
 
     def feed(self, payload: bytes, now_s: float) -> None:
@@ -98,10 +99,10 @@ class ResponseFlow:
 class ConnectionPool:
     """Connections to one server."""
 
-    def __init__(self, target: Target, connect_s: float) -> None:
+    def __init__(self, target: Target, connect_s: float = 10.0) -> None:
         self.target = target
         self._connect_s = connect_s
-        self._tls = ssl.create_default_context() if target.tls else None
+        self._tls = target.tls_context()
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
         self.last_received_s = 0.0
@@ -120,24 +121,69 @@ class ConnectionPool:
     async def send(self, request: bytes, *, is_fresh: bool = False) -> ResponseFlow:
         """Send a request; ``is_fresh`` opens a new connection. Raises `Unreachable`. Later errors are raised by the flow."""
         connection = (None if is_fresh else self._take_idle()) or await self._connect()
-        flow = ResponseFlow(
-            connection, asyncio.get_running_loop().create_future(), on_piece=self.record_piece
-        )
+        flow = ResponseFlow(connection, on_piece=self.record_piece)
         flow.whole = connection.send(request, flow, flow.note_head)
         flow.whole.add_done_callback(flow.wake)
         return flow
 
-    def was_stale(self, flow: ResponseFlow) -> bool:
+    async def open(self, request: bytes) -> ResponseFlow:
+        """Send a request and wait for the head of the answer; call `give_back` later. Raises `ConnectionError`.
+
+        A stale connection is replaced once.
+        """
+        is_fresh = False
+        while True:
+            flow = await self.send(request, is_fresh=is_fresh)
+            try:
+                await flow.head()
+            except BaseException as error:
+                self.give_back(flow)
+                if is_fresh or not isinstance(error, ConnectionError) or not self.was_stale(flow):
+                    raise
+                is_fresh = True
+            else:
+                return flow
+
+    async def exchange(
+        self, request: bytes, *, is_repeatable: bool = False, sink: Sink | None = None
+    ) -> HttpAnswer:
+        """Send a request and return the whole answer. Raises `ConnectionError`.
+
+        ``sink`` receives a streamed body. A stale connection is replaced once; for ``is_repeatable`` see `was_stale`.
+        """
+        is_fresh = False
+        while True:
+            connection = (None if is_fresh else self._take_idle()) or await self._connect()
+            flow = ResponseFlow(connection)
+            flow.whole = connection.send(request, sink)
+            try:
+                return await flow.whole
+            except ConnectionError:
+                if is_fresh or not self.was_stale(flow, is_repeatable):
+                    raise
+                is_fresh = True
+            finally:
+                self.give_back(flow)
+
+    async def ask(
+        self, method: str, path: str, body: object = None, within_s: float | None = None
+    ) -> HttpAnswer:
+        """Send a request with a JSON body, and return the whole answer. Raises `ConnectionError` or `TimeoutError`."""
+        async with asyncio.timeout(within_s):
+            return await self.exchange(json_request(self.target, method, path, body))
+
+    def was_stale(self, flow: ResponseFlow, is_repeatable: bool = False) -> bool:
         """Return whether a flow failed because the server had closed the reused connection before the request.
 
-        Only an immediate failure counts. After a longer time, the request itself may have crashed the server.
+        Only an immediate failure counts, unless the request ``is_repeatable``. After a longer time, the request itself may have
+        crashed the server.
         """
         connection = flow.connection
         took_s = time.perf_counter() - flow.sent_s
         return (
             connection.num_exchanges > 1
             and not connection.has_received
-            and took_s < STALE_S + 2 * self.round_trip_s
+            and (is_repeatable or took_s < STALE_S + 2 * self.round_trip_s)
         )
 
     def give_back(self, flow: ResponseFlow) -> None:
@@ -155,6 +201,12 @@ class ConnectionPool:
             connection.close()
         self._idle.clear()
 
+    async def close(self) -> None:
+        """Close all connections, and wait for it."""
+        self.hang_up()
+        if self._open:
+            await asyncio.wait([connection.lost for connection in self._open])
+
     def _take_idle(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
@@ -167,15 +219,18 @@ class ConnectionPool:
         began_s = time.perf_counter()
         try:
             async with asyncio.timeout(self._connect_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(loop), target.host, target.port, ssl=self._tls
-                )
+                if target.uds:
+                    _, connection = await loop.create_unix_connection(lambda: Connection(loop), target.uds)
+                else:
+                    _, connection = await loop.create_connection(
+                        lambda: Connection(loop), target.host, target.port, ssl=self._tls
+                    )
         except TimeoutError:
-            raise Unreachable(f"no connection within {self._connect_s:g} s") from None
+            raise Unreachable(f"no connection to {target} within {self._connect_s:g} s") from None
         except OSError as error:
-            raise Unreachable(f"no connection: {error.strerror or error}") from None
+            raise Unreachable(f"no connection to {target}: {error.strerror or error}") from error
         except ValueError as error:  # an invalid host name
-            raise Unreachable(f"no connection to {target.host}: {error}") from None
+            raise Unreachable(f"no connection to {target}: {error}") from None
         self.round_trip_s = time.perf_counter() - began_s
         self._open.add(connection)
         connection.lost.add_done_callback(lambda _: self._open.discard(connection))
@@ -187,3 +242,22 @@ def _is_keepalive(payload: bytes) -> bool:
     if payload.startswith(b":"):
         return b"\ndata:" not in payload
     return payload.startswith(b"event: ping") and payload.find(b"\n\n") == len(payload) - 2
+
+
+def json_request(target: Target, method: str, path: str, body: object = None) -> bytes:
+    """Return a request with a JSON body; without a body if None."""
+    return target.request(method, path, b"" if body is None else msgspec.json.encode(body))
+
+
+def ask(target: Target, method: str, path: str, body: object = None, timeout_s: float = 30.0) -> HttpAnswer:
+    """Send a single request from a blocking program. Raises `ConnectionError` or `TimeoutError`."""
+
+    async def send() -> HttpAnswer:
+        pool = ConnectionPool(target, timeout_s)
+        try:
+            return await pool.ask(method, path, body, timeout_s)
+        finally:
+            await pool.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(send())
